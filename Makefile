@@ -1,0 +1,32 @@
+# `make up` starts a cluster, `make test` runs every check; both do all set-up they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: up test lint venv rpc
+
+up: venv
+	$(BIN)/cpd up $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+venv: $(READY)
+
+$(READY): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -m engine.kernels
+	touch $(READY)
+
+# Regenerates cpd/rpc from proto/; tests/cpd/test_rpc.py fails when it is stale.
+rpc: venv
+	$(BIN)/python scripts/generate_rpc.py

@@ -1,0 +1,1 @@
+"""What every CPD process shares: settings, errors, block hashes, membership and the wire stubs."""

@@ -1,0 +1,144 @@
+"""The settings of every process, each declared once.
+
+A setting is a field with a type, a default and a description; `cpd/options.py` makes the command-line flag of it.
+Precedence: flag, then environment (`CPD_TOKEN_BUDGET`), then the YAML file, then the default.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+import yaml
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from cpd.errors import ConfigError
+
+Role = Literal["prefill", "combined"]
+
+
+class Settings(BaseSettings):
+    """Base of all settings."""
+
+    model_config = SettingsConfigDict(env_prefix="CPD_", extra="forbid", frozen=True)
+
+    @classmethod
+    def load(cls, flags: dict[str, Any], config: Path | None = None) -> Self:
+        """Merges flags, environment and the YAML file `config`.
+
+        Raises:
+            ConfigError: A value is unknown or out of range; the message names it.
+        """
+        from_file = _read_yaml(config) if config else {}
+
+        class Loaded(cls):  # type: ignore[misc,valid-type]
+            @classmethod
+            def settings_customise_sources(
+                cls,
+                settings_cls: type[BaseSettings],
+                init_settings: PydanticBaseSettingsSource,
+                env_settings: PydanticBaseSettingsSource,
+                dotenv_settings: PydanticBaseSettingsSource,
+                file_secret_settings: PydanticBaseSettingsSource,
+            ) -> tuple[PydanticBaseSettingsSource, ...]:
+                return init_settings, env_settings, InitSettingsSource(settings_cls, from_file)
+
+        try:
+            merged = Loaded(**flags)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"]) or "settings"
+            raise ConfigError(f"{name.replace('_', '-')}: {first['msg']} (got {first.get('input')!r})") from None
+        return cast(Self, merged)
+
+
+class EngineSettings(Settings):
+    """What the engine of a worker needs to know."""
+
+    model: str = Field("", description="Checkpoint directory (config.json, safetensors) or Hugging Face id.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and KV cache; auto takes the checkpoint's."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to run; auto takes a GPU if present.")
+    max_model_len: int = Field(
+        0, ge=0, description="Longest prompt plus output, in tokens; 0 takes the checkpoint's limit."
+    )
+    kv_memory: ByteSize = Field(ByteSize(1 << 30), description="Memory of the KV page pool, such as 2GiB.")
+    token_budget: int = Field(512, ge=16, description="Most tokens that one engine step computes.")
+    max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
+    max_queue_tokens: int = Field(
+        262_144, ge=1, description="Most prompt tokens that wait in a worker's queue before it refuses more."
+    )
+
+
+class SharedSettings(Settings):
+    """What every process of a cluster is told."""
+
+    cluster: str = Field("default", description="Name of the cluster; several can share one Redis.")
+    host: str = Field("127.0.0.1", description="Interface to listen on.")
+    redis_url: str = Field("", description="Redis that holds the shared state; empty starts an embedded one.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
+
+
+class WorkerSettings(EngineSettings, SharedSettings):
+    """One worker process."""
+
+    worker_id: str = Field("", description="Name of this worker; empty makes one up.")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    advertise_host: str = Field("", description="Address other processes reach this one at; empty takes --host.")
+    cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
+    transport: Literal["auto", "ucx"] = Field("auto", description="How KV pages move between workers.")
+    lease_s: float = Field(5.0, gt=0, description="A worker silent in Redis for this long, in seconds, is gone.")
+    fill_progress_s: float = Field(
+        10.0, gt=0, description="A remote prefill without progress for this long, in seconds, has failed."
+    )
+
+
+class RouterSettings(SharedSettings):
+    """One router process."""
+
+    model: str = Field("", description="Checkpoint directory: tokenizer.json, tokenizer_config.json, config.json.")
+    served_model_name: str = Field("", description="Name in the API; empty takes the directory's name.")
+    router_id: str = Field("", description="Name of this router; empty makes one up.")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port.")
+    cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
+    api_key: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="Key that clients must send; repeat for several tenants. None: open to all.",
+    )
+    long_prefill_tokens: int = Field(
+        1024, ge=0, description="A prompt with more uncached tokens than this goes to a prefill worker."
+    )
+    max_n: int = Field(16, ge=1, description="Most choices (n) a request may ask for.")
+    max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        return [key for key in value.split(",") if key] if isinstance(value, str) else value
+
+
+class ClusterSettings(RouterSettings, WorkerSettings):
+    """`cpd up`: a whole cluster."""
+
+    prefill: int = Field(1, ge=0, description="Prefill workers.")
+    combined: int = Field(1, ge=1, description="Combined workers (prefill and decode).")
+    routers: int = Field(1, ge=1, description="Router processes on the one port.")
+    ray_address: str = Field("", description="Ray cluster to join; empty starts a local one.")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(data, dict | None):
+        raise ConfigError(f"{path} must hold one mapping of setting names to values")
+    return {str(name).replace("-", "_"): value for name, value in (data or {}).items()}

@@ -1,0 +1,87 @@
+"""Who is alive: leases in Redis.
+
+A process keeps one key, `cpd:<cluster>:member:<id>`, whose value describes it and whose time to live it renews.
+Redis says who exists and where; whether a worker really serves is known from the session with it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import orjson
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live process of the cluster.
+
+    Attributes:
+        id: Unique name.
+        kind: What it does.
+        address: `host:port` of its gRPC server (of its HTTP server for a router).
+        host: Name of its machine.
+        pid: Its process id on that machine.
+        incarnation: New in every start of the process.
+    """
+
+    id: str
+    kind: Literal["prefill", "combined", "router"]
+    address: str
+    host: str
+    pid: int
+    incarnation: int
+
+
+def _key(cluster: str, member_id: str) -> str:
+    return f"cpd:{cluster}:member:{member_id}"
+
+
+@contextlib.asynccontextmanager
+async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> AsyncIterator[None]:
+    """Keeps `member` listed while the context is open; takes it off at the end.
+
+    Redis may come and go meanwhile: the lease is renewed as soon as it answers again.
+    """
+    key, value, ttl_ms = _key(cluster, member.id), orjson.dumps(asdict(member)), int(ttl_s * 1000)
+
+    async def renew() -> None:
+        away = False
+        while True:
+            try:
+                await redis.set(key, value, px=ttl_ms)
+                if away:
+                    log.info("Redis answers again")
+                away = False
+            except (RedisError, OSError) as error:
+                if not away:
+                    log.warning("Redis is away, going on without it: %s", error)
+                away = True
+            await asyncio.sleep(ttl_s / 4)
+
+    task = asyncio.create_task(renew(), name="lease")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        with contextlib.suppress(RedisError, OSError):
+            await redis.delete(key)
+
+
+async def members(redis: Redis, cluster: str) -> list[Member]:
+    """Everyone with a live lease.
+
+    Raises:
+        RedisError, OSError: Redis does not answer.
+    """
+    keys = [key async for key in redis.scan_iter(_key(cluster, "*"), count=1000)]
+    values = await redis.mget(keys) if keys else []
+    return [Member(**orjson.loads(value)) for value in values if value is not None]

@@ -1,0 +1,1 @@
+"""Generated from proto/cpd.proto by `make rpc`."""

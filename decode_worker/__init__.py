@@ -1,0 +1,1 @@
+"""Prompts or pages in, tokens out: the combined node."""

@@ -1,0 +1,1 @@
+"""Places the processes of a cluster with Ray and keeps them running."""

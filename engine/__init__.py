@@ -1,0 +1,1 @@
+"""The inference engine: model, paged KV cache, scheduler and step loop. Knows nothing of the network."""

@@ -1,0 +1,113 @@
+"""The transport protocol: pages of a sender's pool appear in pages that a receiver has set aside.
+
+    receiver (decode worker)                      sender (prefill worker)
+    address = transport.address
+    landing = transport.expect(r, g, pages)
+                      ── address, r, g, epoch, pages by some other wire ──▶
+                                                  peer = await transport.connect(address)
+                                                  transfer = peer.push(ticket, [(page, index), …])   any number of times
+    await landing.done()                          await transfer.done()
+
+Who may touch what, and when:
+- Receiver's pages: from `expect` on they may be written at any time until `landing.done()` returned, or until
+  `landing.revoke()` returned True. If `revoke()` returns False a write may still be under way: quarantine the
+  pages until the sender has said that nothing is in flight, or `landing.peer_gone()` returned.
+- Sender's pages: read from `push` on until `transfer.done()` returned or raised. They must not change meanwhile.
+- Epoch (one a pool creation) and generation (one a reservation) guard messages: a push whose ticket is not
+  current is refused with StaleTransferError at the sender, and nothing is written.
+
+All coroutine methods and `push` are called on one event loop; no method blocks it. Memory is the caller's: it
+outlives the transport.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """A page pool: `num_pages` pages of `page_bytes`, back to back from `pointer`, in host memory."""
+
+    pointer: int
+    num_pages: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The receiver's reservation, as the sender must quote it.
+
+    Attributes:
+        epoch: Of the receiver's pool.
+        reservation: Names the landing.
+        generation: Tells this use of the landing's pages from earlier ones.
+        pages: The receiver's page for each index.
+    """
+
+    epoch: int
+    reservation: int
+    generation: int
+    pages: tuple[int, ...]
+
+
+class Landing(Protocol):
+    """The receiver's side of one reservation."""
+
+    async def done(self) -> None:
+        """Returns when every page of the ticket has arrived.
+
+        Raises:
+            TransferError: The sender's connection broke, or the landing was revoked.
+        """
+
+    def revoke(self) -> bool:
+        """Refuses whatever has not arrived. True: nothing can be written any more. Idempotent."""
+
+    async def peer_gone(self) -> None:
+        """Returns when it is certain that no write into these pages is under way or can begin."""
+
+
+class Transfer(Protocol):
+    """The sender's side of one push."""
+
+    async def done(self) -> None:
+        """Returns when the pages have been sent and may be reused.
+
+        Raises:
+            StaleTransferError: The receiver refused the ticket.
+            TransferError: The connection broke, or the transfer was cancelled. The pages may be reused.
+        """
+
+    def cancel(self) -> None:
+        """Stops as soon as possible; `done` still tells when the pages may be reused."""
+
+
+class Peer(Protocol):
+    """A connection to a receiver."""
+
+    def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> Transfer:
+        """Sends own page `pages[k][0]` to the ticket's page at index `pages[k][1]`, for every k."""
+
+    async def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """One pool's door to the others."""
+
+    name: str
+    address: bytes
+    epoch: int
+
+    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> Landing:
+        """Sets `pages` of the own pool aside for one sender."""
+
+    async def connect(self, address: bytes) -> Peer:
+        """Connects to the transport that has this address (its own `address` attribute).
+
+        Raises:
+            TransferError: Nobody answers there, or its page size differs.
+        """
+
+    async def close(self) -> None:
+        """Ends all landings, transfers and connections; afterwards the pool is not touched any more."""

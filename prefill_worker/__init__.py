@@ -1,0 +1,1 @@
+"""Prompt in, KV pages and a first token out."""
