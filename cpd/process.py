@@ -20,8 +20,8 @@ def setup_logging(level: str, name: str) -> None:
 def end_with_supervisor() -> None:
     """If a supervisor started this process (CPD_SUPERVISED=1, a pipe as standard input), end when it is gone.
 
-    The pipe's end closes with the supervisor, however it died: then this process gets SIGTERM, and is killed when it has
-    not ended GRACE_S later.
+    The pipe's end closes with the supervisor, however it died: then this process gets SIGTERM, and is killed when
+    it has not ended GRACE_S later.
     """
     if os.environ.get("CPD_SUPERVISED") != "1":
         return
