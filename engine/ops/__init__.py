@@ -1,0 +1,1 @@
+"""Device-specific pieces of the forward pass, and which of them to use."""

@@ -1,0 +1,119 @@
+"""What a device must provide for the forward pass: one protocol, one file a back end.
+
+Letters in shape comments: T tokens of the step, S sequences, H hidden size, Hq query heads, Hkv key-value heads,
+D head size, I width of the MLP, R sampled rows, V vocabulary, BS block size (`cpd.blocks.BLOCK_SIZE`).
+
+Layer views of the KV pool are `pool[:, layer]`: [num_pages, 2, Hkv, BS, D], strided over pages and contiguous within
+one page. Index 0 of the second dimension is keys, 1 is values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.batch import Batch
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""x [T, in] -> x @ weight.T + bias, [T, out]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A `Batch` on the device. All tensors are int32 and contiguous.
+
+    Attributes:
+        token_ids: [T]
+        positions: Absolute positions. [T]
+        slots: Where each token's key and value go: `page * BS + offset`. [T]
+        query_start: Sequence s owns tokens `query_start[s]:query_start[s + 1]`. [S + 1]
+        context_lens: Tokens that sequence s's last query attends to, itself included. [S]
+        block_tables: Pages of each sequence in block order, padded beyond its context. [S, >= blocks of the longest]
+        num_tokens: T
+        num_seqs: S
+        num_decodes: How many leading sequences have one query token.
+        max_query_len: Most query tokens of one sequence.
+        max_context_len: Largest of `context_lens`.
+        host: The same in host memory, so that nobody has to read the device back.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+    host: Batch
+
+
+class Ops(Protocol):
+    """The device-specific pieces of a decoder's forward pass.
+
+    Activations are contiguous and of the model's dtype; norms, RoPE and softmax compute in float32 and round once.
+    Inputs marked *scratch* may be overwritten, and the result may be a view of them. Called under
+    `torch.inference_mode()`, by one thread, one step at a time.
+    """
+
+    def prepare(self, batch: DeviceBatch) -> None:
+        """Plans a step, once for all layers. Before the first `rope_store` and `attention` of a batch."""
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Makes a linear layer of weight [out, in] and bias [out]. May repack: the caller drops its own references."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x²) + eps) · weight: [T, H] -> new [T, H]. `x` is kept."""
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`residual += x` in place (rounded to the model's dtype), and returns the norm of the sum.
+
+        Args:
+            x: [T, H], scratch.
+            residual: [T, H], updated.
+        """
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        batch: DeviceBatch,
+        cos_sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """Optional per-head norm of queries and keys, then RoPE; stores keys and values into the pages.
+
+        Args:
+            qkv: [T, (Hq + 2 Hkv) · D], scratch: all query heads, all key heads, all value heads.
+            batch: Gives `positions` and `slots`.
+            cos_sin: float32 [max_model_len, D]: D/2 cosines, then D/2 sines. Dimension i turns with i + D/2.
+            q_norm, k_norm: RMSNorm weights [D], both or neither.
+            eps: Of that norm.
+            kv: [num_pages, 2, Hkv, BS, D], written at `batch.slots`.
+
+        Returns:
+            Queries [T, Hq, D].
+        """
+
+    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+        """Causal attention over the paged context, all of a layer's keys and values being stored.
+
+        Query i of sequence s stands at position `context_lens[s] - query_len[s] + i` and attends to that and every
+        earlier position of its own sequence. Query head h uses key-value head `h // (Hq // Hkv)`.
+
+        Args:
+            q: [T, Hq, D], scratch.
+            kv: [num_pages, 2, Hkv, BS, D]
+
+        Returns:
+            [T, Hq · D]
+        """
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up: [T, 2I], scratch, gate first -> [T, I]"""
