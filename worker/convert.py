@@ -1,0 +1,185 @@
+"""The wire's messages as engine types and back. Nothing that came over the wire is believed unchecked."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cpd.blocks import BLOCK_SIZE, HASH_BYTES, split_hashes
+from cpd.errors import CPDError
+from cpd.rpc import cpd_pb2 as pb
+from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
+
+MAX_CHOICES = 4096
+
+
+class InvalidRequestError(CPDError):
+    """A peer sent a request that this worker cannot compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a request on this worker."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+def request_from_wire(
+    message: pb.Submit | pb.FillStart, request_id: str, limits: Limits, *, prefill_only: bool = False
+) -> Request:
+    """The engine's view of a submitted or a remotely prefilled request.
+
+    Raises:
+        InvalidRequestError: The message contradicts itself or exceeds `limits`.
+    """
+    token_ids = list(message.token_ids)
+    prompt_len, total = message.prompt_len, len(token_ids)
+    _require(1 <= prompt_len <= total, f"prompt_len {prompt_len} must be 1 to {total}, the number of tokens")
+    _require(
+        total < limits.max_model_len,
+        f"{total} tokens leave no room for output: this worker's context is {limits.max_model_len} tokens",
+    )
+    highest = int(np.asarray(token_ids, dtype=np.int64).max())
+    _require(highest < limits.vocab_size, f"token id {highest} is outside the vocabulary of {limits.vocab_size}")
+    _require(len(message.hash_root) == HASH_BYTES, f"hash_root must have {HASH_BYTES} bytes")
+    _require(
+        len(message.block_hashes) == total // BLOCK_SIZE * HASH_BYTES,
+        f"block_hashes must hold {HASH_BYTES} bytes for each of the {total // BLOCK_SIZE} full blocks",
+    )
+    _require(1 <= message.n <= MAX_CHOICES, f"n {message.n} must be 1 to {MAX_CHOICES}")
+    _require(message.n == 1 or prompt_len == total, "n must be 1 where output was already emitted")
+    params = _sampling_from_wire(message.sampling, limits.vocab_size)
+    _require(
+        total - prompt_len < params.max_tokens,
+        f"{total - prompt_len} tokens were already emitted of at most {params.max_tokens}",
+    )
+    return Request(
+        id=request_id,
+        token_ids=token_ids,
+        prompt_len=prompt_len,
+        params=params,
+        hash_root=message.hash_root,
+        block_hashes=split_hashes(message.block_hashes),
+        first_choice=message.choice,
+        n=message.n,
+        prefill_only=prefill_only,
+    )
+
+
+def output_to_wire(output: Output, request: int = 0, attempt: int = 0) -> pb.Output:
+    """An engine output as it goes to the router, or from a prefill worker to a decode worker."""
+    return pb.Output(
+        request=request,
+        attempt=attempt,
+        choice=output.choice,
+        token_ids=output.token_ids,
+        logprobs=[
+            pb.TokenLogprobs(
+                logprob=entry.logprob,
+                top_ids=[token for token, _ in entry.top],
+                top_logprobs=[logprob for _, logprob in entry.top],
+            )
+            for entry in output.logprobs
+        ],
+        finish=pb.FINISH_NONE if output.finish is None else pb.FinishReason.ValueType(output.finish.value),
+    )
+
+
+def first_outputs_from_wire(message: pb.FillFirstTokens, request: Request, limits: Limits) -> list[Output]:
+    """The first token of each choice of `request`, in choice order, as a prefill worker reported it.
+
+    Raises:
+        InvalidRequestError: Not exactly one token a choice, or one outside the vocabulary.
+    """
+    outputs = sorted((_output_from_wire(output, request.id) for output in message.outputs), key=lambda o: o.choice)
+    expected = list(range(request.first_choice, request.first_choice + request.n))
+    _require(
+        [output.choice for output in outputs] == expected,
+        "the prefill worker's first tokens do not match the request's choices",
+    )
+    for output in outputs:
+        _require(
+            len(output.token_ids) == 1 and output.token_ids[0] < limits.vocab_size,
+            "the prefill worker sent something else than one token a choice",
+        )
+        _require(
+            len(output.logprobs) == (request.params.top_logprobs is not None),
+            "the prefill worker's logprobs are not those that were asked for",
+        )
+    return outputs
+
+
+def sampling_to_wire(params: SamplingParams) -> pb.Sampling:
+    """Sampling parameters for another worker."""
+    return pb.Sampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        top_logprobs=params.top_logprobs,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=sorted(params.stop_token_ids),
+    )
+
+
+def _output_from_wire(output: pb.Output, request_id: str) -> Output:
+    return Output(
+        request_id=request_id,
+        choice=output.choice,
+        token_ids=list(output.token_ids),
+        logprobs=[
+            TokenLogprobs(entry.logprob, list(zip(entry.top_ids, entry.top_logprobs, strict=False)))
+            for entry in output.logprobs
+        ],
+        finish=Finish(output.finish) if output.finish in (pb.FINISH_STOP, pb.FINISH_LENGTH) else None,
+    )
+
+
+def _sampling_from_wire(sampling: pb.Sampling, vocab_size: int) -> SamplingParams:
+    numbers = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+    for name, value in numbers.items():
+        _require(math.isfinite(value), f"{name} must be finite")
+    _require(sampling.temperature >= 0, "temperature must not be negative")
+    _require(0 < sampling.top_p <= 1, "top_p must be above 0 and at most 1")
+    _require(0 <= sampling.min_p <= 1, "min_p must be 0 to 1")
+    _require(sampling.repetition_penalty > 0, "repetition_penalty must be positive")
+    _require(sampling.max_tokens >= 1, "max_tokens must be at least 1")
+    _require(_inside(list(sampling.logit_bias), vocab_size), "logit_bias names a token outside the vocabulary")
+    _require(all(map(math.isfinite, sampling.logit_bias.values())), "logit_bias must be finite")
+    top_logprobs = sampling.top_logprobs if sampling.HasField("top_logprobs") else None
+    _require((top_logprobs or 0) <= vocab_size, f"top_logprobs must be at most {vocab_size}")
+    return SamplingParams(
+        **numbers,
+        top_k=sampling.top_k,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+        top_logprobs=top_logprobs,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        # Some checkpoints name an end token beyond their embedding; it can't be sampled.
+        stop_token_ids=frozenset(token for token in sampling.stop_token_ids if token < vocab_size),
+    )
+
+
+def _inside(token_ids: Sequence[int], vocab_size: int) -> bool:
+    return max(token_ids, default=0) < vocab_size
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequestError(message)
