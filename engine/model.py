@@ -1,0 +1,113 @@
+"""The decoder of the Llama family (Llama 2 and 3, Mistral, Qwen2, Qwen3) over a paged KV pool.
+
+The order of operations and of roundings is transformers', so that in float32 both choose the same tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.config import ModelConfig
+from engine.ops.base import DeviceBatch, Linear, Ops
+from engine.rope import rope_table
+from engine.weights import Checkpoint
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: torch.Tensor  # [H]
+    qkv: Linear  # H -> (Hq + 2 Hkv) · D
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    o: Linear  # Hq · D -> H
+    post_norm: torch.Tensor  # [H]
+    gate_up: Linear  # H -> 2I
+    down: Linear  # I -> H
+
+
+class Decoder:
+    """Weights on the device, and the forward pass over them. Letters as in `engine.ops.base`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: Callable[[float], None],
+    ) -> None:
+        """Reads the weights; memory peaks about one fused tensor above the final size.
+
+        Args:
+            config: Positions go up to its `max_model_len`.
+            checkpoint: Checked against `expected_tensors(config)`.
+            on_progress: Told the fraction that is loaded.
+        """
+        self._config = config
+        self._ops = ops
+
+        def read(*names: str) -> torch.Tensor:
+            return checkpoint.read(names, dtype, device)
+
+        def linear(prefix: str, names: Sequence[str], bias: bool) -> Linear:
+            weights = read(*(f"{prefix}.{name}.weight" for name in names))
+            return ops.pack(weights, read(*(f"{prefix}.{name}.bias" for name in names)) if bias else None)
+
+        self._embedding = read("model.embed_tokens.weight")  # [V, H]
+        self._layers: list[_Layer] = []
+        for index in range(config.num_layers):
+            on_progress(index / config.num_layers)
+            layer, attention, mlp = (f"model.layers.{index}{part}" for part in ("", ".self_attn", ".mlp"))
+            self._layers.append(
+                _Layer(
+                    input_norm=read(f"{layer}.input_layernorm.weight"),
+                    qkv=linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+                    q_norm=read(f"{attention}.q_norm.weight") if config.qk_norm else None,
+                    k_norm=read(f"{attention}.k_norm.weight") if config.qk_norm else None,
+                    o=linear(attention, ("o_proj",), config.o_bias),
+                    post_norm=read(f"{layer}.post_attention_layernorm.weight"),
+                    gate_up=linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+                    down=linear(mlp, ("down_proj",), config.mlp_bias),
+                )
+            )
+        self._norm = read("model.norm.weight")
+        # A tied checkpoint that has a head all the same means that head, as in transformers.
+        has_head = "lm_head.weight" in checkpoint
+        self._lm_head = ops.pack(read("lm_head.weight") if has_head else self._embedding, None)  # H -> V
+        self._cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
+        on_progress(1.0)
+
+    def forward(
+        self, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None, num_rows: int
+    ) -> torch.Tensor | None:
+        """Stores the batch's keys and values, and computes the logits of some of its tokens.
+
+        Args:
+            batch: The step.
+            kv: For each layer [num_pages, 2, Hkv, BS, D].
+            rows: The tokens wanted, int32 [R]; None: all of them.
+            num_rows: R. With 0 only keys and values are computed.
+
+        Returns:
+            Logits [R, V] of the model's dtype; None if no row was wanted.
+        """
+        ops, eps, scale = self._ops, self._config.norm_eps, self._config.head_dim**-0.5
+        ops.prepare(batch)
+        residual = F.embedding(batch.token_ids, self._embedding)  # [T, H]
+        x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            q = ops.rope_store(layer.qkv(x), batch, self._cos_sin, layer.q_norm, layer.k_norm, eps, kv[index])
+            if index == last and num_rows == 0:
+                return None
+            x = ops.attention(q, kv[index], batch, scale)  # [T, Hq · D]
+            if index == last and rows is not None:  # nothing after this depends on the other tokens
+                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+            x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            next_norm = self._norm if index == last else self._layers[index + 1].input_norm
+            x = ops.add_rms_norm(x, residual, next_norm, eps)
+        return self._lm_head(x)

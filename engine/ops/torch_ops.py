@@ -1,0 +1,164 @@
+"""Ops of plain torch: right on every device, fast on none. The fallback, and the reference for the other back ends."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from cpd.blocks import BLOCK_SIZE
+from engine.ops.base import DeviceBatch, Linear
+
+_DECODES_AT_ONCE = 16
+"""Decodes whose contexts are gathered and padded to one length."""
+
+_MASK_ELEMENTS = 1 << 22
+"""A prefill's attention mask is at most this large; longer ones go in pieces."""
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """Leading sequences `start:stop` of a step, with one query each."""
+
+    start: int
+    stop: int
+    pages: torch.Tensor  # int64 [n, B]
+    mask: torch.Tensor  # bool [n, B * BS], True inside the context
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One sequence's queries `start:stop`, the first of which stands at position `position`."""
+
+    start: int
+    stop: int
+    position: int
+    pages: torch.Tensor  # int64 [1, B]
+
+
+@dataclass(slots=True)
+class _Plan:
+    positions: torch.Tensor  # int64 [T]
+    pages: torch.Tensor  # int64 [T]
+    offsets: torch.Tensor  # int64 [T]
+    decodes: list[_Decodes] = field(default_factory=list)
+    prefills: list[_Prefill] = field(default_factory=list)
+
+
+class TorchOps:
+    """See `engine.ops.base.Ops`."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def prepare(self, batch: DeviceBatch) -> None:
+        slots = batch.slots.long()
+        plan = _Plan(batch.positions.long(), slots // BLOCK_SIZE, slots % BLOCK_SIZE)
+        tables = batch.block_tables.long()
+        lens, starts = batch.host.context_lens, batch.host.query_start
+        for start in range(0, batch.num_decodes, _DECODES_AT_ONCE):
+            stop = min(start + _DECODES_AT_ONCE, batch.num_decodes)
+            blocks = -(-int(lens[start:stop].max()) // BLOCK_SIZE)
+            positions = torch.arange(blocks * BLOCK_SIZE, device=slots.device)
+            mask = positions < batch.context_lens[start:stop, None]
+            plan.decodes.append(_Decodes(start, stop, tables[start:stop, :blocks], mask))
+        for s in range(batch.num_decodes, batch.num_seqs):
+            start, stop, context = int(starts[s]), int(starts[s + 1]), int(lens[s])
+            blocks = -(-context // BLOCK_SIZE)
+            plan.prefills.append(_Prefill(start, stop, context - (stop - start), tables[s : s + 1, :blocks]))
+        self._plan = plan
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return partial(F.linear, weight=weight, bias=bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        batch: DeviceBatch,
+        cos_sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        assert self._plan is not None
+        _, _, kv_heads, _, dim = kv.shape
+        heads = qkv.view(len(qkv), -1, dim)  # [T, Hq + 2 Hkv, D]
+        num_q = heads.shape[1] - 2 * kv_heads
+        if q_norm is not None and k_norm is not None:
+            heads[:, :num_q] = self.rms_norm(heads[:, :num_q], q_norm, eps)
+            heads[:, num_q:-kv_heads] = self.rms_norm(heads[:, num_q:-kv_heads], k_norm, eps)
+        cos, sin = cos_sin[self._plan.positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2]
+        first, second = heads[:, :-kv_heads].float().chunk(2, dim=-1)  # queries and keys
+        heads[:, :-kv_heads] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+        kv[self._plan.pages, :, :, self._plan.offsets] = heads[:, num_q:].view(-1, 2, kv_heads, dim)
+        return heads[:, :num_q]
+
+    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+        assert self._plan is not None
+        num_tokens, num_q, dim = q.shape
+        kv_heads = kv.shape[2]
+        grouped = q.view(num_tokens, kv_heads, -1, dim)  # [T, Hkv, G, D]
+        out = torch.empty(num_tokens, kv_heads, num_q // kv_heads, dim, dtype=q.dtype, device=q.device)
+        for part in self._plan.decodes:
+            keys, values = _gather(kv, part.pages)
+            # Beyond the context lie other sequences' leftovers: weight 0 does not keep their infinities out.
+            values.masked_fill_(~part.mask[:, None, :, None], 0)
+            out[part.start : part.stop] = F.scaled_dot_product_attention(
+                grouped[part.start : part.stop], keys, values, attn_mask=part.mask[:, None, None], scale=scale
+            )
+        for prefill in self._plan.prefills:
+            queries = grouped[prefill.start : prefill.stop].permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+            keys, values = (x.squeeze(0).unsqueeze(1) for x in _gather(kv, prefill.pages))  # [Hkv, 1, B * BS, D]
+            result = _causal(queries, keys, values, prefill.position, scale)
+            out[prefill.start : prefill.stop] = result.permute(2, 0, 1, 3)
+        return out.view(num_tokens, -1)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def _gather(kv: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of sequences with the pages [n, B], each in one copy: [n, Hkv, B * BS, D]."""
+    _, _, kv_heads, block_size, dim = kv.shape
+    row = block_size * dim  # one head's keys or values of one page
+    page_rows = kv.stride(0) // row
+    rows = kv.as_strided(((len(kv) - 1) * page_rows + 2 * kv_heads, row), (row, 1))
+    heads = torch.arange(kv_heads, device=kv.device)[:, None]
+    index = pages[:, None] * page_rows + heads  # [n, Hkv, B]
+    shape = (len(pages), kv_heads, -1, dim)
+    return rows.index_select(0, index.flatten()).view(shape), rows.index_select(0, (index + kv_heads).flatten()).view(
+        shape
+    )
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float) -> torch.Tensor:
+    """Attention of queries that stand at `position` and after.
+
+    q: [Hkv, G, n, D], k and v: [Hkv, 1, position + n or more, D] -> [Hkv, G, n, D]
+    """
+    group, n = q.shape[1], q.shape[2]
+
+    def context(end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return k[:, :, :end].expand(-1, group, -1, -1), v[:, :, :end].expand(-1, group, -1, -1)
+
+    if position == 0:
+        return F.scaled_dot_product_attention(q, *context(n), is_causal=True, scale=scale)
+    tile = max(1, _MASK_ELEMENTS // (position + n))
+    results = []
+    for start in range(0, n, tile):
+        stop = min(start + tile, n)
+        end = position + stop
+        places = torch.arange(end, device=q.device)
+        mask = places <= places[position + start :, None]
+        results.append(F.scaled_dot_product_attention(q[:, :, start:stop], *context(end), attn_mask=mask, scale=scale))
+    return torch.cat(results, dim=2)

@@ -1,0 +1,202 @@
+"""Runs batches with torch: owns the weights and the KV pool of one device."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cpd.blocks import BLOCK_SIZE
+from cpd.errors import CheckpointError, ConfigError
+from engine.batch import Batch, Sampled
+from engine.config import DTYPE_BYTES, Dtype, ModelConfig, load_config
+from engine.model import Decoder
+from engine.ops import make_ops
+from engine.ops.base import DeviceBatch
+from engine.sampling import Sampler
+from engine.weights import Checkpoint, expected_tensors, model_fingerprint
+
+log = logging.getLogger(__name__)
+
+_MIN_TOKENS = 64
+"""A pool that cannot hold this many is of no use."""
+
+
+class TorchRunner:
+    """See `engine.batch.Runner`. Used by one thread at a time.
+
+    Attributes:
+        config: With `max_model_len` as it is served.
+        dtype: Of weights and KV pool.
+        num_pages: Pages of the pool.
+        page_bytes: Size of one.
+        pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D]
+        fingerprint: Equal on workers that can exchange pages.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        device: str,
+        kv_bytes: int,
+        max_model_len: int,
+        on_progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """Loads a checkpoint. All that can be wrong with it is found before the weights are read.
+
+        Args:
+            model_dir: Directory with config.json and safetensors.
+            dtype: float32, bfloat16, float16, or auto for the checkpoint's own.
+            device: cpu, cuda, or auto for a GPU if there is one.
+            kv_bytes: Size of the KV pool.
+            max_model_len: Longest prompt plus output; 0 for the checkpoint's limit.
+            on_progress: Called with what is going on and the fraction done.
+
+        Raises:
+            CheckpointError: The directory cannot be served.
+            ConfigError: The settings do not fit the checkpoint or the machine.
+        """
+        config = load_config(model_dir)
+        expected = expected_tensors(config)
+        with Checkpoint(model_dir) as checkpoint:
+            checkpoint.check(expected)
+            self._device = _resolve_device(device)
+            self.dtype: Dtype = _resolve_dtype(dtype, config, checkpoint)
+            self.page_bytes = config.page_bytes(self.dtype)
+            self.num_pages = _count_pages(kv_bytes, self.page_bytes)
+            self.config = replace(
+                config, max_model_len=_resolve_length(max_model_len, config, self.num_pages * BLOCK_SIZE)
+            )
+            weight_bytes = DTYPE_BYTES[self.dtype] * sum(int(np.prod(shape)) for shape in expected.values())
+            _check_memory(self._device, weight_bytes, kv_bytes)
+            if unused := checkpoint.unused(expected):
+                log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
+            self.fingerprint = model_fingerprint(model_dir, config, self.dtype)
+            torch_dtype: torch.dtype = getattr(torch, self.dtype)
+            progress = on_progress or (lambda _what, _fraction: None)
+            with torch.inference_mode():
+                self._model = Decoder(
+                    self.config,
+                    checkpoint,
+                    make_ops(self._device, torch_dtype),
+                    torch_dtype,
+                    self._device,
+                    lambda fraction: progress("loading weights", fraction),
+                )
+        # Not under inference_mode: others view this memory. Zeros come lazily from the kernel on a CPU.
+        self.pool = torch.zeros(self.num_pages, *config.page_shape, dtype=torch_dtype, device=self._device)
+        self._kv = [self.pool[:, layer] for layer in range(config.num_layers)]
+        self._sampler = Sampler(config.vocab_size)
+        self._sampled: list[Sampled] = []
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> None:
+        """Computes the step."""
+        rows = np.fromiter((sample.row for sample in batch.samples), np.int32, len(batch.samples))
+        unique, choice_rows = np.unique(rows, return_inverse=True)  # several choices may share one prompt's row
+        every = len(unique) == len(batch.token_ids)
+        logits = self._model.forward(
+            self._to_device(batch), self._kv, None if every else self._tensor(unique), len(unique)
+        )
+        if logits is None:
+            self._sampled = []
+            return
+        if len(unique) != len(rows) or not np.array_equal(unique, rows):
+            logits = logits.index_select(0, self._tensor(choice_rows.astype(np.int32)))
+        self._sampled = self._sampler.sample(logits, batch.samples)
+
+    def collect(self) -> list[Sampled]:
+        """The tokens of the last launched step, one a sample row."""
+        return self._sampled
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies one page's keys and values of all layers."""
+        self.pool[target].copy_(self.pool[source])
+
+    def _to_device(self, batch: Batch) -> DeviceBatch:
+        queries = np.diff(batch.query_start)
+        return DeviceBatch(
+            token_ids=self._tensor(batch.token_ids),
+            positions=self._tensor(batch.positions),
+            slots=self._tensor(batch.slots),
+            query_start=self._tensor(batch.query_start),
+            context_lens=self._tensor(batch.context_lens),
+            block_tables=self._tensor(batch.block_tables),
+            num_tokens=len(batch.token_ids),
+            num_seqs=len(batch.context_lens),
+            num_decodes=batch.num_decodes,
+            max_query_len=int(queries.max()),
+            max_context_len=int(batch.context_lens.max()),
+            host=batch,
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        """On a CPU it shares the array's memory: the step ends before the batch can change."""
+        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(self._device)
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda is not available here: torch finds no GPU; use --device cpu")
+    return torch.device(name)
+
+
+def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dtype:
+    if name == "auto":
+        return config.dtype or checkpoint.dtype
+    for dtype in DTYPE_BYTES:
+        if name == dtype:
+            return dtype
+    raise ConfigError(f"dtype {name} is not known; use auto, {', '.join(DTYPE_BYTES)}")
+
+
+def _resolve_length(wanted: int, config: ModelConfig, pool_tokens: int) -> int:
+    limit = config.max_model_len
+    if wanted > limit:
+        raise ConfigError(f"--max-model-len {wanted} is over the checkpoint's limit of {limit} tokens")
+    length = wanted or limit
+    if config.sliding_window is not None and config.sliding_window < length:
+        raise CheckpointError(
+            f"the model uses sliding-window attention over {config.sliding_window} tokens, which is not supported; "
+            f"only with --max-model-len {config.sliding_window} or less it can be served"
+        )
+    if length > pool_tokens:
+        log.warning("the KV pool holds %d tokens: context cut from %d to that; see --kv-memory", pool_tokens, length)
+        length = pool_tokens
+    return length
+
+
+def _count_pages(kv_bytes: int, page_bytes: int) -> int:
+    pages = kv_bytes // page_bytes
+    if pages * BLOCK_SIZE < _MIN_TOKENS:
+        least = page_bytes * _MIN_TOKENS // BLOCK_SIZE
+        raise ConfigError(f"--kv-memory {kv_bytes} is too small for this model; give at least {least} bytes")
+    return pages
+
+
+def _check_memory(device: torch.device, weight_bytes: int, kv_bytes: int) -> None:
+    available = _available_memory(device)
+    if available is not None and weight_bytes + kv_bytes > available:
+        gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
+        raise ConfigError(
+            f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB do not fit into the {gib[2]} GiB of free memory; "
+            "lower --kv-memory or take a smaller model"
+        )
+
+
+def _available_memory(device: torch.device) -> int | None:
+    """Bytes that can be had without swapping, as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
