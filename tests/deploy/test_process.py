@@ -1,0 +1,135 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from deploy.process import ProcessState, Supervised
+
+CHILD = """
+import sys
+from cpd.process import end_with_supervisor
+end_with_supervisor()
+print("ready", file=sys.stderr, flush=True)
+import signal
+signal.sigwait([signal.SIGINT])
+"""
+SUPERVISOR = f"""
+import sys, os, signal, time
+from deploy.process import Supervised
+child = Supervised("child", [sys.executable, "-c", {CHILD!r}], dict(os.environ))
+while not child.state().lines:
+    time.sleep(0.02)
+print(child.state().pid, flush=True)
+signal.pause()
+"""
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def supervise() -> Iterator[Callable[..., Supervised]]:
+    started: list[Supervised] = []
+
+    def start(code: str, cores: frozenset[int] = frozenset()) -> Supervised:
+        started.append(Supervised("child", [sys.executable, "-c", code], dict(os.environ), cores))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.stop()
+
+
+def test_a_killed_child_is_started_again(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(CHILD)
+    wait_for(lambda: "ready" in child.state().lines, "started")
+    first = child.state()
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    wait_for(lambda: child.state(from_line=first.next_line).lines == ["ready"], "started again")
+    second = child.state()
+    assert (second.starts, second.exit_code, second.error) == (2, -signal.SIGKILL, None)
+    assert second.pid != first.pid
+
+
+def test_stop_ends_the_child_and_starts_no_other(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(CHILD)
+    wait_for(lambda: bool(child.state().lines), "started")
+    pid = child.state().pid
+    assert pid is not None
+    child.stop()
+    assert not alive(pid)
+    assert child.state().pid is None
+    assert child.state().starts == 1
+    child.stop()
+
+
+def test_a_child_that_ignores_sigterm_is_killed(
+    supervise: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.process.STOP_S", 0.2)
+    child = supervise(
+        "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "print('deaf', file=sys.stderr, flush=True); signal.pause()"
+    )
+    wait_for(lambda: bool(child.state().lines), "started")
+    child.stop()
+    assert child.state().exit_code == -signal.SIGKILL
+
+
+def test_the_sentence_of_a_child_that_refuses_to_start_is_kept(supervise: Callable[..., Supervised]) -> None:
+    child = supervise("import sys; print('a log line', file=sys.stderr); sys.exit('error: no such model')")
+    states: list[ProcessState] = []
+
+    def refused_twice() -> bool:
+        states.append(child.state())
+        return states[-1].starts >= 2
+
+    wait_for(refused_twice, "a second start")
+    assert any((state.error, state.exit_code) == ("no such model", 1) for state in states)
+    assert "a log line" in states[-1].lines
+
+
+def test_a_program_that_is_missing_is_reported() -> None:
+    child = Supervised("child", ["/nonexistent/program"], {})
+    try:
+        wait_for(lambda: child.state().error is not None, "reported")
+        assert child.state().error == "cannot start /nonexistent/program: No such file or directory"
+    finally:
+        child.stop()
+
+
+def test_the_child_runs_on_its_cores(supervise: Callable[..., Supervised]) -> None:
+    core = min(os.sched_getaffinity(0))
+    child = supervise(
+        "import os, sys; print(os.sched_getaffinity(0), file=sys.stderr, flush=True); sys.stdin.read()",
+        cores=frozenset({core}),
+    )
+    wait_for(lambda: bool(child.state().lines), "started")
+    assert child.state().lines == [str({core})]
+    assert os.sched_getaffinity(0) != {core} or os.cpu_count() == 1
+
+
+def test_the_child_dies_with_a_killed_supervisor() -> None:
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        assert alive(child)
+        supervisor.kill()
+        wait_for(lambda: not alive(child), "the child ended")

@@ -1,0 +1,90 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpd.errors import ConfigError
+from deploy.state import ClusterDir, ClusterState
+from tests.deploy.test_process import wait_for
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def state(cluster: str = "c") -> ClusterState:
+    return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", api_key="", ray_dir="")
+
+
+def test_a_held_cluster_can_be_found_and_is_gone_afterwards(runtime_dir: Path) -> None:
+    cluster = ClusterDir("c")
+    assert cluster.read() is None
+    with cluster.hold():
+        assert ClusterDir("c").read() is None  # it has not said anything yet
+        cluster.write(state())
+        assert ClusterDir("c").read() == state()
+        assert ClusterDir("other").read() is None
+        assert (cluster.path / "state.json").stat().st_mode & 0o077 == 0
+        assert cluster.path.stat().st_mode & 0o077 == 0
+    assert ClusterDir("c").read() is None
+    assert not cluster.path.exists()
+
+
+def test_the_same_cluster_is_not_started_twice() -> None:
+    with (
+        ClusterDir("c").hold(),
+        pytest.raises(ConfigError, match="'c' is running already"),
+        ClusterDir("c").hold(),
+    ):
+        pass
+
+
+def test_what_a_killed_owner_left_is_cleared_away(tmp_path: Path) -> None:
+    ray_dir = tmp_path / "ray"
+    ray_dir.mkdir()
+    owner = (
+        "import os, signal; from deploy.state import ClusterDir, ClusterState\n"
+        "cluster = ClusterDir('c')\n"
+        "with cluster.hold():\n"
+        f"    cluster.write(ClusterState('c', os.getpid(), 'http://x', '', {str(ray_dir)!r}))\n"
+        "    cluster.redis_socket.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", owner]).returncode == -9
+    cluster = ClusterDir("c")
+    assert cluster.read() is None
+    with cluster.hold():
+        assert not ray_dir.exists()
+        assert not cluster.redis_socket.exists()
+        assert cluster.read() is None
+
+
+def test_many_that_start_at_once_run_one_after_the_other() -> None:
+    owner = (
+        "from cpd.errors import ConfigError; from deploy.state import ClusterDir\n"
+        "for _ in range(50):\n"
+        "    try:\n"
+        "        with ClusterDir('c').hold(): print('held', flush=True)\n"
+        "    except ConfigError: pass\n"
+    )
+    owners = [subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE) for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0] for process in owners]
+    assert [process.returncode for process in owners] == [0, 0, 0]
+    assert any(outputs)
+    wait_for(lambda: ClusterDir("c").read() is None, "free")
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "a" * 33, "-x", "a b"])
+def test_a_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--cluster"):
+        ClusterDir(name)
+
+
+def test_a_directory_that_others_can_read_is_refused(runtime_dir: Path) -> None:
+    (runtime_dir / "cpd").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="only you can access"), ClusterDir("c").hold():
+        pass
