@@ -85,12 +85,9 @@ class SharedSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
 
 
-class WorkerSettings(EngineSettings, SharedSettings):
-    """One worker process."""
+class AllWorkersSettings(EngineSettings, SharedSettings):
+    """What all workers of a cluster have in common."""
 
-    worker_id: str = Field("", description="Name of this worker; empty makes one up.")
-    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    advertise_host: str = Field("", description="Address other processes reach this one at; empty takes --host.")
     cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
     transport: Literal["auto", "ucx"] = Field("auto", description="How KV pages move between workers.")
     lease_s: float = Field(5.0, gt=0, description="A worker silent in Redis for this long, in seconds, is gone.")
@@ -99,12 +96,19 @@ class WorkerSettings(EngineSettings, SharedSettings):
     )
 
 
-class RouterSettings(SharedSettings):
-    """One router process."""
+class WorkerSettings(AllWorkersSettings):
+    """One worker process."""
+
+    worker_id: str = Field("", description="Name of this worker; empty makes one up.")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    advertise_host: str = Field("", description="Address other processes reach this one at; empty takes --host.")
+
+
+class AllRoutersSettings(SharedSettings):
+    """What all routers of a cluster have in common."""
 
     model: str = Field("", description="Checkpoint directory: tokenizer.json, tokenizer_config.json, config.json.")
     served_model_name: str = Field("", description="Name in the API; empty takes the directory's name.")
-    router_id: str = Field("", description="Name of this router; empty makes one up.")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port.")
     cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
     api_key: Annotated[list[str], NoDecode] = Field(
@@ -120,12 +124,22 @@ class RouterSettings(SharedSettings):
     @field_validator("api_key", mode="before")
     @classmethod
     def _split_keys(cls, value: Any) -> Any:
-        return [key for key in value.split(",") if key] if isinstance(value, str) else value
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            return value
+        return [key for text in texts for key in text.split(",") if key]
 
 
-class ClusterSettings(RouterSettings, WorkerSettings):
+class RouterSettings(AllRoutersSettings):
+    """One router process."""
+
+    router_id: str = Field("", description="Name of this router; empty makes one up.")
+
+
+class ClusterSettings(AllRoutersSettings, AllWorkersSettings):
     """`cpd up`: a whole cluster."""
 
+    model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
     prefill: int = Field(1, ge=0, description="Prefill workers.")
     combined: int = Field(1, ge=1, description="Combined workers (prefill and decode).")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
