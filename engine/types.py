@@ -131,6 +131,23 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages set aside for a prompt that another worker computes.
+
+    Attributes:
+        id: Names the reservation among the live ones; used again later.
+        generation: Never used again.
+        first_block: The blocks before this one are in the cache, and held.
+        pages: One for each block from `first_block` on, the partial last one included.
+    """
+
+    id: int
+    generation: int
+    first_block: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class PoolCounts:
     """Pages by owner state; they add up to the pool."""
 

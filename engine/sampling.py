@@ -1,0 +1,227 @@
+"""From logits to tokens.
+
+Order: log-probabilities of the model's own distribution; repetition, presence and frequency penalties, logit bias,
+the mask of `min_tokens`; temperature; top-k, top-p and min-p (as in vLLM: each on what the one before left); then the
+token with the largest `logit + Gumbel noise`, which is a draw from the softmax (the Gumbel-max trick).
+
+The noise of a token is a hash of (seed, choice, position, token id), not the state of a generator. So a request gets
+the same tokens alone, in any batch, in any order of steps and on any worker.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.batch import Sampled, SampleRow
+from engine.types import SamplingParams, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the most likely token: dividing by them would overflow."""
+
+_UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Sampler:
+    """Samples one token a row. Holds only constants: the scrambled token ids that the noise is made of."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._vocab_size = vocab_size
+        self._token_keys = _token_keys(vocab_size).to(device)
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+        """Chooses a token for each row.
+
+        Args:
+            logits: The model's output, one row a sample row, any floating type. float32 is overwritten. [R, V]
+            rows: How to choose. [R]
+        """
+        if not rows:
+            return []
+        logits = logits.float()
+        params = [row.params for row in rows]
+        reported = [i for i, p in enumerate(params) if p.top_logprobs is not None]
+        raw_logprobs = torch.log_softmax(_take(logits, reported), dim=-1) if reported else None
+        _adjust(logits, rows)
+        drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
+        chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        if len(drawn) < len(rows):
+            torch.argmax(logits, dim=-1, out=chosen)
+        if drawn:
+            chosen[drawn] = self._draw(_take(logits, drawn), [rows[i] for i in drawn])
+        sampled = [Sampled(token_id) for token_id in chosen.tolist()]
+        if raw_logprobs is not None:
+            tops = [params[i].top_logprobs or 0 for i in reported]
+            for i, logprobs in zip(reported, _report(raw_logprobs, chosen[reported], tops), strict=True):
+                sampled[i].logprobs = logprobs
+        return sampled
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites `logits`.
+
+        The largest `logit + noise` is found as the largest `probability / E`, since the noise is -log(E) with an
+        exponentially distributed E: that saves a logarithm of the whole vocabulary.
+        """
+        params = [row.params for row in rows]
+        if any(p.temperature != 1.0 for p in params):
+            logits.div_(_column([p.temperature for p in params], logits))
+        _filter(logits, params)
+        keys = _row_keys([p.seed for p in params], [r.choice for r in rows], [r.position for r in rows])
+        race = torch.softmax(logits, dim=-1).div_(_minus_exponential(self._token_keys, keys))
+        return race.argmin(dim=-1)
+
+
+def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Tensor:
+    """The noise that is added to the (tempered) logits of the token at `position`. [vocab_size] float32
+
+    Tests use it as an oracle: a sampled token is the argmax of logits / temperature + noise.
+    """
+    keys = _row_keys([seed], [choice], [position])
+    return _minus_exponential(_token_keys(vocab_size), keys)[0].neg_().log_().neg_()
+
+
+def _minus_exponential(token_keys: Tensor, row_keys: Tensor) -> Tensor:
+    """Minus the exponentially distributed variable of each row and token. [V], [R, 2] -> [R, V] float32, all < 0
+
+    A multiply-xorshift-multiply hash in 32-bit arithmetic, which wraps around in the same way on every device. It
+    is mapped so that the numbers near 0, which decide, have the finest resolution: down to 2^-32.
+    """
+    bits = torch.bitwise_xor(token_keys, row_keys[:, :1])
+    bits *= row_keys[:, 1:]
+    bits ^= bits >> 16
+    bits *= 0x2C1B3C6D
+    bits &= 0x7FFFFFFF
+    half = torch.tensor(-0.5 * _UINT_TO_UNIT, dtype=torch.float32, device=bits.device)
+    return torch.add(half, bits, alpha=-_UINT_TO_UNIT).log1p_()
+
+
+def _token_keys(vocab_size: int) -> Tensor:
+    """A different 32-bit number for each token id, well scrambled (a bijective hash). [V] int32"""
+    x = np.arange(vocab_size, dtype=np.uint32)
+    x ^= x >> 16
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> 15
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> 16
+    return torch.from_numpy(x.view(np.int32))
+
+
+def _row_keys(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Two 32-bit keys a row, the second one odd. [R, 2] int32"""
+    state = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    for numbers in (choices, positions):
+        state = _mix(state) + np.array(numbers, dtype=np.uint64)
+    keys = _mix(state).view(np.int32).reshape(-1, 2)
+    keys[:, 1] |= 1
+    return torch.from_numpy(keys)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """One step of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _take(logits: Tensor, indices: Sequence[int]) -> Tensor:
+    """Those rows; the tensor itself when they are all."""
+    return logits if len(indices) == len(logits) else logits[indices]
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Applies penalties, bias and the mask of `min_tokens` in place. Touches only the tokens concerned. [R, V]"""
+    scaled, shifted = _Entries(logits), _Entries(logits)
+    for i, row in enumerate(rows):
+        p = row.params
+        if p.repetition_penalty != 1.0:
+            ids = np.unique(row.tokens)
+            scaled.add(i, ids, np.full(len(ids), p.repetition_penalty))
+        if p.presence_penalty or p.frequency_penalty:
+            ids, counts = np.unique(row.tokens[row.prompt_len :], return_counts=True)
+            shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
+        if p.logit_bias:
+            shifted.add(i, list(p.logit_bias), list(p.logit_bias.values()))
+        if row.position - row.prompt_len < p.min_tokens:
+            shifted.add(i, list(p.stop_token_ids), [-math.inf] * len(p.stop_token_ids))
+    flat = logits.view(-1)
+    if where_by := scaled.tensors():
+        where, factor = where_by
+        old = flat[where]
+        flat[where] = torch.where(old > 0, old / factor, old * factor)
+    if where_by := shifted.tensors():
+        flat.index_add_(0, *where_by)
+
+
+class _Entries:
+    """(row, token, number) triples, gathered for one operation over all rows."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._vocab_size, self._device = logits.shape[1], logits.device
+        self._where: list[npt.NDArray[np.int64]] = []
+        self._numbers: list[npt.NDArray[np.float32]] = []
+
+    def add(self, row: int, token_ids: npt.ArrayLike, numbers: npt.ArrayLike) -> None:
+        """Ids outside the vocabulary are dropped: they can't be chosen anyway."""
+        ids, values = np.asarray(token_ids, dtype=np.int64), np.asarray(numbers, dtype=np.float32)
+        known = (ids >= 0) & (ids < self._vocab_size)
+        self._where.append(row * self._vocab_size + ids[known])
+        self._numbers.append(values[known])
+
+    def tensors(self) -> tuple[Tensor, Tensor] | None:
+        """Flat indices and numbers, or None if there are none."""
+        if not self._where:
+            return None
+        where, numbers = np.concatenate(self._where), np.concatenate(self._numbers)
+        return torch.from_numpy(where).to(self._device), torch.from_numpy(numbers).to(self._device)
+
+
+def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Masks what top-k, top-p and min-p exclude, in place. [R, V]
+
+    Every filter comes down to a smallest logit that is kept; equal ones stay together.
+    """
+    vocab_size = logits.shape[1]
+    floor = torch.full((len(params), 1), -math.inf, device=logits.device)
+    if by_k := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
+        ks = torch.tensor([[params[i].top_k] for i in by_k], device=logits.device)
+        best = torch.topk(_take(logits, by_k), int(ks.max()), dim=-1).values
+        floor[by_k] = best.gather(1, ks - 1)
+    if by_p := [i for i, p in enumerate(params) if p.top_p < 1.0]:
+        left = _take(logits, by_p)
+        left = left.masked_fill(left < floor[by_p], -math.inf)
+        floor[by_p] = torch.maximum(floor[by_p], _nucleus_floor(left, _column([params[i].top_p for i in by_p], logits)))
+    if by_min := [i for i, p in enumerate(params) if p.min_p > 0.0]:
+        least = _column([math.log(params[i].min_p) for i in by_min], logits)
+        floor[by_min] = torch.maximum(floor[by_min], _take(logits, by_min).amax(dim=-1, keepdim=True) + least)
+    if by_k or by_p or by_min:
+        logits.masked_fill_(logits < floor, -math.inf)
+
+
+def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest logit in the smallest set of tokens whose probabilities reach `top_p`. [R, V], [R, 1] -> [R, 1]"""
+    if logits.device.type == "cpu":  # numpy's sort of floats is vectorised, and 10 times as fast as torch's
+        ordered = torch.from_numpy(np.sort(logits.numpy(), axis=-1))
+    else:
+        ordered = logits.sort(dim=-1).values
+    mass_up_to = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
+    first = (mass_up_to <= 1 - top_p).sum(dim=-1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    return ordered.gather(1, first)
+
+
+def _report(logprobs: Tensor, chosen: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of the chosen token and the `tops[r]` most likely ones. [R, V], [R] -> R entries"""
+    of_chosen = logprobs.gather(1, chosen[:, None]).flatten().tolist()
+    best = torch.topk(logprobs, min(max(tops), logprobs.shape[1]), dim=-1)
+    ids, values = best.indices.tolist(), best.values.tolist()
+    return [
+        TokenLogprobs(of_chosen[r], list(zip(ids[r][:top], values[r][:top], strict=True))) for r, top in enumerate(tops)
+    ]
