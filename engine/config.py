@@ -207,14 +207,14 @@ class _Reader:
 
     def _family(self) -> tuple[str, _Family]:
         supported = ", ".join(family.architecture for family in _FAMILIES.values())
-        architectures = self._fields.get("architectures") or []
+        architectures = self._list("architectures") or []
         by_architecture = {family.architecture: name for name, family in _FAMILIES.items()}
         model_type = self._fields.get("model_type") or next(
             (by_architecture[name] for name in architectures if name in by_architecture), None
         )
         family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None or (architectures and family.architecture not in architectures):
-            named = ", ".join(map(str, architectures)) or model_type or "none given"
+            named = ", ".join(architectures) or model_type or "none given"
             raise self._error(f"architecture {named} is not supported", f"supported are {supported}")
         return str(model_type), family
 
@@ -225,7 +225,7 @@ class _Reader:
             return None
         if family.window == "some layers":
             window = window if fields.get("use_sliding_window", False) else None
-            kinds = fields.get("layer_types")
+            kinds = self._list("layer_types")
             if kinds is None:
                 slides = window is not None and self._int("max_window_layers", 28) < self._int("num_hidden_layers")
                 kinds = ["sliding_attention"] if slides else []
@@ -299,6 +299,12 @@ class _Reader:
             if name == dtype:
                 return dtype
         raise self._error(f"dtype {name} is not supported", f"supported are {', '.join(DTYPE_BYTES)}")
+
+    def _list(self, name: str) -> list[str] | None:
+        value = self._fields.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise self._error(f"{name} must be a list of names, not {value!r}")
+        return value
 
     def _int(self, name: str, default: int | None = None, *, null: int | None = None) -> int:
         value = self._fields.get(name, default)

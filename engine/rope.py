@@ -55,5 +55,5 @@ def _yarn(rope: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # as transformers: avoids the division by zero
-    interpolated = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
-    return interpolated / (rope.factor * wavelengths) + (1 - interpolated) / wavelengths
+    kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

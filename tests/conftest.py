@@ -1,0 +1,30 @@
+"""Fixtures that several packages' tests share."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """`checkpoint(family, **overrides)`: see tests/checkpoints.py. Made once a session; don't write into it."""
+    from transformers.utils import logging
+
+    from tests.checkpoints import make_checkpoint
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    root = tmp_path_factory.mktemp("checkpoints")
+    made: dict[str, Path] = {}
+
+    def get(family: str, **overrides: Any) -> Path:
+        key = json.dumps([family, overrides], sort_keys=True)
+        if key not in made:
+            made[key] = make_checkpoint(root / f"{family}-{len(made)}", family, **overrides)
+        return made[key]
+
+    return get
