@@ -90,7 +90,7 @@ class TorchRunner:
         # Not under inference_mode: others view this memory. Zeros come lazily from the kernel on a CPU.
         self.pool = torch.zeros(self.num_pages, *config.page_shape, dtype=torch_dtype, device=self._device)
         self._kv = [self.pool[:, layer] for layer in range(config.num_layers)]
-        self._sampler = Sampler(config.vocab_size)
+        self._sampler = Sampler(config.vocab_size, self._device)
         self._sampled: list[Sampled] = []
 
     @torch.inference_mode()

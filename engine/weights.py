@@ -194,6 +194,8 @@ def _files(model_dir: Path) -> Path | dict[str, Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index_path} has no weight_map from tensors to files; download it again")
     for file_name in dict.fromkeys(weight_map.values()):
+        if Path(file_name).name != file_name:
+            raise CheckpointError(f"{index_path} lists {file_name}, which is not a file beside it; download it again")
         if not (model_dir / file_name).is_file():
             raise CheckpointError(f"{model_dir / file_name} is missing, though {_INDEX} lists it; download it again")
     return {name: model_dir / file_name for name, file_name in weight_map.items()}

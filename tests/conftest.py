@@ -1,11 +1,15 @@
 """Fixtures that several packages' tests share."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Read when torch is first imported. Idle threads that spin would starve other processes on the same cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 MakeCheckpoint = Callable[..., Path]
 

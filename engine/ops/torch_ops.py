@@ -110,8 +110,10 @@ class TorchOps:
         out = torch.empty(num_tokens, kv_heads, num_q // kv_heads, dim, dtype=q.dtype, device=q.device)
         for part in self._plan.decodes:
             keys, values = _gather(kv, part.pages)
-            # Beyond the context lie other sequences' leftovers: weight 0 does not keep their infinities out.
-            values.masked_fill_(~part.mask[:, None, :, None], 0)
+            # Beyond the context lie other sequences' leftovers: the mask alone does not keep a NaN out.
+            outside = ~part.mask[:, None, :, None]
+            keys.masked_fill_(outside, 0)
+            values.masked_fill_(outside, 0)
             out[part.start : part.stop] = F.scaled_dot_product_attention(
                 grouped[part.start : part.stop], keys, values, attn_mask=part.mask[:, None, None], scale=scale
             )

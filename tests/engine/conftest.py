@@ -1,0 +1,8 @@
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """These models are too small to gain from more."""
+    torch.set_num_threads(1)
