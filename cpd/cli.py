@@ -1,13 +1,55 @@
 """The `cpd` command. Imports the rest only when a subcommand needs it."""
 
+from typing import Annotated
+
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+from cpd.config import ClusterSettings
+from cpd.options import clean_exit, command
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+ClusterName = Annotated[str, typer.Option("--cluster", envvar="CPD_CLUSTER", help="Name of the cluster.")]
 
 
 @app.callback()
 def cpd() -> None:
     """Serve large language models from a cluster of prefill workers and combined nodes."""
+
+
+def _up(settings: ClusterSettings) -> None:
+    """Start a cluster and run it until Ctrl-C."""
+    from deploy.up import up
+    from models import tiny
+
+    if not settings.model:
+        name = settings.served_model_name or tiny.NAME
+        settings = settings.model_copy(update={"model": str(tiny.CHECKPOINT), "served_model_name": name})
+    up(settings)
+
+
+app.command("up")(command(ClusterSettings, _up))
+
+
+@app.command()
+def status(
+    cluster: ClusterName = "default",
+    as_json: Annotated[bool, typer.Option("--json", help="The router's whole answer as JSON.")] = False,
+) -> None:
+    """Show the workers of the running cluster, their load and their cache."""
+    from deploy.remote import status as show_status
+
+    with clean_exit():
+        show_status(cluster, as_json)
+
+
+@app.command()
+def down(cluster: ClusterName = "default") -> None:
+    """Stop the running cluster."""
+    from deploy.remote import down as stop
+
+    with clean_exit():
+        stop(cluster)
 
 
 def main() -> None:

@@ -53,7 +53,8 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:
-    default = "" if field.default in (PydanticUndefined, "") else f" [default: {_show(field.default)}]"
+    shown = "" if field.default is PydanticUndefined else _show(field.default)
+    default = f" [default: {shown}]" if shown else ""
     env = f" [env: CPD_{name.upper()}]"
     help_text = f"{field.description}{default}{env}"
     flag = "--" + name.replace("_", "-")

@@ -14,8 +14,10 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from cpd.errors import CPDError
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +55,21 @@ class Supervised:
     """Keeps one command running from construction until `stop`.
 
     Args:
-        command: Program and arguments.
+        command: Gives program and arguments; called before every start, on the thread that owns the child. A CPDError
+            that it raises counts as a failed start.
         environment: The child's whole environment.
         cores: CPUs the child may run on; empty leaves it all.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], cores: frozenset[int] = frozenset()
+        self,
+        name: str,
+        command: Callable[[], Sequence[str]],
+        environment: Mapping[str, str],
+        cores: frozenset[int] = frozenset(),
     ) -> None:
         self.name = name
-        self._command = list(command)
+        self._command = command
         self._environment = {**environment, "CPD_SUPERVISED": "1"}
         self._cores = cores
         self._lock = threading.Lock()  # guards everything below
@@ -77,8 +84,10 @@ class Supervised:
         self._thread.start()
 
     def state(self, from_line: int = 0) -> ProcessState:
-        """A snapshot, with the kept log lines from number `from_line` on."""
+        """A snapshot, with the kept log lines from number `from_line` on (all, when there is no such line yet)."""
         with self._lock:
+            if from_line > self._lines_seen:  # the caller has counted another supervisor's lines
+                from_line = 0
             child, kept_from = self._child, self._lines_seen - len(self._lines)
             return ProcessState(
                 pid=child.pid if child else None,
@@ -112,8 +121,9 @@ class Supervised:
     def _run_once(self) -> None:
         """Starts the child and returns when it has ended."""
         try:
+            command = list(self._command())
             child = subprocess.Popen(
-                self._command,
+                command,
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -122,8 +132,11 @@ class Supervised:
                 errors="replace",
                 start_new_session=True,  # Ctrl-C is for the supervisor
             )
+        except CPDError as error:
+            self._ended(None, str(error))
+            return
         except OSError as error:
-            self._ended(None, f"cannot start {self._command[0]}: {error.strerror}")
+            self._ended(None, f"cannot start {command[0]}: {error.strerror}")
             return
         with self._lock:
             self._child = child

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from cpd.errors import CheckpointError
 from deploy.process import ProcessState, Supervised
 
 CHILD = """
@@ -19,8 +20,9 @@ signal.sigwait([signal.SIGINT])
 """
 SUPERVISOR = f"""
 import sys, os, signal, time
+from cpd.errors import CheckpointError
 from deploy.process import Supervised
-child = Supervised("child", [sys.executable, "-c", {CHILD!r}], dict(os.environ))
+child = Supervised("child", lambda: [sys.executable, "-c", {CHILD!r}], dict(os.environ))
 while not child.state().lines:
     time.sleep(0.02)
 print(child.state().pid, flush=True)
@@ -48,7 +50,7 @@ def supervise() -> Iterator[Callable[..., Supervised]]:
     started: list[Supervised] = []
 
     def start(code: str, cores: frozenset[int] = frozenset()) -> Supervised:
-        started.append(Supervised("child", [sys.executable, "-c", code], dict(os.environ), cores))
+        started.append(Supervised("child", lambda: [sys.executable, "-c", code], dict(os.environ), cores))
         return started[-1]
 
     yield start
@@ -107,12 +109,31 @@ def test_the_sentence_of_a_child_that_refuses_to_start_is_kept(supervise: Callab
 
 
 def test_a_program_that_is_missing_is_reported() -> None:
-    child = Supervised("child", ["/nonexistent/program"], {})
+    child = Supervised("child", lambda: ["/nonexistent/program"], {})
     try:
         wait_for(lambda: child.state().error is not None, "reported")
         assert child.state().error == "cannot start /nonexistent/program: No such file or directory"
     finally:
         child.stop()
+
+
+def test_a_command_that_cannot_be_made_counts_as_a_failed_start() -> None:
+    def no_model() -> list[str]:
+        raise CheckpointError("no such model")
+
+    child = Supervised("child", no_model, {})
+    try:
+        wait_for(lambda: child.state().error == "no such model", "reported")
+    finally:
+        child.stop()
+
+
+def test_lines_are_given_once_and_all_to_who_counted_another_supervisors(supervise: Callable[..., Supervised]) -> None:
+    child = supervise("import sys; sys.stderr.write('a\\nb\\n'); sys.stderr.flush(); sys.stdin.read()")
+    wait_for(lambda: len(child.state().lines) == 2, "two lines")
+    assert child.state(from_line=1).lines == ["b"]
+    assert child.state(from_line=2).lines == []
+    assert child.state(from_line=99).lines == ["a", "b"]
 
 
 def test_the_child_runs_on_its_cores(supervise: Callable[..., Supervised]) -> None:

@@ -57,10 +57,16 @@ def test_what_a_killed_owner_left_is_cleared_away(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", owner]).returncode == -9
     cluster = ClusterDir("c")
     assert cluster.read() is None
-    with cluster.hold():
-        assert not ray_dir.exists()
-        assert not cluster.redis_socket.exists()
-        assert cluster.read() is None
+    keeper = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", keeper, str(ray_dir / "log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline()
+        with cluster.hold():
+            assert agent.wait(10) == -9
+            assert not ray_dir.exists()
+            assert not cluster.redis_socket.exists()
+            assert cluster.read() is None
 
 
 def test_many_that_start_at_once_run_one_after_the_other() -> None:

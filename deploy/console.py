@@ -1,0 +1,77 @@
+"""What `cpd up` and `cpd status` show."""
+
+import re
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from deploy.process import ProcessState
+
+_LOG_LINE = re.compile(r"^\S+ \S+ (?P<level>[DIWEC]) \S+ \S+: (?P<message>.*)$")
+_STATUS_WIDTH = 60
+
+
+def message_of(line: str) -> str:
+    """The message of a log line (`cpd.process.setup_logging`), or the whole line where it is none."""
+    match = _LOG_LINE.match(line)
+    return match["message"] if match else line
+
+
+def is_severe(line: str) -> bool:
+    """Whether a log line is a warning, an error, or no log line at all (such as a traceback)."""
+    match = _LOG_LINE.match(line)
+    return match is None or match["level"] in "WEC"
+
+
+class StartProgress:
+    """One line a process, while they come up."""
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self._progress = Progress(
+            SpinnerColumn(finished_text="✓"),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}", style="dim", markup=False),
+            console=console,
+        )
+        self._tasks = {name: self._progress.add_task(name, total=1, status="") for name in names}
+
+    def __enter__(self) -> "StartProgress":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, name: str, state: ProcessState | None, ready: bool) -> None:
+        """Updates the line of one process, and prints its warnings above."""
+        task = self._tasks[name]
+        if ready:
+            self._progress.update(task, completed=1, status="ready")
+        elif state is None or state.pid is None:
+            self._progress.update(task, completed=0, status="starting")
+        elif state.lines:
+            self._progress.update(task, completed=0, status=message_of(state.lines[-1])[:_STATUS_WIDTH])
+        for line in state.lines if state else ():
+            if is_severe(line):
+                print_log(self._progress.console, line)
+
+
+def print_log(console: Console, line: str) -> None:
+    """Prints a log line of a process as it is."""
+    console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def usage_hint(url: str, model: str, needs_key: bool) -> str:
+    """How to talk to the cluster: the URL, a curl line and the Python client."""
+    header = " -H 'authorization: Bearer YOUR-KEY'" if needs_key else ""
+    key = "YOUR-KEY" if needs_key else "none"
+    return f"""\
+Serving {model} at {url}
+
+  curl {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
+
+Python: OpenAI(base_url="{url}/v1", api_key="{key}")    Stop: Ctrl-C or `cpd down`
+"""

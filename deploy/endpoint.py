@@ -1,0 +1,69 @@
+"""The cluster's HTTP endpoint as this machine sees it."""
+
+import errno
+import socket
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import orjson
+
+from cpd.errors import ConfigError, CPDError
+
+LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::")
+_TIMEOUT_S = 5.0
+
+
+def pick_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0.
+
+    Raises:
+        ConfigError: It is in use, or `host` is no address of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            picked: int = probe.getsockname()[1]
+            return picked
+    except socket.gaierror:
+        raise ConfigError(f"--host {host} is no known address") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL under which this machine reaches a server that listens on `host`."""
+    name = LOOPBACK if host in WILDCARDS else host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def is_ready(url: str) -> bool:
+    """Whether the endpoint takes requests."""
+    try:
+        with urlopen(f"{url}/readyz", timeout=_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def read_cluster(url: str, api_key: str) -> dict[str, Any]:
+    """The endpoint's `/cluster`.
+
+    Raises:
+        CPDError: It does not answer, or not with that.
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urlopen(Request(f"{url}/cluster", headers=headers), timeout=_TIMEOUT_S) as answer:
+            cluster: dict[str, Any] = orjson.loads(answer.read())
+            return cluster
+    except HTTPError as error:
+        error.close()
+        raise CPDError(f"{url}/cluster answers {error.code} {error.reason}") from None
+    except (URLError, OSError, ValueError) as error:
+        raise CPDError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None

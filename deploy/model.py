@@ -1,0 +1,90 @@
+"""Finding the model, and refusing one that can't be served before anything has been started.
+
+`python -m deploy.model DIR` does the check in a process of its own, which spares the caller loading torch.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cpd.errors import CheckpointError, CPDError
+
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_TOKENIZER = "tokenizer.json"
+
+
+def resolve_model(model: str) -> Path:
+    """The checkpoint directory that `model` names: the directory itself, or a download of that Hugging Face id.
+
+    Raises:
+        CheckpointError: There is no such directory, and the hub has no such model or can't be reached.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory.resolve()
+    if directory.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"there is no checkpoint directory {model}")
+    return _download(model)
+
+
+def check_model(directory: Path) -> None:
+    """Reads configuration and tensor headers, no weights.
+
+    Raises:
+        CheckpointError: The checkpoint can't be served; the message says why.
+    """
+    if not (directory / _TOKENIZER).is_file():
+        raise CheckpointError(f"{directory / _TOKENIZER} is missing; give the directory of a Hugging Face checkpoint")
+    check = subprocess.run(
+        [sys.executable, "-P", "-m", "deploy.model", str(directory)], stderr=subprocess.PIPE, text=True
+    )
+    if check.returncode:
+        lines = check.stderr.strip().splitlines() or ["the check of the checkpoint failed"]
+        raise CheckpointError(lines[-1].removeprefix("error: "))
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import, and not needed for a directory
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_FILES))
+    except HFValidationError:
+        raise CheckpointError(
+            f"'{repository}' is neither a directory nor the id of a Hugging Face model (such as Qwen/Qwen3-0.6B)"
+        ) from None
+    except GatedRepoError:
+        raise CheckpointError(
+            f"the Hugging Face model {repository} is gated: accept its licence there and run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"there is no directory {repository}, and no Hugging Face model of that name that you may read"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"there is no directory {repository}, and the Hugging Face model of that name can't be downloaded: {reason}"
+        ) from None
+
+
+def _main(directory: Path) -> None:
+    from engine.config import load_config
+    from engine.weights import Checkpoint, expected_tensors
+
+    try:
+        config = load_config(directory)
+        with Checkpoint(directory) as checkpoint:
+            checkpoint.check(expected_tensors(config))
+    except CPDError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,0 +1,84 @@
+"""Starting or joining Ray."""
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cpd.errors import ConfigError
+
+_LOCAL_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",  # Ray's ports are open to every user of the machine, and run what they are sent
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill supervisors for the memory of others
+}
+_OBJECT_STORE_BYTES = 80 << 20
+"""The least that Ray accepts: no object of ours goes through it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaySession:
+    """A connection to Ray.
+
+    Attributes:
+        hosts: How many nodes it has.
+        resources: Of all nodes together.
+    """
+
+    hosts: int
+    resources: Mapping[str, float]
+
+    @property
+    def gpus(self) -> float:
+        """GPUs of all nodes together."""
+        return self.resources.get("GPU", 0.0)
+
+
+@contextlib.contextmanager
+def local_ray(namespace: str, temp_dir: str, resources: Mapping[str, float]) -> Iterator[RaySession]:
+    """A Ray of one node that ends with this context, and with this process however it ends.
+
+    Args:
+        temp_dir: For its files and sockets; a short path, in a private directory (Ray opens its own to everyone).
+    """
+    os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    with _connected(
+        namespace,
+        address="local",
+        num_cpus=0,
+        resources=dict(resources),
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        _temp_dir=temp_dir,
+    ) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
+    """A connection to the Ray cluster at `address`; `auto` finds the one on this machine.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        with _connected(namespace, address=address) as session:
+            yield session
+    except ConnectionError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--ray-address {address}: cannot join a Ray cluster there: {reason}") from None
+
+
+@contextlib.contextmanager
+def _connected(namespace: str, **options: object) -> Iterator[RaySession]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray  # reads the environment when imported
+
+    try:
+        ray.init(namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)  # type: ignore[arg-type]
+        hosts = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+        yield RaySession(hosts, ray.cluster_resources())  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()

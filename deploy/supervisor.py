@@ -1,0 +1,53 @@
+"""The Ray actor: it keeps one process of the cluster running on the node where Ray placed it.
+
+The process is a plain `python -m decode_worker …`; nothing of it runs inside Ray. When the actor dies the process
+dies with it, and Ray starts the actor again, on another node if need be.
+"""
+
+from collections.abc import Sequence
+
+import ray
+from ray.util import placement_group_table
+
+from deploy.cores import split_cores, usable_cores
+from deploy.model import resolve_model
+from deploy.process import ProcessState, Supervised
+from deploy.processes import ProcessSpec
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+class Supervisor:
+    """Starts and supervises `specs[index]`.
+
+    Args:
+        specs: The processes of the cluster, in the order of the placement group's bundles.
+        cores_apart: Whether the workers of a node compute on disjoint cores.
+    """
+
+    def __init__(self, specs: Sequence[ProcessSpec], index: int, cores_apart: bool) -> None:
+        spec = specs[index]
+        flags = {}
+        if spec.is_worker and spec.flags.get("host") in _WILDCARDS:
+            flags["advertise_host"] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._process = Supervised(
+            spec.name,
+            lambda: spec.command(str(resolve_model(spec.model)), **flags),
+            spec.environment(),
+            _cores(specs, index) if cores_apart and spec.is_worker else frozenset(),
+        )
+
+    def state(self, from_line: int) -> ProcessState:
+        """See `Supervised.state`."""
+        return self._process.state(from_line)
+
+    def stop(self) -> None:
+        """Ends the process; returns when it is gone."""
+        self._process.stop()
+
+
+def _cores(specs: Sequence[ProcessSpec], index: int) -> frozenset[int]:
+    """The cores of worker `index`, apart from those of the other workers on its node."""
+    node_of: dict[int, str] = placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
+    here = [other for other, spec in enumerate(specs) if spec.is_worker and node_of[other] == node_of[index]]
+    return split_cores(usable_cores(), len(here))[here.index(index)]

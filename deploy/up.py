@@ -1,0 +1,202 @@
+"""`cpd up`: checks whatever can be checked, brings a cluster up, watches it, takes it down.
+
+Up in this order, and down in the reverse one:
+    runtime directory → Redis → Ray → placement group → supervising actors → processes
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from types import FrameType
+from typing import NoReturn
+
+from pydantic import SecretStr
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from rich.console import Console
+
+from cpd.config import ClusterSettings
+from cpd.errors import ConfigError, CPDError
+from cpd.membership import Member, members
+from deploy.cluster import Cluster, launched
+from deploy.console import StartProgress, print_log, usage_hint
+from deploy.endpoint import LOOPBACK, WILDCARDS, is_ready, pick_port, url_of
+from deploy.model import check_model, resolve_model
+from deploy.placement import bundles, gpu_share, local_resources
+from deploy.processes import processes
+from deploy.redis import EmbeddedRedis, embedded_redis
+from deploy.session import joined_ray, local_ray
+from deploy.state import ClusterDir, ClusterState
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STARTING_POLL_S, _RUNNING_POLL_S = 0.25, 1.0
+_STARTS = 3
+"""A process that has died this often before it was ready will not get ready."""
+
+
+def up(settings: ClusterSettings) -> None:
+    """Starts a cluster and runs it until Ctrl-C."""
+    _interrupt_on_signals()
+    console = Console(stderr=True)
+    try:
+        _run(settings, console)
+    except KeyboardInterrupt:
+        console.print("Stopped.")
+
+
+def _run(settings: ClusterSettings, console: Console) -> None:
+    directory = ClusterDir(settings.cluster)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(directory.hold())
+        settings = _checked(settings, console)
+        state = ClusterState(
+            cluster=settings.cluster,
+            pid=os.getpid(),
+            url=url_of(settings.host, settings.port),
+            api_key=next(iter(settings.api_key), ""),
+            # Below XDG_RUNTIME_DIR there may be little room, and paths too long for Ray's sockets.
+            ray_dir="" if settings.ray_address else tempfile.mkdtemp(prefix="cpd-ray-", dir="/tmp"),
+        )
+        stack.callback(shutil.rmtree, state.ray_dir, ignore_errors=True)
+        directory.write(state)
+
+        redis = None
+        if not settings.redis_url:
+            redis = stack.enter_context(embedded_redis(directory.redis_socket))
+            settings = settings.model_copy(update={"redis_url": redis.url})
+        _leases(settings)
+        with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
+            cluster = _launch(settings, state.ray_dir, stack, embedded=redis is not None)
+        _wait_until_ready(cluster, settings, state.url, console)
+        sys.stdout.write(usage_hint(state.url, settings.served_model_name, bool(settings.api_key)))
+        sys.stdout.flush()
+        _watch(cluster, redis, console)
+
+
+def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
+    """The settings with everything filled in that the processes must agree on.
+
+    Raises:
+        CheckpointError, ConfigError: The cluster can't run with them.
+    """
+    port = pick_port(settings.host, settings.port)
+    directory = resolve_model(settings.model)
+    with console.status(f"Checking {directory}"):
+        check_model(directory)
+    is_id = "/" in settings.model and not os.path.isdir(settings.model)
+    return settings.model_copy(
+        update={
+            "port": port,
+            "model": settings.model if is_id and settings.ray_address else str(directory),
+            "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
+            "cluster_token": settings.cluster_token if settings.cluster_token else SecretStr(secrets.token_urlsafe(32)),
+        }
+    )
+
+
+def _launch(settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack, embedded: bool) -> Cluster:
+    """Starts or joins Ray and places the processes there, until `stack` unwinds."""
+    namespace = f"cpd-{settings.cluster}"
+    if ray_dir:
+        specs = processes(settings, LOOPBACK)
+        session = stack.enter_context(local_ray(namespace, f"{ray_dir}/ray", local_resources(specs)))
+    else:
+        session = stack.enter_context(joined_ray(namespace, settings.ray_address))
+        _check_hosts(session.hosts, settings.host, embedded)
+        specs = processes(settings, LOOPBACK if session.hosts == 1 else settings.host)
+    _interrupt_on_signals()  # Ray has put its own handlers in place
+    share = gpu_share(settings.device, settings.combined + settings.prefill, session.gpus)
+    demands = bundles(specs, session.resources, share)
+    return stack.enter_context(launched(specs, demands, cores_apart=not share))
+
+
+def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
+    if hosts > 1 and embedded:
+        raise ConfigError(
+            f"the Ray cluster has {hosts} hosts, which can't share an embedded Redis: start one and pass --redis-url"
+        )
+    if hosts > 1 and host not in WILDCARDS:
+        raise ConfigError(
+            f"the Ray cluster has {hosts} hosts: pass --host 0.0.0.0, so that their processes reach each other"
+        )
+
+
+def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, url: str, console: Console) -> None:
+    """Shows how the processes come up; returns when all of them are there and the endpoint takes requests.
+
+    Raises:
+        CPDError: One of them refuses to start, or keeps dying.
+    """
+    with StartProgress(console, [spec.name for spec in cluster.specs]) as progress:
+        while True:
+            pids = {member.id: member.pid for member in _leases(settings)}
+            waiting = 0
+            for spec, state in zip(cluster.specs, cluster.states(), strict=True):
+                if state and state.error:
+                    raise CPDError(state.error)
+                ready = state is not None and state.pid is not None and pids.get(spec.name) == state.pid
+                waiting += not ready
+                progress.show(spec.name, state, ready)
+                if state and state.pid is None and state.starts >= _STARTS:
+                    raise CPDError(
+                        f"{spec.name} has died {state.starts} times while starting, last with exit code"
+                        f" {state.exit_code}; its last words are above"
+                    )
+            if not waiting and is_ready(url):
+                return
+            time.sleep(_STARTING_POLL_S)
+
+
+def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> NoReturn:
+    """Prints what the processes log, and starts Redis again when it dies."""
+    starts = [1] * len(cluster.specs)
+    while True:
+        for index, state in enumerate(cluster.states()):
+            if state is None:
+                continue
+            for line in state.lines:
+                print_log(console, line)
+            if state.starts > starts[index]:
+                console.print(
+                    f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was started again"
+                )
+            starts[index] = state.starts
+        if redis and not redis.running:
+            console.print("Redis died, starting it again")
+            redis.start()
+        time.sleep(_RUNNING_POLL_S)
+
+
+def _leases(settings: ClusterSettings) -> list[Member]:
+    """Everyone with a lease.
+
+    Raises:
+        ConfigError: Redis does not answer.
+    """
+
+    async def read() -> list[Member]:
+        async with Redis.from_url(settings.redis_url) as redis:
+            return await members(redis, settings.cluster)
+
+    try:
+        return asyncio.run(read())
+    except (RedisError, OSError, ValueError) as error:
+        raise ConfigError(f"Redis at {settings.redis_url} does not answer: {error}") from None
+
+
+def _interrupt_on_signals() -> None:
+    """Makes SIGTERM and a closed terminal end the cluster as Ctrl-C does. What comes after the first is ignored."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+        for name in _SIGNALS:
+            signal.signal(name, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for name in _SIGNALS:
+        signal.signal(name, interrupt)

@@ -1,0 +1,47 @@
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from deploy.console import StartProgress, is_severe, message_of, usage_hint
+from deploy.process import ProcessState
+
+
+def state(*lines: str, pid: int | None = 1) -> ProcessState:
+    return ProcessState(pid, starts=1, error=None, exit_code=None, lines=list(lines), next_line=len(lines))
+
+
+def test_log_lines_of_our_processes_are_understood() -> None:
+    program = (
+        "import logging; from cpd.process import setup_logging; setup_logging('info', 'combined-0');"
+        "log = logging.getLogger('worker.loading'); log.info('weights: %d %%', 40); log.warning('slow')"
+    )
+    output = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr
+    info, warning = output.splitlines()
+    assert (message_of(info), is_severe(info)) == ("weights: 40 %", False)
+    assert (message_of(warning), is_severe(warning)) == ("slow", True)
+    assert is_severe("Traceback (most recent call last):")
+
+
+def test_progress_shows_what_each_process_does_and_warnings_above() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=120)
+    with StartProgress(console, ["combined-0", "prefill-0", "router-0"]) as progress:
+        progress.show("combined-0", state("2026-01-01 00:00:00,000 I combined-0 worker: weights: 40 %"), ready=False)
+        progress.show("prefill-0", None, ready=False)
+        progress.show("router-0", state("2026-01-01 00:00:00,000 W router-0 router: [odd] template"), ready=True)
+    shown = output.getvalue()
+    assert "W router-0 router: [odd] template" in shown
+    last = [line for line in shown.splitlines() if "-0" in line][-3:]
+    assert "weights: 40 %" in last[0]
+    assert "starting" in last[1]
+    assert "ready" in last[2]
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_the_hint_can_be_pasted(needs_key: bool) -> None:
+    hint = usage_hint("http://127.0.0.1:8000", "tiny", needs_key)
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in hint
+    assert ("authorization" in hint) == needs_key

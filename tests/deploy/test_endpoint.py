@@ -1,0 +1,74 @@
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from cpd.errors import ConfigError, CPDError
+from deploy.endpoint import is_ready, pick_port, read_cluster, url_of
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"workers": []}'
+        wrong = self.path == "/cluster" and self.headers["authorization"] != "Bearer key"
+        self.send_response(401 if wrong else 200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_free_port_is_picked_for_zero() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", pick_port("127.0.0.1", 0)))
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use; choose another with --port"):
+            pick_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("host", "message"), [("no.such.host.invalid", "no known address"), ("192.0.2.77", "cannot")])
+def test_an_address_of_somewhere_else_is_refused(host: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pick_port(host, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:1"), ("10.1.2.3", "http://10.1.2.3:1"), ("::1", "http://[::1]:1")],
+)
+def test_the_url_can_be_reached_from_here(host: str, url: str) -> None:
+    assert url_of(host, 1) == url
+
+
+def test_the_cluster_is_read_with_the_key(url: str) -> None:
+    assert is_ready(url)
+    assert read_cluster(url, "key") == {"workers": []}
+    with pytest.raises(CPDError, match="401"):
+        read_cluster(url, "")
+
+
+def test_an_endpoint_that_is_away_is_said_to_be() -> None:
+    url = url_of("127.0.0.1", pick_port("127.0.0.1", 0))
+    assert not is_ready(url)
+    with pytest.raises(CPDError, match=f"{url} does not answer: .*refused"):
+        read_cluster(url, "")

@@ -1,0 +1,56 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cpd.errors import CheckpointError
+from deploy.model import check_model, resolve_model
+from models.tiny import CHECKPOINT
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+
+
+def test_a_directory_is_taken_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    assert resolve_model("model") == checkpoint
+    check_model(checkpoint)
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nothing", "a/b/c", "~/nothing-here"])
+def test_a_path_that_leads_nowhere_is_no_model_id(model: str) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint directory"):
+        resolve_model(model)
+
+
+def test_a_name_that_can_be_nothing_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="neither a directory nor the id"):
+        resolve_model("what is this?")
+
+
+def test_a_model_that_cannot_be_downloaded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="no directory cpd/not-there, and the Hugging Face model"):
+        resolve_model("cpd/not-there")
+
+
+def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated") as caught:
+        check_model(checkpoint)
+    assert "\n" not in str(caught.value)
+
+    weights.write_bytes(content)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"hidden_size": 256, "head_dim": 64}))
+    with pytest.raises(CheckpointError, match="shape"):
+        check_model(checkpoint)
+
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        check_model(checkpoint)

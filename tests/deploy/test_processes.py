@@ -1,0 +1,78 @@
+import sys
+
+import pytest
+
+from cpd.config import ClusterSettings, RouterSettings, Settings, WorkerSettings
+from deploy.processes import ProcessSpec, processes
+
+GIVEN = {
+    "model": "/models/m",
+    "prefill": 2,
+    "combined": 1,
+    "cluster": "blue",
+    "host": "0.0.0.0",
+    "port": 8080,
+    "redis_url": "redis://r",
+    "cluster_token": "internal-secret",
+    "api_key": ["key-1", "key-2"],
+    "kv_memory": "2GiB",
+    "long_prefill_tokens": 64,
+    "lease_s": 2.5,
+}
+
+
+@pytest.fixture
+def specs() -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in processes(ClusterSettings.load(GIVEN), "127.0.0.1")}
+
+
+def parse(spec: ProcessSpec, settings: type[Settings], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """What the process makes of its arguments and environment."""
+    for name, value in spec.secrets.items():
+        monkeypatch.setenv(name, value)
+    arguments = spec.command("/here/m")[4:]
+    flags = {name[2:].replace("-", "_"): value for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    return settings.load(flags)
+
+
+def test_there_is_one_process_for_each_worker_and_router(specs: dict[str, ProcessSpec]) -> None:
+    assert list(specs) == ["combined-0", "prefill-0", "prefill-1", "router-0"]
+    assert specs["prefill-1"].command("m")[:5] == [sys.executable, "-P", "-m", "prefill_worker", "--model"]
+
+
+def test_a_worker_gets_its_settings(specs: dict[str, ProcessSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = parse(specs["prefill-1"], WorkerSettings, monkeypatch)
+    assert isinstance(settings, WorkerSettings)
+    assert settings.worker_id == "prefill-1"
+    assert settings.model == "/here/m"
+    assert settings.cluster == "blue"
+    assert (settings.host, settings.port) == ("127.0.0.1", 0)
+    assert settings.kv_memory == 2 << 30
+    assert settings.lease_s == 2.5
+    assert settings.cluster_token.get_secret_value() == "internal-secret"
+
+
+def test_a_router_gets_its_settings(specs: dict[str, ProcessSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = parse(specs["router-0"], RouterSettings, monkeypatch)
+    assert isinstance(settings, RouterSettings)
+    assert settings.router_id == "router-0"
+    assert (settings.host, settings.port) == ("0.0.0.0", 8080)
+    assert settings.api_key == ["key-1", "key-2"]
+    assert settings.long_prefill_tokens == 64
+    assert settings.redis_url == "redis://r"
+
+
+def test_secrets_are_on_no_command_line(specs: dict[str, ProcessSpec]) -> None:
+    for spec in specs.values():
+        shown = " ".join(spec.command("m")) + repr(spec)
+        assert "secret" not in shown
+        assert "key-1" not in shown
+
+
+def test_the_childs_environment_is_free_of_ours(specs: dict[str, ProcessSpec]) -> None:
+    inherited = {"PATH": "/bin", "CPD_PORT": "1", "RAY_AUTH_TOKEN": "t", "OMP_NUM_THREADS": "1"}
+    environment = specs["combined-0"].environment(inherited)
+    assert environment["PATH"] == "/bin"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["CPD_CLUSTER_TOKEN"] == "internal-secret"
+    assert not {"CPD_PORT", "RAY_AUTH_TOKEN", "OMP_NUM_THREADS", "CPD_API_KEY"} & set(environment)
