@@ -74,9 +74,8 @@ class Decoder:
                 )
             )
         self._norm = read("model.norm.weight")
-        # A tied checkpoint that has a head all the same means that head, as in transformers.
-        has_head = "lm_head.weight" in checkpoint
-        self._lm_head = ops.pack(read("lm_head.weight") if has_head else self._embedding, None)  # H -> V
+        head = self._embedding if config.tie_embeddings else read("lm_head.weight")
+        self._lm_head = ops.pack(head, None)  # H -> V
         self._cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
         on_progress(1.0)
 

@@ -1,6 +1,8 @@
 """Runs batches with torch: owns the weights and the KV pool of one device."""
 
 import logging
+import math
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +63,10 @@ class TorchRunner:
             ConfigError: The settings do not fit the checkpoint or the machine.
         """
         config = load_config(model_dir)
-        expected = expected_tensors(config)
         with Checkpoint(model_dir) as checkpoint:
+            if "lm_head.weight" in checkpoint:  # then it counts, whatever config.json says: as in transformers
+                config = replace(config, tie_embeddings=False)
+            expected = expected_tensors(config)
             checkpoint.check(expected)
             self._device = _resolve_device(device)
             self.dtype: Dtype = _resolve_dtype(dtype, config, checkpoint)
@@ -71,7 +75,7 @@ class TorchRunner:
             self.config = replace(
                 config, max_model_len=_resolve_length(max_model_len, config, self.num_pages * BLOCK_SIZE)
             )
-            weight_bytes = DTYPE_BYTES[self.dtype] * sum(int(np.prod(shape)) for shape in expected.values())
+            weight_bytes = DTYPE_BYTES[self.dtype] * sum(math.prod(shape) for shape in expected.values())
             _check_memory(self._device, weight_bytes, kv_bytes)
             if unused := checkpoint.unused(expected):
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
@@ -87,8 +91,7 @@ class TorchRunner:
                     self._device,
                     lambda fraction: progress("loading weights", fraction),
                 )
-        # Not under inference_mode: others view this memory. Zeros come lazily from the kernel on a CPU.
-        self.pool = torch.zeros(self.num_pages, *config.page_shape, dtype=torch_dtype, device=self._device)
+        self.pool = _zeros((self.num_pages, *config.page_shape), torch_dtype, self._device)
         self._kv = [self.pool[:, layer] for layer in range(config.num_layers)]
         self._sampler = Sampler(config.vocab_size, self._device)
         self._sampled: list[Sampled] = []
@@ -188,6 +191,14 @@ def _check_memory(device: torch.device, weight_bytes: int, kv_bytes: int) -> Non
             f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB do not fit into the {gib[2]} GiB of free memory; "
             "lower --kv-memory or take a smaller model"
         )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the memory is page-aligned, and taken from the system only where it is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _available_memory(device: torch.device) -> int | None:

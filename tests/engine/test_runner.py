@@ -1,6 +1,8 @@
 """The whole model against transformers: the same greedy tokens in float32, however the tokens are cut into steps."""
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,17 @@ def test_every_type_chooses_within_tolerance_of_a_teacher_forced_oracle(
     for position, token_id in enumerate(sampled, start=49):
         best = float(logits[position].max())
         assert best - float(logits[position, token_id]) <= tolerance * spread
+
+
+def test_a_head_in_the_file_counts_though_the_config_ties_it(
+    checkpoint: MakeCheckpoint, load: Load, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
+    config = directory / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    pager = Pager(load(directory))
+    prompt = prompt_of(20)
+    assert pager.generate(pager.start(prompt), 8) == oracle_generate(directory, prompt, 8).token_ids
 
 
 def test_a_step_without_samples_computes_keys_and_values(checkpoint: MakeCheckpoint, load: Load) -> None:
