@@ -1,5 +1,6 @@
 """Generates the Python stubs of proto/cpd.proto into cpd/rpc/ (or into a folder given as argument)."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def generate(out: Path) -> None:
     """Writes cpd/rpc/cpd_pb2*.py and their .pyi below `out`."""
+    # protoc looks for the mypy plugins on the PATH; they lie beside this interpreter.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     options = ["python_out", "grpc_python_out", "mypy_out", "mypy_grpc_out"]
     code = protoc.main(
         [
