@@ -17,6 +17,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+_TOO_LARGE = 1 << 40
+"""No number in a config.json means that much: it is damaged."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """What model_type decides, and transformers' defaults for fields that older files leave out."""
@@ -178,6 +182,8 @@ class _Reader:
             raise self._error(f"head_dim {head_dim} is odd", "rotary embedding needs an even one")
         max_position = self._int("max_position_embeddings", family.max_position_embeddings)
         rope = self._rope(max_position)
+        # Files that were edited to switch YaRN on keep their old max_position_embeddings.
+        reach = int(rope.original_max_position * rope.factor) if rope.kind == "yarn" else 0
         attention_bias = family.attention_bias and bool(fields.get("attention_bias", False))
         return ModelConfig(
             family=model_type,
@@ -196,11 +202,7 @@ class _Reader:
             qk_norm=family.qk_norm,
             tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
             sliding_window=self._sliding_window(family),
-            # A YaRN model reaches `factor` times its original length, which files that were edited to switch it on
-            # leave out of max_position_embeddings.
-            max_model_len=max(max_position, int(rope.original_max_position * rope.factor))
-            if rope.kind == "yarn"
-            else max_position,
+            max_model_len=max(max_position, reach),
             eos_token_ids=_token_ids(fields.get("eos_token_id"), generation.get("eos_token_id")),
             dtype=self._dtype(),
         )
@@ -245,6 +247,8 @@ class _Reader:
             raise self._error("rope_parameters must be one set of values for all layers")
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         theta = self._float(scaling, "rope_theta", self._float(fields, "rope_theta", 10_000.0))
+        if theta <= 1:
+            raise self._error(f"rope_theta must be over 1, not {theta}")
         partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):
             raise self._error(f"partial_rotary_factor {partial} is not supported")
@@ -253,13 +257,8 @@ class _Reader:
         if kind == "linear":
             return RopeConfig("linear", theta, self._float(scaling, "factor"))
         # The top-level field wins in transformers, too.
-        original = int(
-            self._float(
-                fields,
-                "original_max_position_embeddings",
-                self._float(scaling, "original_max_position_embeddings", max_position),
-            )
-        )
+        name = "original_max_position_embeddings"
+        original = self._positive(name, fields.get(name) or scaling.get(name) or max_position)
         if kind == "llama3":
             return RopeConfig(
                 "llama3",
@@ -315,9 +314,9 @@ class _Reader:
         return self._positive(name, value)
 
     def _positive(self, name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _TOO_LARGE:
             raise self._error(f"{name} must be a positive integer, not {value!r}")
-        return int(value)
+        return value
 
     def _float(self, fields: dict[str, Any], name: str, default: float | None = None) -> float:
         value = fields.get(name)
@@ -325,7 +324,7 @@ class _Reader:
             value = default
         if value is None:
             raise self._error(f"{name} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _TOO_LARGE:
             raise self._error(f"{name} must be a positive number, not {value!r}")
         return float(value)
 

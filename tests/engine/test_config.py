@@ -3,6 +3,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cpd.errors import CheckpointError
 from engine.config import ModelConfig, RopeConfig, load_config
@@ -136,6 +138,7 @@ def test_a_sliding_window_counts_only_where_it_is_in_effect(
         ({**LLAMA, "rope_scaling": {"type": "linear"}}, "factor"),
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({**LLAMA, "rope_theta": 1.0}, "rope_theta"),
         ({**LLAMA, "rope_scaling": "linear"}, "rope_parameters"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -143,6 +146,8 @@ def test_a_sliding_window_counts_only_where_it_is_in_effect(
         ({**QWEN2, "layer_types": ["linear_attention"] * 2}, "linear_attention"),
         ({**QWEN2, "layer_types": 7}, "layer_types"),
         ({**MISTRAL, "sliding_window": -1}, "sliding_window"),
+        ({**QWEN2, "rope_scaling": {**YARN, "factor": float("inf")}}, "factor"),
+        ({**QWEN2, "rope_scaling": {**YARN, "original_max_position_embeddings": 10**400}}, "original_max_position"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], names: str) -> None:
@@ -181,3 +186,46 @@ def test_files_that_transformers_writes_are_understood(checkpoint: MakeCheckpoin
     assert config.dtype == "float32"
     assert len(config.eos_token_ids) == 2
     assert config.rope.kind == ("llama3" if family == "llama3" else "default")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1 << 50) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "llama3", "yarn"])},
+    optional=dict.fromkeys(
+        (
+            "rope_theta",
+            "factor",
+            "original_max_position_embeddings",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+        JSON,
+    ),
+)
+FIELDS = sorted({*QWEN3, "head_dim", "sliding_window", "use_sliding_window", "layer_types", "max_window_layers"})
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]),
+    changes=st.dictionaries(st.sampled_from([*FIELDS, "eos_token_id", "dtype", "rms_norm_eps", "hidden_act"]), JSON),
+    rope=JSON | ROPE,
+)
+def test_whatever_the_file_says_the_answer_is_a_configuration_or_a_checkpoint_error(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], rope: Any
+) -> None:
+    try:
+        config = load(tmp_path, {**base, **changes, "rope_parameters": rope})
+    except CheckpointError:
+        return
+    assert config.num_heads % config.num_kv_heads == 0
+    assert config.max_model_len > 0
