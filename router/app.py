@@ -1,0 +1,193 @@
+"""The HTTP interface: routes, and the one place where errors become responses."""
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.completion import Completion
+from router.errors import ApiError, failed, invalid, unavailable
+from router.openai import Format
+from router.requests import RETRY_S
+from router.respond import CompletionResponse
+from router.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
+from router.service import Caller, Service
+from router.status import cluster_status
+from router.tenants import Keys, Tenant
+
+log = logging.getLogger(__name__)
+
+_OPEN_PATHS = frozenset({"/livez", "/readyz"})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+R = TypeVar("R", bound=GenerateRequest)
+Start = Callable[[R, Caller], Awaitable[tuple[Completion, Format]]]
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection while it sent its request."""
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The router's ASGI application."""
+    app = FastAPI(title="CPD", openapi_url=None)
+    settings, workers = service.settings, service.workers
+    created = int(asyncio.get_running_loop().time())
+
+    async def respond(request: Request, kind: type[R], start: Start[R]) -> Response:
+        caller = _caller(request)
+        call = parse(await _read_body(request, settings.max_body), kind, max_n=settings.max_n)
+        completion, form = await start(call, caller)
+        return CompletionResponse(completion, form, stream=call.stream, include_usage=call.include_usage, n=call.n)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await respond(request, ChatRequest, service.chat)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await respond(request, CompletionRequest, service.complete)
+
+    def model_card() -> dict[str, object]:
+        return {
+            "id": service.checkpoint.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "cpd",
+            "max_model_len": workers.max_model_len or None,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model_card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return _json(model_card())
+
+    @app.get("/livez")
+    async def livez() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        if not workers.ready:
+            raise unavailable("No worker is ready to serve the model.", RETRY_S)
+        return _json({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/cluster")
+    async def cluster() -> Response:
+        return _json(cluster_status(service))
+
+    def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        service.metrics.errors.labels(error.code).inc()
+        return _error_response(error)
+
+    def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status = HTTPStatus(error.status_code)
+        message = f"{status.phrase}: {request.method} {request.url.path}"
+        code = status.phrase.lower().replace(" ", "_")
+        headers = error.headers
+        return on_api_error(
+            request, ApiError(status, message, kind="invalid_request_error", code=code, headers=headers)
+        )
+
+    def on_bug(request: Request, error: Exception) -> Response:
+        return on_api_error(request, failed("The server made an error; its log has the details."))
+
+    def on_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # reaches nobody
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientGoneError, on_gone)
+    app.add_exception_handler(Exception, on_bug)
+    return _Gate(app, Keys(settings.api_key))
+
+
+class _Gate:
+    """In front of every route: the API key, and the id of the request."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        sent_id = headers.get(b"x-request-id", b"")
+        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{uuid.uuid4().hex}".encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            open_to_all = scope["path"] in _OPEN_PATHS
+            tenant = Tenant() if open_to_all else self._keys.tenant(headers.get(b"authorization", b""))
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send_with_id)
+            return
+        scope["state"] = {
+            **scope.get("state", {}),
+            "caller": Caller(tenant, request_id.decode(), asyncio.get_running_loop().time()),
+        }
+        await self._app(scope, receive, send_with_id)
+
+
+def _caller(request: Request) -> Caller:
+    caller = request.scope["state"]["caller"]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        ApiError: It is too large (413).
+        ClientGoneError: It never came.
+    """
+    too_large = invalid(None, f"The body is larger than {max_bytes} bytes.", code="request_too_large", status=413)
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > max_bytes:
+            raise too_large
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _json(content: object) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")

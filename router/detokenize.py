@@ -1,0 +1,164 @@
+"""Token ids to text, a token at a time.
+
+The pieces joined are exactly what decoding all tokens at once gives, and no piece ends within a UTF-8 character. Two
+methods, for the two kinds of decoders that tokenizers have:
+
+- byte-level (GPT-2, Llama 3, Qwen, Mistral's tekken …): a token is a fixed byte string, whatever is around it;
+- all others (SentencePiece-like with byte fallback, Metaspace, WordPiece …): a token's text depends on its neighbours
+  (leading spaces, runs of byte tokens), so a window that begins with tokens already shown is decoded.
+"""
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import orjson
+from tokenizers import Tokenizer as Backend
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACEMENT = "\ufffd"
+
+_CONTEXT_TOKENS = 8
+"""Prompt tokens that a window begins with. One with text is enough; special ones have none."""
+
+_MAX_SPLIT = 4
+"""Tokens over which one UTF-8 character can be split."""
+
+
+class Detokenizer(Protocol):
+    """The text of one output."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now that `token_id` follows; may be empty."""
+
+    def flush(self) -> str:
+        """The rest, once it is known that no token follows."""
+
+
+class Vocabulary:
+    """What each token of a tokenizer stands for.
+
+    Special tokens have no text in an output, as with transformers' `skip_special_tokens`.
+
+    Args:
+        backend: The tokenizer.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._byte_level = _is_byte_level(backend)
+        self._byte_of = _byte_alphabet()
+        self._special = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes: dict[int, bytes] = {}
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """A detokenizer for the output that follows `prompt_ids`."""
+        return _ByteLevel(self) if self._byte_level else _Window(self, self._backend, prompt_ids)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a mark such as BOS, and no text."""
+        return token_id in self._special
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token stands for one byte of a character (byte fallback)."""
+        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that the token stands for by itself; a special token's name."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""  # an id beyond the vocabulary: models pad their embeddings
+        if self._byte_level:
+            mapped = [self._byte_of.get(char) for char in token]
+            # added tokens are text as it is
+            return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
+        if (match := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(match[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+
+class _ByteLevel:
+    """Joins bytes."""
+
+    __slots__ = ("_utf8", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if self._vocabulary.is_special(token_id):
+            return ""
+        return self._utf8.decode(self._vocabulary.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window:
+    """Decodes the last tokens shown with the ones that follow, and takes what is new.
+
+    `_shown` is the number of tokens at the window's start whose text was shown, `_shown_text` their text.
+    """
+
+    __slots__ = ("_backend", "_ids", "_shown", "_shown_text", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary, backend: Backend, prompt_ids: Sequence[int]) -> None:
+        self._vocabulary = vocabulary
+        self._backend = backend
+        context = [token_id for token_id in prompt_ids[-_CONTEXT_TOKENS:] if not vocabulary.is_special(token_id)]
+        while context and vocabulary.is_byte(context[-1]):
+            context.pop()
+        self._ids = context
+        self._shown = len(context)
+        self._shown_text = self._decode(context)
+
+    def push(self, token_id: int) -> str:
+        if self._vocabulary.is_special(token_id):
+            return ""
+        self._ids.append(token_id)
+        if self._vocabulary.is_byte(token_id):
+            return ""  # a run of bytes is read as a whole: one invalid byte makes all of it unreadable
+        text = self._decode(self._ids)
+        if text.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _MAX_SPLIT:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode(self._ids))
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._shown_text) :]
+        if new:
+            del self._ids[: self._shown]
+            self._shown = len(self._ids)
+            self._shown_text = self._decode(self._ids)
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def _is_byte_level(backend: Backend) -> bool:
+    # a decoder's pickled state is its JSON
+    decoder = orjson.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
+    while decoder is not None and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
+        decoder = decoder["decoders"][0]
+    return decoder is not None and decoder["type"] == "ByteLevel"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write for bytes: printable Latin-1 as itself, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}

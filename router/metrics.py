@@ -1,0 +1,107 @@
+"""The router's Prometheus metrics (docs/metrics.md describes them)."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from cpd.rpc import cpd_pb2 as pb
+
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+_GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+
+PAGE_STATES = ("free", "cached", "used", "reserved", "quarantined")
+
+
+class WorkerReport(Protocol):
+    """What the metrics show of one worker."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def live(self) -> bool: ...
+    @property
+    def load(self) -> pb.Load: ...
+
+
+def pages(load: pb.Load) -> dict[str, int]:
+    """The pages of a worker's pool by owner state."""
+    return {state: getattr(load, f"{state}_pages") for state in PAGE_STATES}
+
+
+class Metrics:
+    """All metrics of one router process, in a registry of its own.
+
+    Args:
+        workers: The workers to report on, asked at every scrape.
+    """
+
+    def __init__(self, workers: Callable[[], Iterable[WorkerReport]]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "cpd_requests", "Requests to the API, by how they ended.", ["outcome", "route"], registry=self.registry
+        )
+        self.errors = Counter(
+            "cpd_request_errors", "Requests that ended in an error, by its code.", ["code"], registry=self.registry
+        )
+        self.ttft = Histogram(
+            "cpd_ttft_seconds", "Request read to first token.", ["route"], buckets=_LATENCY_S, registry=self.registry
+        )
+        self.itl = Histogram(
+            "cpd_itl_seconds", "Gap between tokens of one output.", buckets=_GAP_S, registry=self.registry
+        )
+        self.e2e = Histogram(
+            "cpd_e2e_seconds", "Request read to last token.", ["route"], buckets=_LATENCY_S, registry=self.registry
+        )
+        self.prompt_tokens = Counter("cpd_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        self.cached_tokens = Counter("cpd_cached_tokens", "Tokens of prompts from a cache.", registry=self.registry)
+        self.output_tokens = Counter("cpd_output_tokens", "Tokens of outputs.", registry=self.registry)
+        self.replays = Counter(
+            "cpd_replays", "Requests placed again because their worker was lost.", registry=self.registry
+        )
+        self.refusals = Counter(
+            "cpd_refusals", "Requests that a worker gave back, by reason.", ["reason"], registry=self.registry
+        )
+        self.registry.register(_Workers(workers))
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Workers:
+    """Reads the workers' loads at every scrape, so that none outlives its worker."""
+
+    def __init__(self, workers: Callable[[], Iterable[WorkerReport]]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["worker", "role"]
+        live = GaugeMetricFamily("cpd_worker_live", "1 while the session with the worker is live.", labels=labels)
+        running = GaugeMetricFamily("cpd_worker_running", "Sequences in the running batch.", labels=labels)
+        waiting = GaugeMetricFamily("cpd_worker_waiting", "Requests in the waiting queue.", labels=labels)
+        tokens = GaugeMetricFamily("cpd_worker_waiting_tokens", "Prompt tokens not yet computed.", labels=labels)
+        by_state = GaugeMetricFamily(
+            "cpd_worker_pages", "Pages of the KV pool, by owner state.", labels=[*labels, "state"]
+        )
+        preemptions = CounterMetricFamily("cpd_worker_preemptions", "Sequences preempted.", labels=labels)
+        computed = CounterMetricFamily("cpd_worker_tokens", "Tokens computed, by phase.", labels=[*labels, "phase"])
+        fills = CounterMetricFamily("cpd_worker_fills", "Remote prefills, by outcome.", labels=[*labels, "outcome"])
+        for worker in self._workers():
+            names, load = [worker.id, worker.role], worker.load
+            live.add_metric(names, int(worker.live))
+            running.add_metric(names, load.running)
+            waiting.add_metric(names, load.waiting)
+            tokens.add_metric(names, load.waiting_tokens)
+            preemptions.add_metric(names, load.preemptions)
+            for state, count in pages(load).items():
+                by_state.add_metric([*names, state], count)
+            phases = {"prefill": load.prefill_tokens, "decode": load.decode_tokens, "cached": load.cached_tokens}
+            for phase, count in phases.items():
+                computed.add_metric([*names, phase], count)
+            for outcome, count in sorted(load.fills.items()):
+                fills.add_metric([*names, outcome], count)
+        return [live, running, waiting, tokens, by_state, preemptions, computed, fills]

@@ -1,0 +1,136 @@
+"""The text of one choice, growing as its tokens come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cpd.rpc import cpd_pb2 as pb
+from router.detokenize import Detokenizer
+from router.stops import StopMatcher
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token of the text with its log-probabilities.
+
+    Attributes:
+        offset: Where in the choice's text the token begins, in characters.
+        top: The most likely tokens with their log-probabilities, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a choice brought since the last one was taken."""
+
+    text: str
+    token_ids: list[int]
+    scores: list[TokenScore]
+
+
+class Choice:
+    """One choice: tokens in, deltas of text out.
+
+    The token that ends an output (EOS) and the text from a stop string on are not part of the text; both count as
+    tokens. Scores come with the text that they belong to.
+
+    Args:
+        index: The choice's index in the response.
+        detokenizer: Its own.
+        stops: Stop strings.
+        min_tokens: Stop strings count from this many tokens on.
+
+    Attributes:
+        num_tokens: Tokens so far.
+        finish: Why the choice ended; None while it goes on.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_min_tokens",
+        "_released",
+        "_scores",
+        "_seen",
+        "_stops",
+        "_text",
+        "_token_ids",
+        "finish",
+        "index",
+        "num_tokens",
+    )
+
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._scores: list[TokenScore] = []
+        self._seen = 0  # characters detokenised
+        self._released = 0  # characters let through
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> None:
+        """Takes new tokens; sets `finish` where the choice ends, by `finish` or by a stop string."""
+        is_stop = finish == pb.FINISH_STOP
+        last = len(token_ids) - 1
+        for position, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            self._token_ids.append(token_id)
+            if is_stop and position == last:
+                break
+            if logprobs:
+                scored = logprobs[position]
+                top = tuple(zip(scored.top_ids, scored.top_logprobs, strict=True))
+                self._scores.append(TokenScore(token_id, scored.logprob, top, self._seen))
+            self._release(self._detokenizer.push(token_id))
+            if self.finish is not None:
+                return
+        if finish != pb.FINISH_NONE:
+            self._release(self._detokenizer.flush())
+            if self.finish is None:
+                self._let_through(self._stops.flush() if self._stops is not None else "")
+                self.finish = "stop" if is_stop else "length"
+
+    @property
+    def has_delta(self) -> bool:
+        """There is text, or the end, to be taken."""
+        return bool(self._text) or self.finish is not None
+
+    def take(self) -> Delta:
+        """What came since the last call."""
+        ready = len(self._scores)
+        if self.finish is None or self._stopped_by_string:
+            while ready and self._scores[ready - 1].offset >= self._released:
+                ready -= 1
+        delta = Delta(self._text, self._token_ids, self._scores[:ready])
+        self._text, self._token_ids, self._scores = "", [], self._scores[ready:]
+        return delta
+
+    @property
+    def _stopped_by_string(self) -> bool:
+        return self._stops is not None and self._stops.matched
+
+    def _release(self, piece: str) -> None:
+        if not piece:
+            return
+        self._seen += len(piece)
+        if self._stops is None or self.num_tokens < self._min_tokens:
+            self._let_through(piece)
+            return
+        self._let_through(self._stops.push(piece))
+        if self._stops.matched:
+            self.finish = "stop"
+
+    def _let_through(self, text: str) -> None:
+        self._text += text
+        self._released += len(text)

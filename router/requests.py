@@ -1,0 +1,366 @@
+"""The life of a request between router and workers.
+
+A request is one prompt with `n` choices. It travels in legs: one Submit each, keyed (leg id, attempt).
+
+    placed -> running -> done                 a choice is done with its finish reason, or when the consumer stops it
+       ^         |
+       |         +--- queue full              -> another worker; none left: 503, or parked after a replay
+       +---------+--- rerouted                -> placed anew, after some times without a prefill worker
+                 +--- worker lost             -> replayed: prompt and the tokens so far, a leg for every choice
+                 +--- failed                  -> the request fails
+
+A leg that was placed before and finds no worker is parked: it waits PARK_S for one. Nothing else waits here. A token
+that came is a fact: a replay goes on after it.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from cpd.blocks import BLOCK_SIZE, extend_hashes
+from cpd.rpc import cpd_pb2 as pb
+from router.errors import ApiError, failed, unavailable
+from router.metrics import Metrics
+from router.policy import place
+from router.sessions import ProtocolError, Session
+from router.workers import Workers
+
+log = logging.getLogger(__name__)
+
+PARK_S = 30.0
+"""A request that lost its worker waits this long for another one."""
+
+MAX_LOSSES = 4
+"""A request that lost so many workers may be what ends them: it fails."""
+
+MAX_REROUTES = 2
+"""After so many failed remote prefills the decode worker computes the prompt."""
+
+RETRY_S = 1.0
+"""When to try again where a worker did not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the first token of a request was made.
+
+    Attributes:
+        prefill_worker: Empty where the decode worker computed the prompt itself.
+        cached_tokens: Prompt tokens that were taken from a cache.
+    """
+
+    decode_worker: str
+    prefill_worker: str
+    cached_tokens: int
+
+    @property
+    def kind(self) -> str:
+        """`local` or `remote`."""
+        return "remote" if self.prefill_worker else "local"
+
+
+class Consumer(Protocol):
+    """Who takes a request's tokens. Called on the event loop; must not block."""
+
+    def started(self, route: Route) -> None:
+        """The first output is there (once a request)."""
+
+    def output(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> bool:
+        """New tokens of a choice; the last ones where `finish` is set. Returns whether the choice wants more."""
+
+    def failed(self, error: ApiError) -> None:
+        """The request is over (once, and last)."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        trace_id: The client's request id, for logs.
+        tenant: Whose request it is.
+        hash_root, block_hashes: As on the wire; hashes of the prompt's full blocks.
+        outputs: Tokens of each choice so far.
+    """
+
+    trace_id: str
+    tenant: str
+    token_ids: list[int]
+    hash_root: bytes
+    block_hashes: list[bytes]
+    sampling: pb.Sampling
+    n: int
+    consumer: Consumer
+    outputs: list[list[int]] = field(init=False)
+    started: bool = field(init=False, default=False)
+    legs: set["_Leg"] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.outputs = [[] for _ in range(self.n)]
+
+
+@dataclass(slots=True, eq=False)
+class _Leg:
+    """Some choices of a request on one worker.
+
+    Attributes:
+        choices: Those that are not done.
+        session: Where it runs; None while parked.
+        tokens: Counted in `session.tokens`, until its first output.
+        full: Workers whose queue was full.
+        deadline: Loop time until which it may be parked; None before it is.
+    """
+
+    id: int
+    request: Request
+    choices: set[int]
+    attempt: int = 0
+    session: Session | None = None
+    tokens: int = 0
+    full: set[str] = field(default_factory=set)
+    losses: int = 0
+    reroutes: int = 0
+    deadline: float | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class Dispatcher:
+    """Places requests on workers and hands their tokens on. Listens to every session.
+
+    Args:
+        long_prefill_tokens: A prompt with more uncached tokens goes to a prefill worker.
+        rng: Decides among equally good workers.
+    """
+
+    def __init__(self, workers: Workers, metrics: Metrics, *, long_prefill_tokens: int, rng: Random) -> None:
+        self._workers = workers
+        self._metrics = metrics
+        self._long_prefill_tokens = long_prefill_tokens
+        self._rng = rng
+        self._ids = itertools.count(1)
+        self._legs: dict[int, _Leg] = {}
+        self._parked: set[_Leg] = set()
+
+    # ---- for consumers ----
+
+    def start(self, request: Request) -> None:
+        """Places a new request.
+
+        Raises:
+            ApiError: No worker is live.
+        """
+        leg = self._add_leg(request, set(range(request.n)))
+        if not self._place(leg):
+            self._remove(leg)
+            raise unavailable("No worker is ready to serve the model.", RETRY_S)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody wants the rest of the request."""
+        for leg in list(request.legs):
+            if leg.session is not None:
+                leg.session.abort(pb.Abort(request=leg.id, attempt=leg.attempt))
+            self._remove(leg)
+
+    # ---- for sessions ----
+
+    def ready(self, session: Session) -> None:
+        """A worker is live: parked requests may find their place."""
+        for leg in list(self._parked):
+            self._place_part_again(leg, RETRY_S)
+
+    def step(self, session: Session, step: pb.StepOutput) -> None:
+        """Hands on the tokens of one engine step."""
+        for output in step.outputs:
+            leg = self._legs.get(output.request)
+            if leg is None or leg.session is not session or leg.attempt != output.attempt:
+                continue  # stopped, cancelled or replayed meanwhile
+            if output.choice not in leg.choices:
+                if output.choice < leg.request.n:
+                    continue
+                raise ProtocolError(f"choice {output.choice} of a request that has {leg.request.n}")
+            try:
+                self._hand_on(leg, session, output)
+            except Exception:
+                log.exception("request %s: its output could not be handled", leg.request.trace_id)
+                self._fail(leg.request, failed("The output could not be processed."))
+
+    def refusal(self, session: Session, refusal: pb.Refusal) -> None:
+        """A worker gives a request back."""
+        leg = self._legs.get(refusal.request)
+        if leg is None or leg.session is not session or leg.attempt != refusal.attempt:
+            return
+        retry_after_s = refusal.retry_after_ms / 1000 or RETRY_S
+        self._detach(leg)
+        self._metrics.refusals.labels(_reason(refusal.kind)).inc()
+        if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
+            leg.full.add(session.id)
+            self._place_again(leg, retry_after_s)
+        elif refusal.kind == pb.Refusal.KIND_REROUTE:
+            log.warning("request %s is placed anew: %s", leg.request.trace_id, refusal.message)
+            leg.reroutes += 1
+            self._place_again(leg, retry_after_s)
+        else:
+            log.error("worker %s failed request %s: %s", session.id, leg.request.trace_id, refusal.message)
+            self._fail(leg.request, failed(f"The worker could not finish the request: {refusal.message}"))
+
+    def lost(self, session: Session) -> None:
+        """A session ended: what ran there is replayed elsewhere."""
+        for leg in [leg for leg in self._legs.values() if leg.session is session]:
+            if leg.id not in self._legs:
+                continue  # its request failed with another leg
+            self._detach(leg)
+            self._metrics.replays.inc()
+            leg.losses += 1
+            if leg.losses > MAX_LOSSES:
+                self._fail(leg.request, failed(f"{leg.losses} workers were lost while they ran this request."))
+                continue
+            log.warning("request %s is replayed: worker %s is lost", leg.request.trace_id, session.id)
+            leg.full.clear()
+            self._place_again(leg, RETRY_S)
+
+    # ---- inside ----
+
+    def _hand_on(self, leg: _Leg, session: Session, output: pb.Output) -> None:
+        request, choice = leg.request, output.choice
+        session.tokens -= leg.tokens
+        leg.tokens = 0
+        if not request.started:
+            request.started = True
+            prefilled = output.prefilled
+            request.consumer.started(Route(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
+        token_ids = output.token_ids
+        request.outputs[choice].extend(token_ids)
+        wants_more = request.consumer.output(choice, token_ids, output.logprobs, output.finish)
+        if output.finish != pb.FINISH_NONE:
+            self._choice_done(leg, choice)
+        elif not wants_more:
+            session.abort(pb.Abort(request=leg.id, attempt=leg.attempt, choices=[choice]))
+            self._choice_done(leg, choice)
+
+    def _place(self, leg: _Leg) -> bool:
+        """Sends the leg to the best worker; False where there is none."""
+        request = leg.request
+        emitted = request.outputs[min(leg.choices)]
+        token_ids = request.token_ids + emitted if emitted else request.token_ids
+        hashes = _hashes(request, token_ids)
+        cached = self._workers.index.cached_prefixes(hashes)
+        combined = [one for one in self._workers.candidates("combined", cached) if one.worker_id not in leg.full]
+        prefill = self._workers.candidates("prefill", cached) if leg.reroutes <= MAX_REROUTES else []
+        placement = place(
+            len(token_ids), combined, prefill, long_prefill_tokens=self._long_prefill_tokens, rng=self._rng
+        )
+        if placement is None:
+            return False
+        session = self._workers.get(placement.decode.worker_id)
+        leg.session, leg.tokens = session, len(token_ids)
+        session.sequences += len(leg.choices)
+        session.tokens += leg.tokens
+        first = min(leg.choices)
+        session.submit(
+            pb.Submit(
+                request=leg.id,
+                attempt=leg.attempt,
+                token_ids=token_ids,
+                prompt_len=len(request.token_ids),
+                hash_root=request.hash_root,
+                block_hashes=b"".join(hashes),
+                sampling=request.sampling,
+                n=len(leg.choices),
+                choice=first,
+                tenant=request.tenant,
+                prefill_candidates=[
+                    pb.PrefillCandidate(worker_id=one.worker_id, address=one.address) for one in placement.prefill
+                ],
+                long_prefill_tokens=self._long_prefill_tokens,
+                trace_id=request.trace_id,
+            )
+        )
+        return True
+
+    def _place_again(self, leg: _Leg, retry_after_s: float) -> None:
+        """Places a leg that came back; where no worker takes it, refuses it or parks it."""
+        for part in self._split(leg):
+            self._place_part_again(part, retry_after_s)
+
+    def _place_part_again(self, leg: _Leg, retry_after_s: float) -> None:
+        self._unpark(leg)
+        leg.attempt += 1
+        if self._place(leg):
+            return
+        now = asyncio.get_running_loop().time()
+        if not (leg.losses or leg.reroutes or leg.request.started):
+            message = "All workers' queues are full; try again later."
+            self._fail(leg.request, unavailable(message, retry_after_s, code="queue_full"))
+            return
+        if leg.deadline is None:
+            leg.deadline = now + PARK_S
+        if now >= leg.deadline:
+            message = f"No worker could go on with the request within {PARK_S:g} s."
+            self._fail(leg.request, unavailable(message, retry_after_s))
+            return
+        leg.full.clear()
+        self._parked.add(leg)
+        wait_s = min(retry_after_s, leg.deadline - now)
+        leg.timer = asyncio.get_running_loop().call_later(wait_s, self._place_part_again, leg, retry_after_s)
+
+    def _split(self, leg: _Leg) -> list[_Leg]:
+        """A leg for every choice, where some choice has an output by now; else the leg as it is."""
+        if len(leg.choices) == 1 or not leg.request.started:
+            return [leg]
+        self._remove(leg)
+        return [self._add_leg(leg.request, {choice}, leg) for choice in sorted(leg.choices)]
+
+    def _add_leg(self, request: Request, choices: set[int], origin: _Leg | None = None) -> _Leg:
+        leg = _Leg(next(self._ids), request, choices)
+        if origin is not None:
+            leg.losses, leg.reroutes, leg.deadline = origin.losses, origin.reroutes, origin.deadline
+        self._legs[leg.id] = leg
+        request.legs.add(leg)
+        return leg
+
+    def _choice_done(self, leg: _Leg, choice: int) -> None:
+        leg.choices.discard(choice)
+        if leg.session is not None:
+            leg.session.sequences -= 1
+        if not leg.choices:
+            self._remove(leg)
+
+    def _fail(self, request: Request, error: ApiError) -> None:
+        self.cancel(request)
+        request.consumer.failed(error)
+
+    def _detach(self, leg: _Leg) -> None:
+        """The leg is on no worker any more."""
+        if leg.session is not None:
+            leg.session.sequences -= len(leg.choices)
+            leg.session.tokens -= leg.tokens
+        leg.session, leg.tokens = None, 0
+
+    def _unpark(self, leg: _Leg) -> None:
+        self._parked.discard(leg)
+        if leg.timer is not None:
+            leg.timer.cancel()
+            leg.timer = None
+
+    def _remove(self, leg: _Leg) -> None:
+        self._unpark(leg)
+        self._detach(leg)
+        self._legs.pop(leg.id, None)
+        leg.request.legs.discard(leg)
+
+
+def _hashes(request: Request, token_ids: Sequence[int]) -> list[bytes]:
+    """Hashes of all full blocks of the prompt and what follows it; the prompt's are not computed again."""
+    known = request.block_hashes
+    if len(token_ids) == len(request.token_ids):
+        return known
+    parent = known[-1] if known else request.hash_root
+    return known + extend_hashes(parent, token_ids[len(known) * BLOCK_SIZE :])
+
+
+def _reason(kind: "pb.Refusal.Kind.ValueType") -> str:
+    return {pb.Refusal.KIND_QUEUE_FULL: "queue_full", pb.Refusal.KIND_REROUTE: "reroute"}.get(kind, "failed")

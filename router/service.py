@@ -1,0 +1,188 @@
+"""From a valid request to a running completion: prompt text, tokens, limits, placement."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from random import Random
+
+from cpd.blocks import extend_hashes, hash_root
+from cpd.config import RouterSettings
+from cpd.rpc import cpd_pb2 as pb
+from router.checkpoint import Checkpoint
+from router.completion import Completion, PromptConsumer
+from router.errors import ApiError, invalid, unavailable
+from router.metrics import Metrics
+from router.openai import ChatFormat, CompletionFormat, Format, Shape
+from router.output import Choice
+from router.requests import RETRY_S, Dispatcher, Request
+from router.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.tenants import Tenant
+from router.workers import Workers
+
+_LEAST_TOP_P = 1e-6
+"""What top_p = 0 becomes: the most likely token alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        request_id: Returned in the response, and used in logs.
+        started: Loop time at which the call was read.
+    """
+
+    tenant: Tenant
+    request_id: str
+    started: float
+
+
+class Service:
+    """What the router does for its clients, without HTTP."""
+
+    def __init__(self, settings: RouterSettings, checkpoint: Checkpoint, workers: Workers, metrics: Metrics) -> None:
+        self.checkpoint = checkpoint
+        self.workers = workers
+        self.metrics = metrics
+        self.settings = settings
+        self.dispatcher = Dispatcher(
+            workers, metrics, long_prefill_tokens=settings.long_prefill_tokens, rng=Random(secrets.randbits(64))
+        )
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) where `name` is not the model served here."""
+        if name != self.checkpoint.name:
+            message = f"The model '{name}' does not exist. This server has '{self.checkpoint.name}'."
+            raise invalid("model", message, code="model_not_found", status=404)
+
+    async def chat(self, request: ChatRequest, caller: Caller) -> tuple[Completion, Format]:
+        """Starts a chat completion.
+
+        Raises:
+            ApiError: The request can't be served; nothing was started.
+        """
+        self.check_model(request.model)
+        if self.checkpoint.template is None:
+            message = "This model has no chat template; use /v1/completions."
+            raise invalid("messages", message, code="no_chat_template")
+        text = self.checkpoint.template.render([one.model_dump(exclude_none=True) for one in request.messages])
+        prompt = await self.checkpoint.tokenizer.encode(text, special_tokens=False)
+        shape = self._shape(request, "chatcmpl")
+        return self._start(request, [prompt], caller, "messages"), ChatFormat(shape, self.checkpoint.vocabulary)
+
+    async def complete(self, request: CompletionRequest, caller: Caller) -> tuple[Completion, Format]:
+        """Starts a text completion.
+
+        Raises:
+            ApiError: The request can't be served; nothing was started.
+        """
+        self.check_model(request.model)
+        encode = self.checkpoint.tokenizer.encode
+        prompts = [
+            await encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+            for prompt in request.prompts
+        ]
+        shape = self._shape(request, "cmpl")
+        return self._start(request, prompts, caller, "prompt"), CompletionFormat(shape, self.checkpoint.vocabulary)
+
+    def _shape(self, request: GenerateRequest, prefix: str) -> Shape:
+        return Shape(
+            id=f"{prefix}-{secrets.token_hex(12)}",
+            model=self.checkpoint.name,
+            fingerprint=f"fp_{self.workers.fingerprint.hex()[:10]}",
+            include_usage=request.include_usage,
+            logprobs=request.alternatives is not None,
+            token_ids=request.return_token_ids,
+            n=request.n,
+        )
+
+    def _start(self, request: GenerateRequest, prompts: list[list[int]], caller: Caller, param: str) -> Completion:
+        if not self.workers.ready:
+            raise unavailable("No worker is ready to serve the model.", RETRY_S)
+        for prompt in prompts:
+            self._check_prompt(prompt, request.output_limit, param)
+        choices = [
+            Choice(index, self.checkpoint.vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
+        ]
+        completion = Completion(self.dispatcher, self.metrics, choices, eager=request.stream, started=caller.started)
+        sampling = self._sampling(request)
+        root = hash_root(self.workers.fingerprint, caller.tenant.salt)
+        try:
+            for position, prompt in enumerate(prompts):
+                own = choices[position * request.n : (position + 1) * request.n]
+                completion.start(self._request(request, prompt, root, sampling, caller, completion, own))
+        except ApiError:
+            completion.cancel()
+            raise
+        return completion
+
+    def _request(
+        self,
+        request: GenerateRequest,
+        prompt: list[int],
+        root: bytes,
+        sampling: pb.Sampling,
+        caller: Caller,
+        completion: Completion,
+        choices: list[Choice],
+    ) -> Request:
+        limited = pb.Sampling()
+        limited.CopyFrom(sampling)
+        limited.max_tokens = request.output_limit or self.workers.max_model_len - len(prompt)
+        return Request(
+            trace_id=caller.request_id,
+            tenant=caller.tenant.name,
+            token_ids=prompt,
+            hash_root=root,
+            block_hashes=extend_hashes(root, prompt),
+            sampling=limited,
+            n=request.n,
+            consumer=PromptConsumer(completion, self.metrics, choices),
+        )
+
+    def _check_prompt(self, prompt: list[int], output_limit: int | None, param: str) -> None:
+        """Raises ApiError where the prompt can't be run."""
+        if not prompt:
+            raise invalid(param, f"'{param}' is empty: it gives no token to continue from.")
+        vocab_size = self.workers.vocab_size
+        if max(prompt) >= vocab_size:
+            raise invalid(param, f"'{param}' has token id {max(prompt)}, but the model's vocabulary has {vocab_size}.")
+        context = self.workers.max_model_len
+        wanted = output_limit or 1
+        if len(prompt) + wanted > context:
+            raise invalid(
+                param,
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{len(prompt) + wanted} tokens ({len(prompt)} in the {param}, {wanted} in the completion). "
+                f"Please reduce the length of the {param} or completion.",
+                code="context_length_exceeded",
+            )
+
+    def _sampling(self, request: GenerateRequest) -> pb.Sampling:
+        """The request's sampling as on the wire, but for max_tokens."""
+        vocab_size = self.workers.vocab_size
+        bias = {int(token_id): value for token_id, value in request.logit_bias.items()}
+        if bias and max(bias) >= vocab_size:
+            message = f"'logit_bias' has token id {max(bias)}, but the model's vocabulary has {vocab_size}."
+            raise invalid("logit_bias", message)
+        seed = secrets.randbits(63) if request.seed is None else request.seed & ((1 << 63) - 1)
+        return pb.Sampling(
+            temperature=request.temperature,
+            top_p=max(request.top_p, _LEAST_TOP_P),
+            top_k=max(request.top_k, 0),
+            min_p=request.min_p,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=bias,
+            seed=seed,
+            top_logprobs=request.alternatives,
+            min_tokens=request.min_tokens,
+            stop_token_ids=() if request.ignore_eos else self.checkpoint.eos_ids,
+        )
+
+
+def now() -> float:
+    """The event loop's clock, in seconds."""
+    return asyncio.get_running_loop().time()

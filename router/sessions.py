@@ -1,0 +1,283 @@
+"""The router's session with one worker.
+
+States of a session:
+
+    connecting -> syncing -> ready <-> draining
+         ^           |         |          |
+         +-----------+---------+----------+    the stream ended: again, after a pause
+    refused: the worker can't be used, and why; tried again at long intervals
+
+A session is `connected` from the worker's Hello on, and `live` once its cache snapshot is complete. Whatever was in
+flight when the stream ends is lost: the worker aborts it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import grpc
+
+from cpd.errors import CPDError
+from cpd.membership import Member
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from router.errors import describe
+from router.index import PrefixIndex
+from router.policy import Candidate
+
+log = logging.getLogger(__name__)
+
+SYNC_S = 30.0
+"""A worker has this long to say Hello and to send its snapshot."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+REFUSED_PAUSE_S = 5.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # the pause between attempts is this module's: none shared with other channels to the same address
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+)
+
+State = Literal["connecting", "syncing", "ready", "draining", "refused"]
+
+
+class RefusedError(CPDError):
+    """The worker can't be used by this router; the message says why."""
+
+
+class ProtocolError(CPDError):
+    """The worker sent what it must not send; the session starts anew."""
+
+
+class Listener(Protocol):
+    """Who hears of what a session brings. Called on the event loop; must not block."""
+
+    def ready(self, session: "Session") -> None: ...
+
+    def step(self, session: "Session", step: pb.StepOutput) -> None: ...
+
+    def refusal(self, session: "Session", refusal: pb.Refusal) -> None: ...
+
+    def lost(self, session: "Session") -> None: ...
+
+
+class Session:
+    """One worker, as this router sees it. `run` keeps the session up.
+
+    Args:
+        member: The worker's lease.
+        router_id: This router's name.
+        cluster_token: Secret that every internal call carries.
+        index: Where the worker's cached blocks are kept.
+        admit: Called with a worker's Hello; raises RefusedError.
+
+    Attributes:
+        hello: What the worker said of itself; None while not connected.
+        load: Its last report; empty while there is none.
+        reason: Why the session is not up, for people.
+        sequences: Own sequences on this worker.
+        tokens: Own prompt tokens sent to it of which no output has come.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        router_id: str,
+        cluster_token: str,
+        index: PrefixIndex,
+        admit: Callable[[Member, pb.Hello], None],
+    ) -> None:
+        self.member = member
+        self.hello: pb.Hello | None = None
+        self.load = pb.Load()
+        self.reason = ""
+        self.sequences = 0
+        self.tokens = 0
+        self._router_id = router_id
+        self._metadata = (("authorization", f"Bearer {cluster_token}"),)
+        self._index = index
+        self._admit = admit
+        self._state: State = "connecting"
+        self._others = (0, 0)
+        self._next_event: int | None = None
+        self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
+
+    @property
+    def id(self) -> str:
+        """The worker's name."""
+        return self.member.id
+
+    @property
+    def role(self) -> str:
+        """What the worker does: `prefill` or `combined`."""
+        return self.member.kind
+
+    @property
+    def state(self) -> State:
+        """Where the session is in its life."""
+        return self._state
+
+    @property
+    def connected(self) -> bool:
+        """The stream is open and the worker was admitted."""
+        return self.hello is not None
+
+    @property
+    def live(self) -> bool:
+        """Requests can be placed on the worker."""
+        return self._state == "ready"
+
+    def candidate(self, cached_blocks: int) -> Candidate:
+        """The worker as the policy sees it. Its last report is corrected by what this router sent it since."""
+        requests, tokens = self._others
+        return Candidate(self.id, self.member.address, cached_blocks, requests + self.sequences, tokens + self.tokens)
+
+    def submit(self, submit: pb.Submit) -> None:
+        """Sends a request to the worker."""
+        self._outgoing.put_nowait(pb.RouterMessage(submit=submit))
+
+    def abort(self, abort: pb.Abort) -> None:
+        """Ends a request, or some of its choices."""
+        self._outgoing.put_nowait(pb.RouterMessage(abort=abort))
+
+    async def run(self, listener: Listener) -> None:
+        """Keeps the session up until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                await self._connect(listener)
+                reason = "the worker closed the session"
+            except RefusedError as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = f"the worker did not send its state within {SYNC_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except ProtocolError as error:
+                reason = str(error)
+            except Exception as error:  # whatever a worker sends, this router keeps trying
+                log.exception("the session with worker %s failed", self.id)
+                reason = describe(error)
+            refused = self._state == "refused"
+            if self.connected or reason != self.reason:
+                log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
+            if self.connected:
+                pause_s = FIRST_PAUSE_S
+            self._disconnected(listener, reason, "refused" if refused else "connecting")
+            await asyncio.sleep(REFUSED_PAUSE_S if refused else pause_s * random.uniform(0.5, 1))
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    def close(self, listener: Listener) -> None:
+        """What was in flight is lost. For the owner, after it has cancelled `run`."""
+        self._disconnected(listener, "the worker is gone", "connecting")
+        self._index.forget(self.id)
+
+    def _disconnected(self, listener: Listener, reason: str, state: State) -> None:
+        connected = self.connected
+        self.hello, self.load, self.reason, self._state = None, pb.Load(), reason, state
+        self._others, self._next_event = (0, 0), None
+        self._outgoing = asyncio.Queue()
+        self._index.reset(self.id)
+        if connected:
+            listener.lost(self)
+
+    async def _connect(self, listener: Listener) -> None:
+        """One stream, from its opening to its end."""
+        self._state = "connecting"
+        async with grpc.aio.insecure_channel(self.member.address, options=_CHANNEL_OPTIONS) as channel:
+            call = rpc.WorkerStub(channel).Session(None, metadata=self._metadata)
+            writer: asyncio.Task[None] | None = None
+            try:
+                async with asyncio.timeout(SYNC_S):
+                    await self._synchronise(call)
+                writer = asyncio.create_task(self._write(call), name=f"session-write-{self.id}")
+                self._heard_state(pb.STATE_READY if self.hello is None else self.hello.state)
+                self.reason = ""
+                log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.address)
+                listener.ready(self)
+                while isinstance(message := await call.read(), pb.WorkerMessage):
+                    self._handle(message, listener)
+            finally:
+                call.cancel()
+                if writer is not None:
+                    writer.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                        await writer
+
+    async def _synchronise(self, call: "Stream") -> None:
+        """Hello both ways, then the snapshot of the worker's cache."""
+        await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
+        first = await call.read()
+        if not isinstance(first, pb.WorkerMessage) or first.WhichOneof("kind") != "hello":
+            raise ProtocolError("the worker did not begin with Hello")
+        try:
+            self._admit(self.member, first.hello)
+        except RefusedError:
+            self._state = "refused"
+            raise
+        self.hello, self._state = first.hello, "syncing"
+        self._index.reset(self.id)
+        while True:
+            message = await call.read()
+            if not isinstance(message, pb.WorkerMessage):
+                raise ProtocolError("the session ended within the snapshot")
+            match message.WhichOneof("kind"):
+                case "snapshot":
+                    self._index.add(self.id, message.snapshot.hashes)
+                    self._next_event = message.snapshot.number + 1
+                    if message.snapshot.last:
+                        return
+                case "load":
+                    self._heard_load(message.load)
+                case kind:
+                    raise ProtocolError(f"{kind} came before the snapshot was complete")
+
+    async def _write(self, call: "Stream") -> None:
+        while True:
+            await call.write(await self._outgoing.get())
+
+    def _handle(self, message: pb.WorkerMessage, listener: Listener) -> None:
+        match message.WhichOneof("kind"):
+            case "step":
+                listener.step(self, message.step)
+            case "cache":
+                self._heard_events(message.cache)
+            case "load":
+                self._heard_load(message.load)
+                self._heard_state(message.load.state)
+            case "refusal":
+                listener.refusal(self, message.refusal)
+            case kind:
+                raise ProtocolError(f"{kind} came where it has no place")
+
+    def _heard_events(self, events: pb.CacheEvents) -> None:
+        if events.number != self._next_event:
+            raise ProtocolError(f"cache event {events.number} came where {self._next_event} was due")
+        self._next_event += 1
+        for event in events.events:
+            if event.removed:
+                self._index.remove(self.id, event.hashes)
+            else:
+                self._index.add(self.id, event.hashes)
+
+    def _heard_load(self, load: pb.Load) -> None:
+        self.load = load
+        # the worker's figures include what this router has on it; the rest is other routers' work
+        requests = load.running + load.waiting - self.sequences
+        self._others = (max(0, requests), max(0, load.waiting_tokens - self.tokens))
+
+    def _heard_state(self, state: "pb.State.ValueType") -> None:
+        self._state = "draining" if state == pb.STATE_DRAINING else "ready"
+
+
+Stream = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]

@@ -1,0 +1,166 @@
+"""Chat templates: messages to prompt text, rendered as transformers renders them.
+
+Templates come with models from the internet and are untrusted code: they run in Jinja's immutable sandbox, and see
+plain JSON values only.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from cpd.errors import CheckpointError
+from router.errors import invalid
+
+Message = Mapping[str, Any]
+
+_PROBE = "content-probe"
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What a template raises on purpose, or runs into with values that it did not expect."""
+
+
+class ChatTemplate:
+    """A model's chat template.
+
+    Args:
+        source: Its Jinja source.
+        special_tokens: Variables that the template sees, such as `bos_token`.
+
+    Raises:
+        CheckpointError: The source is no valid template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}") from None
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        self._takes_parts = self._probe_parts()
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt text for `messages`, up to where the assistant's answer begins.
+
+        Raises:
+            ApiError: The template refuses these messages (such as roles in an order that the model doesn't know).
+        """
+        try:
+            return self._render([self._adapt(message) for message in messages])
+        except _REFUSALS as error:
+            raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+        )
+
+    def _adapt(self, message: Message) -> Message:
+        """Brings what OpenAI's API allows into the form that this template knows."""
+        adapted = dict(message)
+        if adapted["role"] == "developer" and not self._knows_developer:
+            adapted["role"] = "system"
+        if isinstance(adapted["content"], list) and not self._takes_parts:
+            adapted["content"] = "\n".join(part["text"] for part in adapted["content"])
+        return adapted
+
+    def _probe_parts(self) -> bool:
+        """Whether the template renders a list of content parts as text, and not as the list's own notation."""
+        try:
+            text = self._render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        except _REFUSALS:
+            return False
+        return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+
+
+def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The source of the model's (default) chat template, None if it has none.
+
+    `chat_template.jinja` has precedence over `tokenizer_config.json`, where it is a string or a list of named ones.
+
+    Raises:
+        CheckpointError: There are several templates and none of them is the default.
+    """
+    file = model_dir / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, dict):
+        if "default" not in found:
+            raise CheckpointError(f"{model_dir} has several chat templates, but none of them is named 'default'")
+        found = found["default"]
+    return found if isinstance(found, str) else None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's turns for training; here it renders what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """Jinja's `namespace`, without the names through which templates have left the sandbox."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _Namespace._check(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: str) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template can't set {name!r} in a namespace")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["namespace"] = _Namespace
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which models were not trained on
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

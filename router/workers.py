@@ -1,0 +1,157 @@
+"""All workers of the cluster: found in Redis, one session each.
+
+Redis says who exists; whether a worker can be used is known from the session with it. While Redis is away, everything
+goes on with the workers known last. A worker that is no longer listed stays as long as its session does.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cpd.blocks import BLOCK_SIZE
+from cpd.membership import Member, members
+from cpd.rpc import cpd_pb2 as pb
+from router.errors import describe
+from router.index import PrefixIndex
+from router.policy import Candidate
+from router.sessions import Listener, RefusedError, Session
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+
+_ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
+
+
+class Workers:
+    """The workers that this router knows.
+
+    Args:
+        router_id: This router's name.
+        cluster_token: Secret that every internal call carries.
+
+    Attributes:
+        index: What the workers have cached.
+        routers: The live routers, this one included.
+        redis_error: Why Redis does not answer; empty while it does.
+    """
+
+    def __init__(self, router_id: str, cluster_token: str) -> None:
+        self.index = PrefixIndex()
+        self.routers: list[Member] = []
+        self.redis_error = ""
+        self._router_id = router_id
+        self._cluster_token = cluster_token
+        self._sessions: dict[str, Session] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """Every known worker's session, by name."""
+        return [self._sessions[worker_id] for worker_id in sorted(self._sessions)]
+
+    @property
+    def ready(self) -> bool:
+        """A combined worker is live: requests can be served."""
+        return any(session.live for session in self._sessions.values() if session.role == "combined")
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the model that the connected workers serve; empty when there are none."""
+        return next((hello.fingerprint for hello in self._hellos()), b"")
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output that every combined worker can take, in tokens; 0 when there are none."""
+        return min((hello.max_model_len for hello in self._hellos("combined")), default=0)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this; 0 when there are no workers."""
+        return min((hello.vocab_size for hello in self._hellos("combined")), default=0)
+
+    def get(self, worker_id: str) -> Session:
+        """The session with a worker that `candidates` named."""
+        return self._sessions[worker_id]
+
+    def candidates(self, role: str, cached_prefixes: Mapping[str, int]) -> list[Candidate]:
+        """The live workers of a role, with how much of a prompt each has cached (blocks, by worker)."""
+        return [
+            session.candidate(cached_prefixes.get(session.id, 0))
+            for session in self._sessions.values()
+            if session.live and session.role == role
+        ]
+
+    async def run(self, redis: Redis, cluster: str, listener: Listener) -> None:
+        """Follows the cluster's membership until cancelled."""
+        try:
+            while True:
+                await self._poll(redis, cluster, listener)
+                await asyncio.sleep(POLL_S)
+        finally:
+            for worker_id in list(self._sessions):
+                await self._close(worker_id, listener)
+
+    async def _poll(self, redis: Redis, cluster: str, listener: Listener) -> None:
+        try:
+            listed = await members(redis, cluster)
+        except (RedisError, OSError, TimeoutError) as error:
+            if not self.redis_error:
+                log.warning("Redis is away, going on with what is known: %s", describe(error))
+            self.redis_error = describe(error)
+            return
+        if self.redis_error:
+            log.info("Redis answers again")
+        self.redis_error = ""
+        self.routers = sorted((member for member in listed if member.kind == "router"), key=lambda one: one.id)
+        await self._follow({member.id: member for member in listed if member.kind in _ROLES}, listener)
+
+    async def _follow(self, listed: Mapping[str, Member], listener: Listener) -> None:
+        for worker_id, session in list(self._sessions.items()):
+            replaced = worker_id in listed and listed[worker_id] != session.member
+            gone = worker_id not in listed and not session.connected
+            if replaced or gone:
+                log.info("%s worker %s is %s", session.role, worker_id, "a new process" if replaced else "gone")
+                await self._close(worker_id, listener)
+        for worker_id in listed.keys() - self._sessions.keys():
+            session = Session(
+                listed[worker_id],
+                router_id=self._router_id,
+                cluster_token=self._cluster_token,
+                index=self.index,
+                admit=self._admit,
+            )
+            self._sessions[worker_id] = session
+            self._tasks[worker_id] = asyncio.create_task(session.run(listener), name=f"session-{worker_id}")
+
+    async def _close(self, worker_id: str, listener: Listener) -> None:
+        session, task = self._sessions.pop(worker_id), self._tasks.pop(worker_id)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        session.close(listener)
+
+    def _admit(self, member: Member, hello: pb.Hello) -> None:
+        """Raises RefusedError where a worker can't be used together with the ones that are connected."""
+        if hello.worker_id != member.id:
+            raise RefusedError(f"the worker at {member.address} is {hello.worker_id!r}, not {member.id!r}")
+        if hello.role != _ROLES[member.kind]:
+            raise RefusedError(f"its lease says {member.kind!r}, but its session {pb.Role.Name(hello.role)}")
+        if hello.block_size != BLOCK_SIZE:
+            raise RefusedError(f"it has blocks of {hello.block_size} tokens, this router {BLOCK_SIZE}")
+        if self.fingerprint not in (b"", hello.fingerprint):
+            raise RefusedError(
+                f"it serves another model or dtype (fingerprint {hello.fingerprint.hex()[:16]}) than the other workers "
+                f"({self.fingerprint.hex()[:16]}); start all workers with the same --model and --dtype"
+            )
+
+    def _hellos(self, role: str = "") -> list[pb.Hello]:
+        return [
+            session.hello
+            for session in self._sessions.values()
+            if session.hello is not None and role in ("", session.role)
+        ]
