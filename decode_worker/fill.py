@@ -1,0 +1,414 @@
+"""One try to have one prefill worker fill a prompt's pages, as the decode worker sees it.
+
+States, and what is held in each:
+
+    CONNECTING   called, nothing heard yet                                  nothing
+    QUEUED       waits in the prefill worker's queue                        nothing
+    RESERVING    the prefill worker is ready, own pages are not             a place in the reservation queue
+    LANDED       it computes and pushes                                     reservation, landing
+    FIRST        the first tokens are out, pages still arrive               reservation, landing
+
+From there `outcome` becomes known, and with it the reservation is somebody else's or nobody's:
+
+    COMPLETE     all pages are here: the engine goes on with them           (the engine's)
+    FINISHED     the first tokens were the last: the push is cancelled      (cancelled)
+    FAILED       refused, broken, silent for too long: the next one's turn  (cancelled)
+    CANCELLED    nobody wants the result any more                           (cancelled)
+
+A cancelled reservation's pages are free again when the landing could be revoked, or the prefill worker said that
+nothing is in flight. Else they are in quarantine, and the fill lives on, without anybody waiting for it, until the
+prefill worker says so or is proven gone. The task that runs a fill is never cancelled before that.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import grpc
+
+from cpd.blocks import BLOCK_SIZE
+from cpd.errors import TransferError
+from cpd.rpc import cpd_pb2 as pb
+from decode_worker.reservations import ReservationQueue, Wanted
+from engine.types import Output, Request, Reservation
+from kvtransfer.base import Landing
+from worker.auth import token_metadata
+from worker.convert import InvalidRequestError, first_outputs_from_wire, sampling_to_wire
+from worker.engine_thread import EngineDiedError
+from worker.node import Node
+
+log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """See the table above."""
+
+    CONNECTING = auto()
+    QUEUED = auto()
+    RESERVING = auto()
+    LANDED = auto()
+    FIRST = auto()
+    DECIDED = auto()
+
+
+class Status(Enum):
+    """How a fill ended; see the table above."""
+
+    COMPLETE = auto()
+    FINISHED = auto()
+    FAILED = auto()
+    CANCELLED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a fill.
+
+    Attributes:
+        reason: Why it failed.
+        first: The first token of each choice, if it came; it was emitted.
+        ended: Ends of choices that the engine could not go on with.
+    """
+
+    status: Status
+    reason: str = ""
+    first: Sequence[Output] = ()
+    ended: Sequence[Output] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamEnded:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    result: "asyncio.Future[Reservation | bool]"
+
+
+@dataclass(frozen=True, slots=True)
+class _PagesArrived:
+    error: TransferError | None
+
+
+class _Signal(Enum):
+    CANCEL = auto()
+    SILENCE = auto()
+    PEER_GONE = auto()
+
+
+_Event = pb.FillEvent | _StreamEnded | _Reserved | _PagesArrived | _Signal
+
+
+class Fill:
+    """See the module's tables.
+
+    Args:
+        request: What is to be prefilled.
+        candidate: By whom.
+        on_first: Called once with the first tokens and the prompt tokens that came from a cache.
+        open_choices: The choices that somebody still wants.
+
+    Attributes:
+        outcome: Resolved when it is known.
+        state: Where it is.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        candidate: pb.PrefillCandidate,
+        *,
+        node: Node,
+        reservations: ReservationQueue,
+        on_first: Callable[[Sequence[Output], int], None],
+        open_choices: Callable[[], Collection[int]],
+    ) -> None:
+        self.state = State.CONNECTING
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._candidate = candidate
+        self._node = node
+        self._reservations = reservations
+        self._on_first = on_first
+        self._open_choices = open_choices
+        self._cancelled = False
+        self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.FillRequest] = asyncio.Queue()
+        self._deadline = 0.0
+        self._wanted: Wanted | None = None
+        self._reserving: asyncio.Future[Reservation | bool] | None = None
+        self._reservation: Reservation | None = None
+        self._landing: Landing | None = None
+        self._first: list[Output] = []
+        self._arrived = False
+        self._released = False
+
+    def cancel(self) -> None:
+        """Nobody wants the result any more. Idempotent."""
+        if not self._cancelled:
+            self._cancelled = True
+            self._inbox.put_nowait(_Signal.CANCEL)
+
+    async def run(self) -> None:
+        """Runs the fill to its outcome, and on until no page of it is in danger."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            async with self._node.channels.use(self._candidate.address) as stub:
+                call = stub.Fill(
+                    self._requests(), metadata=token_metadata(self._node.settings.cluster_token.get_secret_value())
+                )
+                tasks.append(asyncio.create_task(self._read(call)))
+                try:
+                    await self._until_decided(tasks)
+                    await self._after(tasks)
+                finally:
+                    call.cancel()
+        except EngineDiedError as error:
+            self._decide(Outcome(Status.FAILED, str(error), self._first))
+        except Exception as error:
+            log.exception("fill of %s by %s failed unexpectedly", self._request.id, self._candidate.worker_id)
+            self._abandon()
+            self._decide(Outcome(Status.FAILED, repr(error), self._first))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    # ---- until the outcome is known ----
+
+    async def _until_decided(self, tasks: list[asyncio.Task[None]]) -> None:
+        self._outgoing.put_nowait(pb.FillRequest(start=self._start()))
+        self._renew()
+        while not self.outcome.done():
+            event = await self._next()
+            match event:
+                case pb.FillEvent():
+                    self._renew()
+                    await self._take(event)
+                case _Reserved(result):
+                    self._reserving = None
+                    if (failure := result.exception()) is not None:
+                        await self._give_up(Status.FAILED, str(failure))
+                    else:
+                        self._land(result.result(), tasks)
+                case _PagesArrived(None):
+                    self._arrived = True
+                case _PagesArrived(error):
+                    await self._give_up(Status.FAILED, str(error))
+                case _StreamEnded() if self._released:
+                    pass
+                case _StreamEnded(reason):
+                    await self._give_up(Status.FAILED, reason)
+                case _Signal.SILENCE:
+                    await self._give_up(
+                        Status.FAILED, f"no progress for {self._node.settings.fill_progress_s:g} s ({self.state.name})"
+                    )
+                case _Signal.CANCEL:
+                    await self._give_up(Status.CANCELLED, "cancelled")
+            if self.state is State.FIRST and self._arrived and not self._cancelled:
+                await self._activate()
+
+    async def _next(self) -> _Event:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._inbox.get()
+        except TimeoutError:
+            return _Signal.SILENCE
+
+    def _renew(self) -> None:
+        self._deadline = asyncio.get_running_loop().time() + self._node.settings.fill_progress_s
+
+    async def _take(self, event: pb.FillEvent) -> None:
+        """One message of the prefill worker, while the outcome is open."""
+        kind = event.WhichOneof("kind")
+        if self.state is State.CONNECTING:
+            self.state = State.QUEUED
+        match kind, self.state:
+            case "progress", _:
+                pass
+            case "ready", State.QUEUED:
+                self._reserve()
+            case "first_tokens", State.LANDED:
+                await self._take_first(event.first_tokens)
+            case "released", _:
+                self._released = True
+                await self._take_released(event.released)
+            case "refused", _:
+                self._released = True
+                await self._give_up(Status.FAILED, event.refused.message)
+            case _:
+                await self._give_up(Status.FAILED, f"it sent {kind} in state {self.state.name}")
+
+    def _reserve(self) -> None:
+        self.state = State.RESERVING
+        self._wanted = Wanted(self._request)
+        self._reserving = self._reservations.get(self._wanted)
+        self._reserving.add_done_callback(lambda result: self._inbox.put_nowait(_Reserved(result)))
+
+    def _land(self, reservation: Reservation | bool, tasks: list[asyncio.Task[None]]) -> None:
+        if isinstance(reservation, bool):
+            return
+        transport = self._node.transport
+        self._reservation = reservation
+        self.state = State.LANDED
+        if reservation.pages:
+            self._landing = transport.expect(reservation.id, reservation.generation, reservation.pages)
+            tasks.append(asyncio.create_task(self._watch(self._landing)))
+        else:
+            self._arrived = True
+        self._outgoing.put_nowait(
+            pb.FillRequest(
+                landing=pb.FillLanding(
+                    reservation=reservation.id,
+                    generation=reservation.generation,
+                    epoch=transport.epoch,
+                    first_block=reservation.first_block,
+                    pages=reservation.pages,
+                )
+            )
+        )
+
+    async def _take_first(self, message: pb.FillFirstTokens) -> None:
+        assert self._reservation is not None
+        try:
+            self._first = first_outputs_from_wire(message, self._request, self._node.limits)
+        except InvalidRequestError as error:
+            await self._give_up(Status.FAILED, str(error))
+            return
+        self.state = State.FIRST
+        # Where both have it cached it saved nothing twice.
+        cached = max(self._reservation.first_block * BLOCK_SIZE, message.cached_tokens)
+        self._on_first(self._first, min(cached, self._request.prompt_len))
+        if all(output.finish is not None for output in self._first):
+            await self._give_up(Status.FINISHED, "")
+
+    async def _take_released(self, message: pb.FillReleased) -> None:
+        """Nothing comes any more. What was sent may still be on its way through this process."""
+        expected = len(self._reservation.pages) if self._reservation else -1
+        if message.error or message.pages != expected:
+            reason = message.error or f"it sent {message.pages} of {expected} pages"
+            await self._give_up(Status.FAILED, reason)
+        elif self.state is not State.FIRST:
+            await self._give_up(Status.FAILED, "it sent no first tokens")
+
+    async def _activate(self) -> None:
+        """An abort that comes after the look at `_cancelled` reaches the engine after this call: no await between."""
+        reservation, request = self._reservation, self._request
+        assert reservation is not None
+        wanted = [output for output in self._first if output.choice in self._open_choices()]
+        ended = await self._node.engine.call(lambda engine: engine.activate(reservation, request, wanted))
+        self._reservation = None
+        self._decide(Outcome(Status.COMPLETE, first=self._first, ended=ended))
+
+    async def _give_up(self, status: Status, reason: str) -> None:
+        if self._reserving is not None:
+            self._reservation = await self._withdraw()
+        # Asked even if it was released: the landing must refuse everything from now on.
+        safe = (self._landing is None or self._landing.revoke()) or self._released
+        reservation = self._reservation
+        if reservation is not None:
+            self._node.engine.post(lambda engine: engine.cancel(reservation, quarantine=not safe))
+            if safe:
+                self._reservation = None
+        self._decide(Outcome(status, reason, self._first))
+
+    def _abandon(self) -> None:
+        """Nothing is known any more: pages that can't be proven safe stay out of use."""
+        reservation = self._reservation
+        if reservation is not None and not self.outcome.done():
+            safe = self._landing is None or self._landing.revoke()
+            self._node.engine.post(lambda engine: engine.cancel(reservation, quarantine=not safe))
+
+    async def _withdraw(self) -> Reservation | None:
+        assert self._wanted is not None
+        assert self._reserving is not None
+        self._wanted.withdrawn = True
+        self._node.engine.nudge()
+        try:
+            result = await self._reserving
+        except ValueError:
+            return None
+        return result if isinstance(result, Reservation) else None
+
+    def _decide(self, outcome: Outcome) -> None:
+        self.state = State.DECIDED
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    # ---- afterwards ----
+
+    async def _after(self, tasks: list[asyncio.Task[None]]) -> None:
+        if self._reservation is not None:
+            await self._settle(self._reservation, tasks)
+        elif self.outcome.result().status is Status.COMPLETE:
+            await self._until_released()
+
+    async def _settle(self, reservation: Reservation, tasks: list[asyncio.Task[None]]) -> None:
+        """The pages are in quarantine."""
+        assert self._landing is not None
+        log.warning(
+            "%d pages are in quarantine until %s has let go of them", len(reservation.pages), self._candidate.worker_id
+        )
+        self._outgoing.put_nowait(pb.FillRequest(cancel=pb.FillCancel()))
+        tasks.append(asyncio.create_task(self._watch_peer(self._landing)))
+        while True:
+            event = await self._inbox.get()
+            if event is _Signal.PEER_GONE:
+                break
+            if isinstance(event, pb.FillEvent) and event.WhichOneof("kind") in ("released", "refused"):
+                break
+        await self._node.engine.call(lambda engine: engine.end_quarantine(reservation))
+
+    async def _until_released(self) -> None:
+        """Lets the prefill worker end in order, so that it does not take the end of the call for a cancel."""
+        self._renew()
+        while not self._released:
+            event = await self._next()
+            if isinstance(event, _StreamEnded) or event is _Signal.SILENCE:
+                return
+            self._released = isinstance(event, pb.FillEvent) and event.WhichOneof("kind") == "released"
+
+    # ---- where events come from ----
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[pb.FillRequest, pb.FillEvent]") -> None:
+        reason = "the prefill worker ended the call early"
+        try:
+            async for event in call:
+                self._inbox.put_nowait(event)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        self._inbox.put_nowait(_StreamEnded(reason))
+
+    async def _requests(self) -> AsyncIterator[pb.FillRequest]:
+        while True:
+            yield await self._outgoing.get()
+
+    async def _watch(self, landing: Landing) -> None:
+        try:
+            await landing.done()
+        except TransferError as error:
+            self._inbox.put_nowait(_PagesArrived(error))
+        else:
+            self._inbox.put_nowait(_PagesArrived(None))
+
+    async def _watch_peer(self, landing: Landing) -> None:
+        await landing.peer_gone()
+        self._inbox.put_nowait(_Signal.PEER_GONE)
+
+    def _start(self) -> pb.FillStart:
+        request = self._request
+        return pb.FillStart(
+            decode_worker_id=self._node.worker_id,
+            fingerprint=self._node.fingerprint,
+            token_ids=request.token_ids,
+            prompt_len=request.prompt_len,
+            hash_root=request.hash_root,
+            block_hashes=b"".join(request.block_hashes),
+            sampling=sampling_to_wire(request.params),
+            n=request.n,
+            choice=request.first_choice,
+            transport=self._node.transport.name,
+            transport_address=self._node.transport.address,
+        )

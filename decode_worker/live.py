@@ -1,0 +1,86 @@
+"""A request that a router is waiting for: what it still gets told, and how to end it.
+
+Each choice is open until its last output was sent, it was aborted, or the whole request was refused. Nothing is sent
+for a choice that is not open: so each (request, attempt, choice) gets exactly one last message.
+"""
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from cpd.rpc import cpd_pb2 as pb
+from engine.types import Output, Request
+from worker.convert import output_to_wire
+from worker.sessions import Session
+
+Key = tuple[int, int, int]
+"""Session number, request, attempt."""
+
+
+class LiveRequest:
+    """One (request, attempt) of a session.
+
+    Attributes:
+        request: As it was submitted.
+        closed: Choices that are not open any more. Also read by the engine thread.
+        ended: Resolved when no choice is open.
+        engine_ids: Under which names the engine knows it, or may come to know it.
+    """
+
+    def __init__(self, session: Session, message: pb.Submit, request: Request) -> None:
+        self.session = session
+        self.request = request
+        self.key: Key = (session.number, message.request, message.attempt)
+        self.trace_id = message.trace_id
+        self.closed: set[int] = set()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.engine_ids = [request.id]
+        self._open = set(range(request.first_choice, request.first_choice + request.n))
+        self._told_prefilled: set[int] = set()
+
+    @property
+    def open(self) -> Collection[int]:
+        """Choices of which the router expects more."""
+        return self._open
+
+    def send(self, outputs: Sequence[Output], prefill_worker: str = "", cached_tokens: int | None = None) -> None:
+        """Sends new tokens, or the end, of open choices.
+
+        Args:
+            prefill_worker: Who computed the prompt, if not this worker.
+            cached_tokens: Prompt tokens that were taken from a cache, where the outputs don't say.
+        """
+        _, request, attempt = self.key
+        for output in outputs:
+            if output.choice not in self._open:
+                continue
+            message = output_to_wire(output, request, attempt)
+            if output.choice not in self._told_prefilled:
+                self._told_prefilled.add(output.choice)
+                cached = output.cached_tokens if cached_tokens is None else cached_tokens
+                message.prefilled.CopyFrom(pb.Prefilled(cached_tokens=cached or 0, prefill_worker=prefill_worker))
+            self.session.send(message)
+            if output.finish is not None:
+                self.close({output.choice})
+
+    def refuse(self, kind: pb.Refusal.Kind.ValueType, message: str, retry_after_s: float = 0.0) -> None:
+        """Ends all open choices with one refusal."""
+        if not self._open:
+            return
+        _, request, attempt = self.key
+        self.session.send(
+            pb.Refusal(
+                request=request,
+                attempt=attempt,
+                kind=kind,
+                message=message,
+                retry_after_ms=round(retry_after_s * 1000),
+            )
+        )
+        self.close(self._open)
+
+    def close(self, choices: Collection[int]) -> None:
+        """Nothing more is sent for these choices."""
+        self.closed |= set(choices)
+        self._open -= self.closed
+        if not self._open and not self.ended.done():
+            self.ended.set_result(None)

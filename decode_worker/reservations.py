@@ -1,0 +1,52 @@
+"""Who gets the next pages that become free: fills that are ready, first come, first served.
+
+A small landing never overtakes a large one, so that the large one is not starved.
+"""
+
+import asyncio
+from collections import deque
+
+from engine.engine import Engine
+from engine.types import Request, Reservation
+from worker.engine_thread import EngineThread
+
+
+class Wanted:
+    """One fill's wish for pages.
+
+    Attributes:
+        withdrawn: Set it (and nudge the engine) when the pages are not wanted any more.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.withdrawn = False
+
+
+class ReservationQueue:
+    """Reserves pages in the order of asking, as soon as the engine can spare them."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+        self._waiting: deque[Wanted] = deque()  # the engine thread's
+
+    def get(self, wanted: Wanted) -> asyncio.Future[Reservation | bool]:
+        """The reservation, or False when the wish was withdrawn before it came true."""
+        return self._engine.poll(lambda engine: self._attempt(engine, wanted))
+
+    def _attempt(self, engine: Engine, wanted: Wanted) -> Reservation | bool | None:
+        if wanted not in self._waiting:
+            self._waiting.append(wanted)
+        if wanted.withdrawn:
+            self._waiting.remove(wanted)
+            return False
+        if self._waiting[0] is not wanted:
+            return None
+        try:
+            reservation = engine.reserve(wanted.request)
+        except ValueError:
+            self._waiting.remove(wanted)
+            raise
+        if reservation is not None:
+            self._waiting.popleft()
+        return reservation

@@ -1,0 +1,173 @@
+"""The decode worker's part of a worker: answers requests, by itself or with a prefill worker's help."""
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Coroutine
+from functools import partial
+from typing import Any
+
+import grpc
+
+from cpd.errors import QueueFullError
+from cpd.rpc import cpd_pb2 as pb
+from decode_worker.live import Key, LiveRequest
+from decode_worker.reservations import ReservationQueue
+from decode_worker.route import Route, Routes, add_all
+from engine.engine import Engine
+from engine.types import StepOutput
+from worker.convert import InvalidRequestError, request_from_wire
+from worker.engine_thread import EngineDiedError, Update
+from worker.node import EXIT_RESTART, Node
+from worker.sessions import Session
+
+log = logging.getLogger(__name__)
+
+MAX_QUARANTINED = 0.2
+"""Share of the pool; a worker with more drains and starts anew with an empty pool."""
+
+
+class DecodeService:
+    """See `worker.service.Service`."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._numbers = itertools.count(1)
+        self._live: dict[Key, LiveRequest] = {}
+        self._by_engine_id: dict[str, LiveRequest] = {}
+        self._routes: set[asyncio.Task[None]] = set()
+        self._fills: set[asyncio.Task[None]] = set()
+        self._outcomes: Counter[str] = Counter()
+        self._shared = Routes(
+            node=node,
+            reservations=ReservationQueue(node.engine),
+            filling={},
+            known_as=self._by_engine_id.__setitem__,
+            start=self._start_fill,
+            outcomes=self._outcomes,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is not finished yet. Pages in quarantine keep nobody busy."""
+        return bool(self._live)
+
+    # ---- what the engine brings ----
+
+    def hook(self, engine: Engine, output: StepOutput | None) -> None:
+        """Nothing to be done on the engine thread."""
+
+    def update(self, update: Update) -> None:
+        """Sends a step's tokens; all of one router go into one message."""
+        if update.output is not None:
+            for output in update.output.outputs:
+                if live := self._by_engine_id.get(output.request_id):
+                    live.send([output])
+            for request_id, reason in update.output.failed:
+                if live := self._by_engine_id.get(request_id):
+                    live.refuse(pb.Refusal.KIND_FAILED, reason)
+        if update.stats is not None:
+            quarantined = update.stats.pages.quarantined
+            if quarantined > MAX_QUARANTINED * self._node.num_pages:
+                self._node.lifecycle.drain(
+                    f"{quarantined} of {self._node.num_pages} pages are in quarantine", EXIT_RESTART
+                )
+
+    def add_load(self, load: pb.Load) -> None:
+        """Adds requests that the engine does not know of yet."""
+        load.waiting += len(self._routes)
+        load.fills.update(self._outcomes)
+
+    # ---- what routers ask for ----
+
+    def submit(self, session: Session, message: pb.Submit) -> None:
+        """Starts answering a request."""
+        key = (session.number, message.request, message.attempt)
+        if key in self._live:
+            log.warning("router %s sent request %d twice", session.router_id, message.request)
+            return
+        refuse = partial(_refuse, session, message)
+        if self._node.lifecycle.draining.is_set():
+            refuse(pb.Refusal.KIND_REROUTE, "this worker drains")
+            return
+        try:
+            request = request_from_wire(message, f"request-{next(self._numbers)}", self._node.limits)
+        except InvalidRequestError as error:
+            refuse(pb.Refusal.KIND_FAILED, str(error))
+            return
+        live = LiveRequest(session, message, request)
+        self._live[key] = live
+        self._by_engine_id[request.id] = live
+        live.ended.add_done_callback(lambda _: self._forget(live))
+        if message.prefill_candidates:
+            route = Route(live, list(message.prefill_candidates), message.long_prefill_tokens, self._shared)
+            task = asyncio.create_task(route.run(), name=f"route-{request.id}")
+            self._routes.add(task)
+            task.add_done_callback(self._route_done)
+        else:
+            added = self._node.engine.call(lambda engine: add_all(engine, [request], live.closed))
+            added.add_done_callback(partial(_refuse_if_failed, live))
+
+    def abort(self, session: Session, message: pb.Abort) -> None:
+        """Ends a request or some of its choices; the router hears no more of them."""
+        live = self._live.get((session.number, message.request, message.attempt))
+        if live is not None:
+            self._abort(live, message.choices or list(live.open))
+
+    def session_ended(self, session: Session) -> None:
+        """Aborts all requests of `session`."""
+        for live in [live for live in self._live.values() if live.session is session]:
+            self._abort(live, list(live.open))
+
+    async def fill(self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """A decode worker fills no others' pages."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker does not serve fills")
+
+    async def stop(self) -> None:
+        """Sends every request elsewhere."""
+        for live in list(self._live.values()):
+            live.refuse(pb.Refusal.KIND_REROUTE, "this worker stops")
+            self._abort(live, [])
+        await asyncio.gather(*self._routes)
+        for task in self._fills:
+            task.cancel()
+
+    def _abort(self, live: LiveRequest, choices: Collection[int]) -> None:
+        live.close(choices)
+        closed, engine_ids = list(live.closed), list(live.engine_ids)
+        # Also a nudge for those who wait on the engine thread for something that this request no longer needs.
+        self._node.engine.post(lambda engine: _abort_all(engine, engine_ids, closed))
+
+    def _forget(self, live: LiveRequest) -> None:
+        del self._live[live.key]
+        for engine_id in live.engine_ids:
+            self._by_engine_id.pop(engine_id, None)
+
+    def _start_fill(self, run: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(run, name="fill")
+        self._fills.add(task)
+        task.add_done_callback(self._fills.discard)
+
+    def _route_done(self, task: asyncio.Task[None]) -> None:
+        self._routes.discard(task)
+        self._node.load_changed()
+
+
+def _abort_all(engine: Engine, engine_ids: Collection[str], choices: Collection[int]) -> None:
+    for engine_id in engine_ids:
+        engine.abort(engine_id, list(choices))
+
+
+def _refuse(session: Session, message: pb.Submit, kind: pb.Refusal.Kind.ValueType, reason: str) -> None:
+    session.send(pb.Refusal(request=message.request, attempt=message.attempt, kind=kind, message=reason))
+
+
+def _refuse_if_failed(live: LiveRequest, added: "asyncio.Future[None]") -> None:
+    match added.exception():
+        case QueueFullError() as error:
+            live.refuse(pb.Refusal.KIND_QUEUE_FULL, str(error), error.retry_after_s)
+        case EngineDiedError() as error:
+            live.refuse(pb.Refusal.KIND_REROUTE, str(error))
+        case BaseException() as error:
+            live.refuse(pb.Refusal.KIND_FAILED, str(error))

@@ -1,0 +1,22 @@
+"""`python -m prefill_worker`: one prefill worker."""
+
+import os
+
+import typer
+
+from cpd.config import WorkerSettings
+from cpd.options import command
+
+
+def run(settings: WorkerSettings) -> None:
+    """Computes prompts and pushes their KV pages to decode workers."""
+    # Before torch is imported: threads that spin between steps take the cores from whoever shares them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from prefill_worker.service import PrefillService
+    from worker import process
+
+    process.run(settings, "prefill", PrefillService)
+
+
+if __name__ == "__main__":
+    typer.run(command(WorkerSettings, run))

@@ -1,0 +1,92 @@
+"""Checkpoint in, engine out."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cpd.config import WorkerSettings
+from cpd.errors import ConfigError
+from engine.engine import Engine
+from engine.runner import TorchRunner
+from kvtransfer.base import PoolMemory
+from worker.convert import Limits
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine, and what a worker has to know about it.
+
+    Attributes:
+        memory: The KV pool as transports see it; it lives as long as the engine.
+        fingerprint: Equal on workers that can exchange pages.
+        dtype: Of weights and pool.
+    """
+
+    engine: Engine
+    memory: PoolMemory
+    limits: Limits
+    fingerprint: bytes
+    dtype: str
+
+
+def load_engine(settings: WorkerSettings) -> Loaded:
+    """Loads the model. To be called on the thread that will run the engine.
+
+    Raises:
+        CheckpointError, ConfigError: The model can't be served with these settings.
+    """
+    directory = Path(settings.model)
+    if not settings.model or not directory.is_dir():
+        raise ConfigError(f"--model must name a checkpoint directory; {settings.model!r} is none")
+    _use_own_cores()
+    runner = TorchRunner(
+        directory,
+        dtype=settings.dtype,
+        device=settings.device,
+        kv_bytes=int(settings.kv_memory),
+        max_model_len=settings.max_model_len,
+        on_progress=_log_progress(),
+    )
+    max_model_len = runner.config.max_model_len
+    engine = Engine(
+        runner,
+        max_model_len=max_model_len,
+        token_budget=settings.token_budget,
+        max_num_seqs=settings.max_num_seqs,
+        max_queue_tokens=settings.max_queue_tokens,
+    )
+    return Loaded(
+        engine=engine,
+        memory=PoolMemory(runner.pool.data_ptr(), runner.num_pages, runner.page_bytes),
+        limits=Limits(vocab_size=runner.config.vocab_size, max_model_len=max_model_len),
+        fingerprint=runner.fingerprint,
+        dtype=runner.dtype,
+    )
+
+
+def _use_own_cores() -> None:
+    """As many threads as the supervisor left us cores, in this thread's parallel regions."""
+    cores = len(os.sched_getaffinity(0))
+    torch.get_num_threads()  # a thread that never asked can take over another thread's count later
+    torch.set_num_threads(cores)
+    if torch.get_num_threads() != cores:
+        raise ConfigError(f"torch refuses {cores} threads; is OMP_NUM_THREADS or OMP_THREAD_LIMIT set?")
+
+
+def _log_progress() -> Callable[[str, float], None]:
+    """Logs each tenth of the way."""
+    logged = {"tenths": -1}
+
+    def progress(what: str, fraction: float) -> None:
+        tenths = int(fraction * 10)
+        if tenths > logged["tenths"]:
+            logged["tenths"] = tenths
+            log.info("%s: %d %%", what, round(fraction * 100))
+
+    return progress

@@ -1,0 +1,78 @@
+"""What the parts of one worker process share: its life cycle and its facilities.
+
+Life cycle:
+    READY ──drain()──▶ DRAINING ──nothing left to do──▶ STOPPING
+      └───────────────────stop()──────────────────────────▲
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cpd.config import WorkerSettings
+from cpd.rpc import cpd_pb2 as pb
+from kvtransfer.base import Transport
+from worker.channels import Channels
+from worker.convert import Limits
+from worker.engine_thread import EngineThread
+
+log = logging.getLogger(__name__)
+
+EXIT_RESTART = 75
+"""Exit code of a worker that cannot go on and wants to be started anew."""
+
+
+class Lifecycle:
+    """Whether the worker takes requests, and with which exit code it ends.
+
+    Args:
+        on_change: Called when the state changed.
+    """
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self.state: pb.State.ValueType = pb.STATE_READY
+        self.draining = asyncio.Event()
+        self.stopping = asyncio.Event()
+        self.exit_code = 0
+
+    def drain(self, reason: str, exit_code: int = 0) -> None:
+        """Takes no new requests and stops when the running ones are done."""
+        if not self.draining.is_set():
+            log.info("draining: %s", reason)
+            self.exit_code = exit_code
+            self.state = pb.STATE_DRAINING
+            self.draining.set()
+            self._on_change()
+
+    def stop(self, reason: str, exit_code: int | None = None) -> None:
+        """Ends the worker now. Without `exit_code` that of a drain under way stays."""
+        if not self.stopping.is_set():
+            log.info("stopping: %s", reason)
+            if exit_code is not None:
+                self.exit_code = exit_code
+            self.state = pb.STATE_DRAINING
+            self.draining.set()
+            self.stopping.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One worker's facilities.
+
+    Attributes:
+        fingerprint: Equal on workers that can exchange pages.
+        load_changed: To be called when something changed that the worker's load report shows.
+    """
+
+    worker_id: str
+    settings: WorkerSettings
+    engine: EngineThread
+    transport: Transport
+    channels: Channels
+    limits: Limits
+    fingerprint: bytes
+    num_pages: int
+    lifecycle: Lifecycle
+    load_changed: Callable[[], None]

@@ -1,0 +1,107 @@
+"""What waits to be written to one router.
+
+The engine never waits for a router: outputs of several steps merge into one message while the router is slow, a Load
+replaces the one before, and a router that falls further behind than the bounds below is cut off.
+"""
+
+import asyncio
+
+from cpd.rpc import cpd_pb2 as pb
+
+MAX_PENDING_OUTPUTS = 100_000
+MAX_PENDING_HASHES = 2_000_000
+OUTPUTS_PER_MESSAGE = 2048
+
+
+class Outbox:
+    """The messages for one session, in the order that matters.
+
+    Outputs and refusals keep their order among each other, and so do cache events. All methods are for the event loop.
+    """
+
+    def __init__(
+        self, *, max_pending_outputs: int = MAX_PENDING_OUTPUTS, max_pending_hashes: int = MAX_PENDING_HASHES
+    ) -> None:
+        self._max_pending_outputs = max_pending_outputs
+        self._max_pending_hashes = max_pending_hashes
+        self._results: list[pb.Output | pb.Refusal] = []
+        self._cache: list[pb.CacheEvents] = []
+        self._num_hashes = 0
+        self._load: pb.Load | None = None
+        self._filled = asyncio.Event()
+        self._written = asyncio.Event()
+        self._written.set()
+
+    @property
+    def overfull(self) -> bool:
+        """Whether the router has fallen too far behind."""
+        return len(self._results) > self._max_pending_outputs or self._num_hashes > self._max_pending_hashes
+
+    def put_result(self, result: pb.Output | pb.Refusal) -> None:
+        """Adds tokens or a refusal."""
+        self._results.append(result)
+        self._mark_filled()
+
+    def put_cache(self, events: pb.CacheEvents) -> None:
+        """Adds numbered cache events."""
+        self._cache.append(events)
+        self._num_hashes += _num_hashes(events)
+        self._mark_filled()
+
+    def put_load(self, load: pb.Load) -> None:
+        """Sets the load, in place of one that still waits."""
+        self._load = load
+        self._mark_filled()
+
+    def forget_cache(self, number: int) -> None:
+        """Drops events up to `number`: a snapshot holds them already."""
+        self._cache = [events for events in self._cache if events.number > number]
+        self._num_hashes = sum(map(_num_hashes, self._cache))
+
+    async def take(self) -> list[pb.WorkerMessage]:
+        """Waits until there is something and takes it all; the next call says that it was written."""
+        if not self._filled.is_set():
+            self._written.set()
+        await self._filled.wait()
+        self._filled.clear()
+        results, self._results = self._results, []
+        cache, self._cache, self._num_hashes = self._cache, [], 0
+        load, self._load = self._load, None
+        messages = _pack(results)
+        messages += [pb.WorkerMessage(cache=events) for events in cache]
+        if load is not None:
+            messages.append(pb.WorkerMessage(load=load))
+        return messages
+
+    async def written(self) -> None:
+        """Returns when nothing waits and the writer is done with what it took."""
+        await self._written.wait()
+
+    def _mark_filled(self) -> None:
+        self._filled.set()
+        self._written.clear()
+
+
+def _pack(results: list[pb.Output | pb.Refusal]) -> list[pb.WorkerMessage]:
+    messages: list[pb.WorkerMessage] = []
+    run: list[pb.Output] = []
+
+    def end_run() -> None:
+        if run:
+            messages.append(pb.WorkerMessage(step=pb.StepOutput(outputs=run)))
+            run.clear()
+
+    for result in results:
+        if isinstance(result, pb.Refusal):
+            end_run()
+            messages.append(pb.WorkerMessage(refusal=result))
+        else:
+            run.append(result)
+            if len(run) == OUTPUTS_PER_MESSAGE:
+                end_run()
+    end_run()
+    return messages
+
+
+def _num_hashes(events: pb.CacheEvents) -> int:
+    return sum(len(event.hashes) for event in events.events) // 8

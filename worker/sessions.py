@@ -1,0 +1,226 @@
+"""The worker's side of Session: one stream per router.
+
+States of a session:
+    OPEN      registered; results, cache events and loads go into its outbox, and a writer sends them
+    ENDED     closed by the router, superseded by a newer session of the same router, or cut off because it fell
+              behind: its requests were aborted, whatever is still reported for it is dropped
+
+Order on the stream: Hello, the snapshot of the cache, then everything else as it comes.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+
+from cpd.rpc import cpd_pb2 as pb
+from engine.types import CacheEvent
+from worker.engine_thread import EngineDiedError, EngineThread, Update
+from worker.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_HASHES = 8192
+"""Hashes in one snapshot message: 64 KiB, and about a millisecond of work."""
+
+END_TIMEOUT_S = 2.0
+"""A session's status waits behind unread messages at most this long; then it is left to the connection."""
+
+
+class Session:
+    """One router's stream, as those who answer its requests see it.
+
+    Attributes:
+        number: Unique in this process.
+        router_id: The router's name.
+    """
+
+    def __init__(self, number: int, router_id: str, outbox: Outbox) -> None:
+        self.number = number
+        self.router_id = router_id
+        self.outbox = outbox
+        self.ended: asyncio.Future[tuple[grpc.StatusCode, str]] = asyncio.get_running_loop().create_future()
+
+    def send(self, result: pb.Output | pb.Refusal) -> None:
+        """Queues tokens or a refusal for the router; one that is too far behind is cut off."""
+        if not self.ended.done():
+            self.outbox.put_result(result)
+            self._check()
+
+    def send_cache(self, events: pb.CacheEvents) -> None:
+        """Queues cache events."""
+        if not self.ended.done():
+            self.outbox.put_cache(events)
+            self._check()
+
+    def end(self, code: grpc.StatusCode, reason: str) -> None:
+        """Ends the session; the first reason counts."""
+        if not self.ended.done():
+            self.ended.set_result((code, reason))
+
+    def _check(self) -> None:
+        if self.outbox.overfull:
+            log.warning("router %s reads too slowly and is cut off", self.router_id)
+            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router fell too far behind")
+
+
+class RequestHandler(Protocol):
+    """Who answers the requests of sessions."""
+
+    def submit(self, session: Session, message: pb.Submit) -> None: ...
+
+    def abort(self, session: Session, message: pb.Abort) -> None: ...
+
+    def session_ended(self, session: Session) -> None:
+        """Aborts all requests of `session`; nothing can be sent to it any more."""
+
+
+class SessionServer:
+    """All sessions of a worker.
+
+    Args:
+        hello: Describes the worker as it is now.
+        load: The worker's load as it is now.
+        engine: Where the snapshots come from.
+        handler: Answers the requests.
+        make_outbox: For tests, with smaller bounds.
+    """
+
+    def __init__(
+        self,
+        *,
+        hello: Callable[[], pb.Hello],
+        load: Callable[[], pb.Load],
+        engine: EngineThread,
+        handler: RequestHandler,
+        make_outbox: Callable[[], Outbox] = Outbox,
+    ) -> None:
+        self._hello = hello
+        self._load = load
+        self._engine = engine
+        self._handler = handler
+        self._make_outbox = make_outbox
+        self._numbers = itertools.count(1)
+        self._sessions: dict[str, Session] = {}
+
+    async def serve(
+        self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Serves one Session call to its end."""
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("kind") != "hello" or not first.hello.router_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session starts with a RouterHello with router_id")
+        session = self._open(first.hello.router_id)
+        reader = asyncio.create_task(self._read(session, requests), name=f"session-{session.number}-reader")
+        writer = asyncio.create_task(self._write(session, context), name=f"session-{session.number}-writer")
+        ends: list[asyncio.Future[Any]] = [session.ended, reader, writer]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in (reader, writer):
+                if task.done() and (error := task.exception()):
+                    log.warning("session %d with router %s breaks", session.number, session.router_id, exc_info=error)
+                    session.end(grpc.StatusCode.INTERNAL, "the worker could not go on with the session")
+        finally:
+            self._close(session)
+            reader.cancel()
+            writer.cancel()
+        code, reason = session.ended.result()
+        if code is not grpc.StatusCode.OK:
+            # With a write still pending the status queues up behind it, and a router that never reads never gets it.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(context.abort(code, reason), END_TIMEOUT_S)
+
+    def publish(self, update: Update) -> None:
+        """Tells every router what changed in the cache."""
+        if update.events is None or not self._sessions:
+            return
+        message = _cache_events(update.number, update.events)
+        for session in list(self._sessions.values()):
+            session.send_cache(message)
+
+    def publish_load(self, load: pb.Load) -> None:
+        """Tells every router the worker's load."""
+        for session in self._sessions.values():
+            session.outbox.put_load(load)
+
+    async def flush(self) -> None:
+        """Returns when everything has been handed to the connections. Give it a deadline."""
+        await asyncio.gather(*(session.outbox.written() for session in self._sessions.values()))
+
+    def end_all(self, reason: str) -> None:
+        """Ends every session because the worker stops."""
+        for session in self._sessions.values():
+            session.end(grpc.StatusCode.UNAVAILABLE, reason)
+
+    # ---- one session ----
+
+    def _open(self, router_id: str) -> Session:
+        if old := self._sessions.get(router_id):
+            old.end(grpc.StatusCode.ABORTED, "superseded by a newer session of this router")
+            self._close(old)
+        session = Session(next(self._numbers), router_id, self._make_outbox())
+        self._sessions[router_id] = session
+        log.info("session %d with router %s", session.number, router_id)
+        return session
+
+    def _close(self, session: Session) -> None:
+        session.end(grpc.StatusCode.OK, "")
+        if self._sessions.get(session.router_id) is session:
+            del self._sessions[session.router_id]
+            log.info("session %d with router %s ended", session.number, session.router_id)
+            self._handler.session_ended(session)
+
+    async def _read(self, session: Session, requests: AsyncIterator[pb.RouterMessage]) -> None:
+        async for message in requests:
+            if session.ended.done():
+                return
+            match message.WhichOneof("kind"):
+                case "submit":
+                    self._handler.submit(session, message.submit)
+                case "abort":
+                    self._handler.abort(session, message.abort)
+                case other:
+                    session.end(grpc.StatusCode.INVALID_ARGUMENT, f"unexpected message {other!r} in a session")
+                    return
+        session.end(grpc.StatusCode.OK, "")
+
+    async def _write(self, session: Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            await context.write(pb.WorkerMessage(hello=self._hello()))
+            await self._write_snapshot(session, context)
+            session.outbox.put_load(self._load())
+            while True:
+                for message in await session.outbox.take():
+                    await context.write(message)
+        except EngineDiedError as error:
+            session.end(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def _write_snapshot(self, session: Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        snapshot = await self._engine.snapshot()
+        session.outbox.forget_cache(snapshot.number)
+        hashes = snapshot.hashes
+        for start in range(0, max(len(hashes), 1), SNAPSHOT_HASHES):
+            await context.write(
+                pb.WorkerMessage(
+                    snapshot=pb.Snapshot(
+                        number=snapshot.number,
+                        hashes=_short(hashes[start : start + SNAPSHOT_HASHES]),
+                        last=start + SNAPSHOT_HASHES >= len(hashes),
+                    )
+                )
+            )
+
+
+def _cache_events(number: int, events: list[CacheEvent]) -> pb.CacheEvents:
+    return pb.CacheEvents(
+        number=number,
+        events=[pb.CacheEvent(removed=event.removed, hashes=_short(event.hashes)) for event in events],
+    )
+
+
+def _short(hashes: list[bytes]) -> bytes:
+    return b"".join([block_hash[:8] for block_hash in hashes])

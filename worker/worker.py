@@ -1,0 +1,288 @@
+"""One worker: engine, transport, gRPC server and lease, started and stopped in the right order.
+
+Who owns what, from the inside out; each is closed before the one above it in this table:
+
+    pool memory     the engine's runner; lives as long as the process
+    engine          the engine thread, alone
+    transport       the event loop; reads and writes pool memory
+    service         requests and fills; uses engine and transport
+    gRPC server     sessions and fills; uses the service
+    lease           lists the worker for as long as its server listens
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+import kvtransfer
+from cpd.blocks import BLOCK_SIZE
+from cpd.config import Role, WorkerSettings
+from cpd.errors import ConfigError
+from cpd.membership import Member, lease
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from engine.engine import Engine
+from engine.types import EngineStats, PoolCounts
+from kvtransfer.base import Transport
+from worker.auth import TokenInterceptor
+from worker.channels import SERVER_OPTIONS, Channels
+from worker.engine_thread import EngineThread, Update
+from worker.load import LoadReporter, load_from_stats
+from worker.loading import Loaded, load_engine
+from worker.node import EXIT_RESTART, Lifecycle, Node
+from worker.service import MakeService, Service
+from worker.sessions import SessionServer
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.05
+STEP_S = 0.7
+"""Each step of the way down has this long; together they stay within the three seconds a supervisor waits."""
+
+
+class Worker:
+    """A running worker.
+
+    Args:
+        settings: The worker's settings.
+        role: What it does.
+        make_service: Makes the part that differs between the kinds of workers.
+        load: Builds the engine, on the engine thread.
+        transport: Name of the transport, if not that of the settings.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: Role,
+        make_service: MakeService,
+        *,
+        load: Callable[[WorkerSettings], Loaded] = load_engine,
+        transport: Literal["", "local"] = "",
+    ) -> None:
+        self._settings = settings
+        self._role = role
+        self._make_service = make_service
+        self._load = load
+        self._transport_name = transport or ("ucx" if settings.transport == "auto" else settings.transport)
+        self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
+        self.address = ""
+        self.lifecycle = Lifecycle(self._load_changed)
+        self._stats = EngineStats(0, 0, 0, PoolCounts(0, 0, 0, 0, 0), 0, 0, 0, 0)
+        self._reporter: LoadReporter | None = None
+        self._down = contextlib.AsyncExitStack()
+
+    async def run(self) -> int:
+        """Starts, serves until the life cycle ends, stops.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            CPDError: It can't start.
+        """
+        async with self._down:
+            stopping = asyncio.create_task(self.lifecycle.stopping.wait())
+            start = asyncio.create_task(self._start())
+            await asyncio.wait([start, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+                await self._serve()
+            for task in (start, stopping):
+                task.cancel()
+            await asyncio.gather(start, stopping, return_exceptions=True)
+        return self.lifecycle.exit_code
+
+    # ---- start; every part leaves its way down on the stack ----
+
+    async def _start(self) -> None:
+        host = advertised_host(self._settings)
+        self._engine = EngineThread(self._build, on_failure=self._engine_failed)
+        self._down.push_async_callback(_bounded, self._engine.close, "the engine")
+        await self._engine.start()
+        loaded = self._loaded
+        self._transport: Transport = await kvtransfer.create(
+            self._transport_name, loaded.memory, epoch=secrets.randbits(63) or 1, host=host
+        )
+        self._down.push_async_callback(_bounded, self._transport.close, "the transport")
+        channels = Channels()
+        self._down.push_async_callback(_bounded, channels.close, "connections to other workers")
+        self._service: Service = self._make_service(
+            Node(
+                worker_id=self.id,
+                settings=self._settings,
+                engine=self._engine,
+                transport=self._transport,
+                channels=channels,
+                limits=loaded.limits,
+                fingerprint=loaded.fingerprint,
+                num_pages=loaded.memory.num_pages,
+                lifecycle=self.lifecycle,
+                load_changed=self._load_changed,
+            )
+        )
+        self._sessions = SessionServer(
+            hello=self._hello, load=self._current_load, engine=self._engine, handler=self._service
+        )
+        self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
+        self._down.callback(self._reporter.close)
+        self._engine.attach(self._service.hook, self._update)
+        await self._listen(host)
+        await self._take_lease(host)
+        log.info("%s worker %s listens on %s", self._role, self.id, self.address)
+
+    def _build(self) -> Engine:
+        self._loaded = self._load(self._settings)
+        return self._loaded.engine
+
+    async def _listen(self, host: str) -> None:
+        self._server = grpc.aio.server(
+            interceptors=[TokenInterceptor(self._settings.cluster_token.get_secret_value())], options=SERVER_OPTIONS
+        )
+        rpc.add_WorkerServicer_to_server(_WorkerServicer(self._sessions, self._service), self._server)
+        rpc.add_AdminServicer_to_server(_AdminServicer(self.lifecycle), self._server)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        endpoint = f"{self._settings.host}:{self._settings.port}"
+        try:
+            port = self._server.add_insecure_port(endpoint)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {endpoint}: {error}") from None
+        self.address = f"{host}:{port}"
+        await self._server.start()
+        self._down.push_async_callback(self._stop_serving)
+
+    async def _take_lease(self, host: str) -> None:
+        if not self._settings.redis_url:
+            raise ConfigError("--redis-url is needed: a worker is found through the Redis it names")
+        redis = Redis.from_url(
+            self._settings.redis_url,
+            socket_timeout=STEP_S,
+            socket_connect_timeout=STEP_S,
+            retry=Retry(NoBackoff(), 0),  # the lease itself tries again
+        )
+        self._down.push_async_callback(redis.aclose)
+        member = Member(
+            id=self.id,
+            kind=self._role,
+            address=self.address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            incarnation=secrets.randbits(63),
+        )
+        await self._down.enter_async_context(lease(redis, self._settings.cluster, member, self._settings.lease_s))
+
+    # ---- while it runs ----
+
+    async def _serve(self) -> None:
+        await self.lifecycle.draining.wait()
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        while not self.lifecycle.stopping.is_set() and self._service.busy:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.lifecycle.stopping.wait(), DRAIN_POLL_S)
+        self.lifecycle.stop("drained")
+
+    def _update(self, update: Update) -> None:
+        self._service.update(update)
+        self._sessions.publish(update)
+        if update.stats is not None:
+            self._stats = update.stats
+            self._load_changed()
+
+    def _load_changed(self) -> None:
+        if self._reporter is not None:
+            self._reporter.changed()
+
+    def _current_load(self) -> pb.Load:
+        load = load_from_stats(self._stats, self.lifecycle.state)
+        self._service.add_load(load)
+        return load
+
+    def _hello(self) -> pb.Hello:
+        return pb.Hello(
+            worker_id=self.id,
+            role=pb.ROLE_PREFILL if self._role == "prefill" else pb.ROLE_COMBINED,
+            state=self.lifecycle.state,
+            fingerprint=self._loaded.fingerprint,
+            epoch=self._transport.epoch,
+            block_size=BLOCK_SIZE,
+            num_pages=self._loaded.memory.num_pages,
+            page_bytes=self._loaded.memory.page_bytes,
+            max_model_len=self._loaded.limits.max_model_len,
+            vocab_size=self._loaded.limits.vocab_size,
+            dtype=self._loaded.dtype,
+            transport=self._transport.name,
+        )
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self.lifecycle.stop(f"the engine failed: {error!r}", exit_code=EXIT_RESTART)
+
+    # ---- stop ----
+
+    async def _stop_serving(self) -> None:
+        await _bounded(self._service.stop, "requests and fills")
+        await _bounded(self._sessions.flush, "the last messages", STEP_S / 4)
+        self._sessions.end_all("the worker stops")
+        await self._server.stop(STEP_S / 4)
+
+
+class _WorkerServicer(rpc.WorkerServicer):
+    """Writes through the context instead of yielding: a session can then end beside a pending write."""
+
+    def __init__(self, sessions: SessionServer, service: Service) -> None:
+        self._sessions = sessions
+        self._service = service
+
+    async def Session(  # type: ignore[override]  # noqa: N802
+        self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        await self._sessions.serve(requests, context)
+
+    async def Fill(  # type: ignore[override]  # noqa: N802
+        self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        await self._service.fill(requests, context)
+
+
+class _AdminServicer(rpc.AdminServicer):
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+
+    async def Drain(  # noqa: N802
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DrainReply:
+        self._lifecycle.drain("asked to")
+        return pb.DrainReply()
+
+
+def advertised_host(settings: WorkerSettings) -> str:
+    """The host name under which other processes reach this worker.
+
+    Raises:
+        ConfigError: It listens on all interfaces and was not told its name.
+    """
+    host = settings.advertise_host or settings.host
+    if host in ("0.0.0.0", "::", "[::]"):
+        raise ConfigError(
+            f"--advertise-host is needed where --host is {host}: others must know how to reach this worker"
+        )
+    return host
+
+
+async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STEP_S) -> None:
+    """Waits for one step of the way down, but not for ever: the process ends anyway."""
+    try:
+        await asyncio.wait_for(close(), timeout_s)
+    except TimeoutError:
+        log.warning("gave up waiting for %s to end", what)
