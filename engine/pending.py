@@ -1,0 +1,89 @@
+"""Blocks that are being computed or received right now, so that nobody computes them a second time.
+
+A filler (a running sequence or a reservation) claims the blocks that it will publish. Whoever needs one of them next
+waits for it here. It is woken when the block was published, and when its filler gives up: it then goes on from the
+last valid block by itself. A filler never waits, so nobody waits for somebody who waits.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+W = TypeVar("W", bound=Hashable)
+
+
+class PendingBlocks(Generic[W]):
+    """Which blocks are being filled, by whom, and who waits for them. `W` is the kind of those who wait."""
+
+    def __init__(self) -> None:
+        self._filler: dict[bytes, Hashable] = {}
+        self._claims: dict[Hashable, list[bytes]] = {}
+        self._waiters: dict[bytes, list[W]] = {}
+        self._waits_for: dict[W, bytes] = {}
+
+    def claim(self, filler: Hashable, hashes: Sequence[bytes]) -> None:
+        """`filler` is going to publish these blocks. Those that another one claimed stay the other's."""
+        claimed = [block_hash for block_hash in hashes if block_hash not in self._filler]
+        self._filler.update(dict.fromkeys(claimed, filler))
+        self._claims[filler] = claimed
+
+    def last_shared(self, hashes: Sequence[bytes], first: int) -> bytes | None:
+        """The last block from number `first` on that the filler of block `first` fills without a gap.
+
+        None if nobody fills block `first`.
+        """
+        filler = self._filler.get(hashes[first]) if first < len(hashes) else None
+        if filler is None:
+            return None
+        last = first
+        while last + 1 < len(hashes) and self._filler.get(hashes[last + 1]) is filler:
+            last += 1
+        return hashes[last]
+
+    def wait(self, waiter: W, block_hash: bytes) -> None:
+        """`waiter` is returned when this pending block is published or given up."""
+        self._waiters.setdefault(block_hash, []).append(waiter)
+        self._waits_for[waiter] = block_hash
+
+    def stop_waiting(self, waiter: W) -> None:
+        """Forgets a waiter."""
+        block_hash = self._waits_for.pop(waiter)
+        self._waiters[block_hash].remove(waiter)
+        if not self._waiters[block_hash]:
+            del self._waiters[block_hash]
+
+    def published(self, block_hash: bytes) -> list[W]:
+        """The block can be found now. Returns who waited for it."""
+        self._filler.pop(block_hash, None)
+        woken = self._waiters.pop(block_hash, [])
+        for waiter in woken:
+            del self._waits_for[waiter]
+        return woken
+
+    def give_up(self, filler: Hashable) -> list[W]:
+        """`filler` publishes no more. Returns who waited for its blocks."""
+        woken: list[W] = []
+        for block_hash in self._claims.pop(filler, ()):
+            if self._filler.get(block_hash) is filler:
+                woken += self.published(block_hash)
+        return woken
+
+    def waiting(self) -> list[W]:
+        """Who waits."""
+        return list(self._waits_for)
+
+    def fillers(self) -> dict[bytes, Hashable]:
+        """Who fills each block."""
+        return dict(self._filler)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all records agree."""
+        for block_hash, waiters in self._waiters.items():
+            if block_hash not in self._filler:
+                raise AssertionError("somebody waits for a block that nobody fills")
+            if not waiters or any(self._waits_for[waiter] != block_hash for waiter in waiters):
+                raise AssertionError("the records of who waits for what disagree")
+        if sum(map(len, self._waiters.values())) != len(self._waits_for):
+            raise AssertionError("somebody waits in two places or nowhere")
+        for block_hash, filler in self._filler.items():
+            if block_hash not in self._claims.get(filler, ()):
+                raise AssertionError("a pending block is not among its filler's claims")

@@ -1,0 +1,79 @@
+"""What one step computes, and the batch it makes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cpd.blocks import BLOCK_SIZE, blocks_for
+from engine.batch import Batch, IntArray, SampleRow
+from engine.sequence import Seq, SeqTable
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start .. start + count - 1` of a sequence."""
+
+    seq: Seq
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether it ends with the last known token, so that the next one is chosen."""
+        return self.start + self.count == self.seq.num_tokens
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: chunks of one token first, then longer ones."""
+
+    singles: list[Chunk] = field(default_factory=list)
+    longer: list[Chunk] = field(default_factory=list)
+
+    def add(self, seq: Seq, count: int) -> None:
+        """Computes the next `count` tokens of a sequence."""
+        (self.singles if count == 1 else self.longer).append(Chunk(seq, seq.num_computed, count))
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of them, in the batch's order."""
+        return self.singles + self.longer if self.longer else self.singles
+
+
+def build_batch(plan: Plan, table: SeqTable) -> Batch:
+    """The arrays of a step. Samples are in the order of chunks, then of choices."""
+    chunks = plan.chunks
+    size = len(chunks)
+    rows = np.fromiter((chunk.seq.row for chunk in chunks), np.int32, size)
+    starts = np.fromiter((chunk.start for chunk in chunks), np.int32, size)
+    if plan.longer:
+        counts = np.fromiter((chunk.count for chunk in chunks), np.int32, size)
+        query_start = np.zeros(size + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+        token_rows = np.repeat(rows, counts)
+        context_lens = starts + counts
+    else:
+        query_start = np.arange(size + 1, dtype=np.int32)
+        positions, token_rows, context_lens = starts, rows, starts + np.int32(1)
+    pages = table.pages[token_rows, positions // BLOCK_SIZE]
+    block_tables: IntArray = table.pages[rows, : blocks_for(int(context_lens.max()))]
+    samples: list[SampleRow] = []
+    for s, (chunk, after) in enumerate(zip(chunks, query_start[1:].tolist(), strict=True)):
+        if chunk.samples:
+            seq, request = chunk.seq, chunk.seq.request
+            tokens, position = table.tokens_of(seq), seq.num_tokens
+            for choice in seq.choices:
+                samples.append(SampleRow(after - 1, request.params, choice, position, tokens, request.prompt_len))
+        else:  # it holds the pages of its later chunks already
+            block_tables[s, blocks_for(chunk.start + chunk.count) :] = 0
+    return Batch(
+        token_ids=table.tokens[token_rows, positions],
+        positions=positions,
+        slots=pages * np.int32(BLOCK_SIZE) + positions % BLOCK_SIZE,
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        num_decodes=len(plan.singles),
+        samples=samples,
+    )

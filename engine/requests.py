@@ -1,0 +1,158 @@
+"""The live requests: the sequences of each, and what newly chosen tokens make of them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
+
+import numpy as np
+
+from cpd.blocks import BLOCK_SIZE, blocks_for
+from engine.batch import Sampled
+from engine.plan import Plan
+from engine.scheduler import Scheduler
+from engine.sequence import Seq
+from engine.types import Computed, Finish, Output, Request, StepOutput
+
+
+class LiveRequests:
+    """Knows every sequence that has not finished.
+
+    Attributes:
+        prefill_tokens: Computed in chunks so far; after a preemption some a second time.
+        decode_tokens: Computed one a step so far, after a choice's first output.
+    """
+
+    def __init__(self, scheduler: Scheduler, max_model_len: int) -> None:
+        self._scheduler = scheduler
+        self._max_model_len = max_model_len
+        self._seqs: dict[str, list[Seq]] = {}
+        self._arrivals = count()
+        self._shown: list[int] = []
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._seqs)
+
+    def seqs(self) -> list[Seq]:
+        """Those of all requests."""
+        return [seq for seqs in self._seqs.values() for seq in seqs]
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the request can never be served, or not as it is."""
+        tokens, limit = len(request.token_ids), self._max_model_len
+        if not 0 < request.prompt_len <= tokens:
+            raise ValueError("the prompt is empty")
+        if tokens >= limit:
+            raise ValueError(
+                f"{tokens} tokens leave no room for output in a context of {limit}; this is the smaller of "
+                f"the model's limit and what the KV memory holds"
+            )
+        if tokens - request.prompt_len >= request.params.max_tokens:
+            raise ValueError(f"max_tokens ({request.params.max_tokens}) leaves nothing to generate")
+        if request.n < 1 or (request.n > 1 and tokens > request.prompt_len):
+            raise ValueError(f"n = {request.n} does not fit a request with {tokens - request.prompt_len} output tokens")
+        if len(request.block_hashes) != tokens // BLOCK_SIZE:
+            raise ValueError(f"{len(request.block_hashes)} block hashes do not fit {tokens} tokens")
+        if request.id in self._seqs:
+            raise ValueError(f"request {request.id!r} exists already")
+
+    def open(self, request: Request, choices: list[int]) -> Seq:
+        """A new sequence for all these choices."""
+        seq = Seq(
+            request=request,
+            choices=choices,
+            order=(next(self._arrivals), request.first_choice),
+            hashes=list(request.block_hashes),
+            tokens=np.array(request.token_ids, dtype=np.int32),
+            num_tokens=len(request.token_ids),
+        )
+        self._seqs.setdefault(request.id, []).append(seq)
+        return seq
+
+    def end_choices(self, request_id: str, choices: Collection[int] | None) -> None:
+        """Takes these choices out (None: all); those that the request has not are ignored."""
+        for seq in tuple(self._seqs.get(request_id, ())):
+            seq.choices = [] if choices is None else [choice for choice in seq.choices if choice not in choices]
+            if not seq.choices:
+                self._scheduler.pool.release(self._close(seq))
+
+    def process(self, plan: Plan, sampled: Sequence[Sampled]) -> StepOutput:
+        """A step has been computed.
+
+        Args:
+            sampled: In the order of the batch's samples.
+        """
+        step = StepOutput()
+        tokens = iter(sampled)
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            self._scheduler.advance(chunk)
+            if seq.reported and chunk.count == 1:
+                self.decode_tokens += 1
+            else:
+                self.prefill_tokens += chunk.count
+            if seq.request.prefill_only:
+                pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
+                step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
+            if chunk.samples:
+                self._choose(seq, [next(tokens) for _ in seq.choices], step)
+        return step
+
+    def branch(self, seq: Seq, token_ids: Mapping[int, Sequence[int]]) -> None:
+        """Goes on with the choices that are in `token_ids`, which has the next tokens of each.
+
+        The first one takes over `seq`, which is running and computed to its end; the others fork off.
+        """
+        if not token_ids:
+            pages = self._close(seq)
+            if seq.request.prefill_only:
+                self._shown += pages
+            else:
+                self._scheduler.pool.release(pages)
+            return
+        own, *others = token_ids
+        for choice in others:
+            self._seqs[seq.request.id].append(self._scheduler.fork(seq, choice, token_ids[choice]))
+        seq.choices = [own]
+        for token_id in token_ids[own]:
+            self._scheduler.table.add_token(seq, token_id)
+
+    def finish_of(self, request: Request, num_tokens: int, token_id: int) -> Finish | None:
+        """Whether a choice ends with this token, its number `num_tokens` (prompt included)."""
+        if token_id in request.params.stop_token_ids:
+            return Finish.STOP
+        if num_tokens - request.prompt_len >= request.params.max_tokens or num_tokens >= self._max_model_len:
+            return Finish.LENGTH
+        return None
+
+    @property
+    def shown(self) -> list[int]:
+        """Pages of finished prefill-only requests, held until the caller had the chance to pin them."""
+        return self._shown
+
+    def release_shown(self) -> None:
+        """The caller had its chance."""
+        self._scheduler.pool.release(self._shown)
+        self._shown = []
+
+    def _choose(self, seq: Seq, new: Sequence[Sampled], step: StepOutput) -> None:
+        """The next token of each choice of a sequence."""
+        request = seq.request
+        cached = None if seq.reported else seq.cached_tokens
+        going_on = {}
+        for choice, sampled in zip(seq.choices, new, strict=True):
+            finish = self.finish_of(request, seq.num_tokens + 1, sampled.token_id)
+            logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
+            step.outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached))
+            if finish is None and not request.prefill_only:
+                going_on[choice] = [sampled.token_id]
+        seq.reported = True
+        self.branch(seq, going_on)
+
+    def _close(self, seq: Seq) -> list[int]:
+        """Takes a sequence out. Returns its pages, which are the caller's to release."""
+        siblings = self._seqs[seq.request.id]
+        siblings.remove(seq)
+        if not siblings:
+            del self._seqs[seq.request.id]
+        return self._scheduler.finish(seq)

@@ -1,0 +1,116 @@
+"""Landings for prompts that another worker computes: the engine's side.
+
+    reserve ──▶ live ──finish──▶ (its pages belong to a sequence)
+                 └────cancel──▶ (pages free), or quarantined ──end_quarantine──▶ (pages free)
+
+A live reservation holds the cached first blocks of the prompt, owns a page for each further block, keeps a row of
+the running batch free, and is the filler of its blocks for whoever else needs them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from cpd.blocks import blocks_for
+from engine.scheduler import Scheduler
+from engine.types import Request, Reservation
+
+
+@dataclass(eq=False, slots=True)
+class _Landing:
+    reservation: Reservation
+    prefix: list[int]
+    quarantined: bool = False
+
+
+class Reservations:
+    """Which pages are set aside, for what."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.pool
+        self._landings: dict[int, _Landing] = {}
+        self._generations = count(1)
+
+    @property
+    def any_live(self) -> bool:
+        """Whether somebody may still bring pages."""
+        return any(not landing.quarantined for landing in self._landings.values())
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Sets pages aside beside the headroom for what runs. None if there are too few, or others wait for some."""
+        scheduler = self._scheduler
+        if scheduler.short_of_pages or not scheduler.rows_left:
+            return None
+        prefix = self._pool.find(request.block_hashes)
+        need = blocks_for(len(request.token_ids)) - len(prefix)
+        self._pool.hold(prefix)
+        pages = self._pool.reserve(need) if self._pool.available >= need + scheduler.headroom else None
+        if pages is None:
+            self._pool.release(prefix)
+            return None
+        number = next(i for i in count() if i not in self._landings)
+        landing = _Landing(Reservation(number, next(self._generations), len(prefix), pages), prefix)
+        self._landings[number] = landing
+        scheduler.pending.claim(landing, request.block_hashes[len(prefix) :])
+        scheduler.reserved_rows += 1
+        return landing.reservation
+
+    def finish(self, reservation: Reservation) -> list[int]:
+        """All pages have arrived. Returns those of the whole prompt, now held by the caller, who publishes them."""
+        landing = self._end(reservation)
+        self._pool.arrived(reservation.pages)
+        return landing.prefix + reservation.pages
+
+    def cancel(self, reservation: Reservation, *, quarantine: bool) -> None:
+        """Gives a live reservation up."""
+        landing = self._end(reservation)
+        self._pool.release(landing.prefix)
+        if not quarantine:
+            self._pool.free_reserved(reservation.pages)
+            return
+        self._pool.quarantine(reservation.pages)
+        landing.quarantined = True
+        self._landings[reservation.id] = landing
+
+    def end_quarantine(self, reservation: Reservation) -> None:
+        """No write into the pages of a cancelled reservation can come any more."""
+        self._get(reservation, quarantined=True)
+        del self._landings[reservation.id]
+        self._pool.end_quarantine(reservation.pages)
+
+    def holders(self) -> Counter[int]:
+        """How many live reservations hold each cached page."""
+        return Counter(
+            page for landing in self._landings.values() if not landing.quarantined for page in landing.prefix
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless exactly the landings' pages are reserved or quarantined."""
+        counts, live = self._pool.counts(), self._sizes(lambda landing: not landing.quarantined)
+        if counts.reserved != sum(live) or self._scheduler.reserved_rows != len(live):
+            raise AssertionError("pages or rows are reserved for no landing")
+        if counts.quarantined != sum(self._sizes(lambda landing: landing.quarantined)):
+            raise AssertionError("pages are quarantined for no landing")
+
+    def _sizes(self, kind: Callable[[_Landing], bool]) -> list[int]:
+        landings: Iterable[_Landing] = filter(kind, self._landings.values())
+        return [len(landing.reservation.pages) for landing in landings]
+
+    def _get(self, reservation: Reservation, *, quarantined: bool) -> _Landing:
+        landing = self._landings.get(reservation.id)
+        if landing is None or landing.reservation != reservation or landing.quarantined != quarantined:
+            raise ValueError(
+                f"reservation {reservation.id} (generation {reservation.generation}) is not "
+                f"{'in quarantine' if quarantined else 'live'}"
+            )
+        return landing
+
+    def _end(self, reservation: Reservation) -> _Landing:
+        """Takes a live reservation out. Those who wait for its blocks find what is published by their next turn."""
+        landing = self._get(reservation, quarantined=False)
+        del self._landings[reservation.id]
+        self._scheduler.reserved_rows -= 1
+        self._scheduler.wake(self._scheduler.pending.give_up(landing))
+        return landing

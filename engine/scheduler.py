@@ -1,0 +1,308 @@
+"""The scheduler: which tokens a step computes, and in which pages.
+
+There are no phases: every sequence has `num_computed` tokens and catches up with `num_tokens` under one token budget a
+step. Running sequences go before waiting ones, and those with one token to compute before those with more. Among
+themselves, older ones go first.
+
+A sequence is admitted when there are pages for all its tokens and, beside them, one for each running sequence and
+reservation to grow by. When pages run out all the same, the newest running sequence is preempted: its pages go to the
+cache, and it is the first to be admitted again.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from engine.pending import PendingBlocks
+from engine.plan import Chunk, Plan
+from engine.pool import BlockPool
+from engine.sequence import Seq, SeqTable, State
+from engine.waiting import WaitingQueue
+
+
+def _age(seq: Seq) -> tuple[int, int]:
+    return seq.order
+
+
+class Scheduler:
+    """Owns the sequences and their pages.
+
+    Args:
+        pool: Where pages come from.
+        max_len: Tokens of the longest sequence.
+        token_budget: Tokens a step computes at most.
+        max_num_seqs: Running sequences at most (and never more than the budget, so that each advances in each step).
+        copy_page: Copies a page's content, source to target, before the next step runs.
+
+    Attributes:
+        running: Oldest first.
+        returning: What had its turn and comes before the queue, oldest first: preempted sequences, choices that
+            found no page, and sequences that waited for a block.
+        reserved_rows: Rows kept free for reservations.
+        queued_tokens: Of requests that have never been admitted.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_len: int,
+        token_budget: int,
+        max_num_seqs: int,
+        copy_page: Callable[[int, int], None],
+    ) -> None:
+        self.pool = pool
+        self.table = SeqTable(min(max_num_seqs, token_budget), max_len)
+        self.pending = PendingBlocks[Seq]()
+        self.running: list[Seq] = []
+        self.returning: list[Seq] = []
+        self.queue = WaitingQueue()
+        self.reserved_rows = 0
+        self.queued_tokens = 0
+        self.preemptions = 0
+        self.cached_tokens = 0
+        self._token_budget = token_budget
+        self._copy_page = copy_page
+        self._blocked: tuple[Seq, int, int] | None = None
+
+    def add(self, seq: Seq) -> None:
+        """Puts a new sequence in the queue."""
+        seq.queued = True
+        self.queued_tokens += seq.num_tokens
+        self.queue.push(seq)
+
+    def schedule(self) -> Plan:
+        """Chooses what the next step computes, and admits, parks and preempts accordingly."""
+        plan = Plan()
+        budget = self._token_budget
+        behind: list[Seq] = []
+        for seq in tuple(self.running):
+            if seq.state is not State.RUNNING:  # preempted for an older one
+                continue
+            if seq.num_pages * BLOCK_SIZE < seq.num_tokens and not self._grow(seq):
+                continue
+            if seq.num_tokens - seq.num_computed == 1:
+                plan.add(seq, 1)
+                budget -= 1
+            else:
+                behind.append(seq)
+        while budget:
+            next_seq = behind.pop(0) if behind else self._admit_next()
+            if next_seq is None:
+                break
+            count = min(budget, next_seq.num_tokens - next_seq.num_computed)
+            plan.add(next_seq, count)
+            budget -= count
+        return plan
+
+    def first_in_line(self) -> Seq | None:
+        """Who can't go on or start, when the plan is empty."""
+        if self.running:
+            return self.running[0]
+        return self.returning[0] if self.returning else self.queue.peek()
+
+    @property
+    def short_of_pages(self) -> bool:
+        """Whether somebody waits for pages already."""
+        return bool(self.returning) or self._blocked is not None
+
+    @property
+    def rows_left(self) -> bool:
+        """Whether another sequence may run."""
+        return self.table.free_rows > self.reserved_rows
+
+    @property
+    def headroom(self) -> int:
+        """Pages kept for the growth of what runs, or is going to."""
+        return len(self.running) + self.reserved_rows
+
+    def advance(self, chunk: Chunk) -> None:
+        """The chunk has been computed: publishes the blocks that are now complete."""
+        seq = chunk.seq
+        seq.num_computed = chunk.start + chunk.count
+        if seq.num_computed >= (seq.num_published + 1) * BLOCK_SIZE:
+            self.publish(seq)
+
+    def publish(self, seq: Seq) -> None:
+        """Makes the computed full blocks of a running sequence findable."""
+        pages = self.table.pages[seq.row]
+        for block in range(seq.num_published, seq.num_computed // BLOCK_SIZE):
+            if block == len(seq.hashes):
+                tokens = self.table.tokens[seq.row, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+                seq.hashes += extend_hashes(seq.hashes[-1] if block else seq.request.hash_root, tokens)
+            self.pool.publish(int(pages[block]), seq.hashes[block])
+            self.wake(self.pending.published(seq.hashes[block]))
+        seq.num_published = seq.num_computed // BLOCK_SIZE
+
+    def start(self, seq: Seq, pages: list[int], num_computed: int, num_published: int) -> None:
+        """Lets a sequence run in pages that it holds, and that have its first tokens and published blocks already."""
+        self.table.enter(seq, pages)
+        seq.num_computed, seq.num_published = num_computed, num_published
+        seq.state = State.RUNNING
+        insort(self.running, seq, key=_age)
+
+    def fork(self, seq: Seq, choice: int, token_ids: Sequence[int]) -> Seq:
+        """A choice leaves the running `seq`, whose tokens are all computed, with its own next tokens.
+
+        The two share the full pages; the partial last one is copied. Without a free page or row the new sequence
+        waits as if preempted.
+        """
+        shared = self.table.pages_of(seq)
+        partial = shared.pop() if seq.num_tokens % BLOCK_SIZE else None
+        child = Seq(
+            request=seq.request,
+            choices=[choice],
+            order=(seq.order[0], choice),
+            hashes=seq.hashes[: seq.num_published],
+            tokens=np.append(self.table.tokens_of(seq), np.array(token_ids, dtype=np.int32)),
+            num_tokens=seq.num_tokens + len(token_ids),
+            reported=True,
+        )
+        own = self.pool.take(0 if partial is None else 1) if self.rows_left else None
+        if own is None:
+            self._return(child)
+            return child
+        self.pool.hold(shared)
+        if partial is not None:
+            self._copy_page(partial, own[0])
+        self.start(child, shared + own, seq.num_computed, seq.num_published)
+        return child
+
+    def finish(self, seq: Seq) -> list[int]:
+        """Takes a sequence out, whatever its state. Returns its pages, which are the caller's to release."""
+        pages: list[int] = []
+        if seq.state is State.RUNNING:
+            pages = self._stop(seq)
+        elif seq.state is State.PARKED:
+            self.pending.stop_waiting(seq)
+        elif seq.state is State.RETURNING:
+            self.returning.remove(seq)
+        else:
+            self.queue.remove(seq)
+        self._count_out(seq)
+        seq.state = State.FINISHED
+        return pages
+
+    def wake(self, seqs: Iterable[Seq]) -> None:
+        """Parked sequences that may go on."""
+        for seq in seqs:
+            self._return(seq)
+
+    def seqs(self) -> list[Seq]:
+        """All of them, in whatever state."""
+        return [*self.running, *self.returning, *self.pending.waiting(), *self.queue]
+
+    def holders(self) -> Counter[int]:
+        """How many running sequences hold each page."""
+        return Counter(page for seq in self.running for page in self.table.pages_of(seq))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all records agree."""
+        self.table.check_integrity(self.running)
+        self.pending.check_integrity()
+        parked = self.pending.waiting()
+        for state, seqs in (
+            (State.RUNNING, self.running),
+            (State.RETURNING, self.returning),
+            (State.PARKED, parked),
+            (State.QUEUED, list(self.queue)),
+        ):
+            if any(seq.state is not state for seq in seqs):
+                raise AssertionError(f"a sequence among the {state.name.lower()} ones is in another state")
+        if self.queued_tokens != sum(seq.num_tokens for seq in (*self.returning, *parked, *self.queue) if seq.queued):
+            raise AssertionError("the count of queued tokens is wrong")
+        for block_hash, filler in self.pending.fillers().items():
+            if self.pool.is_cached(block_hash) or (isinstance(filler, Seq) and filler.state is not State.RUNNING):
+                raise AssertionError("a block is pending that is in the cache, or that nobody fills")
+
+    def _admit_next(self) -> Seq | None:
+        """Admits the next in line, parking those whose next block somebody is filling. None: nobody can start now."""
+        while self.rows_left:
+            seq = self.returning[0] if self.returning else self.queue.peek()
+            if seq is None or self._still_blocked(seq):
+                return None
+            found = self.pool.find(seq.hashes)
+            awaited = self.pending.last_shared(seq.hashes, len(found))
+            if awaited is None:
+                return seq if self._admit(seq, found) else None
+            self._take_from_line(seq)
+            seq.state = State.PARKED
+            self.pending.wait(seq, awaited)
+        return None
+
+    def _still_blocked(self, seq: Seq) -> bool:
+        """Whether the pages have not become more since the sequence found too few: saves looking it up each step."""
+        if self._blocked is None or self._blocked[0] is not seq:
+            return False
+        return self.pool.available <= self._blocked[1] and self.headroom >= self._blocked[2]
+
+    def _admit(self, seq: Seq, found: list[int]) -> bool:
+        """Starts the next in line, whose first blocks are in the pages `found`. False: too few pages.
+
+        When all of it is cached, the last block is copied and the last token computed again: somebody must compute
+        its logits, and nobody writes into a page that others read.
+        """
+        whole = len(found) * BLOCK_SIZE == seq.num_tokens
+        shared = found[:-1] if whole else found
+        need = blocks_for(seq.num_tokens) - len(shared)
+        self.pool.hold(shared)
+        own = self.pool.take(need) if self.pool.available >= need + self.headroom else None
+        if own is None:
+            self.pool.release(shared)
+            self._blocked = (seq, self.pool.available, self.headroom)
+            return False
+        if whole and own[0] != found[-1]:  # what was found may just have been taken: then its content is in place
+            self._copy_page(found[-1], own[0])
+        self._take_from_line(seq)
+        if seq.queued:
+            seq.cached_tokens = min(len(found) * BLOCK_SIZE - int(whole), seq.request.prompt_len)
+            self.cached_tokens += seq.cached_tokens
+        self._count_out(seq)
+        self.start(seq, shared + own, seq.num_tokens - 1 if whole else len(shared) * BLOCK_SIZE, len(shared))
+        self.pending.claim(seq, seq.hashes[len(found) :])
+        return True
+
+    def _take_from_line(self, seq: Seq) -> None:
+        if self.returning and self.returning[0] is seq:
+            del self.returning[0]
+        else:
+            self.queue.pop()
+        self._blocked = None
+
+    def _count_out(self, seq: Seq) -> None:
+        if seq.queued:
+            self.queued_tokens -= seq.num_tokens
+            seq.queued = False
+        if self._blocked is not None and self._blocked[0] is seq:
+            self._blocked = None
+
+    def _grow(self, seq: Seq) -> bool:
+        """Gets the pages that a running sequence lacks, from newer sequences if need be. False: it can't go on now."""
+        while seq.num_pages * BLOCK_SIZE < seq.num_tokens:
+            if (own := self.pool.take(1)) is not None:
+                self.table.add_pages(seq, own)
+                continue
+            newest = self.running[-1]
+            if len(self.running) > 1:
+                self._preempt(newest)
+            if newest is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Seq) -> None:
+        self.preemptions += 1
+        self.pool.release(self._stop(seq))
+        self._return(seq)
+
+    def _stop(self, seq: Seq) -> list[int]:
+        self.running.remove(seq)
+        pages = self.table.leave(seq)
+        self.wake(self.pending.give_up(seq))
+        return pages
+
+    def _return(self, seq: Seq) -> None:
+        seq.state = State.RETURNING
+        insort(self.returning, seq, key=_age)

@@ -1,0 +1,257 @@
+"""A runner without a model, whose tokens depend on the content of every page that it is led to.
+
+The "key and value" of a token is a number that chains on from the token before it, read from the page where the batch
+says that it is; the next token depends on the numbers of the whole context. So a wrong page, slot, position or chunk
+border, or a page that was reused too early, shows as a wrong token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from engine.batch import Batch, Sampled, SampleRow
+from engine.engine import Engine
+from engine.types import Finish, Output, Request, Reservation, SamplingParams, StepOutput
+
+ROOT = b"0123456789abcdef"
+VOCAB = 40
+GARBAGE = -1
+_PRIME = (1 << 61) - 1
+
+
+def next_state(before: int, token_id: int, position: int) -> int:
+    """The content of a token's slot."""
+    return (before * 1_000_003 + token_id * 7_919 + position * 104_729 + 12_345) % _PRIME
+
+
+def states_of(token_ids: Sequence[int]) -> list[int]:
+    """The content of the slots of a whole sequence."""
+    states, state = [], 0
+    for position, token_id in enumerate(token_ids):
+        state = next_state(state, token_id, position)
+        states.append(state)
+    return states
+
+
+def choose(
+    states: Sequence[int], params: SamplingParams, choice: int, token_ids: Sequence[int], prompt_len: int
+) -> int:
+    """The next token after a context."""
+    mixed = params.seed * 31 + choice * 17 + prompt_len
+    for number in (*states, *token_ids):
+        mixed = (mixed * 1_000_003 + number) % _PRIME
+    return mixed // 1_000 % VOCAB
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a choice must come to."""
+
+    token_ids: list[int]
+    finish: Finish
+
+
+def expected(request: Request, choice: int, max_model_len: int) -> Expected:
+    """Generates a choice one token at a time, without pages, batches or caches."""
+    tokens = list(request.token_ids)
+    while True:
+        token_id = choose(states_of(tokens), request.params, choice, tokens, request.prompt_len)
+        tokens.append(token_id)
+        output = tokens[len(request.token_ids) :]
+        if token_id in request.params.stop_token_ids:
+            return Expected(output, Finish.STOP)
+        if len(tokens) - request.prompt_len >= request.params.max_tokens or len(tokens) >= max_model_len:
+            return Expected(output, Finish.LENGTH)
+
+
+class FakeRunner:
+    """See the module. `pages[page][offset]` is what a slot holds."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.pages = [[GARBAGE] * BLOCK_SIZE for _ in range(num_pages)]
+        self.batches: list[Batch] = []
+        self.copies: list[tuple[int, int]] = []
+        self._sampled: list[Sampled] | None = None
+
+    def launch(self, batch: Batch) -> None:
+        """Reads only what was there before the step, and what the same sequence computes in it."""
+        assert self._sampled is None, "the last step was not collected"
+        self.batches.append(batch)
+        check_batch(batch, self.num_pages)
+        writes: dict[int, int] = {}
+        contexts = []
+        for s in range(len(batch.context_lens)):
+            start, end = int(batch.query_start[s]), int(batch.query_start[s + 1])
+            context = int(batch.context_lens[s])
+            states = [
+                self.pages[int(batch.block_tables[s, i // BLOCK_SIZE])][i % BLOCK_SIZE]
+                for i in range(context - (end - start))
+            ]
+            for t in range(start, end):
+                position = int(batch.positions[t])
+                states.append(next_state(states[-1] if states else 0, int(batch.token_ids[t]), position))
+                slot = int(batch.slots[t])
+                assert slot not in writes, "two tokens are written to one slot"
+                assert slot // BLOCK_SIZE == batch.block_tables[s, position // BLOCK_SIZE]
+                assert slot % BLOCK_SIZE == position % BLOCK_SIZE
+                writes[slot] = states[-1]
+            contexts.append(states)
+        self._sampled = [Sampled(self._token(row, batch, contexts)) for row in batch.samples]
+        for slot, state in writes.items():
+            self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] = state
+
+    def collect(self) -> list[Sampled]:
+        sampled, self._sampled = self._sampled, None
+        assert sampled is not None, "no step was launched"
+        return sampled
+
+    def copy_page(self, source: int, target: int) -> None:
+        assert self._sampled is None, "a page is copied while a step runs"
+        self.copies.append((source, target))
+        self.pages[target] = list(self.pages[source])
+
+    def _token(self, row: SampleRow, batch: Batch, contexts: list[list[int]]) -> int:
+        s = int(np.searchsorted(batch.query_start, row.row, side="right")) - 1
+        assert row.row == batch.query_start[s + 1] - 1, "a row in the middle of a chunk is sampled"
+        assert row.position == batch.context_lens[s] == len(row.tokens)
+        return choose(contexts[s], row.params, row.choice, row.tokens.tolist(), row.prompt_len)
+
+
+def check_batch(batch: Batch, num_pages: int) -> None:
+    """Asserts what engine/batch.py promises."""
+    counts = np.diff(batch.query_start)
+    size = len(batch.context_lens)
+    assert batch.query_start[0] == 0
+    assert batch.query_start[-1] == len(batch.token_ids) == len(batch.positions) == len(batch.slots)
+    assert (counts[: batch.num_decodes] == 1).all()
+    assert (counts[batch.num_decodes :] > 1).all()
+    assert batch.block_tables.shape == (size, blocks_for(int(batch.context_lens.max())))
+    for array in (batch.token_ids, batch.positions, batch.slots, batch.query_start, batch.context_lens):
+        assert array.dtype == np.int32
+    assert ((batch.block_tables >= 0) & (batch.block_tables < num_pages)).all()
+    for s in range(size):
+        positions = batch.positions[batch.query_start[s] : batch.query_start[s + 1]]
+        assert positions.tolist() == list(range(int(batch.context_lens[s] - counts[s]), int(batch.context_lens[s])))
+        assert not batch.block_tables[s, blocks_for(int(batch.context_lens[s])) :].any()
+
+
+def make_request(
+    name: str,
+    token_ids: Sequence[int],
+    *,
+    prompt_len: int | None = None,
+    max_tokens: int = 8,
+    stop: Sequence[int] = (),
+    seed: int = 0,
+    n: int = 1,
+    prefill_only: bool = False,
+) -> Request:
+    """A request; stop tokens are off unless given."""
+    return Request(
+        id=name,
+        token_ids=list(token_ids),
+        prompt_len=len(token_ids) if prompt_len is None else prompt_len,
+        params=SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=frozenset(stop)),
+        hash_root=ROOT,
+        block_hashes=extend_hashes(ROOT, token_ids),
+        n=n,
+        prefill_only=prefill_only,
+    )
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    """Tokens of a prompt; prompts with different starts share no block."""
+    return [(start * 13 + i * 7 + i // 5) % VOCAB for i in range(length)]
+
+
+@dataclass
+class Served:
+    """What came out of an engine, by (request, choice)."""
+
+    token_ids: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finish: dict[tuple[str, int], Finish] = field(default_factory=dict)
+    cached_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def take(self, step: StepOutput) -> None:
+        """Adds a step's outputs."""
+        for output in step.outputs:
+            self.take_output(output)
+        self.failed.update(step.failed)
+
+    def take_output(self, output: Output) -> None:
+        """Adds one output; nothing may follow the last one, and only the first says what was cached."""
+        key = (output.request_id, output.choice)
+        assert key not in self.finish, "an output after the last one"
+        assert (output.cached_tokens is not None) == (key not in self.token_ids)
+        if output.cached_tokens is not None:
+            self.cached_tokens[key] = output.cached_tokens
+        self.token_ids.setdefault(key, []).extend(output.token_ids)
+        if output.finish is not None:
+            self.finish[key] = output.finish
+
+
+def drain(engine: Engine, served: Served | None = None, max_steps: int = 10_000) -> Served:
+    """Steps until the engine has no more work; checks its records after each step."""
+    served = served or Served()
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return served
+        served.take(engine.step())
+        engine.check_integrity()
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def arrive(engine: Engine, runner: FakeRunner, reservation: Reservation, request: Request, served: Served) -> None:
+    """What a prefill worker does: the prompt's content appears in the reserved pages, and each choice's first token."""
+    states = states_of(request.token_ids)
+    for index, page in enumerate(reservation.pages):
+        start = (reservation.first_block + index) * BLOCK_SIZE
+        content = states[start : start + BLOCK_SIZE]
+        runner.pages[page] = content + [GARBAGE] * (BLOCK_SIZE - len(content))
+    first = []
+    for choice in range(request.first_choice, request.first_choice + request.n):
+        want = expected(request, choice, engine.max_model_len)
+        finish = want.finish if len(want.token_ids) == 1 else None
+        first.append(Output(request.id, choice, want.token_ids[:1], [], finish, cached_tokens=0))
+        served.take_output(first[-1])
+    assert engine.activate(reservation, request, first) == []
+
+
+def make_engine(
+    num_pages: int = 64,
+    *,
+    max_model_len: int = 512,
+    token_budget: int = 64,
+    max_num_seqs: int = 8,
+    max_queue_tokens: int = 100_000,
+) -> tuple[Engine, FakeRunner]:
+    """A small engine and its runner."""
+    runner = FakeRunner(num_pages)
+    engine = Engine(
+        runner,
+        max_model_len=max_model_len,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        max_queue_tokens=max_queue_tokens,
+    )
+    return engine, runner
+
+
+def assert_as_expected(served: Served, engine: Engine, *requests: Request) -> None:
+    """Every choice of these requests came out as the oracle says."""
+    for request in requests:
+        for choice in range(request.first_choice, request.first_choice + request.n):
+            want = expected(request, choice, engine.max_model_len)
+            assert served.token_ids[request.id, choice] == want.token_ids
+            assert served.finish[request.id, choice] is want.finish
+
+
+def assert_all_released(engine: Engine) -> None:
+    """Every page is free or cached."""
+    engine.check_integrity()
+    pages = engine.stats().pages
+    assert (pages.used, pages.reserved, pages.quarantined) == (0, 0, 0)

@@ -1,0 +1,716 @@
+import pytest
+
+from cpd.errors import QueueFullError
+from engine.types import Computed, Finish, Output, Request
+from tests.engine.fakes import (
+    GARBAGE,
+    Served,
+    arrive,
+    assert_all_released,
+    assert_as_expected,
+    drain,
+    expected,
+    make_engine,
+    make_request,
+    prompt,
+    states_of,
+)
+
+
+class TestServing:
+    def test_one_request_gets_its_tokens(self) -> None:
+        engine, _ = make_engine()
+        request = make_request("a", prompt(37))
+        engine.add(request)
+        served = drain(engine)
+        assert_as_expected(served, engine, request)
+        assert served.cached_tokens == {("a", 0): 0}
+        assert_all_released(engine)
+
+    @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100])
+    def test_prompt_lengths_around_block_borders(self, length: int) -> None:
+        engine, _ = make_engine()
+        request = make_request("a", prompt(length), max_tokens=40)
+        engine.add(request)
+        assert_as_expected(drain(engine), engine, request)
+
+    def test_requests_of_one_batch_get_the_tokens_they_get_alone(self) -> None:
+        engine, runner = make_engine()
+        requests = [make_request(f"r{i}", prompt(5 + 9 * i, i), max_tokens=3 + 4 * i, seed=i) for i in range(8)]
+        for request in requests:
+            engine.add(request)
+        assert_as_expected(drain(engine), engine, *requests)
+        assert max(batch.num_decodes for batch in runner.batches) > 4
+        assert_all_released(engine)
+
+    def test_prompt_longer_than_budget_is_prefilled_in_chunks(self) -> None:
+        engine, runner = make_engine(token_budget=32)
+        request = make_request("a", prompt(100), max_tokens=2)
+        engine.add(request)
+        assert_as_expected(drain(engine), engine, request)
+        assert [len(batch.token_ids) for batch in runner.batches] == [32, 32, 32, 4, 1]
+        assert [len(batch.samples) for batch in runner.batches] == [0, 0, 0, 1, 1]
+
+    def test_decodes_go_on_beside_a_long_prefill(self) -> None:
+        engine, runner = make_engine(token_budget=16)
+        short, long = make_request("short", prompt(5), max_tokens=20), make_request("long", prompt(99, 1))
+        engine.add(short)
+        engine.step()
+        engine.add(long)
+        runner.batches.clear()
+        for _ in range(6):
+            assert [output.request_id for output in engine.step().outputs] == ["short"]
+        assert all(batch.num_decodes == 1 and len(batch.token_ids) == 16 for batch in runner.batches)
+
+    def test_more_sequences_than_the_batch_holds_take_turns(self) -> None:
+        engine, runner = make_engine(max_num_seqs=3)
+        requests = [make_request(f"r{i}", prompt(20, i)) for i in range(10)]
+        for request in requests:
+            engine.add(request)
+        assert_as_expected(drain(engine), engine, *requests)
+        assert max(len(batch.context_lens) for batch in runner.batches) == 3
+
+    def test_waiting_requests_are_served_in_order(self) -> None:
+        engine, _ = make_engine(max_num_seqs=1)
+        for i in range(5):
+            engine.add(make_request(f"r{i}", prompt(20, i), max_tokens=2))
+        order = []
+        while engine.has_work:
+            order += [output.request_id for output in engine.step().outputs if output.finish]
+        assert order == [f"r{i}" for i in range(5)]
+
+    def test_stop_token_ends_a_choice_and_is_emitted(self) -> None:
+        engine, _ = make_engine()
+        free = expected(make_request("a", prompt(20), max_tokens=20), 0, engine.max_model_len)
+        stop = free.token_ids[4]
+        request = make_request("a", prompt(20), max_tokens=20, stop=[stop])
+        engine.add(request)
+        served = drain(engine)
+        assert served.token_ids["a", 0] == free.token_ids[: free.token_ids.index(stop) + 1]
+        assert served.finish["a", 0] is Finish.STOP
+
+    def test_a_sequence_ends_with_the_context(self) -> None:
+        engine, _ = make_engine(max_model_len=50)
+        request = make_request("a", prompt(40), max_tokens=1000)
+        engine.add(request)
+        served = drain(engine)
+        assert len(served.token_ids["a", 0]) == 10
+        assert served.finish["a", 0] is Finish.LENGTH
+
+    def test_replayed_request_goes_on_after_what_was_emitted(self) -> None:
+        engine, _ = make_engine()
+        whole = make_request("a", prompt(20), max_tokens=30)
+        want = expected(whole, 0, engine.max_model_len)
+        replay = make_request("a", prompt(20) + want.token_ids[:13], prompt_len=20, max_tokens=30)
+        engine.add(replay)
+        served = drain(engine)
+        assert served.token_ids["a", 0] == want.token_ids[13:]
+
+    def test_an_engine_without_requests_has_no_work(self) -> None:
+        engine, _ = make_engine()
+        assert not engine.has_work
+        assert engine.step().outputs == []
+
+
+class TestRefusal:
+    def test_single_request_larger_than_pool_fails_with_reason(self) -> None:
+        engine, _ = make_engine(num_pages=4)
+        assert engine.max_model_len == 64
+        with pytest.raises(ValueError, match="64 tokens leave no room for output in a context of 64"):
+            engine.add(make_request("a", prompt(64)))
+        engine.add(make_request("b", prompt(63), max_tokens=1000))
+        assert len(drain(engine).token_ids["b", 0]) == 1
+
+    def test_what_has_nothing_to_generate_is_refused(self) -> None:
+        engine, _ = make_engine()
+        with pytest.raises(ValueError, match="nothing to generate"):
+            engine.add(make_request("a", prompt(20), prompt_len=10, max_tokens=10))
+
+    def test_wrong_number_of_block_hashes_is_refused(self) -> None:
+        engine, _ = make_engine()
+        request = make_request("a", prompt(40))
+        request.block_hashes.pop()
+        with pytest.raises(ValueError, match="1 block hashes do not fit 40 tokens"):
+            engine.add(request)
+
+    def test_a_live_id_is_refused(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_request("a", prompt(20)))
+        with pytest.raises(ValueError, match="exists already"):
+            engine.add(make_request("a", prompt(20)))
+
+    def test_queue_full_is_token_bounded(self) -> None:
+        engine, _ = make_engine(max_queue_tokens=100, max_num_seqs=1)
+        engine.add(make_request("big", prompt(300), max_tokens=2))  # an empty queue takes anything
+        with pytest.raises(QueueFullError):
+            engine.add(make_request("refused", prompt(1, 1)))
+        engine.step()
+        engine.add(make_request("second", prompt(60, 1)))
+        engine.add(make_request("third", prompt(40, 2)))
+        with pytest.raises(QueueFullError):
+            engine.add(make_request("refused", prompt(1, 3)))
+        engine.abort("second")
+        engine.add(make_request("fourth", prompt(60, 3)))
+        assert set(drain(engine).finish) == {("big", 0), ("third", 0), ("fourth", 0)}
+
+    def test_what_quarantine_makes_impossible_fails_instead_of_waiting_for_ever(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        reservation = engine.reserve(make_request("lost", prompt(60)))
+        assert reservation is not None
+        request = make_request("a", prompt(100, 1))
+        engine.add(request)
+        assert engine.step().outputs == []
+        assert not engine.has_work  # the reservation may still end well
+        engine.cancel(reservation, quarantine=True)
+        served = drain(engine)
+        assert "4 in quarantine" in served.failed["a"]
+        engine.end_quarantine(reservation)
+        engine.add(request)
+        assert_as_expected(drain(engine), engine, request)
+        assert_all_released(engine)
+
+    def test_a_running_request_that_quarantine_leaves_no_page_fails(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        reservation = engine.reserve(make_request("lost", prompt(60)))
+        assert reservation is not None
+        engine.add(make_request("a", prompt(40, 1), max_tokens=100))
+        served = Served()
+        for _ in range(30):
+            served.take(engine.step())
+        assert not engine.has_work
+        engine.cancel(reservation, quarantine=True)
+        assert "in quarantine" in drain(engine, served).failed["a"]
+        assert engine.stats().pages.used == 0
+
+
+class TestPrefixCache:
+    def test_second_request_reuses_the_first_ones_blocks(self) -> None:
+        engine, runner = make_engine()
+        first, second = make_request("a", prompt(50)), make_request("b", prompt(50)[:40] + prompt(20, 3))
+        engine.add(first)
+        drain(engine)
+        runner.batches.clear()
+        engine.add(second)
+        served = drain(engine)
+        assert_as_expected(served, engine, second)
+        assert served.cached_tokens["b", 0] == 32
+        assert len(runner.batches[0].token_ids) == 60 - 32
+
+    def test_full_prompt_hit_recomputes_one_token(self) -> None:
+        engine, runner = make_engine()
+        engine.add(make_request("a", prompt(48)))
+        drain(engine)
+        runner.batches.clear()
+        again = make_request("b", prompt(48))
+        assert engine.uncached_tokens(again) == 1
+        engine.add(again)
+        served = drain(engine)
+        assert_as_expected(served, engine, again)
+        assert served.cached_tokens["b", 0] == 47
+        assert len(runner.batches[0].token_ids) == 1
+        assert len(runner.copies) == 1
+        assert_all_released(engine)
+
+    def test_full_prompt_hit_in_a_full_pool(self) -> None:
+        engine, runner = make_engine(num_pages=4, max_num_seqs=1)
+        for name in ("a", "b"):
+            request = make_request(name, prompt(48), max_tokens=16)
+            engine.add(request)
+            assert_as_expected(drain(engine), engine, request)
+        exact = make_request("c", (prompt(48) + expected(request, 0, 64).token_ids)[:63], prompt_len=48, max_tokens=16)
+        engine.add(exact)
+        assert_as_expected(drain(engine), engine, exact)
+        assert_all_released(engine)
+
+    def test_generated_blocks_are_cached_too(self) -> None:
+        engine, _ = make_engine()
+        first = make_request("a", prompt(30), max_tokens=30)
+        engine.add(first)
+        output = drain(engine).token_ids["a", 0]
+        follow_up = make_request("b", prompt(30) + output + prompt(10, 2))
+        assert engine.uncached_tokens(follow_up) == 70 - 48  # the last token was never computed
+        engine.add(follow_up)
+        assert_as_expected(drain(engine), engine, follow_up)
+
+    def test_other_roots_do_not_share(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_request("a", prompt(40)))
+        drain(engine)
+        other = Request("b", prompt(40), 40, make_request("x", [1]).params, b"other", [b"x" * 16, b"y" * 16])
+        assert engine.uncached_tokens(other) == 40
+
+    def test_eviction_takes_the_least_recently_used_and_tails_first(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        old, new = make_request("old", prompt(63, 1), max_tokens=1), make_request("new", prompt(63, 2), max_tokens=1)
+        for request in (old, new, make_request("third", prompt(33, 3), max_tokens=1)):
+            engine.add(request)
+            drain(engine)
+        assert engine.uncached_tokens(new) == 63 - 48
+        assert engine.uncached_tokens(old) == 63 - 32  # its free pages and its last block went to the third
+
+    def test_nothing_is_published_before_its_step_was_collected(self) -> None:
+        engine, runner = make_engine(token_budget=32)
+        engine.add(make_request("a", prompt(100), max_tokens=1))
+        seen: list[int] = []
+        launch = runner.launch
+
+        def observe(batch: object) -> None:
+            seen.append(len(engine.cached_hashes()))
+            launch(batch)  # type: ignore[arg-type]
+
+        runner.launch = observe  # type: ignore[method-assign,assignment]
+        drain(engine)
+        assert seen == [0, 2, 4, 6]
+
+    def test_waiting_request_waits_for_prefix_being_computed(self) -> None:
+        engine, runner = make_engine(token_budget=32)
+        filler, follower = make_request("a", prompt(96)), make_request("b", prompt(96) + prompt(8, 1))
+        unrelated = make_request("c", prompt(10, 5), max_tokens=1)
+        for request in (filler, follower, unrelated):
+            engine.add(request)
+        served = drain(engine)
+        assert_as_expected(served, engine, filler, follower, unrelated)
+        assert served.cached_tokens["b", 0] == 96
+        assert engine.stats().prefill_tokens == 96 + 8 + 10
+
+    def test_those_behind_one_that_waits_for_a_prefix_go_first(self) -> None:
+        engine, _ = make_engine(token_budget=64)
+        engine.add(make_request("a", prompt(150)))
+        engine.step()
+        engine.add(make_request("b", prompt(150)))
+        engine.add(make_request("c", prompt(10, 5)))
+        order = []
+        while engine.has_work:
+            order += [o.request_id for o in engine.step().outputs if o.cached_tokens is not None]
+        assert order == ["a", "c", "b"]
+
+    def test_filler_abort_hands_on(self) -> None:
+        engine, runner = make_engine(token_budget=32)
+        follower = make_request("b", prompt(96) + prompt(8, 1))
+        engine.add(make_request("a", prompt(96)))
+        engine.add(follower)
+        engine.step()
+        engine.check_integrity()
+        engine.abort("a")
+        served = drain(engine)
+        assert_as_expected(served, engine, follower)
+        assert served.cached_tokens["b", 0] == 32  # what the filler had completed
+        assert_all_released(engine)
+
+    def test_followers_of_a_dead_filler_compute_the_prefix_once(self) -> None:
+        engine, _ = make_engine(token_budget=32)
+        followers = [make_request(f"f{i}", prompt(96) + prompt(8, i)) for i in range(4)]
+        for request in (make_request("a", prompt(96)), *followers):
+            engine.add(request)
+        engine.step()
+        engine.abort("a")
+        served = drain(engine)
+        assert_as_expected(served, engine, *followers)
+        assert engine.stats().prefill_tokens == 32 + (104 - 32) + 3 * 8
+
+    def test_a_parked_request_can_be_aborted(self) -> None:
+        engine, _ = make_engine(token_budget=32)
+        first = make_request("a", prompt(96))
+        engine.add(first)
+        engine.add(make_request("b", prompt(96)))
+        engine.step()
+        engine.abort("b")
+        served = drain(engine)
+        assert_as_expected(served, engine, first)
+        assert set(served.finish) == {("a", 0)}
+        assert_all_released(engine)
+
+    def test_events_and_snapshot_agree(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        known: set[bytes] = set()
+        for i in range(6):
+            engine.add(make_request(f"r{i}", prompt(50, i % 4), max_tokens=20))
+            drain(engine)
+            for event in engine.take_cache_events():
+                (known.difference_update if event.removed else known.update)(event.hashes)
+            assert known == set(engine.cached_hashes())
+        assert engine.take_cache_events() == []
+
+
+class TestPreemption:
+    def test_preempted_request_gives_same_tokens(self) -> None:
+        engine, _ = make_engine(num_pages=8, max_model_len=128)
+        requests = [make_request(f"r{i}", prompt(20, i), max_tokens=60, seed=i) for i in range(3)]
+        for request in requests:
+            engine.add(request)
+        assert_as_expected(drain(engine), engine, *requests)
+        assert engine.stats().preemptions > 0
+        assert_all_released(engine)
+
+    def test_the_newest_is_preempted_and_resumes_before_waiting_ones(self) -> None:
+        engine, _ = make_engine(num_pages=8, max_model_len=128, max_num_seqs=2)
+        for i in range(3):
+            engine.add(make_request(f"r{i}", prompt(30, i), max_tokens=60))
+        order = []
+        while engine.has_work:
+            order += [output.request_id for output in engine.step().outputs if output.finish]
+        assert order == ["r0", "r1", "r2"]
+        assert engine.stats().preemptions > 0
+
+    def test_a_request_is_not_admitted_into_the_headroom_of_running_ones(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        engine.add(make_request("a", prompt(48), max_tokens=100))
+        engine.step()
+        engine.add(make_request("b", prompt(63, 1)))  # all 4 pages that are left
+        engine.step()
+        assert (engine.stats().running, engine.stats().waiting) == (1, 1)
+        engine.abort("b")
+        engine.add(make_request("c", prompt(48, 1)))
+        engine.step()
+        assert engine.stats().running == 2
+
+
+class TestChoices:
+    def test_choices_share_one_prefill_and_differ(self) -> None:
+        engine, runner = make_engine()
+        request = make_request("a", prompt(40), n=4, max_tokens=30)
+        engine.add(request)
+        served = drain(engine)
+        assert_as_expected(served, engine, request)
+        assert len({tuple(tokens) for tokens in served.token_ids.values()}) == 4
+        assert engine.stats().prefill_tokens == 40
+        assert len(runner.copies) == 3
+        assert_all_released(engine)
+
+    def test_full_last_page_needs_no_copy(self) -> None:
+        engine, runner = make_engine()
+        request = make_request("a", prompt(48), n=3)
+        engine.add(request)
+        assert_as_expected(drain(engine), engine, request)
+        assert runner.copies == []
+
+    def test_choices_without_room_wait_as_if_preempted(self) -> None:
+        engine, _ = make_engine(num_pages=8, max_model_len=100, max_num_seqs=2)
+        request = make_request("a", prompt(75), n=5, max_tokens=20)
+        engine.add(request)
+        assert_as_expected(drain(engine), engine, request)
+        assert_all_released(engine)
+
+    def test_single_choices_can_be_aborted(self) -> None:
+        engine, _ = make_engine()
+        request = make_request("a", prompt(40), n=4, max_tokens=30)
+        engine.add(request)
+        engine.abort("a", [1])
+        served = Served()
+        served.take(engine.step())
+        assert set(served.token_ids) == {("a", 0), ("a", 2), ("a", 3)}
+        engine.abort("a", [2, 7])
+        drain(engine, served)
+        assert set(served.finish) == {("a", 0), ("a", 3)}
+        for choice in (0, 3):
+            assert served.token_ids["a", choice] == expected(request, choice, engine.max_model_len).token_ids
+        assert_all_released(engine)
+
+    def test_a_choice_that_ends_with_its_first_token_leaves_the_others(self) -> None:
+        engine, _ = make_engine()
+        probe = make_request("a", prompt(40), n=3)
+        stop = expected(probe, 0, engine.max_model_len).token_ids[0]
+        request = make_request("a", prompt(40), n=3, stop=[stop], max_tokens=30)
+        engine.add(request)
+        served = drain(engine)
+        assert_as_expected(served, engine, request)
+        assert served.token_ids["a", 0] == [stop]
+
+    def test_first_choice_numbers_the_choices(self) -> None:
+        engine, _ = make_engine()
+        base = make_request("a", prompt(40))
+        request = Request("a", base.token_ids, 40, base.params, base.hash_root, base.block_hashes, first_choice=5)
+        engine.add(request)
+        assert_as_expected(drain(engine), engine, request)
+
+
+class TestAbort:
+    @pytest.mark.parametrize("steps", range(8))
+    def test_abort_at_any_step_frees_everything(self, steps: int) -> None:
+        engine, _ = make_engine(token_budget=32)
+        other = make_request("other", prompt(50, 1))
+        engine.add(make_request("a", prompt(100), n=2))
+        engine.add(other)
+        served = Served()
+        for _ in range(steps):
+            served.take(engine.step())
+        engine.abort("a")
+        engine.abort("a")
+        engine.check_integrity()
+        drain(engine, served)
+        assert_as_expected(served, engine, other)
+        assert_all_released(engine)
+
+    def test_what_an_aborted_request_computed_stays_cached(self) -> None:
+        engine, _ = make_engine(token_budget=32)
+        engine.add(make_request("a", prompt(100)))
+        engine.step()
+        engine.step()
+        engine.abort("a")
+        assert engine.uncached_tokens(make_request("b", prompt(100))) == 36
+
+    def test_unknown_request_is_ignored(self) -> None:
+        engine, _ = make_engine()
+        engine.abort("nobody")
+
+
+class TestPrefillOnly:
+    def test_ends_after_the_first_token_and_shows_progress_after_each_step(self) -> None:
+        engine, runner = make_engine(token_budget=32)
+        request = make_request("a", prompt(90), prefill_only=True, n=2)
+        engine.add(request)
+        steps = []
+        while engine.has_work:
+            step = engine.step()
+            steps.append(step)
+            for computed in step.computed:
+                content = [slot for page in computed.pages for slot in runner.pages[page]]
+                assert content[: computed.num_tokens] == states_of(request.token_ids)[: computed.num_tokens]
+        progress = [computed for step in steps for computed in step.computed]
+        assert [computed.num_tokens for computed in progress] == [32, 64, 90]
+        assert [len(computed.pages) for computed in progress] == [2, 4, 6]
+        outputs = [output for step in steps for output in step.outputs]
+        assert [output.choice for output in outputs] == [0, 1]
+        assert [output.finish for output in outputs] == [None, None]  # the choice goes on elsewhere
+        for output in outputs:
+            assert output.token_ids == expected(request, output.choice, 512).token_ids[:1]
+        assert_all_released(engine)
+
+    def test_a_first_token_that_ends_the_choice_says_so(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_request("a", prompt(20), max_tokens=1, prefill_only=True))
+        assert engine.step().outputs[0].finish is Finish.LENGTH
+
+    def test_pages_outlive_the_request_while_pinned(self) -> None:
+        engine, runner = make_engine(num_pages=8)
+        request = make_request("a", prompt(60), prefill_only=True)
+        engine.add(request)
+        pages = engine.step().computed[0].pages
+        engine.check_integrity()
+        engine.pin(pages)
+        drain(engine)
+        assert engine.stats().pages.used == 4
+        others = [make_request(f"o{i}", prompt(30, i + 1), max_tokens=3) for i in range(4)]
+        for other in others:
+            engine.add(other)
+        assert_as_expected(drain(engine), engine, *others)
+        content = [slot for page in pages for slot in runner.pages[page]]
+        assert content[:60] == states_of(request.token_ids)
+        engine.unpin(pages)
+        assert_all_released(engine)
+        with pytest.raises(ValueError, match="pinned"):
+            engine.unpin(pages)
+
+    def test_who_needs_pinned_pages_waits_for_them(self) -> None:
+        engine, _ = make_engine(num_pages=4)
+        engine.add(make_request("a", prompt(60), prefill_only=True))
+        pages = engine.step().computed[0].pages
+        engine.pin(pages)
+        request = make_request("b", prompt(60, 1), max_tokens=2)
+        engine.add(request)
+        drain(engine)
+        assert not engine.has_work
+        engine.unpin(pages)
+        assert engine.has_work
+        assert_as_expected(drain(engine), engine, request)
+
+
+class TestReservations:
+    def test_filled_request_goes_on_after_its_first_token(self) -> None:
+        engine, runner = make_engine()
+        request = make_request("a", prompt(70), max_tokens=20)
+        reservation = engine.reserve(request)
+        assert reservation is not None
+        assert (reservation.first_block, len(reservation.pages)) == (0, 5)
+        assert not engine.has_work
+        served = Served()
+        arrive(engine, runner, reservation, request, served)
+        assert_as_expected(drain(engine, served), engine, request)
+        assert engine.stats().prefill_tokens == 0
+        assert_all_released(engine)
+
+    def test_cached_prefix_is_held_and_only_the_rest_is_reserved(self) -> None:
+        engine, runner = make_engine()
+        engine.add(make_request("warm", prompt(48), max_tokens=1))
+        drain(engine)
+        request = make_request("a", prompt(48) + prompt(30, 1), max_tokens=20)
+        reservation = engine.reserve(request)
+        assert reservation is not None
+        assert (reservation.first_block, len(reservation.pages)) == (3, 2)
+        assert engine.stats().pages.used == 3
+        served = Served()
+        arrive(engine, runner, reservation, request, served)
+        assert_as_expected(drain(engine, served), engine, request)
+        assert_all_released(engine)
+
+    def test_choices_fork_after_the_fill(self) -> None:
+        engine, runner = make_engine()
+        request = make_request("a", prompt(70), n=3, max_tokens=20)
+        reservation = engine.reserve(request)
+        assert reservation is not None
+        served = Served()
+        arrive(engine, runner, reservation, request, served)
+        assert_as_expected(drain(engine, served), engine, request)
+        assert engine.stats().prefill_tokens == 0
+        assert_all_released(engine)
+
+    def test_nothing_goes_on_when_the_first_tokens_ended_it(self) -> None:
+        engine, runner = make_engine()
+        request = make_request("a", prompt(70), max_tokens=1)
+        reservation = engine.reserve(request)
+        assert reservation is not None
+        arrive(engine, runner, reservation, request, Served())
+        assert not engine.has_work
+        assert engine.uncached_tokens(make_request("b", prompt(70))) == 6
+        assert_all_released(engine)
+
+    def test_a_choice_that_is_at_the_end_of_this_workers_context_ends(self) -> None:
+        engine, _ = make_engine(max_model_len=71)
+        request = make_request("a", prompt(70), max_tokens=9)
+        reservation = engine.reserve(request)
+        assert reservation is not None
+        ended = engine.activate(reservation, request, [Output("a", 0, [5], [])])
+        assert ended == [Output("a", 0, [], [], Finish.LENGTH)]
+        assert_all_released(engine)
+
+    def test_others_wait_for_blocks_that_are_being_received(self) -> None:
+        engine, runner = make_engine()
+        remote = make_request("a", prompt(64), max_tokens=4)
+        reservation = engine.reserve(remote)
+        assert reservation is not None
+        local = make_request("b", prompt(64) + prompt(5, 1))
+        engine.add(local)
+        assert engine.step().outputs == []
+        assert not engine.has_work
+        served = Served()
+        arrive(engine, runner, reservation, remote, served)
+        assert_as_expected(drain(engine, served), engine, remote, local)
+        assert served.cached_tokens["b", 0] == 64
+
+    def test_cancelled_fill_is_computed_by_who_waited(self) -> None:
+        engine, _ = make_engine()
+        remote = make_request("a", prompt(64))
+        reservation = engine.reserve(remote)
+        assert reservation is not None
+        local = make_request("b", prompt(64))
+        engine.add(local)
+        engine.step()
+        engine.cancel(reservation, quarantine=False)
+        assert_as_expected(drain(engine), engine, local)
+        assert_all_released(engine)
+
+    def test_quarantined_pages_are_not_used_until_it_ends(self) -> None:
+        engine, runner = make_engine(num_pages=8)
+        reservation = engine.reserve(make_request("lost", prompt(60)))
+        assert reservation is not None
+        engine.cancel(reservation, quarantine=True)
+        requests = [make_request(f"r{i}", prompt(30, i), max_tokens=10) for i in range(6)]
+        served = Served()
+        for request in requests:
+            engine.add(request)
+            served.take(engine.step())
+            for page in reservation.pages:
+                runner.pages[page] = [GARBAGE] * 16
+        assert engine.stats().pages.quarantined == 4
+        drain(engine, served)
+        used = {int(slot) // 16 for batch in runner.batches for slot in batch.slots}
+        assert used.isdisjoint(reservation.pages)
+        assert_as_expected(served, engine, *requests)
+        engine.end_quarantine(reservation)
+        assert_all_released(engine)
+
+    def test_a_reservation_ends_once(self) -> None:
+        engine, _ = make_engine()
+        request = make_request("a", prompt(60))
+        reservation = engine.reserve(request)
+        assert reservation is not None
+        with pytest.raises(ValueError, match="not in quarantine"):
+            engine.end_quarantine(reservation)
+        engine.cancel(reservation, quarantine=True)
+        for call in (
+            lambda: engine.cancel(reservation, quarantine=False),
+            lambda: engine.activate(reservation, request, []),
+        ):
+            with pytest.raises(ValueError, match="not live"):
+                call()
+        engine.end_quarantine(reservation)
+        again = engine.reserve(request)
+        assert again is not None
+        assert (again.id, again.generation) == (reservation.id, reservation.generation + 1)
+        with pytest.raises(ValueError, match="not live"):
+            engine.cancel(reservation, quarantine=False)
+
+    def test_reserving_leaves_headroom_for_what_runs(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        engine.add(make_request("a", prompt(30), max_tokens=50))
+        engine.step()
+        assert engine.reserve(make_request("b", prompt(96, 1))) is None
+        assert engine.reserve(make_request("b", prompt(80, 1))) is not None
+        engine.check_integrity()
+
+    def test_reserving_does_not_overtake_who_waits_for_pages(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        engine.add(make_request("a", prompt(48), max_tokens=50))
+        engine.step()
+        engine.add(make_request("b", prompt(90, 1)))
+        engine.step()
+        assert engine.reserve(make_request("c", prompt(16, 2))) is None
+
+    def test_a_row_is_kept_for_a_reservation(self) -> None:
+        engine, runner = make_engine(max_num_seqs=2)
+        request = make_request("a", prompt(40), max_tokens=5)
+        reservation = engine.reserve(request)
+        assert reservation is not None
+        for i in range(3):
+            engine.add(make_request(f"r{i}", prompt(20, i), max_tokens=40))
+        engine.step()
+        assert engine.stats().running == 1
+        assert engine.reserve(make_request("b", prompt(20, 7))) is None
+        arrive(engine, runner, reservation, request, Served())
+        assert engine.stats().running == 2
+
+    def test_same_block_from_two_sides_is_published_once(self) -> None:
+        engine, runner = make_engine(token_budget=32)
+        local = make_request("a", prompt(64), max_tokens=10)
+        engine.add(local)
+        engine.step()
+        remote = make_request("b", prompt(64), max_tokens=10)
+        reservation = engine.reserve(remote)
+        assert reservation is not None
+        assert (reservation.first_block, len(reservation.pages)) == (2, 2)
+        served = Served()
+        served.take(engine.step())
+        arrive(engine, runner, reservation, remote, served)
+        engine.check_integrity()
+        assert_as_expected(drain(engine, served), engine, local, remote)
+        assert len(engine.cached_hashes()) == len(set(engine.cached_hashes()))
+        assert_all_released(engine)
+
+
+class TestStats:
+    def test_waiting_tokens_are_prompt_tokens_not_yet_computed(self) -> None:
+        engine, _ = make_engine(token_budget=32, max_num_seqs=1)
+        engine.add(make_request("a", prompt(100)))
+        engine.add(make_request("b", prompt(50, 1)))
+        assert engine.stats().waiting_tokens == 150
+        engine.step()
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 1, 118)
+        drain(engine)
+        assert engine.stats().waiting_tokens == 0
+
+    def test_totals_count_what_was_computed_and_cached(self) -> None:
+        engine, _ = make_engine()
+        for name in ("a", "b"):
+            engine.add(make_request(name, prompt(40), max_tokens=5))
+            drain(engine)
+        stats = engine.stats()
+        assert (stats.prefill_tokens, stats.decode_tokens, stats.cached_tokens) == (48, 8, 32)
+
+
+def test_computed_pages_are_a_plain_list() -> None:
+    engine, _ = make_engine()
+    engine.add(make_request("a", prompt(20), prefill_only=True))
+    (computed,) = engine.step().computed
+    assert isinstance(computed, Computed)
+    assert all(type(page) is int for page in computed.pages)
