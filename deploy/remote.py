@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cpd.errors import CPDError
 from deploy.endpoint import read_cluster
@@ -46,7 +47,11 @@ def status(cluster: str, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
         return
-    Console().print(f"Cluster '{cluster}' at {state.url}", _table(answer), sep="\n")
+    console = Console()
+    console.print(f"Cluster '{cluster}' serves {answer['model']} at {state.url}", highlight=False)
+    console.print(_table(answer))
+    if not answer["redis"]["ok"]:
+        console.print(f"Redis is away: {answer['redis']['error']}", markup=False)
 
 
 def _running(cluster: str) -> ClusterState:
@@ -58,4 +63,19 @@ def _running(cluster: str) -> ClusterState:
 
 def _table(answer: dict[str, Any]) -> Table:
     """The workers of a `/cluster` answer."""
-    return Table()
+    table = Table(box=None, header_style="bold")
+    for heading in ("worker", "role", "state"):
+        table.add_column(heading)
+    for heading in ("running", "waiting", "waiting tokens", "pages free", "cached", "used", "other"):
+        table.add_column(heading, justify="right")
+    for worker in answer["workers"]:
+        load, state = worker["load"], worker["state"]
+        if worker["reason"]:
+            state += f": {worker['reason']}"
+        cells = []
+        if load:
+            pages = load["pages"]
+            cells = [load["running"], load["waiting"], load["waiting_tokens"], pages["free"], pages["cached"]]
+            cells += [pages["used"], pages["reserved"] + pages["quarantined"]]
+        table.add_row(worker["id"], worker["role"], Text(state), *(f"{cell:,}" for cell in cells))
+    return table

@@ -10,9 +10,11 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
@@ -73,7 +75,8 @@ def _run(settings: ClusterSettings, console: Console) -> None:
         _leases(settings)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
             cluster = _launch(settings, state.ray_dir, stack, embedded=redis is not None)
-        _wait_until_ready(cluster, settings, state.url, console)
+        state = replace(state, url=_wait_until_ready(cluster, settings, state.url, console))
+        directory.write(state)
         sys.stdout.write(usage_hint(state.url, settings.served_model_name, bool(settings.api_key)))
         sys.stdout.flush()
         _watch(cluster, redis, console)
@@ -127,15 +130,22 @@ def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
         )
 
 
-def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, url: str, console: Console) -> None:
+def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, url: str, console: Console) -> str:
     """Shows how the processes come up; returns when all of them are there and the endpoint takes requests.
+
+    Args:
+        url: Of a router on this machine.
+
+    Returns:
+        The endpoint's URL: `url`, unless all routers are on other machines.
 
     Raises:
         CPDError: One of them refuses to start, or keeps dying.
     """
     with StartProgress(console, [spec.name for spec in cluster.specs]) as progress:
         while True:
-            pids = {member.id: member.pid for member in _leases(settings)}
+            leases = _leases(settings)
+            pids = {member.id: member.pid for member in leases}
             waiting = 0
             for spec, state in zip(cluster.specs, cluster.states(), strict=True):
                 if state and state.error:
@@ -148,8 +158,12 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, url: str, con
                         f"{spec.name} has died {state.starts} times while starting, last with exit code"
                         f" {state.exit_code}; its last words are above"
                     )
-            if not waiting and is_ready(url):
-                return
+            if not waiting:
+                hosts = {member.host for member in leases if member.kind == "router"}
+                if socket.gethostname() not in hosts:
+                    url = url_of(min(hosts), settings.port)
+                if is_ready(url):
+                    return url
             time.sleep(_STARTING_POLL_S)
 
 

@@ -29,13 +29,13 @@ CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
-def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer of VOCAB_SIZE tokens, the special ones first."""
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of `vocab_size` tokens, the special ones first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[AddedToken(name, special=True) for name in (END_OF_TEXT, TURN_START, TURN_END)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -106,13 +106,13 @@ def make_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def write(directory: Path) -> None:
-    """Writes the whole checkpoint to `directory`."""
+def write(directory: Path, **overrides: Any) -> None:
+    """Writes the whole checkpoint to `directory`, with `overrides` of its config.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(overrides.get("vocab_size", VOCAB_SIZE))
     ids = tokenizer.get_vocab()
     end_of_text, turn_end = ids[END_OF_TEXT], ids[TURN_END]
-    config = make_config(eos=turn_end, pad=end_of_text)
+    config = make_config(eos=turn_end, pad=end_of_text) | overrides
     files = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": [turn_end, end_of_text], "pad_token_id": end_of_text},

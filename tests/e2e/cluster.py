@@ -1,0 +1,164 @@
+"""A cluster of real processes without Ray, for tests: Redis, routers and workers, each of which can be harmed."""
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from pydantic import SecretStr
+from redis.asyncio import Redis
+
+from cpd.config import ClusterSettings
+from cpd.membership import Member, members
+from deploy.cores import split_cores, usable_cores
+from deploy.endpoint import is_ready, pick_port, url_of
+from deploy.process import Supervised
+from deploy.processes import ProcessSpec, processes
+from deploy.redis import EmbeddedRedis
+
+START_S = 60.0
+HOST = "127.0.0.1"
+TOKEN = "internal"
+
+
+class Cluster:
+    """Runs while the context is open; the processes are supervised as under Ray.
+
+    Args:
+        settings: As `cpd up` takes them (`model=…, prefill=1, …`). The port is a free one.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        given = {"dtype": "float32", "kv_memory": 64 << 20, "log_level": "warning", "lease_s": 2.0, **settings}
+        self._directory = Path(tempfile.mkdtemp(prefix="cpd-e2e-", dir="/tmp"))  # sockets need short names
+        self._redis = EmbeddedRedis(self._directory / "redis.sock")
+        fixed = {"port": pick_port(HOST, 0), "redis_url": self._redis.url, "cluster_token": SecretStr(TOKEN)}
+        self.settings = ClusterSettings.load({**given, **fixed})
+        self.url = url_of(HOST, self.settings.port)
+        self._specs = processes(self.settings, HOST)
+        self._supervised: dict[str, Supervised] = {}
+
+    def __enter__(self) -> Self:
+        self._redis.start()
+        workers = [spec.name for spec in self._specs if spec.is_worker]
+        cores = dict(zip(workers, split_cores(usable_cores(), len(workers)), strict=True))
+        for spec in self._specs:
+            self._supervised[spec.name] = self._supervise(spec, cores.get(spec.name, frozenset()))
+        try:
+            self.wait_until_whole()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for supervised in self._supervised.values():
+            supervised.stop()
+        self._redis.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if error:
+            for name, supervised in self._supervised.items():
+                print(f"--- {name}", *supervised.state().lines[-40:], sep="\n")  # pytest shows it with the failure
+
+    @property
+    def redis(self) -> EmbeddedRedis:
+        """The cluster's Redis, to be stopped and started."""
+        return self._redis
+
+    def add_router(self, **settings: Any) -> str:
+        """Starts one more router on a port of its own, with `settings` in place of the cluster's; returns its URL."""
+        port = pick_port(HOST, 0)
+        changed = self.settings.model_copy(update={"routers": 1, "port": port, **settings})
+        router = processes(changed, HOST)[-1]
+        name = f"extra-{port}"
+        spec = replace(router, name=name, flags={**router.flags, "router_id": name})
+        self._supervised[name] = self._supervise(spec, frozenset())
+        eventually(lambda: is_ready(url_of(HOST, port)), f"{name} is ready")
+        return url_of(HOST, port)
+
+    def pid(self, name: str) -> int:
+        """Process id of the named process (`combined-0`, `prefill-0`, `router-0`)."""
+        pid = self._supervised[name].state().pid
+        assert pid is not None, f"{name} is not running"
+        return pid
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal to the named process."""
+        os.kill(self.pid(name), number)
+
+    def kill(self, name: str) -> None:
+        """Kills the named process (it is started again, as under Ray) and returns when it is gone."""
+        starts, pid = self._supervised[name].state().starts, self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: self._supervised[name].state().starts > starts, f"{name} was started again")
+
+    def log(self, name: str) -> list[str]:
+        """The last log lines of the named process."""
+        return self._supervised[name].state().lines
+
+    def state(self) -> dict[str, Any]:
+        """The router's `/cluster`."""
+        answer = httpx.get(f"{self.url}/cluster", timeout=10)
+        answer.raise_for_status()
+        state: dict[str, Any] = answer.json()
+        return state
+
+    def wait_until_whole(self) -> None:
+        """Returns when every process runs, holds a lease, and every router has a session with every worker."""
+        eventually(self._is_whole, "the cluster is whole")
+
+    def wait_until_idle(self) -> dict[str, Any]:
+        """Returns `/cluster` when no request is left anywhere and every page is free or cached."""
+        eventually(self._is_idle, "every page is free or cached")
+        return self.state()
+
+    def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
+        return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores)
+
+    def _is_whole(self) -> bool:
+        states = {name: supervised.state() for name, supervised in self._supervised.items()}
+        for name, state in states.items():
+            assert state.error is None, f"{name} does not start: {state.error}"
+        pids = {member.id: member.pid for member in asyncio.run(self._members())}
+        if any(state.pid is None or pids.get(name) != state.pid for name, state in states.items()):
+            return False
+        return is_ready(self.url) and self._workers_are_live()
+
+    def _workers_are_live(self) -> bool:
+        live = {worker["id"]: worker["pid"] for worker in self.state()["workers"] if worker["state"] == "ready"}
+        return live == {spec.name: self.pid(spec.name) for spec in self._specs if spec.is_worker}
+
+    def _is_idle(self) -> bool:
+        workers = self.state()["workers"]
+        return all(
+            worker["load"]
+            and not worker["load"]["running"] + worker["load"]["waiting"]
+            and worker["load"]["pages"]["free"] + worker["load"]["pages"]["cached"] == worker["info"]["num_pages"]
+            for worker in workers
+        )
+
+    async def _members(self) -> list[Member]:
+        async with Redis.from_url(self.settings.redis_url) as redis:
+            return await members(redis, self.settings.cluster)
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
+    """Waits until `condition` holds.
+
+    Raises:
+        AssertionError: It does not within `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.05)
