@@ -43,12 +43,3 @@ def redis_url() -> Iterator[str]:
     # Not under tmp_path: a socket's name has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="cpd-redis-") as directory, embedded_redis(Path(directory) / "r") as redis:
         yield redis.url
-
-
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Redis, one for the whole session: use a cluster name of your own."""
-    from deploy.redis import embedded_redis
-
-    with embedded_redis(tmp_path_factory.mktemp("redis") / "redis.sock") as server:
-        yield server.url
