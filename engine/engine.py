@@ -101,6 +101,11 @@ class Engine:
         """Tokens that a prefill of this request would compute now."""
         return max(1, len(request.token_ids) - len(self._pool.find(request.block_hashes)) * BLOCK_SIZE)
 
+    def pending(self, request: Request) -> bool:
+        """Whether the first block that the cache lacks is being computed or received right now."""
+        found = len(self._pool.find(request.block_hashes))
+        return self._scheduler.pending.last_shared(request.block_hashes, found) is not None
+
     def reserve(self, request: Request) -> Reservation | None:
         """Holds the cached prefix and sets pages aside for the rest of the prompt; None: not now, try later.
 
