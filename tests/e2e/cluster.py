@@ -12,19 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from cpd.config import ClusterSettings
 from cpd.membership import Member, members
 from deploy.cores import split_cores, usable_cores
-from deploy.endpoint import is_ready, pick_port, url_of
+from deploy.endpoint import is_ready, pick_port, read_cluster, url_of
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
 
 START_S = 60.0
+MANY_STARTS = 10
 HOST = "127.0.0.1"
 TOKEN = "internal"
 
@@ -54,21 +54,21 @@ class Cluster:
             self._supervised[spec.name] = self._supervise(spec, cores.get(spec.name, frozenset()))
         try:
             self.wait_until_whole()
-        except BaseException:
-            self.__exit__(None, None, None)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error:
+            for name, supervised in self._supervised.items():
+                print(f"--- {name}", *supervised.state().lines[-40:], sep="\n")  # pytest shows it with the failure
         for supervised in self._supervised.values():
             supervised.stop()
         self._redis.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
-        if error:
-            for name, supervised in self._supervised.items():
-                print(f"--- {name}", *supervised.state().lines[-40:], sep="\n")  # pytest shows it with the failure
 
     @property
     def redis(self) -> EmbeddedRedis:
@@ -108,10 +108,7 @@ class Cluster:
 
     def state(self) -> dict[str, Any]:
         """The router's `/cluster`."""
-        answer = httpx.get(f"{self.url}/cluster", timeout=10)
-        answer.raise_for_status()
-        state: dict[str, Any] = answer.json()
-        return state
+        return read_cluster(self.url, next(iter(self.settings.api_key), ""))
 
     def wait_until_whole(self) -> None:
         """Returns when every process runs, holds a lease, and every router has a session with every worker."""
@@ -129,6 +126,7 @@ class Cluster:
         states = {name: supervised.state() for name, supervised in self._supervised.items()}
         for name, state in states.items():
             assert state.error is None, f"{name} does not start: {state.error}"
+            assert state.starts < MANY_STARTS, f"{name} keeps dying"
         pids = {member.id: member.pid for member in asyncio.run(self._members())}
         if any(state.pid is None or pids.get(name) != state.pid for name, state in states.items()):
             return False

@@ -1,0 +1,114 @@
+"""A small HTTP client for tests: tokens in, tokens out."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 90.0
+MODEL = "test"
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole completion of one choice.
+
+    Attributes:
+        route: `local` or `remote`.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    route: str = ""
+    cached_tokens: int = 0
+
+
+def client(url: str) -> httpx.AsyncClient:
+    """For `complete`."""
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, headers={"connection": "close"})
+
+
+async def complete(http: httpx.AsyncClient, prompt: Sequence[int], *, stream: bool = False, **fields: Any) -> Answer:
+    """Asks for a completion of `prompt` (greedy and without stop tokens, unless `fields` say otherwise).
+
+    Raises:
+        httpx.HTTPError: The request failed.
+    """
+    body = {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "temperature": 0,
+        "max_tokens": 16,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+    if stream:
+        return await _streamed(http, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    response = await http.post("/v1/completions", json=body)
+    _check(response, response.text)
+    whole = response.json()
+    [choice] = whole["choices"]
+    return Answer(
+        choice["token_ids"],
+        choice["text"],
+        choice["finish_reason"],
+        response.headers["x-cpd-route"],
+        whole["usage"]["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+async def _streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+    answer = Answer()
+    done = False
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        if response.is_error:
+            _check(response, (await response.aread()).decode())
+        answer.route = response.headers["x-cpd-route"]
+        async for line in response.aiter_lines():
+            if not line:
+                continue
+            assert line.startswith("data: "), line
+            if line == "data: [DONE]":
+                done = True
+                continue
+            assert not done, f"after [DONE]: {line}"
+            _take(answer, json.loads(line.removeprefix("data: ")))
+    if not done:
+        raise httpx.RemoteProtocolError("the stream ended without [DONE]")
+    return answer
+
+
+def _take(answer: Answer, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        raise httpx.RemoteProtocolError(str(chunk["error"]))
+    if chunk.get("usage"):
+        answer.cached_tokens = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert chunk["usage"]["completion_tokens"] == len(answer.token_ids)
+    for choice in chunk["choices"]:
+        assert not answer.finish, "a chunk after the finish reason"
+        answer.token_ids += choice["token_ids"]
+        answer.text += choice["text"]
+        answer.finish = choice["finish_reason"] or ""
+
+
+def _check(response: httpx.Response, text: str) -> None:
+    if response.is_error:
+        raise httpx.HTTPStatusError(f"{response.status_code}: {text}", request=response.request, response=response)
+
+
+async def complete_all(url: str, prompts: Sequence[Sequence[int]], at_once: int, **fields: Any) -> list[Answer]:
+    """Completions of all prompts, `at_once` at a time, every second one streamed."""
+    turns = asyncio.Semaphore(at_once)
+
+    async def one(http: httpx.AsyncClient, index: int) -> Answer:
+        async with turns:
+            return await complete(http, prompts[index], stream=index % 2 == 1, **fields)
+
+    async with client(url) as http:
+        return list(await asyncio.gather(*(one(http, index) for index in range(len(prompts)))))

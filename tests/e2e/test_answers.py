@@ -1,0 +1,102 @@
+"""Answers equal transformers', on every route and in every company."""
+
+import pytest
+
+from tests.checkpoints import FAMILIES
+from tests.conftest import MakeCheckpoint
+from tests.e2e.client import MODEL, Answer, client, complete, complete_all
+from tests.e2e.cluster import Cluster
+from tests.e2e.oracle import Oracle
+
+pytestmark = pytest.mark.e2e
+
+LONG = 64
+LENGTHS = [3, 16, 33, 64, 65, 80, 150, 257, 400, 1500]
+CROWD = [5 + 37 * index % 300 for index in range(16)]
+
+
+def expected_route(length: int) -> str:
+    return "remote" if length > LONG else "local"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_answers_are_transformers(family: str, checkpoint: MakeCheckpoint) -> None:
+    directory = checkpoint(family)
+    oracle = Oracle(directory)
+    with Cluster(model=str(directory), served_model_name=MODEL, long_prefill_tokens=LONG) as cluster:
+        prompts = oracle.prompts(LENGTHS, seed=1)
+        alone = await complete_all(cluster.url, prompts, at_once=1)
+        for prompt, answer in zip(prompts, alone, strict=True):
+            oracle.judge(prompt, answer.token_ids)
+            assert len(answer.token_ids) == 16
+            assert answer.finish == "length"
+            assert (answer.route, answer.cached_tokens) == (expected_route(len(prompt)), 0)
+
+        again = await complete_all(cluster.url, prompts[::-1], at_once=4)
+        for prompt, answer in zip(prompts[::-1], again, strict=True):
+            oracle.judge(prompt, answer.token_ids)
+            assert answer.route == "local"  # everything is cached
+            assert answer.cached_tokens >= (len(prompt) - 1) // 16 * 16
+
+        crowd = oracle.prompts(CROWD, seed=2)
+        for prompt, answer in zip(crowd, await complete_all(cluster.url, crowd, at_once=16), strict=True):
+            oracle.judge(prompt, answer.token_ids)
+            assert answer.route == expected_route(len(prompt))
+        cluster.wait_until_idle()
+
+
+async def test_answers_are_right_when_pages_run_out(checkpoint: MakeCheckpoint) -> None:
+    directory = checkpoint("qwen3")
+    oracle = Oracle(directory)
+    page_bytes = 3 * 2 * 2 * 16 * 32 * 4
+    settings = {"kv_memory": 40 * page_bytes, "max_model_len": 512, "long_prefill_tokens": LONG}
+    with Cluster(model=str(directory), served_model_name=MODEL, **settings) as cluster:
+        prompts = oracle.prompts([60, 90] * 8, seed=3)
+        for prompt, answer in zip(
+            prompts, await complete_all(cluster.url, prompts, at_once=16, max_tokens=100), strict=True
+        ):
+            oracle.judge(prompt, answer.token_ids)
+            assert len(answer.token_ids) == 100
+        state = cluster.wait_until_idle()
+        assert sum(worker["load"]["preemptions"] for worker in state["workers"]) > 0
+
+
+async def test_seeded_answers_are_the_same_in_any_company_and_on_any_route(checkpoint: MakeCheckpoint) -> None:
+    directory = checkpoint("llama3")
+    oracle = Oracle(directory)
+    prompts = oracle.prompts([20, 70, 100, 200] * 2, seed=4)
+    fields = {"temperature": 1.0, "seed": 1234, "max_tokens": 24}
+    with Cluster(model=str(directory), served_model_name=MODEL, long_prefill_tokens=0) as cluster:
+        never_remote = cluster.add_router(long_prefill_tokens=100_000)
+        passes: dict[str, list[Answer]] = {
+            "remote, together": await complete_all(cluster.url, prompts, at_once=8, **fields),
+            "cached, alone": await complete_all(cluster.url, prompts, at_once=1, **fields),
+        }
+        cluster.kill("combined-0")  # with its cache
+        cluster.wait_until_whole()
+        passes["local, together"] = await complete_all(never_remote, prompts, at_once=8, **fields)
+        cluster.kill("combined-0")
+        cluster.wait_until_whole()
+        passes["local, alone"] = await complete_all(never_remote, prompts, at_once=1, **fields)
+    for name, answers in passes.items():
+        assert {answer.route for answer in answers} == {"remote" if "remote" in name else "local"}
+        for prompt, answer in zip(prompts, answers, strict=True):
+            oracle.judge(prompt, answer.token_ids, temperature=1.0, seed=1234)
+
+
+async def test_choices_share_one_prefill_and_differ(checkpoint: MakeCheckpoint) -> None:
+    directory = checkpoint("qwen2")
+    oracle = Oracle(directory)
+    [prompt] = oracle.prompts([90], seed=5)
+    with Cluster(model=str(directory), served_model_name=MODEL, long_prefill_tokens=LONG) as cluster:
+        async with client(cluster.url) as http:
+            body = {"model": MODEL, "prompt": prompt, "n": 4, "seed": 7, "max_tokens": 20, "ignore_eos": True}
+            answer = (await http.post("/v1/completions", json={**body, "return_token_ids": True})).json()
+            alone = await complete(http, prompt, temperature=1.0, seed=7, max_tokens=20)
+        state = cluster.wait_until_idle()
+    outputs = [choice["token_ids"] for choice in answer["choices"]]
+    for index, output in enumerate(outputs):
+        oracle.judge(prompt, output, temperature=1.0, seed=7, choice=index)
+    oracle.judge(prompt, alone.token_ids, temperature=1.0, seed=7)
+    assert len({tuple(output) for output in outputs}) == 4
+    assert sum(worker["load"]["prefill_tokens"] for worker in state["workers"]) < 2 * len(prompt)
