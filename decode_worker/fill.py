@@ -257,7 +257,7 @@ class Fill:
             self._landing = transport.expect(reservation.id, reservation.generation, reservation.pages)
             tasks.append(asyncio.create_task(self._watch(self._landing)))
         else:
-            self._arrived = True
+            self._arrived = True  # somebody else has brought them all meanwhile; only the first tokens are missing
         self._outgoing.put_nowait(
             pb.FillRequest(
                 landing=pb.FillLanding(

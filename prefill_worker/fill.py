@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import Any, TypeVar
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
-from cpd.errors import CPDError, QueueFullError, StaleTransferError, TransferError
+from cpd.errors import CPDError, QueueFullError, TransferError
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import Computed, Output, Request
@@ -149,9 +149,12 @@ class Fill:
         last = None  # after an unexpected error nothing is claimed: the stream just ends
         try:
             last = await self._run()
+        except EngineDiedError:
+            self.outcome = "failed"
         except Exception:
             log.exception("fill %s failed unexpectedly", self.request.id)
             self.outcome = "failed"
+            self._engine.post(self._abort)
         finally:
             self.state = State.ENDED
             if last is not None:
@@ -188,13 +191,8 @@ class Fill:
         """Takes pages that a step has finished."""
         self._num_computed = max(self._num_computed, chunk.num_tokens)
         self._send_progress()
-        if chunk.pages and self._stopped.done():
-            self._unpin(chunk.pages)
-        elif chunk.pages:
-            transfer = self._peer.push(
-                self._ticket, list(zip(chunk.pages, range(chunk.first, len(self._ticket.pages))))
-            )
-            self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, chunk.pages))))
+        if chunk.pages:
+            self._push_pages(chunk)
         left = len(self.request.token_ids) - self._num_computed
         self._queue.computed(self._place, left)
         if left == 0 and not self._computed.done():
@@ -220,7 +218,7 @@ class Fill:
             return self._release(str(error))
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
-        except (TransferError, InvalidRequestError, ValueError, EngineDiedError) as error:
+        except (TransferError, InvalidRequestError, ValueError) as error:
             return self._refuse(str(error))
         finally:
             self._queue.leave(self._place)
@@ -258,13 +256,22 @@ class Fill:
         await in_flight
         return self._release(error)
 
+    def _push_pages(self, chunk: Chunk) -> None:
+        if self._stopped.done():
+            self._unpin(chunk.pages)
+            return
+        try:
+            transfer = self._peer.push(self._ticket, [(page, chunk.first + i) for i, page in enumerate(chunk.pages)])
+        except (TransferError, ValueError) as error:
+            self._unpin(chunk.pages)
+            self.stop(str(error))
+            return
+        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, chunk.pages))))
+
     async def _finish(self, transfer: Transfer, pages: list[int]) -> None:
         try:
             await transfer.done()
-        except StaleTransferError as error:
-            self.stop(str(error))
         except TransferError as error:
-            self._peers.drop(self._address, self._peer)
             self.stop(str(error))
         else:
             self._pages_sent += len(pages)
@@ -303,7 +310,7 @@ def refusal(message: str, *, queue_full: bool = False) -> pb.FillEvent:
 
 def _ticket(landing: pb.FillLanding, request: Request) -> Ticket:
     needed = blocks_for(len(request.token_ids)) - landing.first_block
-    if needed < 1 or len(landing.pages) != needed:
+    if needed < 0 or len(landing.pages) != needed:
         raise InvalidRequestError(
             f"the landing has {len(landing.pages)} pages from block {landing.first_block} on, but the prompt has "
             f"{blocks_for(len(request.token_ids))} blocks"

@@ -2,14 +2,11 @@
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from kvtransfer.base import Peer, Transport
-
-log = logging.getLogger(__name__)
 
 MAX_IDLE = 64
 
@@ -19,12 +16,18 @@ class _Entry:
     connecting: asyncio.Task[Peer]
     users: int = 0
 
+    @property
+    def broken(self) -> bool:
+        """Whether the connection did not come about or did not last."""
+        task = self.connecting
+        return task.done() and (task.cancelled() or task.exception() is not None or not task.result().alive)
+
 
 class Peers:
     """One connection an address, shared by its fills.
 
-    A connection that broke is given up with `drop`: fills that still use it keep it until they end, the next one
-    connects anew. The longest idle ones are closed when there are many.
+    A connection that broke is kept for those who still use it, and replaced for the next one. The longest idle ones
+    are closed when there are many.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -39,7 +42,7 @@ class Peers:
             TransferError: Nobody answers there.
         """
         entry = self._entries.get(address)
-        if entry is None:
+        if entry is None or entry.broken:
             entry = _Entry(asyncio.create_task(self._transport.connect(address), name="connect-pool"))
             self._entries[address] = entry
         self._entries.move_to_end(address)
@@ -48,27 +51,17 @@ class Peers:
             yield await asyncio.shield(entry.connecting)
         finally:
             entry.users -= 1
-            if entry.connecting.done() and entry.connecting.exception() is not None:
-                self._forget(address, entry)
-            elif self._entries.get(address) is not entry and not entry.users:
+            if not entry.users and (entry.broken or self._entries.get(address) is not entry):
+                if self._entries.get(address) is entry:
+                    del self._entries[address]
                 await _close(entry)
             await self._close_idle()
-
-    def drop(self, address: bytes, peer: Peer) -> None:
-        """Uses `peer` for nothing new: it broke."""
-        entry = self._entries.get(address)
-        if entry is not None and entry.connecting.done() and entry.connecting.result() is peer:
-            self._forget(address, entry)
 
     async def close(self) -> None:
         """Closes every connection; nobody uses one any more."""
         entries, self._entries = list(self._entries.values()), OrderedDict()
         for entry in entries:
             await _close(entry)
-
-    def _forget(self, address: bytes, entry: _Entry) -> None:
-        if self._entries.get(address) is entry:
-            del self._entries[address]
 
     async def _close_idle(self) -> None:
         idle = [address for address, entry in self._entries.items() if not entry.users]
@@ -77,8 +70,7 @@ class Peers:
 
 
 async def _close(entry: _Entry) -> None:
-    if not entry.connecting.done():
-        entry.connecting.cancel()
+    entry.connecting.cancel()
     (peer,) = await asyncio.gather(entry.connecting, return_exceptions=True)
     if not isinstance(peer, BaseException):
         await peer.close()

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -71,7 +72,10 @@ class PrefillService:
                 self._fills[output.request_id][0].take_output(output)
         while self._chunks:
             request_id, chunk = self._chunks.popleft()
-            self._fills[request_id][0].push(chunk)
+            if request_id in self._fills:
+                self._fills[request_id][0].push(chunk)
+            else:
+                self._node.engine.post(partial(_unpin, chunk.pages))
         for request_id, reason in update.output.failed:
             if request_id in self._fills:
                 self._fills[request_id][0].stop(reason)
@@ -132,8 +136,8 @@ class PrefillService:
             raise InvalidRequestError("this prefill worker drains")
         if start.fingerprint != node.fingerprint:
             raise InvalidRequestError(
-                f"decode worker {start.decode_worker_id} and prefill worker {node.worker_id} differ in weights, dtype or "
-                "block size: their pages cannot be exchanged"
+                f"decode worker {start.decode_worker_id} and prefill worker {node.worker_id} differ in weights, dtype "
+                "or block size: their pages cannot be exchanged"
             )
         if start.transport != node.transport.name:
             raise InvalidRequestError(
@@ -173,6 +177,10 @@ class PrefillService:
                 return
             for fill, _ in list(self._fills.values()):
                 fill.heartbeat()
+
+
+def _unpin(pages: Sequence[int], engine: Engine) -> None:
+    engine.unpin(pages)
 
 
 async def _read(requests: AsyncIterator[pb.FillRequest], fill: Fill) -> None:

@@ -27,9 +27,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
         """Passes an authorised call on and answers the others with UNAUTHENTICATED."""
         handler = await continuation(handler_call_details)
         if (
@@ -46,7 +46,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return not self._expected or hmac.compare_digest(data, self._expected)
 
 
-def _refusing(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
     """A handler of the same shape that refuses."""
 
     async def refuse(_request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:

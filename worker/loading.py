@@ -53,10 +53,9 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         max_model_len=settings.max_model_len,
         on_progress=_log_progress(),
     )
-    max_model_len = runner.config.max_model_len
     engine = Engine(
         runner,
-        max_model_len=max_model_len,
+        max_model_len=runner.config.max_model_len,
         token_budget=settings.token_budget,
         max_num_seqs=settings.max_num_seqs,
         max_queue_tokens=settings.max_queue_tokens,
@@ -64,7 +63,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     return Loaded(
         engine=engine,
         memory=PoolMemory(runner.pool.data_ptr(), runner.num_pages, runner.page_bytes),
-        limits=Limits(vocab_size=runner.config.vocab_size, max_model_len=max_model_len),
+        limits=Limits(vocab_size=runner.config.vocab_size, max_model_len=engine.max_model_len),
         fingerprint=runner.fingerprint,
         dtype=runner.dtype,
     )

@@ -1,0 +1,174 @@
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpd.blocks import extend_hashes, hash_root
+from cpd.rpc import cpd_pb2 as pb
+from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
+from worker.convert import (
+    InvalidRequestError,
+    Limits,
+    first_outputs_from_wire,
+    output_to_wire,
+    request_from_wire,
+    sampling_to_wire,
+)
+
+LIMITS = Limits(vocab_size=100, max_model_len=64)
+ROOT = hash_root(b"model")
+
+
+def submit(num_tokens: int = 20, **overrides: Any) -> pb.Submit:
+    token_ids = overrides.pop("token_ids", [i % 100 for i in range(num_tokens)])
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 8}
+    sampling.update(overrides.pop("sampling", {}))
+    fields: dict[str, Any] = {
+        "request": 1,
+        "token_ids": token_ids,
+        "prompt_len": len(token_ids),
+        "hash_root": ROOT,
+        "block_hashes": b"".join(extend_hashes(ROOT, [token % 2**31 for token in token_ids])),
+        "sampling": pb.Sampling(**sampling),
+        "n": 1,
+    }
+    return pb.Submit(**(fields | overrides))
+
+
+def test_a_request_keeps_everything() -> None:
+    message = submit(
+        35,
+        n=3,
+        choice=2,
+        sampling={"top_k": 5, "logit_bias": {7: -2.5}, "seed": 2**64 - 1, "top_logprobs": 0, "stop_token_ids": [3, 99]},
+    )
+    request = request_from_wire(message, "r", LIMITS)
+    assert request == Request(
+        id="r",
+        token_ids=list(range(35)),
+        prompt_len=35,
+        params=SamplingParams(
+            temperature=1.0,
+            top_k=5,
+            logit_bias={7: -2.5},
+            seed=2**64 - 1,
+            top_logprobs=0,
+            max_tokens=8,
+            stop_token_ids=frozenset({3, 99}),
+        ),
+        hash_root=ROOT,
+        block_hashes=extend_hashes(ROOT, list(range(35))),
+        first_choice=2,
+        n=3,
+    )
+
+
+def test_unset_logprobs_are_none() -> None:
+    assert request_from_wire(submit(), "r", LIMITS).params.top_logprobs is None
+
+
+def test_output_already_emitted_is_not_prompt() -> None:
+    request = request_from_wire(submit(20, prompt_len=18), "r", LIMITS)
+    assert (request.prompt_len, len(request.token_ids)) == (18, 20)
+
+
+def test_stop_tokens_that_cannot_be_sampled_are_left_out() -> None:
+    request = request_from_wire(submit(sampling={"stop_token_ids": [5, 100]}), "r", LIMITS)
+    assert request.params.stop_token_ids == {5}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"token_ids": [], "prompt_len": 0}, "prompt_len"),
+        ({"prompt_len": 0}, "prompt_len"),
+        ({"prompt_len": 21}, "prompt_len"),
+        ({"num_tokens": 64}, "context"),
+        ({"token_ids": [100]}, "token id 100"),
+        ({"token_ids": [2**32 - 1]}, "token id"),
+        ({"hash_root": b"short"}, "hash_root"),
+        ({"block_hashes": b""}, "block_hashes"),
+        ({"block_hashes": b"x" * 17}, "block_hashes"),
+        ({"block_hashes": b"x" * 32}, "block_hashes"),
+        ({"n": 0}, "n 0"),
+        ({"n": 2**32 - 1}, "n "),
+        ({"n": 2, "prompt_len": 19}, "n must be 1"),
+        ({"prompt_len": 12}, "already emitted"),
+        ({"sampling": {"temperature": -1}}, "temperature"),
+        ({"sampling": {"temperature": math.nan}}, "temperature"),
+        ({"sampling": {"top_p": 0}}, "top_p"),
+        ({"sampling": {"top_p": 1.5}}, "top_p"),
+        ({"sampling": {"min_p": -0.1}}, "min_p"),
+        ({"sampling": {"repetition_penalty": 0}}, "repetition_penalty"),
+        ({"sampling": {"presence_penalty": math.inf}}, "presence_penalty"),
+        ({"sampling": {"max_tokens": 0}}, "max_tokens"),
+        ({"sampling": {"logit_bias": {100: 1.0}}}, "logit_bias"),
+        ({"sampling": {"logit_bias": {1: math.nan}}}, "logit_bias"),
+        ({"sampling": {"top_logprobs": 101}}, "top_logprobs"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        request_from_wire(submit(**overrides), "r", LIMITS)
+
+
+floats = st.floats(-2, 2, width=32)
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 2, width=32),
+        top_p=st.floats(0.125, 1, width=32),
+        top_k=st.integers(0, 100),
+        min_p=st.floats(0, 1, width=32),
+        presence_penalty=floats,
+        frequency_penalty=floats,
+        repetition_penalty=st.floats(0.125, 2, width=32),
+        logit_bias=st.dictionaries(st.integers(0, 99), floats),
+        seed=st.integers(0, 2**64 - 1),
+        top_logprobs=st.none() | st.integers(0, 20),
+        max_tokens=st.integers(1, 100),
+        min_tokens=st.integers(0, 100),
+        stop_token_ids=st.frozensets(st.integers(0, 99)),
+    )
+)
+def test_sampling_comes_back_from_the_wire_as_it_went(params: SamplingParams) -> None:
+    message = submit()
+    message.sampling.CopyFrom(sampling_to_wire(params))
+    assert request_from_wire(message, "r", LIMITS).params == params
+
+
+def first_tokens(*outputs: Output) -> pb.FillFirstTokens:
+    return pb.FillFirstTokens(outputs=[output_to_wire(output) for output in outputs])
+
+
+def request_for(n: int, top_logprobs: int | None = None) -> Request:
+    return Request("r", [1], 1, SamplingParams(top_logprobs=top_logprobs), ROOT, [], first_choice=4, n=n)
+
+
+def test_first_tokens_come_back_as_they_went() -> None:
+    outputs = [
+        Output("r", 4, [7], [TokenLogprobs(-0.5, [(7, -0.5), (8, -1.5)])], Finish.STOP),
+        Output("r", 5, [8], [TokenLogprobs(-1.5, [])]),
+    ]
+    assert first_outputs_from_wire(first_tokens(*reversed(outputs)), request_for(2, 2), LIMITS) == outputs
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [],
+        [Output("r", 4, [1], [])],
+        [Output("r", 4, [1], []), Output("r", 4, [1], [])],
+        [Output("r", 4, [1], []), Output("r", 5, [], [])],
+        [Output("r", 4, [1], []), Output("r", 5, [1, 2], [])],
+        [Output("r", 4, [1], []), Output("r", 5, [100], [])],
+        [Output("r", 4, [1], []), Output("r", 5, [1], [TokenLogprobs(0.0, [])])],
+    ],
+)
+def test_first_tokens_that_do_not_fit_the_request_are_refused(outputs: list[Output]) -> None:
+    with pytest.raises(InvalidRequestError):
+        first_outputs_from_wire(first_tokens(*outputs), request_for(2), LIMITS)

@@ -1,0 +1,318 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from engine.engine import Engine
+from tests.engine.fakes import make_engine, make_request, prompt
+from tests.waiting import eventually
+from worker.auth import TokenInterceptor, token_metadata
+from worker.engine_thread import EngineThread
+from worker.outbox import Outbox
+from worker.sessions import SNAPSHOT_HASHES, Session, SessionServer
+
+if TYPE_CHECKING:
+    from cpd.rpc.cpd_pb2_grpc import WorkerAsyncStub
+
+TOKEN = "secret"
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+class Recorder:
+    """A handler that answers nothing by itself."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[Session, int]] = []
+        self.aborted: list[int] = []
+        self.ended: list[Session] = []
+
+    def submit(self, session: Session, message: pb.Submit) -> None:
+        if message.request == 666:
+            raise RuntimeError("a bug")
+        self.submitted.append((session, message.request))
+
+    def abort(self, session: Session, message: pb.Abort) -> None:
+        self.aborted.append(message.request)
+
+    def session_ended(self, session: Session) -> None:
+        self.ended.append(session)
+
+
+class Servicer(rpc.WorkerServicer):
+    def __init__(self, sessions: SessionServer) -> None:
+        self.sessions = sessions
+
+    async def Session(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        await self.sessions.serve(requests, context)
+
+    async def Fill(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        raise AssertionError
+
+
+class Node:
+    """A gRPC server with sessions over a real engine."""
+
+    def __init__(self, thread: EngineThread, make_outbox: Callable[[], Outbox]) -> None:
+        self.engine = thread
+        self.handler = Recorder()
+        self.load = pb.Load(state=pb.STATE_READY, free_pages=64)
+        self.sessions = SessionServer(
+            hello=lambda: pb.Hello(worker_id="w"),
+            load=lambda: self.load,
+            engine=thread,
+            handler=self.handler,
+            make_outbox=make_outbox,
+        )
+        thread.attach(lambda engine, output: None, self.sessions.publish)
+        self.server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)])
+        rpc.add_WorkerServicer_to_server(Servicer(self.sessions), self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    @property
+    def latest(self) -> Session:
+        return self.handler.submitted[-1][0]
+
+
+@asynccontextmanager
+async def serving(engine: Engine | None = None, make_outbox: Callable[[], Outbox] = Outbox) -> AsyncIterator[Node]:
+    made = engine or make_engine()[0]
+    thread = EngineThread(lambda: made, on_failure=_unexpected)
+    await thread.start()
+    node = Node(thread, make_outbox)
+    await node.server.start()
+    try:
+        yield node
+    finally:
+        await node.server.stop(0)
+        await thread.close()
+
+
+class Router:
+    """The other end of a session."""
+
+    def __init__(self, node: Node, router_id: str = "router", token: str = TOKEN) -> None:
+        self._channel = grpc.aio.insecure_channel(node.address)
+        self._stub: WorkerAsyncStub = rpc.WorkerStub(self._channel)
+        self.call = self._stub.Session(metadata=token_metadata(token))  # type: ignore[call-arg]
+        self.router_id = router_id
+
+    async def __aenter__(self) -> "Router":
+        await self.send(hello=pb.RouterHello(router_id=self.router_id))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.call.cancel()
+        await self._channel.close(None)
+
+    async def send(self, **kind: Any) -> None:
+        await self.call.write(pb.RouterMessage(**kind))
+
+    async def read(self) -> pb.WorkerMessage:
+        message = await asyncio.wait_for(self.call.read(), 20)
+        assert isinstance(message, pb.WorkerMessage), await self.call.details()
+        return message
+
+    async def read_until(self, kind: str) -> pb.WorkerMessage:
+        while (message := await self.read()).WhichOneof("kind") != kind:
+            pass
+        return message
+
+    async def opened(self) -> list[pb.WorkerMessage]:
+        """Everything up to the first load."""
+        messages = [await self.read()]
+        while messages[-1].WhichOneof("kind") != "load":
+            messages.append(await self.read())
+        return messages
+
+    async def ended(self) -> grpc.StatusCode:
+        async with asyncio.timeout(20):
+            try:
+                while await self.call.read() is not EOF:
+                    pass
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return await self.call.code()
+
+
+async def test_a_session_opens_with_hello_snapshot_and_load() -> None:
+    async with serving() as node, Router(node) as router:
+        kinds = [message.WhichOneof("kind") for message in await router.opened()]
+        assert kinds == ["hello", "snapshot", "load"]
+
+
+async def test_the_snapshot_comes_in_chunks_and_events_follow_without_a_gap() -> None:
+    engine, _ = make_engine(num_pages=64)
+    async with serving(engine) as node:
+        await _serve(node, "a", 0)
+        async with Router(node) as router:
+            opened = await router.opened()
+            snapshots = [message.snapshot for message in opened if message.WhichOneof("kind") == "snapshot"]
+            assert [snapshot.last for snapshot in snapshots] == [True]
+            hashes = snapshots[0].hashes
+            assert {hashes[i : i + 8] for i in range(0, len(hashes), 8)} == {
+                block_hash[:8] for block_hash in await node.engine.call(Engine.cached_hashes)
+            }
+            await _serve(node, "b", 5)
+            events = (await router.read_until("cache")).cache
+            assert events.number == snapshots[0].number + 1
+
+
+async def test_long_snapshots_stay_below_the_message_bound() -> None:
+    async with serving() as node:
+        node.engine.snapshot = _long_snapshot  # type: ignore[method-assign]
+        async with Router(node) as router:
+            snapshots = [m for m in await router.opened() if m.WhichOneof("kind") == "snapshot"]
+            assert [message.snapshot.last for message in snapshots] == [False, False, True]
+            assert all(message.ByteSize() < 256 << 10 for message in snapshots)
+            assert sum(len(message.snapshot.hashes) for message in snapshots) == 8 * (2 * SNAPSHOT_HASHES + 1)
+
+
+async def test_messages_reach_the_handler_and_results_the_router() -> None:
+    async with serving() as node, Router(node) as router:
+        await router.send(submit=pb.Submit(request=1))
+        await router.send(abort=pb.Abort(request=2))
+        await eventually(lambda: node.handler.aborted == [2])
+        node.latest.send(pb.Output(request=1, token_ids=[5]))
+        node.latest.send(pb.Refusal(request=2))
+        node.latest.send(pb.Output(request=3, token_ids=[6]))
+        assert [output.request for output in (await router.read_until("step")).step.outputs] == [1]
+        assert (await router.read_until("refusal")).refusal.request == 2
+        assert [output.request for output in (await router.read_until("step")).step.outputs] == [3]
+
+
+async def test_what_is_sent_at_one_time_is_one_message() -> None:
+    async with serving() as node, Router(node) as router:
+        await router.opened()
+        await router.send(submit=pb.Submit(request=1))
+        await eventually(lambda: bool(node.handler.submitted))
+        for i in range(50):
+            node.latest.send(pb.Output(request=i))
+        assert len((await router.read_until("step")).step.outputs) == 50
+
+
+@pytest.mark.parametrize("how", ["half close", "cancel", "connection"])
+async def test_the_end_of_a_stream_ends_its_requests(how: str) -> None:
+    async with serving() as node:
+        async with Router(node) as router:
+            await router.opened()
+            await router.send(submit=pb.Submit(request=1))
+            await eventually(lambda: bool(node.handler.submitted))
+            if how == "half close":
+                await router.call.done_writing()
+                assert await router.ended() is grpc.StatusCode.OK
+            elif how == "cancel":
+                router.call.cancel()
+        await eventually(lambda: node.handler.ended == [node.latest])
+
+
+async def test_a_new_session_of_the_same_router_supersedes_the_old_one() -> None:
+    async with serving() as node, Router(node) as old:
+        await old.opened()
+        await old.send(submit=pb.Submit(request=1))
+        await eventually(lambda: bool(node.handler.submitted))
+        session = node.latest
+        async with Router(node) as new, Router(node, "other") as other:
+            await new.opened()
+            await other.opened()
+            assert node.handler.ended == [session]
+            assert await old.ended() is grpc.StatusCode.ABORTED
+            session.send(pb.Output(request=1))  # goes nowhere
+            node.sessions.publish_load(pb.Load(running=3))
+            assert (await new.read_until("load")).load.running == 3
+            assert (await other.read_until("load")).load.running == 3
+        await eventually(lambda: len(node.handler.ended) == 3)
+
+
+async def test_a_router_that_does_not_read_is_cut_off_and_others_go_on() -> None:
+    outboxes = serving(make_outbox=lambda: Outbox(max_pending_outputs=20_000))
+    async with outboxes as node, Router(node, "good") as good, Router(node, "slow") as slow:
+        for router in (good, slow):
+            await router.opened()
+            await router.send(submit=pb.Submit(request=1))
+        await eventually(lambda: len(node.handler.submitted) == 2)
+        sessions = {session.router_id: session for session, _ in node.handler.submitted}
+        while not sessions["slow"].ended.done():
+            for i in range(1000):
+                sessions["slow"].send(pb.Output(request=i, token_ids=range(100)))
+            sessions["good"].send(pb.Output(request=1))
+            await good.read_until("step")
+        await eventually(lambda: node.handler.ended == [sessions["slow"]])
+        sessions["good"].send(pb.Output(request=2))
+        assert [output.request for output in (await good.read_until("step")).step.outputs] == [2]
+        assert await slow.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_message_that_cannot_be_handled_ends_only_its_session() -> None:
+    async with serving() as node, Router(node) as router, Router(node, "other") as other:
+        await other.opened()
+        await router.send(submit=pb.Submit(request=666))
+        assert await router.ended() is grpc.StatusCode.INTERNAL
+        await eventually(lambda: len(node.handler.ended) == 1)
+        node.sessions.publish_load(pb.Load(running=1))
+        assert (await other.read_until("load")).load.running == 1
+
+
+@pytest.mark.parametrize("first", [{"submit": pb.Submit()}, {"hello": pb.RouterHello()}])
+async def test_a_session_must_start_with_a_named_hello(first: dict[str, Any]) -> None:
+    async with serving() as node:
+        router = Router(node)
+        await router.send(**first)
+        assert await router.ended() is grpc.StatusCode.INVALID_ARGUMENT
+        await router.__aexit__()
+
+
+async def test_a_second_hello_ends_the_session() -> None:
+    async with serving() as node, Router(node) as router:
+        await router.send(hello=pb.RouterHello(router_id="router"))
+        assert await router.ended() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "secret2"])
+async def test_a_call_without_the_token_is_refused(token: str) -> None:
+    async with serving() as node:
+        router = Router(node, token=token)
+        assert await router.ended() is grpc.StatusCode.UNAUTHENTICATED
+        await router.__aexit__()
+        assert node.handler.ended == []
+
+
+async def test_flush_waits_for_what_was_sent() -> None:
+    async with serving() as node, Router(node) as router:
+        await router.opened()
+        await router.send(submit=pb.Submit(request=1))
+        await eventually(lambda: bool(node.handler.submitted))
+        node.latest.send(pb.Refusal(request=1))
+        await asyncio.wait_for(node.sessions.flush(), 20)
+        node.sessions.end_all("the worker stops")
+        assert (await router.read_until("refusal")).refusal.request == 1
+        assert await router.ended() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_dead_engine_ends_new_sessions() -> None:
+    async with serving() as node:
+        await node.engine.close()
+        async with Router(node) as router:
+            assert await router.ended() is grpc.StatusCode.UNAVAILABLE
+
+
+async def _serve(node: Node, name: str, start: int) -> None:
+    def idle(engine: Engine) -> bool | None:
+        return None if engine.has_work else True
+
+    await node.engine.call(lambda engine: engine.add(make_request(name, prompt(50, start), max_tokens=4)))
+    await node.engine.poll(idle)
+
+
+async def _long_snapshot() -> Any:
+    from worker.engine_thread import CacheSnapshot
+
+    return CacheSnapshot(0, [i.to_bytes(16, "big") for i in range(2 * SNAPSHOT_HASHES + 1)])
+
+
+def _unexpected(error: BaseException) -> None:
+    raise AssertionError(error)
