@@ -15,9 +15,9 @@ From there `outcome` becomes known, and with it the reservation is somebody else
     FAILED       refused, broken, silent for too long: the next one's turn  (cancelled)
     CANCELLED    nobody wants the result any more                           (cancelled)
 
-A cancelled reservation's pages are free again when the landing could be revoked, or the prefill worker said that
-nothing is in flight. Else they are in quarantine, and the fill lives on, without anybody waiting for it, until the
-prefill worker says so or is proven gone. The task that runs a fill is never cancelled before that.
+A cancelled reservation's pages are free at once when the landing could be revoked: nothing is being written into them.
+Else they are in quarantine, and the fill lives on, without anybody waiting for it, until the prefill worker says that
+nothing is in flight, or the transport proves it. The task that runs a fill is never cancelled before that.
 """
 
 import asyncio
@@ -253,11 +253,8 @@ class Fill:
         transport = self._node.transport
         self._reservation = reservation
         self.state = State.LANDED
-        if reservation.pages:
-            self._landing = transport.expect(reservation.id, reservation.generation, reservation.pages)
-            tasks.append(asyncio.create_task(self._watch(self._landing)))
-        else:
-            self._arrived = True  # somebody else has brought them all meanwhile; only the first tokens are missing
+        self._landing = transport.expect(reservation.id, reservation.generation, reservation.pages)
+        tasks.append(asyncio.create_task(self._watch(self._landing)))
         self._outgoing.put_nowait(
             pb.FillRequest(
                 landing=pb.FillLanding(
@@ -305,8 +302,7 @@ class Fill:
     async def _give_up(self, status: Status, reason: str) -> None:
         if self._reserving is not None:
             self._reservation = await self._withdraw()
-        # Asked even if it was released: the landing must refuse everything from now on.
-        safe = (self._landing is None or self._landing.revoke()) or self._released
+        safe = self._landing is None or self._landing.revoke()
         reservation = self._reservation
         if reservation is not None:
             self._node.engine.post(lambda engine: engine.cancel(reservation, quarantine=not safe))
@@ -357,7 +353,8 @@ class Fill:
             event = await self._inbox.get()
             if event is _Signal.PEER_GONE:
                 break
-            if isinstance(event, pb.FillEvent) and event.WhichOneof("kind") in ("released", "refused"):
+            ended = isinstance(event, pb.FillEvent) and event.WhichOneof("kind") in ("released", "refused")
+            if ended and self._landing.revoke():
                 break
         await self._node.engine.call(lambda engine: engine.end_quarantine(reservation))
 

@@ -1,5 +1,6 @@
 """A worker's engine without a model: the fake runner of the engine's tests over memory that transports can reach."""
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -89,3 +90,26 @@ def fake_loader(
         )
 
     return load
+
+
+class Gate:
+    """Holds an engine in its step while closed; for `fake_loader(before_step=gate.wait)`."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.held = False
+
+    def close(self) -> None:
+        """The next step waits."""
+        self._open.clear()
+
+    def open(self) -> None:
+        """Steps go on."""
+        self._open.set()
+
+    def wait(self) -> None:
+        """What the engine thread calls."""
+        self.held = not self._open.is_set()
+        assert self._open.wait(20), "the gate was never opened"
+        self.held = False

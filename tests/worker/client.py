@@ -1,0 +1,181 @@
+"""A router's end of a session, for tests: submits engine requests and collects what comes back."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from engine.types import Finish, Request
+from tests.waiting import DEADLINE_S, eventually
+from worker.auth import token_metadata
+from worker.convert import sampling_to_wire
+
+if TYPE_CHECKING:
+    from cpd.rpc.cpd_pb2_grpc import WorkerAsyncStub
+
+
+@dataclass
+class Answer:
+    """What a worker has said to one (request, attempt)."""
+
+    choices: set[int]
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, Finish] = field(default_factory=dict)
+    prefilled: dict[int, pb.Prefilled] = field(default_factory=dict)
+    refusal: pb.Refusal | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether a token has come."""
+        return bool(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has come to an end."""
+        return self.refusal is not None or self.choices == set(self.finish)
+
+    def take(self, output: pb.Output) -> None:
+        """Adds an output, and checks that none follows the last one."""
+        assert self.refusal is None, "an output after a refusal"
+        assert output.choice in self.choices
+        assert output.choice not in self.finish, "an output after the last one"
+        assert output.HasField("prefilled") == (output.choice not in self.tokens)
+        if output.HasField("prefilled"):
+            self.prefilled[output.choice] = output.prefilled
+        self.tokens.setdefault(output.choice, []).extend(output.token_ids)
+        if output.finish:
+            self.finish[output.choice] = Finish(output.finish)
+
+
+class Client:
+    """A session with the worker at `address`."""
+
+    def __init__(self, address: str, *, router_id: str = "test", token: str = "") -> None:
+        self.address = address
+        self.router_id = router_id
+        self.answers: dict[tuple[int, int], Answer] = {}
+        self.hello = pb.Hello()
+        self.load = pb.Load()
+        self.cached: set[bytes] = set()
+        self.broken: grpc.StatusCode | None = None
+        self.messages: list[pb.WorkerMessage] = []
+        self._token = token
+        self._event_number = -1
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self.address)
+        self.stub: WorkerAsyncStub = rpc.WorkerStub(self._channel)
+        self._call = self.stub.Session(metadata=token_metadata(self._token))  # type: ignore[call-arg]
+        await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=self.router_id)))
+        self._reader = asyncio.create_task(self._read())
+        await eventually(lambda: self.load.state != pb.STATE_UNSPECIFIED or self._reader.done())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        await asyncio.wait([self._reader])
+        await self._channel.close(None)
+        if not self._reader.cancelled() and (error := self._reader.exception()):
+            raise error
+
+    async def drain(self) -> None:
+        """Asks the worker to drain."""
+        stub: Any = rpc.AdminStub(self._channel)
+        await stub.Drain(pb.DrainRequest(), metadata=token_metadata(self._token), timeout=DEADLINE_S)
+
+    async def submit(
+        self,
+        request: Request,
+        number: int,
+        *,
+        attempt: int = 0,
+        candidates: Sequence[pb.PrefillCandidate] = (),
+        long_prefill_tokens: int = 32,
+    ) -> Answer:
+        """Submits a request under a number."""
+        answer = Answer(set(range(request.first_choice, request.first_choice + request.n)))
+        self.answers[number, attempt] = answer
+        await self._call.write(
+            pb.RouterMessage(
+                submit=pb.Submit(
+                    request=number,
+                    attempt=attempt,
+                    token_ids=request.token_ids,
+                    prompt_len=request.prompt_len,
+                    hash_root=request.hash_root,
+                    block_hashes=b"".join(request.block_hashes),
+                    sampling=sampling_to_wire(request.params),
+                    n=request.n,
+                    choice=request.first_choice,
+                    prefill_candidates=candidates,
+                    long_prefill_tokens=long_prefill_tokens,
+                    trace_id=request.id,
+                )
+            )
+        )
+        return answer
+
+    async def abort(self, number: int, choices: Sequence[int] = (), attempt: int = 0) -> None:
+        """Aborts a request; what was sent before may still come."""
+        await self._call.write(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
+
+    async def done(self, *answers: Answer) -> None:
+        """Waits until all have ended."""
+        await eventually(lambda: all(answer.done for answer in answers) or self._reader.done())
+        assert all(answer.done for answer in answers), f"the session ended: {self.broken}"
+
+    async def balanced(self) -> None:
+        """Waits until the worker is idle and every page of it is free or cached."""
+
+        def idle() -> bool:
+            load = self.load
+            held = load.used_pages + load.reserved_pages + load.quarantined_pages
+            return not (load.running or load.waiting or held)
+
+        try:
+            await eventually(lambda: idle() or self._reader.done())
+        except TimeoutError:
+            raise AssertionError(f"still busy: {self.load}") from None
+        assert idle(), f"the session ended: {self.broken}"
+        assert self.load.free_pages + self.load.cached_pages == self.hello.num_pages
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                self._take(message)
+            self.broken = await self._call.code()
+        except grpc.aio.AioRpcError as error:
+            self.broken = error.code()
+
+    def _take(self, message: pb.WorkerMessage) -> None:
+        self.messages.append(message)
+        match message.WhichOneof("kind"):
+            case "hello":
+                self.hello = message.hello
+            case "snapshot":
+                self._event_number = message.snapshot.number
+                self.cached |= set(_hashes(message.snapshot.hashes))
+            case "cache":
+                assert message.cache.number == self._event_number + 1, "a gap in the cache events"
+                self._event_number += 1
+                for event in message.cache.events:
+                    hashes = set(_hashes(event.hashes))
+                    assert hashes <= self.cached if event.removed else not hashes & self.cached
+                    self.cached = self.cached - hashes if event.removed else self.cached | hashes
+            case "step":
+                for output in message.step.outputs:
+                    self.answers[output.request, output.attempt].take(output)
+            case "refusal":
+                answer = self.answers[message.refusal.request, message.refusal.attempt]
+                assert not answer.done, "a refusal after the end"
+                answer.refusal = message.refusal
+            case "load":
+                self.load = message.load
+
+
+def _hashes(joined: bytes) -> list[bytes]:
+    return [joined[i : i + 8] for i in range(0, len(joined), 8)]

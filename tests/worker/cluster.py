@@ -1,0 +1,73 @@
+"""Whole workers inside the test's process: real gRPC, real Redis, real engine, with a runner without a model."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from redis.asyncio import Redis
+
+from cpd.config import Role, WorkerSettings
+from cpd.membership import members
+from cpd.rpc import cpd_pb2 as pb
+from decode_worker.service import DecodeService
+from prefill_worker.service import PrefillService
+from tests.waiting import DEADLINE_S
+from tests.worker.fakes import fake_loader
+from worker.loading import Loaded
+from worker.worker import Worker
+
+_names = itertools.count()
+
+
+class Running:
+    """A worker that runs as a task."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.task = asyncio.create_task(worker.run())
+
+    @property
+    def address(self) -> str:
+        return self.worker.address
+
+    @property
+    def candidate(self) -> pb.PrefillCandidate:
+        return pb.PrefillCandidate(worker_id=self.worker.id, address=self.address)
+
+    async def stop(self) -> int:
+        """Ends it; returns its exit code."""
+        self.worker.lifecycle.stop("the test ends")
+        return await asyncio.wait_for(asyncio.shield(self.task), DEADLINE_S)
+
+
+@asynccontextmanager
+async def running(
+    role: Role,
+    redis_url: str,
+    *,
+    load: Callable[[WorkerSettings], Loaded] | None = None,
+    transport: Literal["", "local"] = "local",
+    **settings: Any,
+) -> AsyncIterator[Running]:
+    """A worker that has taken its lease."""
+    name = f"{role}-{next(_names)}"
+    given = {"worker_id": name, "cluster": f"test-{name}", "redis_url": redis_url, "token_budget": 64, **settings}
+    worker = Worker(
+        WorkerSettings(**given),
+        role,
+        PrefillService if role == "prefill" else DecodeService,
+        load=load or fake_loader(),
+        transport=transport,
+    )
+    it = Running(worker)
+    async with Redis.from_url(redis_url) as redis, asyncio.timeout(DEADLINE_S):
+        while not it.task.done() and not await members(redis, given["cluster"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    if it.task.done():
+        it.task.result()
+    try:
+        yield it
+    finally:
+        await it.stop()
