@@ -21,8 +21,10 @@ lint: venv
 venv: $(READY)
 
 $(READY): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements.lock
+	@# Compiling what is imported when it is imported is quicker than compiling all of torch and Ray now.
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	$(BIN)/python -m engine.kernels
 	touch $(READY)

@@ -1,0 +1,18 @@
+import re
+from pathlib import Path
+
+from cpd.config import ClusterSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_setting_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    documented = re.findall(r"^\| `--([a-z-]+)` \|", text, re.MULTILINE)
+    assert sorted(documented) == sorted(name.replace("_", "-") for name in ClusterSettings.model_fields)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
