@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 import orjson
 
 from cpd.errors import ConfigError
+from deploy.raydir import clear_ray_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,7 @@ class ClusterDir:
         """Removes what a killed `cpd up` left behind."""
         stale = self._state()
         if stale and stale.ray_dir:
-            _end_users_of(stale.ray_dir)
-            shutil.rmtree(stale.ray_dir, ignore_errors=True)
+            clear_ray_dir(stale.ray_dir)
         for file in self.path.iterdir():
             if file.name != "lock":
                 file.unlink()
@@ -149,15 +148,3 @@ def _make_private(directory: Path) -> None:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{directory} must be a directory that only you can access: fix its permissions or remove it")
-
-
-def _end_users_of(directory: str) -> None:
-    """Kills what still has files open there: Ray's agents outlive its other processes when those are killed."""
-    users = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if os.readlink(link).startswith(f"{directory}/"):
-                users.add(int(link.parts[2]))
-    for pid in users - {os.getpid()}:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)

@@ -8,11 +8,9 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from types import FrameType
@@ -32,6 +30,7 @@ from deploy.endpoint import LOOPBACK, WILDCARDS, is_ready, pick_port, url_of
 from deploy.model import check_model, resolve_model
 from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import processes
+from deploy.raydir import clear_ray_dir, make_ray_dir
 from deploy.redis import EmbeddedRedis, embedded_redis
 from deploy.session import joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
@@ -62,10 +61,10 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             pid=os.getpid(),
             url=url_of(settings.host, settings.port),
             api_key=next(iter(settings.api_key), ""),
-            # Below XDG_RUNTIME_DIR there may be little room, and paths too long for Ray's sockets.
-            ray_dir="" if settings.ray_address else tempfile.mkdtemp(prefix="cpd-ray-", dir="/tmp"),
+            ray_dir="" if settings.ray_address else make_ray_dir(),
         )
-        stack.callback(shutil.rmtree, state.ray_dir, ignore_errors=True)
+        if state.ray_dir:
+            stack.callback(clear_ray_dir, state.ray_dir)
         directory.write(state)
 
         redis = None

@@ -1,0 +1,165 @@
+"""The `cpd` command with a real Ray: up, harmed, down. Ray takes seconds to start, so one cluster sees most of it."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import openai
+import pytest
+
+from models import tiny
+from tests.e2e.cluster import eventually
+
+pytestmark = pytest.mark.e2e
+
+PROGRAM = [sys.executable, "-c", "from cpd.cli import main; main()"]
+DOWN_S = 15.0
+
+
+class Command:
+    """Runs `cpd` with a runtime directory of its own, and finds every process that comes of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._mark = f"STARTED_BY_TEST={uuid4().hex}"
+        name, value = self._mark.split("=")
+        self._environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), name: value}
+        self._errors = directory / "errors"
+        self._before = _leftovers()
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts `cpd up`."""
+        with self._errors.open("w") as errors:
+            return subprocess.Popen(
+                [*PROGRAM, "up", "--port", "0", "--model", str(tiny.CHECKPOINT), "--kv-memory", "64MiB", *arguments],
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Exit code and output."""
+        done = subprocess.run([*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    def errors(self) -> str:
+        """What `cpd up` has printed beside its result."""
+        return self._errors.read_text()
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of everything that was started."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (process / "environ").read_bytes():
+                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it has just ended
+                pass
+        return found
+
+    def assert_nothing_is_left(self, port: int | None = None) -> None:
+        """No process, port, shared memory or directory."""
+        eventually(lambda: not self.processes(), f"nothing is left of {self.processes()}", DOWN_S)
+        assert _leftovers() <= self._before
+        assert not (self._errors.parent / "cpd").exists()
+        if port:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+
+
+def _leftovers() -> set[str]:
+    return {*os.listdir("/dev/shm"), *(name for name in os.listdir("/tmp") if name.startswith("cpd-ray-"))}
+
+
+@pytest.fixture
+def command() -> Iterator[Command]:
+    directory = Path(tempfile.mkdtemp(prefix="cpd-e2e-", dir="/tmp"))  # sockets need short names
+    made = Command(directory)
+    yield made
+    for pid in made.processes():
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(directory)
+
+
+def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
+    up = command.start("--long-prefill-tokens", "64", "--served-model-name", "tiny", "--log-level", "warning")
+    assert up.stdout is not None
+    banner = [up.stdout.readline() for _ in range(6)]
+    assert banner[0].startswith("Serving tiny at http://127.0.0.1:"), command.errors()
+    url = banner[0].split()[-1]
+    port = int(url.split(":")[-1])
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+        def ask(words: int) -> tuple[str, str]:
+            raw = client.completions.with_raw_response.create(
+                model="tiny", prompt="copper door " * words, max_tokens=8, temperature=0
+            )
+            return raw.parse().choices[0].text, raw.headers["x-cpd-route"]
+
+        short, long = ask(3), ask(150)
+        assert (short[1], long[1]) == ("local", "remote")
+
+        code, output = command.run("up", "--port", "0")
+        assert (code, "is running already" in output) == (1, True)
+        code, output = command.run("status")
+        assert code == 0
+        assert all(name in output for name in ("combined-0", "prefill-0", "ready"))
+
+        for victim in ("worker", "supervisor"):
+            before = combined_worker(command)
+            pid = before["pid"] if victim == "worker" else parent(before["pid"])
+            os.kill(pid, signal.SIGKILL)
+
+            def healed(old: int = before["pid"]) -> bool:
+                now = combined_worker(command)
+                return bool(now["pid"] != old and now["state"] == "ready")
+
+            eventually(healed, f"the cluster is whole after its {victim} was killed")
+            assert ask(3) == short
+            assert ask(150) == long
+
+    code, output = command.run("down")
+    assert (code, output) == (0, "Cluster 'default' is down.\n")
+    assert up.wait(DOWN_S) == 0
+    up.stdout.close()
+    command.assert_nothing_is_left(port)
+    assert command.run("status")[0] == 1
+
+
+def test_a_worker_that_refuses_its_settings_ends_the_command_with_its_sentence(command: Command) -> None:
+    with command.start("--max-model-len", "100000", "--prefill", "0") as up:
+        assert up.wait(60) == 1
+    last = command.errors().strip().splitlines()[-1]
+    assert last == "error: --max-model-len 100000 is over the checkpoint's limit of 4096 tokens"
+    command.assert_nothing_is_left()
+
+
+def test_ctrl_c_while_it_starts_takes_everything_down(command: Command) -> None:
+    with command.start() as up:
+        eventually(lambda: any("raylet" in line for line in command.processes().values()), "Ray is starting")
+        up.send_signal(signal.SIGINT)
+        assert up.wait(DOWN_S) == 0
+    command.assert_nothing_is_left()
+
+
+def combined_worker(command: Command) -> dict[str, Any]:
+    """The combined worker in `cpd status --json`."""
+    code, output = command.run("status", "--json")
+    assert code == 0, output
+    workers: dict[str, dict[str, Any]] = {worker["id"]: worker for worker in json.loads(output)["workers"]}
+    return workers["combined-0"]
+
+
+def parent(pid: int) -> int:
+    """Process id of the supervisor."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
