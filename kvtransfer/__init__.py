@@ -1,1 +1,6 @@
 """Moving KV pages between the pools of two processes."""
+
+from kvtransfer.base import Landing, Peer, PoolMemory, Ticket, Transfer, Transport
+from kvtransfer.factory import create
+
+__all__ = ["Landing", "Peer", "PoolMemory", "Ticket", "Transfer", "Transport", "create"]

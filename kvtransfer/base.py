@@ -52,31 +52,38 @@ class Ticket:
 
 
 class Landing(Protocol):
-    """The receiver's side of one reservation."""
+    """The receiver's side of one reservation. The first connection that pushes to it is its only sender."""
 
     async def done(self) -> None:
         """Returns when every page of the ticket has arrived.
 
         Raises:
-            TransferError: The sender's connection broke, or the landing was revoked.
+            TransferError: The sender's connection broke or stalled, or the landing was revoked.
         """
 
     def revoke(self) -> bool:
-        """Refuses whatever has not arrived. True: nothing can be written any more. Idempotent."""
+        """Refuses whatever has not begun to arrive. True: nothing can be written any more. Idempotent.
+
+        A landing that is complete stays complete.
+        """
 
     async def peer_gone(self) -> None:
-        """Returns when it is certain that no write into these pages is under way or can begin."""
+        """Returns when it is certain that no write into these pages is under way or can begin.
+
+        For a landing that was revoked, failed or completed. A sender that makes no progress is cut off after a
+        few seconds, so this ends even when the sender is stopped.
+        """
 
 
 class Transfer(Protocol):
     """The sender's side of one push."""
 
     async def done(self) -> None:
-        """Returns when the pages have been sent and may be reused.
+        """Returns when the pages have arrived at the receiver; the sender's pages may be reused.
 
         Raises:
             StaleTransferError: The receiver refused the ticket.
-            TransferError: The connection broke, or the transfer was cancelled. The pages may be reused.
+            TransferError: The connection broke or stalled, or the transfer was cancelled. The pages may be reused.
         """
 
     def cancel(self) -> None:
@@ -86,10 +93,19 @@ class Transfer(Protocol):
 class Peer(Protocol):
     """A connection to a receiver."""
 
-    def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> Transfer:
-        """Sends own page `pages[k][0]` to the ticket's page at index `pages[k][1]`, for every k."""
+    @property
+    def alive(self) -> bool:
+        """False once the connection is known to be broken or closed: connect again."""
 
-    async def close(self) -> None: ...
+    def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> Transfer:
+        """Sends own page `pages[k][0]` to the ticket's page at index `pages[k][1]`, for every k.
+
+        Raises:
+            ValueError: A page is not in the pool, or an index not in the ticket or named twice.
+        """
+
+    async def close(self) -> None:
+        """Ends the connection; transfers that are not done end with TransferError."""
 
 
 class Transport(Protocol):
@@ -100,13 +116,20 @@ class Transport(Protocol):
     epoch: int
 
     def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> Landing:
-        """Sets `pages` of the own pool aside for one sender."""
+        """Sets `pages` of the own pool aside for one sender.
+
+        Raises:
+            ValueError: A page is not in the pool or named twice, or the reservation or one of its pages is still
+                open to writes of an earlier landing.
+            TransferError: The transport is closed.
+        """
 
     async def connect(self, address: bytes) -> Peer:
         """Connects to the transport that has this address (its own `address` attribute).
 
         Raises:
             TransferError: Nobody answers there, or its page size differs.
+            StaleTransferError: Another transport answers there than the one that gave this address.
         """
 
     async def close(self) -> None:

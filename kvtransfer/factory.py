@@ -1,0 +1,27 @@
+"""Which transport a worker uses."""
+
+from cpd.errors import ConfigError
+from kvtransfer.base import PoolMemory, Transport
+
+
+async def create(name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "") -> Transport:
+    """Opens a pool's transport.
+
+    Args:
+        name: `ucx`, or `auto` for the best one there is.
+        memory: The pool.
+        epoch: Of the pool: another one each time a pool is made.
+        host: Interface to listen on, an IPv4 address or a name of one; 0.0.0.0 for all.
+        advertise_host: What peers connect to; empty takes `host`.
+
+    Raises:
+        ConfigError: There is no transport of that name, or peers could not connect to the address given.
+        TransferError: It cannot be set up here.
+    """
+    if name not in ("auto", "ucx"):
+        raise ConfigError(f"transport: {name!r} is unknown; give auto or ucx")
+    if (advertise_host or host) == "0.0.0.0":
+        raise ConfigError("advertise-host: workers that listen on 0.0.0.0 must say which address others reach them at")
+    from kvtransfer.ucx.transport import UcxTransport
+
+    return await UcxTransport.open(memory, epoch=epoch, host=host, advertise_host=advertise_host)

@@ -1,0 +1,138 @@
+"""What both ends of a UCX connection do on the reactor's thread: frames in and out, notice that it broke, break it.
+
+A connection fails when UCX says so, when the peer breaks the protocol, and when something is owed and nothing has
+moved for a while. Failing destroys the endpoint first; only then are the pages declared safe.
+"""
+
+import abc
+import time
+from collections import deque
+from typing import Any
+
+from cpd.errors import TransferError
+from kvtransfer.ucx import wire
+from kvtransfer.ucx.reactor import Reactor
+
+GREETING_S = 3.0  # to open a connection
+STALL_S = 10.0  # for pages to move
+GRACE_S = 2.0  # for pages to move that this side has given up: revoked, cancelled
+_TICK_S = 0.25
+
+
+class Connection(abc.ABC):
+    """Implements `kvtransfer.ucx.reactor.Channel`."""
+
+    def __init__(self, reactor: Reactor, endpoint: Any) -> None:
+        self.failed = False
+        self._reactor = reactor
+        self._endpoint = endpoint
+        self._outbox: deque[tuple[Any, bytearray]] = deque()  # frames UCX may still read
+        self._moved_at = time.monotonic()
+        self._looked_at = self._moved_at
+        self._incomplete = 0
+        self._inbox = bytearray(wire.FRAME_BYTES)
+        self._frame_request = self._receive_frame()
+        reactor.channels.add(self)
+
+    def poll(self, now: float) -> bool:
+        try:
+            worked = self._step()
+        except (TransferError, self._reactor.ucx.UCXError) as error:
+            self.fail(self._reason() or str(error))
+            return True
+        if worked or self._moves(now):
+            self._moved_at = now
+        elif (patience := self._patience()) is not None and now - self._moved_at > patience:
+            self.fail(f"the peer did nothing for {patience:g} s")
+            return True
+        return worked
+
+    def wake_at(self) -> float | None:
+        return None if self._patience() is None else time.monotonic() + _TICK_S
+
+    def fail(self, reason: str) -> None:
+        if self.failed:
+            return
+        self.failed = True
+        self._reactor.channels.discard(self)
+        requests = [self._frame_request, *(request for request, _ in self._outbox), *self._page_requests()]
+        if self._endpoint.alive:
+            self._endpoint.set_close_callback(self._untie, (requests,))
+            self._endpoint.close_blocking()
+        self._reactor.drain(requests)
+        self._endpoint = self._frame_request = None
+        self._outbox.clear()
+        self._lost(reason)
+
+    @abc.abstractmethod
+    def _handle(self, frame: wire.Frame) -> None:
+        """A frame has come. Raises TransferError if it may not come now."""
+
+    @abc.abstractmethod
+    def _advance(self) -> bool:
+        """Looks after pages in flight. Returns whether anything was done."""
+
+    @abc.abstractmethod
+    def _page_requests(self) -> list[Any]:
+        """The UCX requests that touch pages."""
+
+    @abc.abstractmethod
+    def _patience(self) -> float | None:
+        """How long the peer may do nothing, in seconds. None: it owes nothing."""
+
+    @abc.abstractmethod
+    def _lost(self, reason: str) -> None:
+        """The endpoint is gone, and UCX touches no page for it any more."""
+
+    def _send(self, frame: wire.Frame) -> None:
+        data = wire.encode(frame)
+        self._outbox.append((self._endpoint.stream_send(self._reactor.array(data)), data))
+
+    def _receive_frame(self) -> Any:
+        return self._endpoint.stream_recv(self._reactor.array(self._inbox))
+
+    def _reason(self) -> str:
+        """What UCX says has happened to the endpoint, empty if it lives."""
+        try:
+            self._endpoint.raise_on_error()
+        except self._reactor.ucx.UCXError as error:
+            return str(error).rpartition("error: ")[2]
+        return ""
+
+    def _untie(self, requests: list[Any]) -> None:
+        """Called while ucxx closes the endpoint.
+
+        ucxx ties requests that it can't cancel at once to their endpoint for ever, and with it worker and sockets.
+        A request posted now makes it hand all of them to the worker, which lets go of them as they complete.
+        """
+        requests.append(self._endpoint.tag_recv(self._reactor.array(self._inbox), self._reactor.ucx.UCXXTag(0)))
+
+    def _step(self) -> bool:
+        worked = False
+        while self._frame_request.completed:
+            self._frame_request.check_error()
+            frame = wire.decode(self._inbox)
+            self._frame_request = self._receive_frame()
+            self._handle(frame)
+            worked = True
+        while self._outbox and self._outbox[0][0].completed:
+            self._outbox.popleft()[0].check_error()
+        self._endpoint.raise_on_error()
+        return self._advance() or worked
+
+    def _moves(self, now: float) -> bool:
+        """Whether pages complete out of order, behind the one that `_advance` waits for. Looks once a tick."""
+        if now - self._looked_at < _TICK_S:
+            return False
+        self._looked_at = now
+        before, self._incomplete = self._incomplete, sum(not request.completed for request in self._page_requests())
+        return self._incomplete != before
+
+
+def pop_completed(requests: deque[Any]) -> bool:
+    """Drops the completed requests at the head. Raises the UCX error of one that failed."""
+    popped = False
+    while requests and requests[0].completed:
+        requests.popleft().check_error()
+        popped = True
+    return popped

@@ -1,0 +1,265 @@
+"""The thread that owns UCX: every call into UCX happens on it, so nothing else of a process ever waits for UCX.
+
+A turn of its loop: run what other threads asked for, let UCX progress (without the GIL), poll the channels. When
+nobody had anything to do it sleeps until UCX, another thread or a deadline wakes it; an idle transport takes no CPU.
+"""
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import os
+import select
+import socket
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+from cpd.errors import TransferError
+from kvtransfer.latch import Latch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_BACKLOG = 128
+_EXIT_S = 5.0
+_DRAIN_S = 1.0
+# UCX reads these while its library loads; an operator's own settings win. It would write to stdout, and what it
+# has to say reaches us as errors anyway.
+_UCX_LOGGING = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
+
+
+class Channel(Protocol):
+    """A connection that the reactor drives. All methods are called on its thread."""
+
+    def poll(self, now: float) -> bool:
+        """Does what can be done without waiting. Returns whether there was anything."""
+
+    def wake_at(self) -> float | None:
+        """When to poll again even if nothing happens, in `time.monotonic` seconds."""
+
+    def fail(self, reason: str) -> None:
+        """Ends the connection. Idempotent."""
+
+
+class Reactor:
+    """A UCX worker that listens, and its thread.
+
+    Attributes:
+        ucx: The module `ucxx.libucxx`, once started.
+        array: What its sends and receives take, made from a contiguous buffer.
+        channels: What is polled; channels add and remove themselves, on the thread.
+        port: Where it listens, once started.
+
+    Args:
+        options: UCX configuration, names without the prefix `UCX_`.
+        host: IPv4 address to listen on.
+        accept: Called on the thread with the endpoint of each connection that comes in.
+        ended: Called on the thread after all channels have failed, with the reason; nothing touches memory any more.
+    """
+
+    ucx: Any
+    array: Any
+    worker: Any
+    port: int
+
+    def __init__(
+        self, options: Mapping[str, str], host: str, *, accept: Callable[[Any], None], ended: Callable[[str], None]
+    ) -> None:
+        self.channels: set[Channel] = set()
+        self._options = dict(options)
+        self._host = host
+        self._accept = accept
+        self._on_end = ended
+        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # of _calls and _ended
+        self._ended = False
+        self._stopping = False
+        self._error: Exception | None = None
+        self._up, self._down = (Latch(asyncio.get_running_loop()) for _ in range(2))
+        self._accepted: list[Any] = []
+        self._limbo: list[Any] = []
+        self._thread = threading.Thread(target=self._run, name="kvtransfer-ucx", daemon=True)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    async def start(self) -> None:
+        """Raises TransferError if UCX cannot be set up."""
+        self._thread.start()
+        # A daemon thread inside UCX must not meet the interpreter's end.
+        atexit.register(self._stop_at_exit)
+        await self._up.wait()
+        if self._error is not None:
+            await self.stop()
+            raise TransferError(f"cannot set UCX up on {self._host}: {self._error}")
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Has `action` run on the thread, soon and in order. Any thread. It must not raise.
+
+        After the thread's end it runs here and now: then nothing else touches the channels.
+        """
+        with self._lock:
+            if not self._ended:
+                self._calls.append(action)
+                os.eventfd_write(self._wake, 1)
+                return
+        action()
+
+    async def run(self, action: Callable[[], T]) -> T:
+        """The result of `action`, run as by `call`; but it may raise."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def act() -> None:
+            try:
+                future.set_result(action())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.call(act)
+        return await asyncio.wrap_future(future)
+
+    async def stop(self) -> None:
+        """Fails all channels and ends the thread. Idempotent."""
+        self.call(self._stop)
+        await self._down.wait()
+        self._join()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _stop_at_exit(self) -> None:
+        self.call(self._stop)
+        self._join()
+
+    def _join(self) -> None:
+        atexit.unregister(self._stop_at_exit)
+        self._thread.join(_EXIT_S)
+
+    # ---- everything below runs on the thread
+
+    def connect(self, host: str, port: int) -> Any:
+        """The endpoint of a new connection to an IPv4 address; it fails later if nobody is there."""
+        return self.ucx.UCXEndpoint.create(self.worker, host, port, endpoint_error_handling=True)
+
+    def drain(self, requests: list[Any]) -> None:
+        """Lets the requests of an endpoint that was just closed complete: UCX has cancelled them."""
+        deadline = time.monotonic() + _DRAIN_S
+        self.worker.progress()
+        while left := [request for request in requests if not request.completed]:
+            if time.monotonic() > deadline:
+                logger.warning("UCX still holds %d requests of a closed endpoint", len(left))
+                self._limbo += left  # UCX may complete them yet: they must stay alive
+                return
+            self.worker.progress()
+
+    def _run(self) -> None:
+        reason = "the transport was closed"
+        try:
+            poller = self._open()
+            self._up.set()
+            try:
+                while not self._stopping:
+                    if not self._turn():
+                        self._sleep(poller)
+            finally:
+                poller.close()
+        except Exception as error:
+            logger.exception("the KV transfer thread failed")
+            reason = f"the transfer thread failed: {error}"
+            self._error = error
+        try:
+            self._shut(reason)
+        finally:
+            self._up.set()
+            self._down.set()
+
+    def _open(self) -> select.epoll:
+        with _environment_defaults(_UCX_LOGGING):
+            from ucxx import libucxx
+            from ucxx._lib.arr import Array
+        self.ucx, self.array = libucxx, Array
+        features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
+        context = libucxx.UCXContext(self._options, feature_flags=features)
+        self.worker = libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        self.worker.init_blocking_progress_mode()
+        self._listener = libucxx.UCXListener.create(self.worker, 0, self._accepted.append, deliver_endpoint=True)
+        self.port = _rebind(self._listener.port, self._host)
+        poller = select.epoll()
+        poller.register(self.worker.epoll_file_descriptor, select.EPOLLIN)
+        poller.register(self._wake, select.EPOLLIN)
+        return poller
+
+    def _turn(self) -> bool:
+        worked = False
+        while self._calls:
+            self._calls.popleft()()
+            worked = True
+        self.worker.progress()
+        while self._accepted:
+            self._accept(self._accepted.pop())
+            worked = True
+        now = time.monotonic()
+        for channel in tuple(self.channels):
+            worked |= channel.poll(now)
+        return worked
+
+    def _sleep(self, poller: select.epoll) -> None:
+        if not self.worker.arm():
+            return
+        wake_at = min((at for channel in self.channels if (at := channel.wake_at()) is not None), default=None)
+        poller.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _shut(self, reason: str) -> None:
+        for channel in tuple(self.channels):
+            channel.fail(reason)
+        # UCX closes its sockets when the last Python object is gone.
+        self._accepted.clear()
+        self._limbo.clear()
+        self._listener = self.worker = None
+        self._on_end(reason)
+        with self._lock:
+            self._ended = True
+            rest, self._calls = self._calls, deque()
+            os.close(self._wake)
+        for action in rest:
+            action()
+
+
+@contextlib.contextmanager
+def _environment_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
+    missing = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def _rebind(port: int, host: str) -> int:
+    """Makes the socket that listens on `port` of every interface listen on a port of `host` only; returns that.
+
+    ucxx can't be told an address. A listening socket that was shut down can be bound again, and UCX goes on
+    watching the same file.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as listening:
+                if not listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                if listening.family is not socket.AF_INET or listening.getsockname()[1] != port:
+                    continue
+                listening.shutdown(socket.SHUT_RDWR)
+                listening.bind((host, 0))
+                listening.listen(_BACKLOG)
+                bound: int = listening.getsockname()[1]
+                return bound
+    raise TransferError(f"cannot listen on {host}: give an IPv4 address of this machine")

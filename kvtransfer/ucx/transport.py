@@ -1,0 +1,176 @@
+"""The UCX transport as callers see it, on the event loop. What it does happens on the reactor's thread."""
+
+import asyncio
+import ctypes
+import fcntl
+import functools
+import ipaddress
+import itertools
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from cpd.errors import TransferError
+from kvtransfer.base import PoolMemory, Ticket
+from kvtransfer.landings import BookedLanding, LandingBook
+from kvtransfer.pushes import PushedTransfer, check_push, merge
+from kvtransfer.ucx import wire
+from kvtransfer.ucx.incoming import Incoming
+from kvtransfer.ucx.outgoing import Outgoing
+from kvtransfer.ucx.reactor import Reactor
+
+_MESSAGE_BYTES = 1 << 20  # neighbouring pages travel together up to this size
+_SIOCGIFADDR = 0x8915
+
+
+class UcxPeer:
+    """A connection to a receiver (implements `kvtransfer.base.Peer`). Made by `UcxTransport.connect`."""
+
+    def __init__(self, reactor: Reactor, connection: Outgoing, memory: PoolMemory) -> None:
+        self._reactor = reactor
+        self._connection = connection
+        self._memory = memory
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def alive(self) -> bool:
+        return not self._connection.failed
+
+    def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> PushedTransfer:
+        check_push(ticket, pages, self._memory.num_pages)
+        most = max(1, _MESSAGE_BYTES // self._memory.page_bytes)
+        transfer = PushedTransfer(self._loop, ticket, merge(ticket, pages, most), self._cancel)
+        self._reactor.call(functools.partial(self._connection.submit, transfer))
+        return transfer
+
+    def _cancel(self, transfer: PushedTransfer) -> None:
+        self._reactor.call(functools.partial(transfer.stop, TransferError("the transfer was cancelled")))
+
+    async def close(self) -> None:
+        self._reactor.call(functools.partial(self._connection.fail, "the connection was closed"))
+        await self._connection.gone.wait()
+
+
+class UcxTransport:
+    """Implements `kvtransfer.base.Transport`. Made by `open`.
+
+    Attributes:
+        address: Where it listens and the secret that lets peers in: hand it out over authenticated wires only.
+    """
+
+    name = "ucx"
+
+    def __init__(self, memory: PoolMemory, *, epoch: int, host: str) -> None:
+        self.epoch = epoch
+        self.address = b""
+        self._loop = asyncio.get_running_loop()
+        self._memory = memory
+        num_bytes = memory.num_pages * memory.page_bytes
+        self._pool = memoryview((ctypes.c_char * num_bytes).from_address(memory.pointer)).cast("B")
+        self._book = LandingBook(self._loop, memory.num_pages, epoch)
+        self._key = secrets.token_bytes(wire.KEY_BYTES)
+        self._tags = itertools.count(int.from_bytes(os.urandom(7)), wire.MAX_RUNS)
+        self._ended = ""
+        self._reactor = Reactor(ucx_options(host), host, accept=self._accept, ended=self._end)
+
+    @classmethod
+    async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "") -> "UcxTransport":
+        """A transport that listens; arguments as for `kvtransfer.create`.
+
+        Raises:
+            TransferError: UCX cannot be set up, or `host` is no IPv4 address of this machine.
+        """
+        ip = await _resolve(host)
+        transport = cls(memory, epoch=epoch, host=ip)
+        await transport._reactor.start()
+        transport.address = wire.Address(advertise_host or ip, transport._reactor.port, transport._key).encode()
+        return transport
+
+    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> BookedLanding:
+        return self._book.expect(reservation, generation, pages)
+
+    async def connect(self, address: bytes) -> UcxPeer:
+        where = wire.Address.decode(address)
+        ip = await _resolve(where.host)
+        connection = await self._reactor.run(functools.partial(self._dial, ip, where.port, where.key))
+        try:
+            await connection.greeted.wait()
+        except asyncio.CancelledError:
+            self._reactor.call(functools.partial(connection.fail, "nobody waits for the connection any more"))
+            raise
+        if connection.error is not None:
+            text = f"no connection to {where.host}:{where.port}: {connection.error}"
+            raise type(connection.error)(text) from None
+        return UcxPeer(self._reactor, connection, self._memory)
+
+    async def close(self) -> None:
+        self._book.close("the transport was closed")
+        await self._reactor.stop()
+
+    # ---- on the reactor's thread
+
+    def _dial(self, ip: str, port: int, key: bytes) -> Outgoing:
+        if self._ended:
+            raise TransferError(self._ended)
+        try:
+            endpoint = self._reactor.connect(ip, port)
+        except self._reactor.ucx.UCXError as error:
+            raise TransferError(f"no connection to {ip}:{port}: {error}") from None
+        return Outgoing(self._reactor, endpoint, self._loop, self._pool, self._memory.page_bytes, key)
+
+    def _accept(self, endpoint: Any) -> None:
+        Incoming(self._reactor, endpoint, self._book, self._pool, self._memory.page_bytes, self._key, self._tags)
+
+    def _end(self, reason: str) -> None:
+        self._ended = reason
+        self._book.close(reason)
+
+
+def ucx_options(host: str) -> dict[str, str]:
+    """UCX configuration for a transport that listens on the IPv4 address `host`.
+
+    UCX_TLS and UCX_NET_DEVICES of the environment win. Keepalive finds a host that vanished within seconds. Without
+    one-sided puts over TCP, memory is written by the receives this side has posted and by nothing else.
+    """
+    options = {
+        "TLS": os.environ.get("UCX_TLS", "tcp"),
+        "TCP_PUT_ENABLE": "n",
+        "TCP_KEEPIDLE": "2s",
+        "TCP_KEEPINTVL": "1s",
+        "TCP_KEEPCNT": "3",
+    }
+    devices = os.environ.get("UCX_NET_DEVICES") or _interface_of(host)
+    return options | ({"NET_DEVICES": devices} if devices else {})
+
+
+def _interface_of(host: str) -> str:
+    """The network interface with this IPv4 address, empty for all of them."""
+    address = ipaddress.IPv4Address(host)
+    if address.is_unspecified:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                request = struct.pack("256s", name.encode())
+                own = ipaddress.IPv4Address(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if own == address or (own.is_loopback and address.is_loopback):
+                return name
+    raise TransferError(f"no network interface has the IPv4 address {host}")
+
+
+async def _resolve(host: str) -> str:
+    """The IPv4 address of a name. Raises TransferError if there is none."""
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        pass
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, family=socket.AF_INET)
+    except OSError as error:
+        raise TransferError(f"{host} has no IPv4 address: {error}") from None
+    return str(found[0][4][0])
