@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -41,7 +42,7 @@ def create_app(service: Service) -> ASGIApp:
     """The router's ASGI application."""
     app = FastAPI(title="CPD", openapi_url=None)
     settings, workers = service.settings, service.workers
-    created = int(asyncio.get_running_loop().time())
+    created = int(time.time())
 
     async def respond(request: Request, kind: type[R], start: Start[R]) -> Response:
         caller = _caller(request)

@@ -165,6 +165,11 @@ class Dispatcher:
                 leg.session.abort(pb.Abort(request=leg.id, attempt=leg.attempt))
             self._remove(leg)
 
+    def close(self) -> None:
+        """The router stops: whatever still runs fails."""
+        for request in {leg.request for leg in self._legs.values()}:
+            self._fail(request, unavailable("The server is shutting down; try again.", RETRY_S))
+
     # ---- for sessions ----
 
     def ready(self, session: Session) -> None:

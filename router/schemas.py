@@ -4,12 +4,11 @@ A field is either honoured, or harmless (accepted and ignored, because it can't 
 Nothing that would change the result is ever ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from router.errors import ApiError, invalid, unsupported
 
@@ -25,6 +24,22 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+def _form(value: Any) -> str:
+    """Which form of a field that has several was sent; pydantic puts the name into its complaints' paths."""
+    if not isinstance(value, list):
+        return "<text>"
+    if value and isinstance(value[0], list):
+        return "<token lists>"
+    return "<tokens>" if value and isinstance(value[0], int) else "<list>"
+
+
+def _text_or_list(value: Any) -> str:
+    return "<list>" if isinstance(value, list) else "<text>"
+
+
+_FORMS = frozenset({"<text>", "<list>", "<tokens>", "<token lists>"})
 
 
 class _Model(BaseModel):
@@ -46,13 +61,16 @@ class GenerateRequest(_Model):
     stream: bool = False
     stream_options: StreamOptions | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stop: Annotated[
+        Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("<list>")],
+        Discriminator(_text_or_list),
+    ] = Field(default_factory=list)
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
     top_p: Probability = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] = {}
+    logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0
     min_p: Probability = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
@@ -92,7 +110,10 @@ class Message(_Model):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<list>")],
+        Discriminator(_text_or_list),
+    ]
     name: str | None = None
 
 
@@ -116,12 +137,15 @@ class ChatRequest(GenerateRequest):
 class CompletionRequest(GenerateRequest):
     """`POST /v1/completions`. A prompt is text or token ids; several of them give several choices each."""
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("<list>")]
+        | Annotated[list[TokenId], Tag("<tokens>")]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]], Field(max_length=MAX_PROMPTS), Tag("<token lists>")
+        ],
+        Discriminator(_form),
+    ]
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
@@ -247,21 +271,19 @@ def _find_nul(value: Any, path: str = "") -> str | None:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """The most telling of pydantic's complaints, in OpenAI's words."""
-    details = error.errors(include_url=False)
-    worst = max(details, key=lambda detail: (detail["type"] == "extra_forbidden", len(_path(detail))))
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(worst)).lstrip(".")
-    match worst["type"]:
+    """The first of pydantic's complaints, in OpenAI's words."""
+    first = error.errors(include_url=False)[0]
+    *outer, last = first["loc"]
+    # the last part may be whatever the client called it; others are fields or forms
+    path = [part for part in outer if part not in _FORMS]
+    if last not in _FORMS or first["type"] == "extra_forbidden":
+        path.append(last)
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    match first["type"]:
         case "missing":
             return invalid(param, f"Missing required parameter: '{param}'.", code="missing_required_parameter")
         case "extra_forbidden":
             return invalid(param, f"Unrecognized request argument supplied: {param}", code="unknown_parameter")
         case kind:
             code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-            return invalid(param, f"Invalid value for '{param}': {worst['msg']}.", code=code)
-
-
-def _path(detail: ErrorDetails) -> list[int | str]:
-    """Where the complaint is, without the names of union members that pydantic puts between the fields."""
-    is_field: Callable[[int | str], bool] = lambda part: isinstance(part, int) or part not in ("str", "int")  # noqa: E731
-    return [part for part in detail["loc"] if is_field(part) and "[" not in str(part)]
+            return invalid(param, f"Invalid value for '{param}': {first['msg']}.", code=code)

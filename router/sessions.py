@@ -34,7 +34,7 @@ SYNC_S = 30.0
 """A worker has this long to say Hello and to send its snapshot."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-REFUSED_PAUSE_S = 5.0
+"""Between attempts to open a session: it doubles while they fail."""
 
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -174,7 +174,7 @@ class Session:
             if self.connected:
                 pause_s = FIRST_PAUSE_S
             self._disconnected(listener, reason, "refused" if refused else "connecting")
-            await asyncio.sleep(REFUSED_PAUSE_S if refused else pause_s * random.uniform(0.5, 1))
+            await asyncio.sleep(LONGEST_PAUSE_S if refused else pause_s * random.uniform(0.5, 1))
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     def close(self, listener: Listener) -> None:
@@ -211,8 +211,6 @@ class Session:
                 call.cancel()
                 if writer is not None:
                     writer.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                        await writer
 
     async def _synchronise(self, call: "Stream") -> None:
         """Hello both ways, then the snapshot of the worker's cache."""
@@ -243,8 +241,10 @@ class Session:
                     raise ProtocolError(f"{kind} came before the snapshot was complete")
 
     async def _write(self, call: "Stream") -> None:
-        while True:
-            await call.write(await self._outgoing.get())
+        # that the stream has ended is for the reader to tell
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outgoing.get())
 
     def _handle(self, message: pb.WorkerMessage, listener: Listener) -> None:
         match message.WhichOneof("kind"):

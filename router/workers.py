@@ -5,7 +5,6 @@ goes on with the workers known last. A worker that is no longer listed stays as 
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -131,8 +130,7 @@ class Workers:
     async def _close(self, worker_id: str, listener: Listener) -> None:
         session, task = self._sessions.pop(worker_id), self._tasks.pop(worker_id)
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait((task,))
         session.close(listener)
 
     def _admit(self, member: Member, hello: pb.Hello) -> None:

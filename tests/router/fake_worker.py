@@ -1,0 +1,193 @@
+"""A worker without an engine: a real gRPC server and a real lease, with answers that a test writes."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import grpc
+from redis.asyncio import Redis
+
+from cpd.membership import Member, lease
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+
+Answer = pb.Output | pb.Refusal
+Script = Callable[[pb.Submit], AsyncIterator[Answer]]
+
+
+def outputs(submit: pb.Submit, replies: Sequence[Sequence[int]], *, prefill_worker: str = "") -> Iterator[pb.Output]:
+    """The tokens that a real worker would send for a request whose choices are answered with `replies`.
+
+    It goes on after what was already emitted, and ends with the stop token or at max_tokens.
+    """
+    emitted = len(submit.token_ids) - submit.prompt_len
+    sampling = submit.sampling
+    for position in range(emitted, sampling.max_tokens):
+        running = False
+        for choice in range(submit.choice, submit.choice + submit.n):
+            reply = replies[choice % len(replies)]
+            if position >= len(reply):
+                continue
+            running = True
+            token = reply[position]
+            stops = token in sampling.stop_token_ids
+            at_limit = position + 1 == sampling.max_tokens
+            logprobs = []
+            if sampling.HasField("top_logprobs"):
+                top = [token, *((token + rank) % 256 for rank in range(1, sampling.top_logprobs))]
+                top = top[: sampling.top_logprobs]
+                scores = [-0.5 - rank for rank in range(len(top))]
+                logprobs = [pb.TokenLogprobs(logprob=-0.5, top_ids=top, top_logprobs=scores)]
+            finish = pb.FINISH_STOP if stops else pb.FINISH_LENGTH if at_limit else pb.FINISH_NONE
+            output = pb.Output(choice=choice, token_ids=[token], logprobs=logprobs, finish=finish)
+            if position == emitted:
+                output.prefilled.cached_tokens = 16 * (submit.prompt_len > 16)
+                output.prefilled.prefill_worker = prefill_worker
+            yield output
+        if not running:
+            return
+
+
+class FakeWorker(rpc.WorkerServicer):
+    """A scripted worker.
+
+    Args:
+        script: Answers a Submit; request and attempt are filled in.
+        cached: Short hashes (8 bytes each) of the blocks in its snapshot.
+        hello: Fields of its Hello that differ from the usual.
+
+    Attributes:
+        submits, aborts: What came, in order.
+        hellos: Router ids of all sessions so far.
+        script: May be changed for the next Submit.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        script: Script | None = None,
+        *,
+        worker_id: str = "combined-0",
+        cluster: str = "test",
+        kind: Literal["prefill", "combined"] = "combined",
+        token: str = "secret",
+        cached: bytes = b"",
+        hello: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.id = worker_id
+        self.submits: list[pb.Submit] = []
+        self.aborts: list[pb.Abort] = []
+        self.hellos: list[str] = []
+        self.cached = cached
+        self.address = ""
+        self.snapshot_may_go = asyncio.Event()
+        self.snapshot_may_go.set()
+        self.hello = pb.Hello(
+            **{
+                "worker_id": worker_id,
+                "role": pb.ROLE_COMBINED if kind == "combined" else pb.ROLE_PREFILL,
+                "state": pb.STATE_READY,
+                "fingerprint": b"model",
+                "block_size": 16,
+                "num_pages": 100,
+                "max_model_len": 512,
+                "vocab_size": 512,
+                "dtype": "float32",
+                "transport": "ucx",
+                **(hello or {}),
+            }
+        )
+        self._redis, self._cluster, self._kind = redis, cluster, kind
+        self._token = token
+        self.script = script or _silent
+        self._queues: list[asyncio.Queue[pb.WorkerMessage | None]] = []
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._stack = contextlib.AsyncExitStack()
+        self._server: grpc.aio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 1_000)])
+        rpc.add_WorkerServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+        member = Member(self.id, self._kind, self.address, "host", os.getpid(), port)
+        await self._stack.enter_async_context(lease(self._redis, self._cluster, member, ttl_s=5))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.kill()
+        await self._stack.aclose()
+
+    async def kill(self) -> None:
+        """Ends the server at once; the lease stays until the context ends."""
+        for task in self._running.values():
+            task.cancel()
+        for queue in self._queues:
+            queue.put_nowait(None)
+        if self._server is not None:
+            await self._server.stop(0)
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Sends a message on every session."""
+        for queue in self._queues:
+            queue.put_nowait(message)
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.WorkerMessage]:
+        """The session's server side."""
+        metadata = dict(context.invocation_metadata() or ())
+        if metadata.get("authorization") != f"Bearer {self._token}":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong cluster token")
+        queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
+        first = await anext(aiter(request_iterator))
+        self.hellos.append(first.hello.router_id)
+        yield pb.WorkerMessage(hello=self.hello)
+        await self.snapshot_may_go.wait()
+        half = len(self.cached) // 16 * 8
+        yield pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[:half]))
+        yield pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[half:], last=True))
+        self._queues.append(queue)
+        reader = asyncio.create_task(self._read(request_iterator, queue))
+        try:
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            self._queues.remove(queue)
+            reader.cancel()
+
+    def Fill(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        """Routers don't call it."""
+        raise NotImplementedError
+
+    async def _read(
+        self, requests: AsyncIterator[pb.RouterMessage], queue: asyncio.Queue[pb.WorkerMessage | None]
+    ) -> None:
+        async for message in requests:
+            if message.WhichOneof("kind") == "submit":
+                self.submits.append(message.submit)
+                task = asyncio.create_task(self._answer(message.submit, queue))
+                self._running[message.submit.request] = task
+            else:
+                self.aborts.append(message.abort)
+                if not message.abort.choices and message.abort.request in self._running:
+                    self._running[message.abort.request].cancel()
+
+    async def _answer(self, submit: pb.Submit, queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
+        async for answer in self.script(submit):
+            answer.request, answer.attempt = submit.request, submit.attempt
+            if isinstance(answer, pb.Output):
+                queue.put_nowait(pb.WorkerMessage(step=pb.StepOutput(outputs=[answer])))
+            else:
+                queue.put_nowait(pb.WorkerMessage(refusal=answer))
+
+
+async def _silent(submit: pb.Submit) -> AsyncIterator[Answer]:
+    await asyncio.Event().wait()
+    yield pb.Output()

@@ -1,0 +1,154 @@
+"""The router as a process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cpd.errors import ConfigError
+from router.server import listen
+from tests.router.conftest import Says, StartWorker, eventually
+
+StartProcess = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+async def start_process(redis_url: str, model_dir: Path, cluster: str) -> AsyncIterator[StartProcess]:
+    """`await start_process("--flag", "value", ...)`: python -m router."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*flags: str) -> asyncio.subprocess.Process:
+            common = ("--model", str(model_dir), "--cluster", cluster, "--redis-url", redis_url)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "router", *common, *flags),
+                env=os.environ | {"CPD_CLUSTER_TOKEN": "secret"},
+                stderr=asyncio.subprocess.PIPE,
+            )
+            stack.push_async_callback(_end, process)
+            return process
+
+        yield start
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _is_ready(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{url}/readyz")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_it_serves_and_ends_in_order_when_told(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, number: signal.Signals, cluster: str
+) -> None:
+    await start_worker(says("the fox"))
+    url = f"http://127.0.0.1:{(port := _free_port())}"
+    process = await start_process("--port", str(port), "--router-id", "router-x")
+    await eventually(lambda: _is_ready(url))
+    body = {"model": "small-model", "messages": [{"role": "user", "content": "Hi"}]}
+    async with httpx.AsyncClient(base_url=url) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.json()["choices"][0]["message"]["content"] == "the fox"
+
+        async def is_listed() -> bool:
+            routers = (await client.get("/cluster")).json()["routers"]
+            return [(router["id"], router["address"]) for router in routers] == [("router-x", f"127.0.0.1:{port}")]
+
+        await eventually(is_listed)
+    process.send_signal(number)
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_running_request_is_told_that_the_router_ends(
+    start_process: StartProcess, start_worker: StartWorker, stream: bool
+) -> None:
+    worker = await start_worker()
+    url = f"http://127.0.0.1:{(port := _free_port())}"
+    process = await start_process("--port", str(port))
+    await eventually(lambda: _is_ready(url))
+    body = {"model": "small-model", "prompt": "x", "stream": stream}
+    async with httpx.AsyncClient(base_url=url) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=body, timeout=60))
+
+        async def submitted() -> bool:
+            return bool(worker.submits)
+
+        await eventually(submitted)
+        process.terminate()
+        response = await call
+        assert response.status_code == 503
+        assert "shutting down" in response.json()["error"]["message"]
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_routers_share_a_port(start_process: StartProcess, start_worker: StartWorker, says: Says) -> None:
+    await start_worker(says("the fox"))
+    url = f"http://127.0.0.1:{(port := _free_port())}"
+    processes = [await start_process("--port", str(port), "--router-id", f"router-{name}") for name in "ab"]
+
+    async def both() -> bool:
+        if not await _is_ready(url):
+            return False
+        async with httpx.AsyncClient(base_url=url) as client:
+            return len((await client.get("/cluster")).json()["routers"]) == 2
+
+    await eventually(both)
+    processes[0].kill()
+    await processes[0].wait()
+    for _ in range(5):
+        async with httpx.AsyncClient(base_url=url) as client:  # a new connection each: the survivor takes them all
+            answer = await client.post("/v1/completions", json={"model": "small-model", "prompt": "x"})
+            assert answer.json()["choices"][0]["text"] == "the fox"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "/nowhere"), "the model directory /nowhere does not exist"),
+        (("--redis-url", ""), "redis-url is needed"),
+        (("--host", "203.0.113.7"), "can't listen on 203.0.113.7"),
+        (("--host", "no.such.host.invalid"), "can't listen on no.such.host.invalid"),
+    ],
+)
+async def test_what_is_wrong_at_the_start_is_one_sentence(
+    start_process: StartProcess, flags: tuple[str, str], message: str
+) -> None:
+    process = await start_process("--port", "0", *flags)
+    started = time.monotonic()
+    _, stderr = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1, time.monotonic() - started
+    last = stderr.decode().strip().splitlines()
+    assert len(last) == 1
+    assert last[0].startswith("error: ")
+    assert message in last[0]
+
+
+def test_a_port_of_another_program_is_refused() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ConfigError, match="can't listen"):
+            listen("127.0.0.1", other.getsockname()[1])
