@@ -12,7 +12,7 @@ First tokens that a failed fill brought are facts: the request goes on as prompt
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -62,7 +62,7 @@ class Routes:
     reservations: ReservationQueue
     filling: dict[bytes, asyncio.Future[None]]
     known_as: Callable[[str, LiveRequest], None]
-    start: Callable[[Coroutine[Any, Any, None]], None]
+    start: Callable[[Fill], None]
     outcomes: Counter[str]
 
 
@@ -158,7 +158,7 @@ class Route:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if missing:
             routes.filling[missing] = over
-        routes.start(fill.run())
+        routes.start(fill)
         ends: list[asyncio.Future[Any]] = [fill.outcome, live.ended]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if live.ended.done():

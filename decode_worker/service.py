@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc
 
 from cpd.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
+from decode_worker.fill import Fill
 from decode_worker.live import Key, LiveRequest
 from decode_worker.reservations import ReservationQueue
 from decode_worker.route import Route, Routes, add_all
@@ -25,7 +26,10 @@ from worker.sessions import Session
 log = logging.getLogger(__name__)
 
 MAX_QUARANTINED = 0.2
-"""Share of the pool; a worker with more drains and starts anew with an empty pool."""
+"""Share of the pool; a worker that keeps more for `fill_progress_s` drains and starts anew with another pool.
+
+A moment of it is nothing special: each fill that is cancelled in the middle of a page leaves some.
+"""
 
 
 class DecodeService:
@@ -37,8 +41,9 @@ class DecodeService:
         self._live: dict[Key, LiveRequest] = {}
         self._by_engine_id: dict[str, LiveRequest] = {}
         self._routes: set[asyncio.Task[None]] = set()
-        self._fills: set[asyncio.Task[None]] = set()
+        self._fills: dict[Fill, asyncio.Task[None]] = {}
         self._outcomes: Counter[str] = Counter()
+        self._restart: asyncio.TimerHandle | None = None
         self._shared = Routes(
             node=node,
             reservations=ReservationQueue(node.engine),
@@ -68,11 +73,7 @@ class DecodeService:
                 if live := self._by_engine_id.get(request_id):
                     live.refuse(pb.Refusal.KIND_FAILED, reason)
         if update.stats is not None:
-            quarantined = update.stats.pages.quarantined
-            if quarantined > MAX_QUARANTINED * self._node.num_pages:
-                self._node.lifecycle.drain(
-                    f"{quarantined} of {self._node.num_pages} pages are in quarantine", EXIT_RESTART
-                )
+            self._watch_quarantine(update.stats.pages.quarantined)
 
     def add_load(self, load: pb.Load) -> None:
         """Adds requests that the engine does not know of yet."""
@@ -130,8 +131,21 @@ class DecodeService:
             live.refuse(pb.Refusal.KIND_REROUTE, "this worker stops")
             self._abort(live, [])
         await asyncio.gather(*self._routes)
-        for task in self._fills:
+        for task in self._fills.values():
             task.cancel()
+        if self._restart is not None:
+            self._restart.cancel()
+
+    def _watch_quarantine(self, pages: int) -> None:
+        if pages <= MAX_QUARANTINED * self._node.num_pages:
+            if self._restart is not None:
+                self._restart.cancel()
+                self._restart = None
+        elif self._restart is None:
+            reason = f"{pages} of {self._node.num_pages} pages stay in quarantine"
+            self._restart = asyncio.get_running_loop().call_later(
+                self._node.settings.fill_progress_s, self._node.lifecycle.drain, reason, EXIT_RESTART
+            )
 
     def _abort(self, live: LiveRequest, choices: Collection[int]) -> None:
         live.close(choices)
@@ -144,10 +158,10 @@ class DecodeService:
         for engine_id in live.engine_ids:
             self._by_engine_id.pop(engine_id, None)
 
-    def _start_fill(self, run: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(run, name="fill")
-        self._fills.add(task)
-        task.add_done_callback(self._fills.discard)
+    def _start_fill(self, fill: Fill) -> None:
+        task = asyncio.create_task(fill.run(), name="fill")
+        self._fills[fill] = task
+        task.add_done_callback(lambda _: self._fills.pop(fill))
 
     def _route_done(self, task: asyncio.Task[None]) -> None:
         self._routes.discard(task)

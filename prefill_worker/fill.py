@@ -205,6 +205,7 @@ class Fill:
             self._place = self._queue.enter(self._owner, len(self.request.token_ids))
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
+        self._send_progress()  # says: it is in the queue
         try:
             async with self._peers.use(self._address) as peer:
                 await self._unless_stopped(self._place.turn)

@@ -16,8 +16,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -34,7 +34,7 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
 from engine.types import EngineStats, PoolCounts
-from kvtransfer.base import Transport
+from kvtransfer.base import PoolMemory, Transport
 from worker.auth import TokenInterceptor
 from worker.channels import SERVER_OPTIONS, Channels
 from worker.engine_thread import EngineThread, Update
@@ -51,6 +51,14 @@ STEP_S = 0.7
 """Each step of the way down has this long; together they stay within the three seconds a supervisor waits."""
 
 
+class OpenTransport(Protocol):
+    """What `kvtransfer.create` is."""
+
+    def __call__(
+        self, name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
+    ) -> Awaitable[Transport]: ...
+
+
 class Worker:
     """A running worker.
 
@@ -59,7 +67,7 @@ class Worker:
         role: What it does.
         make_service: Makes the part that differs between the kinds of workers.
         load: Builds the engine, on the engine thread.
-        transport: Name of the transport, if not that of the settings.
+        open_transport: Makes the transport over the engine's pool.
     """
 
     def __init__(
@@ -69,13 +77,13 @@ class Worker:
         make_service: MakeService,
         *,
         load: Callable[[WorkerSettings], Loaded] = load_engine,
-        transport: Literal["", "local"] = "",
+        open_transport: OpenTransport = kvtransfer.create,
     ) -> None:
         self._settings = settings
         self._role = role
         self._make_service = make_service
         self._load = load
-        self._transport_name = transport or ("ucx" if settings.transport == "auto" else settings.transport)
+        self._open_transport = open_transport
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.address = ""
         self.lifecycle = Lifecycle(self._load_changed)
@@ -107,13 +115,18 @@ class Worker:
     # ---- start; every part leaves its way down on the stack ----
 
     async def _start(self) -> None:
-        host = advertised_host(self._settings)
+        settings = self._settings
+        host = advertised_host(settings)
         self._engine = EngineThread(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
         loaded = self._loaded
-        self._transport: Transport = await kvtransfer.create(
-            self._transport_name, loaded.memory, epoch=secrets.randbits(63) or 1, host=host
+        self._transport = await self._open_transport(
+            settings.transport,
+            loaded.memory,
+            epoch=secrets.randbits(63),
+            host=settings.host,
+            advertise_host=settings.advertise_host,
         )
         self._down.push_async_callback(_bounded, self._transport.close, "the transport")
         channels = Channels()
@@ -121,7 +134,7 @@ class Worker:
         self._service: Service = self._make_service(
             Node(
                 worker_id=self.id,
-                settings=self._settings,
+                settings=settings,
                 engine=self._engine,
                 transport=self._transport,
                 channels=channels,

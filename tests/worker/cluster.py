@@ -4,21 +4,38 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 from redis.asyncio import Redis
 
+import kvtransfer
 from cpd.config import Role, WorkerSettings
 from cpd.membership import members
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.service import DecodeService
+from kvtransfer.base import PoolMemory, Transport
+from kvtransfer.local import LocalNetwork
 from prefill_worker.service import PrefillService
 from tests.waiting import DEADLINE_S
-from tests.worker.fakes import fake_loader
+from tests.worker.fakes import GatedTransport, fake_loader
 from worker.loading import Loaded
-from worker.worker import Worker
+from worker.worker import OpenTransport, Worker
 
 _names = itertools.count()
+
+
+def opener(network: LocalNetwork | None, gate: asyncio.Event | None) -> OpenTransport:
+    """Transports of `network`, or real ones; their pushes begin only while `gate` is set."""
+
+    async def open_transport(name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str) -> Transport:
+        transport = (
+            network.create(memory, epoch=epoch)
+            if network
+            else await kvtransfer.create(name, memory, epoch=epoch, host=host, advertise_host=advertise_host)
+        )
+        return transport if gate is None else GatedTransport(transport, gate)
+
+    return open_transport
 
 
 class Running:
@@ -48,10 +65,16 @@ async def running(
     redis_url: str,
     *,
     load: Callable[[WorkerSettings], Loaded] | None = None,
-    transport: Literal["", "local"] = "local",
+    network: LocalNetwork | None = None,
+    transfer_gate: asyncio.Event | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
-    """A worker that has taken its lease."""
+    """A worker that has taken its lease.
+
+    Args:
+        network: Where it moves pages; None for the real transport.
+        transfer_gate: Its pushes begin only while this is set.
+    """
     name = f"{role}-{next(_names)}"
     given = {"worker_id": name, "cluster": f"test-{name}", "redis_url": redis_url, "token_budget": 64, **settings}
     worker = Worker(
@@ -59,7 +82,7 @@ async def running(
         role,
         PrefillService if role == "prefill" else DecodeService,
         load=load or fake_loader(),
-        transport=transport,
+        open_transport=opener(network, transfer_gate),
     )
     it = Running(worker)
     async with Redis.from_url(redis_url) as redis, asyncio.timeout(DEADLINE_S):

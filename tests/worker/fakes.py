@@ -1,14 +1,16 @@
 """A worker's engine without a model: the fake runner of the engine's tests over memory that transports can reach."""
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from cpd.config import WorkerSettings
+from cpd.errors import TransferError
 from engine.batch import Batch
 from engine.engine import Engine
-from kvtransfer.base import PoolMemory
+from kvtransfer.base import Landing, Peer, PoolMemory, Ticket, Transfer, Transport
 from tests.engine.fakes import GARBAGE, VOCAB, FakeRunner
 from worker.convert import Limits
 from worker.loading import Loaded
@@ -113,3 +115,64 @@ class Gate:
         self.held = not self._open.is_set()
         assert self._open.wait(20), "the gate was never opened"
         self.held = False
+
+
+class GatedTransport:
+    """A transport whose pushes begin only while `gate` is set; otherwise the one it wraps."""
+
+    def __init__(self, transport: Transport, gate: asyncio.Event) -> None:
+        self._transport = transport
+        self._gate = gate
+        self.name = transport.name
+        self.address = transport.address
+        self.epoch = transport.epoch
+
+    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> Landing:
+        return self._transport.expect(reservation, generation, pages)
+
+    async def connect(self, address: bytes) -> Peer:
+        return _GatedPeer(await self._transport.connect(address), self._gate)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+
+class _GatedPeer:
+    def __init__(self, peer: Peer, gate: asyncio.Event) -> None:
+        self._peer = peer
+        self._gate = gate
+
+    @property
+    def alive(self) -> bool:
+        return self._peer.alive
+
+    def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> Transfer:
+        return _GatedTransfer(self._peer, ticket, pages, self._gate)
+
+    async def close(self) -> None:
+        await self._peer.close()
+
+
+class _GatedTransfer:
+    def __init__(self, peer: Peer, ticket: Ticket, pages: Sequence[tuple[int, int]], gate: asyncio.Event) -> None:
+        self._cancelled = asyncio.Event()
+        self._transfer: Transfer | None = None
+        self._task = asyncio.create_task(self._run(peer, ticket, pages, gate))
+
+    async def done(self) -> None:
+        await asyncio.shield(self._task)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        if self._transfer is not None:
+            self._transfer.cancel()
+
+    async def _run(self, peer: Peer, ticket: Ticket, pages: Sequence[tuple[int, int]], gate: asyncio.Event) -> None:
+        waits = [asyncio.create_task(gate.wait()), asyncio.create_task(self._cancelled.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self._cancelled.is_set():
+            raise TransferError("cancelled before it began")
+        self._transfer = peer.push(ticket, pages)
+        await self._transfer.done()
