@@ -5,7 +5,7 @@ says that it is; the next token depends on the numbers of the whole context. So 
 border, or a page that was reused too early, shows as a wrong token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,14 +35,17 @@ def states_of(token_ids: Sequence[int]) -> list[int]:
     return states
 
 
-def choose(
-    states: Sequence[int], params: SamplingParams, choice: int, token_ids: Sequence[int], prompt_len: int
-) -> int:
-    """The next token after a context."""
-    mixed = params.seed * 31 + choice * 17 + prompt_len
-    for number in (*states, *token_ids):
-        mixed = (mixed * 1_000_003 + number) % _PRIME
-    return mixed // 1_000 % VOCAB
+def digest(numbers: Iterable[int], start: int = 0) -> int:
+    """Depends on every number and its place."""
+    for number in numbers:
+        start = (start * 1_000_003 + number) % _PRIME
+    return start
+
+
+def choose(states: int, token_ids: int, params: SamplingParams, choice: int, prompt_len: int) -> int:
+    """The next token after a context, of which the digests are given."""
+    mixed = digest((states, token_ids, params.seed, choice, prompt_len))
+    return mixed * 0x9E3779B97F4A7C15 % _PRIME // 1_000 % VOCAB
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,20 @@ class Expected:
 
 def expected(request: Request, choice: int, max_model_len: int) -> Expected:
     """Generates a choice one token at a time, without pages, batches or caches."""
-    tokens = list(request.token_ids)
+    params, position = request.params, len(request.token_ids)
+    states = states_of(request.token_ids)
+    state, all_states, all_tokens = states[-1], digest(states), digest(request.token_ids)
+    output: list[int] = []
     while True:
-        token_id = choose(states_of(tokens), request.params, choice, tokens, request.prompt_len)
-        tokens.append(token_id)
-        output = tokens[len(request.token_ids) :]
-        if token_id in request.params.stop_token_ids:
+        token_id = choose(all_states, all_tokens, params, choice, request.prompt_len)
+        output.append(token_id)
+        if token_id in params.stop_token_ids:
             return Expected(output, Finish.STOP)
-        if len(tokens) - request.prompt_len >= request.params.max_tokens or len(tokens) >= max_model_len:
+        state = next_state(state, token_id, position)
+        position += 1
+        if position - request.prompt_len >= params.max_tokens or position >= max_model_len:
             return Expected(output, Finish.LENGTH)
+        all_states, all_tokens = digest([state], all_states), digest([token_id], all_tokens)
 
 
 class FakeRunner:
@@ -117,7 +125,7 @@ class FakeRunner:
         s = int(np.searchsorted(batch.query_start, row.row, side="right")) - 1
         assert row.row == batch.query_start[s + 1] - 1, "a row in the middle of a chunk is sampled"
         assert row.position == batch.context_lens[s] == len(row.tokens)
-        return choose(contexts[s], row.params, row.choice, row.tokens.tolist(), row.prompt_len)
+        return choose(digest(contexts[s]), digest(row.tokens.tolist()), row.params, row.choice, row.prompt_len)
 
 
 def check_batch(batch: Batch, num_pages: int) -> None:

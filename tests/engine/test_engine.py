@@ -1,9 +1,12 @@
 import pytest
 
 from cpd.errors import QueueFullError
+from engine.batch import Batch
+from engine.engine import Engine
 from engine.types import Computed, Finish, Output, Request
 from tests.engine.fakes import (
     GARBAGE,
+    FakeRunner,
     Served,
     arrive,
     assert_all_released,
@@ -212,7 +215,7 @@ class TestPrefixCache:
         assert_all_released(engine)
 
     def test_full_prompt_hit_in_a_full_pool(self) -> None:
-        engine, runner = make_engine(num_pages=4, max_num_seqs=1)
+        engine, _ = make_engine(num_pages=4, max_num_seqs=1)
         for name in ("a", "b"):
             request = make_request(name, prompt(48), max_tokens=16)
             engine.add(request)
@@ -249,43 +252,33 @@ class TestPrefixCache:
         assert engine.uncached_tokens(old) == 63 - 32  # its free pages and its last block went to the third
 
     def test_nothing_is_published_before_its_step_was_collected(self) -> None:
-        engine, runner = make_engine(token_budget=32)
-        engine.add(make_request("a", prompt(100), max_tokens=1))
         seen: list[int] = []
-        launch = runner.launch
 
-        def observe(batch: object) -> None:
-            seen.append(len(engine.cached_hashes()))
-            launch(batch)  # type: ignore[arg-type]
+        class Observer(FakeRunner):
+            def launch(self, batch: Batch) -> None:
+                super().launch(batch)
+                seen.append(len(engine.cached_hashes()))
 
-        runner.launch = observe  # type: ignore[method-assign,assignment]
+        engine = Engine(Observer(64), max_model_len=512, token_budget=32, max_num_seqs=8, max_queue_tokens=1000)
+        engine.add(make_request("a", prompt(100), max_tokens=1))
         drain(engine)
         assert seen == [0, 2, 4, 6]
 
     def test_waiting_request_waits_for_prefix_being_computed(self) -> None:
-        engine, runner = make_engine(token_budget=32)
-        filler, follower = make_request("a", prompt(96)), make_request("b", prompt(96) + prompt(8, 1))
+        engine, _ = make_engine(token_budget=100)
+        filler, follower = make_request("a", prompt(64)), make_request("b", prompt(64) + prompt(8, 1))
         unrelated = make_request("c", prompt(10, 5), max_tokens=1)
         for request in (filler, follower, unrelated):
             engine.add(request)
-        served = drain(engine)
-        assert_as_expected(served, engine, filler, follower, unrelated)
-        assert served.cached_tokens["b", 0] == 96
-        assert engine.stats().prefill_tokens == 96 + 8 + 10
-
-    def test_those_behind_one_that_waits_for_a_prefix_go_first(self) -> None:
-        engine, _ = make_engine(token_budget=64)
-        engine.add(make_request("a", prompt(150)))
-        engine.step()
-        engine.add(make_request("b", prompt(150)))
-        engine.add(make_request("c", prompt(10, 5)))
-        order = []
-        while engine.has_work:
-            order += [o.request_id for o in engine.step().outputs if o.cached_tokens is not None]
-        assert order == ["a", "c", "b"]
+        served = Served()
+        served.take(engine.step())
+        assert set(served.token_ids) == {("a", 0), ("c", 0)}
+        assert_as_expected(drain(engine, served), engine, filler, follower, unrelated)
+        assert served.cached_tokens["b", 0] == 64
+        assert engine.stats().prefill_tokens == 64 + 8 + 10
 
     def test_filler_abort_hands_on(self) -> None:
-        engine, runner = make_engine(token_budget=32)
+        engine, _ = make_engine(token_budget=32)
         follower = make_request("b", prompt(96) + prompt(8, 1))
         engine.add(make_request("a", prompt(96)))
         engine.add(follower)
@@ -308,16 +301,33 @@ class TestPrefixCache:
         assert_as_expected(served, engine, *followers)
         assert engine.stats().prefill_tokens == 32 + (104 - 32) + 3 * 8
 
-    def test_a_parked_request_can_be_aborted(self) -> None:
-        engine, _ = make_engine(token_budget=32)
-        first = make_request("a", prompt(96))
-        engine.add(first)
-        engine.add(make_request("b", prompt(96)))
-        engine.step()
-        engine.abort("b")
-        served = drain(engine)
-        assert_as_expected(served, engine, first)
-        assert set(served.finish) == {("a", 0)}
+    def test_one_that_waits_for_a_prefix_can_be_aborted(self) -> None:
+        engine, _ = make_engine(token_budget=100)
+        requests = [make_request(f"r{i}", prompt(64)) for i in range(3)]
+        for request in requests:
+            engine.add(request)
+        served = Served()
+        served.take(engine.step())
+        assert engine.stats().waiting == 2  # for the blocks of the first one's last chunk
+        engine.abort("r1")
+        engine.check_integrity()
+        drain(engine, served)
+        assert_as_expected(served, engine, requests[0], requests[2])
+        assert served.cached_tokens == {("r0", 0): 0, ("r2", 0): 63}
+        assert_all_released(engine)
+
+    def test_one_that_was_preempted_can_be_aborted(self) -> None:
+        engine, _ = make_engine(num_pages=8, max_model_len=128)
+        requests = [make_request(f"r{i}", prompt(30, i), max_tokens=60) for i in range(3)]
+        for request in requests:
+            engine.add(request)
+        served = Served()
+        while not engine.stats().preemptions:
+            served.take(engine.step())
+        engine.abort("r2")
+        engine.check_integrity()
+        drain(engine, served)
+        assert_as_expected(served, engine, *requests[:2])
         assert_all_released(engine)
 
     def test_events_and_snapshot_agree(self) -> None:
@@ -508,10 +518,8 @@ class TestPrefillOnly:
         engine.pin(pages)
         request = make_request("b", prompt(60, 1), max_tokens=2)
         engine.add(request)
-        drain(engine)
-        assert not engine.has_work
+        assert drain(engine).token_ids == {}
         engine.unpin(pages)
-        assert engine.has_work
         assert_as_expected(drain(engine), engine, request)
 
 

@@ -1,0 +1,206 @@
+"""The engine under any order of events: whatever happens, the tokens are right and no page is lost."""
+
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.types import Computed, Request, Reservation
+from tests.engine.fakes import (
+    GARBAGE,
+    Served,
+    arrive,
+    assert_all_released,
+    drain,
+    expected,
+    make_engine,
+    make_request,
+    prompt,
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """A few pages, short prompts that share beginnings, and everything that can happen to a request."""
+
+    @initialize(
+        num_pages=st.integers(6, 14), budget=st.sampled_from([5, 16, 40, 100]), max_num_seqs=st.sampled_from([1, 2, 5])
+    )
+    def start(self, num_pages: int, budget: int, max_num_seqs: int) -> None:
+        self.engine, self.runner = make_engine(
+            num_pages, max_model_len=150, token_budget=budget, max_num_seqs=max_num_seqs
+        )
+        self.served = Served()
+        self.names = iter(range(1_000_000))
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        self.landings: dict[str, Reservation] = {}
+        self.quarantined: list[Reservation] = []
+        self.pinned: list[tuple[Computed, list[int]]] = []
+        self.known: set[bytes] = set()
+
+    def new_request(self, data: st.DataObject, **options: bool) -> Request:
+        """Prompts of a family share their first tokens, up to where the second part begins."""
+        shared = prompt(data.draw(st.sampled_from([64, 50, 32, 16, 0])), data.draw(st.sampled_from([0, 0, 1])))
+        tail = prompt(data.draw(st.sampled_from([1, 5, 16, 33])), data.draw(st.integers(3, 4)))
+        token_ids = [*shared, *tail]
+        assume(len(token_ids) < self.engine.max_model_len)
+        request = make_request(
+            str(next(self.names)),
+            token_ids,
+            n=data.draw(st.sampled_from([1, 1, 1, 2, 4])),
+            max_tokens=data.draw(st.sampled_from([1, 4, 18, 40])),
+            stop=data.draw(st.sampled_from([(), (3, 17)])),
+            seed=data.draw(st.integers(0, 2)),
+            **options,
+        )
+        if request.n == 1 and data.draw(st.booleans()):
+            done = expected(request, 0, self.engine.max_model_len).token_ids
+            done = done[: data.draw(st.integers(0, len(done) - 1))]
+            request = make_request(
+                request.id,
+                token_ids + done,
+                prompt_len=len(token_ids),
+                max_tokens=request.params.max_tokens,
+                stop=sorted(request.params.stop_token_ids),
+                seed=request.params.seed,
+                **options,
+            )
+        self.requests[request.id] = request
+        return request
+
+    def take_step(self) -> None:
+        quarantine = self.engine.stats().pages.quarantined
+        step = self.engine.step()
+        self.served.take(step)
+        for computed in step.computed:
+            if len(computed.pages) % 2:  # as good as any rule
+                self.engine.pin(computed.pages)
+                self.pinned.append((computed, self.content(computed)))
+        if step.failed:
+            assert quarantine
+            self.aborted.update((name, choice) for name, _ in step.failed for choice in range(4))
+
+    @rule(data=st.data(), prefill_only=st.sampled_from([False, False, True]))
+    def add(self, data: st.DataObject, prefill_only: bool) -> None:
+        self.engine.add(self.new_request(data, prefill_only=prefill_only))
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.take_step()
+            self.engine.check_integrity()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        choices = data.draw(st.one_of(st.none(), st.lists(st.integers(0, 3), unique=True)))
+        if name not in self.landings:
+            self.engine.abort(name, choices)
+            self.aborted.update((name, choice) for choice in (range(4) if choices is None else choices))
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        request = self.new_request(data)
+        reservation = self.engine.reserve(request)
+        if reservation is None:
+            del self.requests[request.id]
+        else:
+            self.landings[request.id] = reservation
+
+    @precondition(lambda self: self.landings or self.quarantined)
+    @rule()
+    def late_writes(self) -> None:
+        for reservation in (*self.landings.values(), *self.quarantined):
+            for page in reservation.pages:
+                self.runner.pages[page] = [GARBAGE] * 16
+
+    @precondition(lambda self: self.landings)
+    @rule(data=st.data(), how=st.sampled_from(["arrives", "arrives", "cancelled", "quarantined"]))
+    def end_landing(self, data: st.DataObject, how: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.landings)))
+        reservation = self.landings.pop(name)
+        if how == "arrives":
+            arrive(self.engine, self.runner, reservation, self.requests[name], self.served)
+        else:
+            self.engine.cancel(reservation, quarantine=how == "quarantined")
+            if how == "quarantined":
+                self.quarantined.append(reservation)
+            del self.requests[name]
+
+    @precondition(lambda self: self.quarantined)
+    @rule()
+    def end_quarantine(self) -> None:
+        self.engine.end_quarantine(self.quarantined.pop())
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        computed, content = self.pinned.pop()
+        assert self.content(computed) == content
+        self.engine.unpin(computed.pages)
+
+    def content(self, computed: Computed) -> list[int]:
+        return [slot for page in computed.pages for slot in self.runner.pages[page]][: computed.num_tokens]
+
+    @rule()
+    def cache_events(self) -> None:
+        for event in self.engine.take_cache_events():
+            (self.known.difference_update if event.removed else self.known.update)(event.hashes)
+        assert self.known == set(self.engine.cached_hashes())
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        if stats.running + stats.waiting and not self.engine.has_work:
+            assert self.landings or self.pinned, "waits for nobody"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for reservation in self.landings.values():
+            self.engine.cancel(reservation, quarantine=False)
+        while self.quarantined:
+            self.end_quarantine()
+        for _ in range(10_000):
+            if not (self.pinned or self.engine.has_work):
+                break
+            if self.engine.has_work:
+                self.take_step()
+            if self.pinned:
+                self.unpin()
+        assert_all_released(self.engine)
+        for name, request in self.requests.items():
+            if name not in self.landings:
+                self.check(request)
+        self.cache_events()
+        self.check_what_is_cached()
+
+    def check(self, request: Request) -> None:
+        """Aborted choices may end early; what they emitted is right."""
+        for choice in range(request.n):
+            want, key = expected(request, choice, self.engine.max_model_len), (request.id, choice)
+            got = self.served.token_ids.get(key, [])
+            whole = want.token_ids[:1] if request.prefill_only else want.token_ids
+            if key in self.aborted:
+                assert got == whole[: len(got)]
+            else:
+                assert got == whole
+                if not request.prefill_only:
+                    assert self.served.finish[key] is want.finish
+
+    def check_what_is_cached(self) -> None:
+        """Every prompt once more, from whatever is in the cache by now."""
+        for request in self.requests.values():
+            again = make_request("again", request.token_ids, seed=9, max_tokens=3)
+            if len(again.token_ids) < self.engine.max_model_len:
+                self.engine.add(again)
+                served = drain(self.engine)
+                assert served.token_ids["again", 0] == expected(again, 0, self.engine.max_model_len).token_ids
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -1,0 +1,199 @@
+"""The scheduler alone: what it puts into a step. No weights, no tokens: each sample is token 1."""
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.plan import Plan, build_batch
+from engine.pool import BlockPool
+from engine.scheduler import Scheduler
+from engine.sequence import Seq, State
+from tests.engine.fakes import check_batch, make_request, prompt
+
+
+def create_scheduler(num_pages: int = 64, *, token_budget: int = 64, max_num_seqs: int = 8) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_pages),
+        max_len=num_pages * 16,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        copy_page=lambda source, target: None,
+    )
+
+
+def add(scheduler: Scheduler, length: int, start: int = 0, number: int = 0) -> Seq:
+    """A sequence with a prompt of this length."""
+    request = make_request(str(number), prompt(length, start), max_tokens=1000)
+    seq = Seq(
+        request=request,
+        choices=[0],
+        order=(number, 0),
+        hashes=list(request.block_hashes),
+        tokens=build_tokens(request.token_ids),
+        num_tokens=length,
+    )
+    scheduler.add(seq)
+    return seq
+
+
+def build_tokens(token_ids: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(token_ids, dtype=np.int32)
+
+
+def composition(plan: Plan) -> list[tuple[str, int, int]]:
+    """(request, first token, tokens) of each chunk."""
+    return [(chunk.seq.request.id, chunk.start, chunk.count) for chunk in plan.chunks]
+
+
+def compute(scheduler: Scheduler, plan: Plan) -> None:
+    """As if the step had run: every chunk that samples gets one more token."""
+    for chunk in plan.chunks:
+        scheduler.advance(chunk)
+        if chunk.samples:
+            scheduler.table.add_token(chunk.seq, 1)
+
+
+def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    plan = scheduler.schedule()
+    compute(scheduler, plan)
+    scheduler.check_integrity()
+    return composition(plan)
+
+
+def test_one_budget_for_decodes_then_chunks_then_new_ones() -> None:
+    scheduler = create_scheduler(token_budget=32)
+    for number, length in enumerate((10, 30, 40)):
+        add(scheduler, length, start=number, number=number)
+    assert step(scheduler) == [("0", 0, 10), ("1", 0, 22)]
+    assert step(scheduler) == [("0", 10, 1), ("1", 22, 8), ("2", 0, 23)]
+    assert step(scheduler) == [("0", 11, 1), ("1", 30, 1), ("2", 23, 17)]
+    assert step(scheduler) == [("0", 12, 1), ("1", 31, 1), ("2", 40, 1)]
+
+
+def test_a_chunk_of_one_token_goes_with_the_decodes() -> None:
+    scheduler = create_scheduler(token_budget=17)
+    add(scheduler, 16, start=0, number=0)
+    add(scheduler, 40, start=1, number=1)
+    plan = scheduler.schedule()
+    assert [(chunk.seq.request.id, chunk.count) for chunk in plan.singles] == [("1", 1)]
+    assert [(chunk.seq.request.id, chunk.count) for chunk in plan.longer] == [("0", 16)]
+    batch = build_batch(plan, scheduler.table)
+    check_batch(batch, 64)
+    assert [(row.row, row.position) for row in batch.samples] == [(16, 16)]
+
+
+def test_no_more_sequences_run_than_the_budget_has_tokens() -> None:
+    scheduler = create_scheduler(token_budget=4)
+    for number in range(6):
+        add(scheduler, 3, start=number, number=number)
+    for _ in range(12):
+        chunks = step(scheduler)
+        assert sum(count for _, _, count in chunks) <= 4
+    assert len(scheduler.running) == 4
+    assert len(step(scheduler)) == 4
+
+
+def test_all_pages_of_a_prompt_are_taken_at_once() -> None:
+    scheduler = create_scheduler(token_budget=16)
+    seq = add(scheduler, 100)
+    step(scheduler)
+    assert (seq.num_computed, seq.num_pages) == (16, 7)
+
+
+def test_pages_run_out_the_newest_gives_up_its_own_and_its_claims() -> None:
+    scheduler = create_scheduler(num_pages=8, token_budget=200)
+    old, new = add(scheduler, 48, start=0, number=0), add(scheduler, 47, start=1, number=1)
+    while not scheduler.preemptions:
+        step(scheduler)
+    assert (old.state, new.state) == (State.RUNNING, State.RETURNING)
+    assert scheduler.returning == [new]
+    assert set(scheduler.pending.fillers().values()) <= {old}
+
+
+def test_a_sequence_alone_that_finds_no_page_keeps_what_it_has() -> None:
+    scheduler = create_scheduler(num_pages=8)
+    seq = add(scheduler, 60)
+    step(scheduler)
+    assert scheduler.pool.reserve(4) is not None
+    for _ in range(4):
+        step(scheduler)
+    assert scheduler.schedule().chunks == []
+    assert (seq.state, scheduler.preemptions) == (State.RUNNING, 0)
+    assert scheduler.first_in_line() is seq
+
+
+def test_who_needs_a_block_of_a_running_step_waits_until_it_is_collected() -> None:
+    scheduler = create_scheduler()
+    add(scheduler, 40, number=0)
+    follower = add(scheduler, 40, number=1)
+    plan = scheduler.schedule()
+    assert composition(plan) == [("0", 0, 40)]
+    assert scheduler.pending.waiting() == [follower]
+    compute(scheduler, plan)
+    assert scheduler.returning == [follower]
+    assert step(scheduler) == [("0", 40, 1), ("1", 32, 8)]
+
+
+def test_followers_are_woken_when_the_filler_ends_early() -> None:
+    scheduler = create_scheduler()
+    filler, follower = add(scheduler, 40, number=0), add(scheduler, 40, number=1)
+    scheduler.schedule()
+    assert scheduler.pending.waiting() == [follower]
+    scheduler.pool.release(scheduler.finish(filler))
+    scheduler.check_integrity()
+    assert scheduler.returning == [follower]
+    assert step(scheduler) == [("1", 0, 40)]
+
+
+def test_a_blocked_one_is_admitted_as_soon_as_there_are_pages() -> None:
+    scheduler = create_scheduler(num_pages=8, token_budget=200)
+    first = add(scheduler, 60, start=0, number=0)
+    second = add(scheduler, 70, start=1, number=1)
+    third = add(scheduler, 10, start=2, number=2)
+    for _ in range(3):
+        assert [name for name, _, _ in step(scheduler)] == ["0"]
+        assert scheduler.short_of_pages
+    assert third.state is State.QUEUED  # no overtaking: a large request is not starved by small ones
+    scheduler.pool.release(scheduler.finish(first))
+    assert [name for name, _, _ in step(scheduler)] == ["1", "2"]
+    assert not scheduler.short_of_pages
+    assert second.state is State.RUNNING
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=12),
+    starts=st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    num_pages=st.integers(8, 30),
+    token_budget=st.integers(1, 80),
+    max_num_seqs=st.integers(1, 6),
+)
+def test_rules_that_every_step_keeps(
+    lengths: list[int], starts: list[int], num_pages: int, token_budget: int, max_num_seqs: int
+) -> None:
+    scheduler = create_scheduler(num_pages, token_budget=token_budget, max_num_seqs=max_num_seqs)
+    seqs = [add(scheduler, length, starts[i], number=i) for i, length in enumerate(lengths)]
+    for _ in range(60):
+        before = {seq: seq.num_computed for seq in scheduler.running}
+        plan = scheduler.schedule()
+        assert sum(chunk.count for chunk in plan.chunks) <= token_budget
+        assert len({chunk.seq for chunk in plan.chunks}) == len(plan.chunks) <= max_num_seqs
+        assert {chunk.seq for chunk in plan.chunks} == set(scheduler.running)  # each one advances
+        if plan.chunks:
+            check_batch(build_batch(plan, scheduler.table), num_pages)
+        for seq in scheduler.running:
+            assert seq.num_computed >= before.get(seq, 0)
+        compute(scheduler, plan)
+        scheduler.check_integrity()
+        scheduler.pool.check_integrity()
+        for seq in tuple(scheduler.running):
+            if seq.num_tokens >= min(len(seq.request.token_ids) + 20, num_pages * 16):
+                scheduler.pool.release(scheduler.finish(seq))
+        if all(seq.state is State.FINISHED for seq in seqs):
+            break
+    for seq in seqs:
+        if seq.state is not State.FINISHED:
+            scheduler.pool.release(scheduler.finish(seq))
+    assert scheduler.pool.counts().used == 0
+    assert (scheduler.queued_tokens, scheduler.pending.fillers()) == (0, {})
