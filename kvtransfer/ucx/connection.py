@@ -111,9 +111,9 @@ class Connection(abc.ABC):
         worked = False
         while self._frame_request.completed:
             self._frame_request.check_error()
-            frame = wire.decode(self._inbox)
+            self._handle(wire.decode(self._inbox))
+            self._endpoint.raise_on_error()  # a receive from a failed endpoint would never complete
             self._frame_request = self._receive_frame()
-            self._handle(frame)
             worked = True
         while self._outbox and self._outbox[0][0].completed:
             self._outbox.popleft()[0].check_error()

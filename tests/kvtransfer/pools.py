@@ -1,0 +1,68 @@
+"""Page pools of plain memory, and transports over them, for the tests of every transport."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvtransfer
+from kvtransfer.base import PoolMemory, Ticket, Transport
+from kvtransfer.local import LocalNetwork
+
+EMPTY = 0xEE
+
+
+class Pool:
+    """`num_pages` pages of `page_bytes`: all EMPTY, or random from `seed`."""
+
+    def __init__(self, num_pages: int, page_bytes: int = 4096, seed: int | None = None) -> None:
+        self.pages: NDArray[np.uint8] = np.full((num_pages, page_bytes), EMPTY, np.uint8)
+        if seed is not None:
+            self.pages[:] = np.random.default_rng(seed).integers(0, EMPTY, self.pages.shape, np.uint8)
+        self.memory = PoolMemory(self.pages.ctypes.data, num_pages, page_bytes)
+
+    def untouched(self, pages: Sequence[int] | None = None) -> bool:
+        """Whether these pages, or all, are still EMPTY."""
+        chosen = self.pages if pages is None else self.pages[list(pages)]
+        return bool((chosen == EMPTY).all())
+
+
+class Network(Protocol):
+    """Opens transports of one kind and closes them in the end."""
+
+    async def open(self, pool: Pool, epoch: int = 1) -> Transport: ...
+
+    async def close(self) -> None: ...
+
+
+class Local:
+    def __init__(self) -> None:
+        self._network = LocalNetwork()
+        self._transports: list[Transport] = []
+
+    async def open(self, pool: Pool, epoch: int = 1) -> Transport:
+        self._transports.append(self._network.create(pool.memory, epoch=epoch))
+        return self._transports[-1]
+
+    async def close(self) -> None:
+        for transport in self._transports:
+            await transport.close()
+
+
+class Ucx:
+    def __init__(self) -> None:
+        self._transports: list[Transport] = []
+
+    async def open(self, pool: Pool, epoch: int = 1) -> Transport:
+        self._transports.append(await kvtransfer.create("ucx", pool.memory, epoch=epoch, host="127.0.0.1"))
+        return self._transports[-1]
+
+    async def close(self) -> None:
+        for transport in self._transports:
+            await transport.close()
+
+
+def ticket(transport: Transport, reservation: int, generation: int, pages: Sequence[int]) -> Ticket:
+    """The ticket of a landing."""
+    return Ticket(transport.epoch, reservation, generation, tuple(pages))
