@@ -2,6 +2,7 @@
 
 import errno
 import socket
+from collections.abc import Mapping
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -42,15 +43,6 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def is_ready(url: str) -> bool:
-    """Whether the endpoint takes requests."""
-    try:
-        with urlopen(f"{url}/readyz", timeout=_TIMEOUT_S):
-            return True
-    except OSError:
-        return False
-
-
 def read_cluster(url: str, api_key: str) -> dict[str, Any]:
     """The endpoint's `/cluster`.
 
@@ -67,3 +59,12 @@ def read_cluster(url: str, api_key: str) -> dict[str, Any]:
         raise CPDError(f"{url}/cluster answers {error.code} {error.reason}") from None
     except (URLError, OSError, ValueError) as error:
         raise CPDError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+
+
+def has_workers(url: str, api_key: str, pids: Mapping[str, int]) -> bool:
+    """Whether the endpoint can place requests on exactly these workers (process id by name)."""
+    try:
+        workers = read_cluster(url, api_key)["workers"]
+    except CPDError:
+        return False
+    return pids == {worker["id"]: worker["pid"] for worker in workers if worker["state"] == "ready"}

@@ -49,7 +49,7 @@ def status(cluster: str, as_json: bool) -> None:
         return
     console = Console()
     console.print(f"Cluster '{cluster}' serves {answer['model']} at {state.url}", highlight=False)
-    console.print(_table(answer))
+    console.print(cluster_table(answer))
     if not answer["redis"]["ok"]:
         console.print(f"Redis is away: {answer['redis']['error']}", markup=False)
 
@@ -61,13 +61,13 @@ def _running(cluster: str) -> ClusterState:
     return state
 
 
-def _table(answer: dict[str, Any]) -> Table:
+def cluster_table(answer: dict[str, Any]) -> Table:
     """The workers of a `/cluster` answer."""
-    table = Table(box=None, header_style="bold")
-    for heading in ("worker", "role", "state"):
-        table.add_column(heading)
-    for heading in ("running", "waiting", "waiting tokens", "pages free", "cached", "used", "other"):
-        table.add_column(heading, justify="right")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    table.add_column("state", overflow="fold")
+    for heading in ("running", "waiting", "tokens", "pages: free", "cached", "used", "other"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for worker in answer["workers"]:
         load, state = worker["load"], worker["state"]
         if worker["reason"]:
@@ -77,5 +77,5 @@ def _table(answer: dict[str, Any]) -> Table:
             pages = load["pages"]
             cells = [load["running"], load["waiting"], load["waiting_tokens"], pages["free"], pages["cached"]]
             cells += [pages["used"], pages["reserved"] + pages["quarantined"]]
-        table.add_row(worker["id"], worker["role"], Text(state), *(f"{cell:,}" for cell in cells))
+        table.add_row(worker["id"], Text(state), *(f"{cell:,}" for cell in cells))
     return table

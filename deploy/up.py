@@ -26,7 +26,7 @@ from cpd.errors import ConfigError, CPDError
 from cpd.membership import Member, members
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
-from deploy.endpoint import LOOPBACK, WILDCARDS, is_ready, pick_port, url_of
+from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
 from deploy.model import check_model, resolve_model
 from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import processes
@@ -74,7 +74,7 @@ def _run(settings: ClusterSettings, console: Console) -> None:
         _leases(settings)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
             cluster = _launch(settings, state.ray_dir, stack, embedded=redis is not None)
-        state = replace(state, url=_wait_until_ready(cluster, settings, state.url, console))
+        state = replace(state, url=_wait_until_ready(cluster, settings, state, console))
         directory.write(state)
         sys.stdout.write(usage_hint(state.url, settings.served_model_name, bool(settings.api_key)))
         sys.stdout.flush()
@@ -129,14 +129,11 @@ def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
         )
 
 
-def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, url: str, console: Console) -> str:
-    """Shows how the processes come up; returns when all of them are there and the endpoint takes requests.
-
-    Args:
-        url: Of a router on this machine.
+def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: ClusterState, console: Console) -> str:
+    """Shows how the processes come up; returns when all of them are there and the endpoint uses all workers.
 
     Returns:
-        The endpoint's URL: `url`, unless all routers are on other machines.
+        The endpoint's URL: that of `state`, unless all routers are on other machines.
 
     Raises:
         CPDError: One of them refuses to start, or keeps dying.
@@ -146,22 +143,22 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, url: str, con
             leases = _leases(settings)
             pids = {member.id: member.pid for member in leases}
             waiting = 0
-            for spec, state in zip(cluster.specs, cluster.states(), strict=True):
-                if state and state.error:
-                    raise CPDError(state.error)
-                ready = state is not None and state.pid is not None and pids.get(spec.name) == state.pid
+            for spec, process in zip(cluster.specs, cluster.states(), strict=True):
+                if process and process.error:
+                    raise CPDError(process.error)
+                ready = process is not None and process.pid is not None and pids.get(spec.name) == process.pid
                 waiting += not ready
-                progress.show(spec.name, state, ready)
-                if state and state.pid is None and state.starts >= _STARTS:
+                progress.show(spec.name, process, ready)
+                if process and process.pid is None and process.starts >= _STARTS:
                     raise CPDError(
-                        f"{spec.name} has died {state.starts} times while starting, last with exit code"
-                        f" {state.exit_code}; its last words are above"
+                        f"{spec.name} has died {process.starts} times while starting, last with exit code"
+                        f" {process.exit_code}; its last words are above"
                     )
             if not waiting:
                 hosts = {member.host for member in leases if member.kind == "router"}
-                if socket.gethostname() not in hosts:
-                    url = url_of(min(hosts), settings.port)
-                if is_ready(url):
+                url = state.url if socket.gethostname() in hosts else url_of(min(hosts), settings.port)
+                workers = {spec.name: pids[spec.name] for spec in cluster.specs if spec.is_worker}
+                if has_workers(url, state.api_key, workers):
                     return url
             time.sleep(_STARTING_POLL_S)
 

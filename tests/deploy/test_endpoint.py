@@ -6,12 +6,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from cpd.errors import ConfigError, CPDError
-from deploy.endpoint import is_ready, pick_port, read_cluster, url_of
+from deploy.endpoint import has_workers, pick_port, read_cluster, url_of
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = b'{"workers": []}'
+        body = b'{"workers": [{"id": "a", "pid": 1, "state": "ready"}, {"id": "b", "pid": 2, "state": "syncing"}]}'
         wrong = self.path == "/cluster" and self.headers["authorization"] != "Bearer key"
         self.send_response(401 if wrong else 200)
         self.send_header("content-length", str(len(body)))
@@ -61,14 +61,20 @@ def test_the_url_can_be_reached_from_here(host: str, url: str) -> None:
 
 
 def test_the_cluster_is_read_with_the_key(url: str) -> None:
-    assert is_ready(url)
-    assert read_cluster(url, "key") == {"workers": []}
+    assert [worker["id"] for worker in read_cluster(url, "key")["workers"]] == ["a", "b"]
     with pytest.raises(CPDError, match="401"):
         read_cluster(url, "")
 
 
+def test_a_cluster_is_whole_when_the_router_can_use_all_of_its_workers(url: str) -> None:
+    assert has_workers(url, "key", {"a": 1})
+    assert not has_workers(url, "key", {"a": 2})
+    assert not has_workers(url, "key", {"a": 1, "b": 2})
+    assert not has_workers(url, "wrong", {"a": 1})
+
+
 def test_an_endpoint_that_is_away_is_said_to_be() -> None:
     url = url_of("127.0.0.1", pick_port("127.0.0.1", 0))
-    assert not is_ready(url)
+    assert not has_workers(url, "", {})
     with pytest.raises(CPDError, match=f"{url} does not answer: .*refused"):
         read_cluster(url, "")

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from redis.asyncio import Redis
 from cpd.config import ClusterSettings
 from cpd.membership import Member, members
 from deploy.cores import split_cores, usable_cores
-from deploy.endpoint import is_ready, pick_port, read_cluster, url_of
+from deploy.endpoint import has_workers, pick_port, read_cluster, url_of
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
@@ -43,6 +44,7 @@ class Cluster:
         fixed = {"port": pick_port(HOST, 0), "redis_url": self._redis.url, "cluster_token": SecretStr(TOKEN)}
         self.settings = ClusterSettings.load({**given, **fixed})
         self.url = url_of(HOST, self.settings.port)
+        self._more_urls: list[str] = []
         self._specs = processes(self.settings, HOST)
         self._supervised: dict[str, Supervised] = {}
 
@@ -83,8 +85,9 @@ class Cluster:
         name = f"extra-{port}"
         spec = replace(router, name=name, flags={**router.flags, "router_id": name})
         self._supervised[name] = self._supervise(spec, frozenset())
-        eventually(lambda: is_ready(url_of(HOST, port)), f"{name} is ready")
-        return url_of(HOST, port)
+        self._more_urls.append(url_of(HOST, port))
+        self.wait_until_whole()
+        return self._more_urls[-1]
 
     def pid(self, name: str) -> int:
         """Process id of the named process (`combined-0`, `prefill-0`, `router-0`)."""
@@ -108,7 +111,7 @@ class Cluster:
 
     def state(self) -> dict[str, Any]:
         """The router's `/cluster`."""
-        return read_cluster(self.url, next(iter(self.settings.api_key), ""))
+        return read_cluster(self.url, self._key)
 
     def wait_until_whole(self) -> None:
         """Returns when every process runs, holds a lease, and every router has a session with every worker."""
@@ -119,6 +122,10 @@ class Cluster:
         eventually(self._is_idle, "every page is free or cached")
         return self.state()
 
+    @property
+    def _key(self) -> str:
+        return next(iter(self.settings.api_key), "")
+
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
         return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores)
 
@@ -127,14 +134,15 @@ class Cluster:
         for name, state in states.items():
             assert state.error is None, f"{name} does not start: {state.error}"
             assert state.starts < MANY_STARTS, f"{name} keeps dying"
-        pids = {member.id: member.pid for member in asyncio.run(self._members())}
+        with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop of its own
+            leases = thread.submit(asyncio.run, self._members()).result()
+        pids = {member.id: member.pid for member in leases}
         if any(state.pid is None or pids.get(name) != state.pid for name, state in states.items()):
             return False
-        return is_ready(self.url) and self._workers_are_live()
-
-    def _workers_are_live(self) -> bool:
-        live = {worker["id"]: worker["pid"] for worker in self.state()["workers"] if worker["state"] == "ready"}
-        return live == {spec.name: self.pid(spec.name) for spec in self._specs if spec.is_worker}
+        expected = {spec.name: pids[spec.name] for spec in self._specs if spec.is_worker}
+        # Connections to a port that several routers share reach one of them by chance.
+        urls = [self.url] * 4 * self.settings.routers + self._more_urls
+        return all(has_workers(url, self._key, expected) for url in urls)
 
     def _is_idle(self) -> bool:
         workers = self.state()["workers"]

@@ -66,7 +66,7 @@ async def test_seeded_answers_are_the_same_in_any_company_and_on_any_route(check
     oracle = Oracle(directory)
     prompts = oracle.prompts([20, 70, 100, 200] * 2, seed=4)
     fields = {"temperature": 1.0, "seed": 1234, "max_tokens": 24}
-    with Cluster(model=str(directory), served_model_name=MODEL, long_prefill_tokens=0) as cluster:
+    with Cluster(model=str(directory), served_model_name=MODEL, long_prefill_tokens=16) as cluster:
         never_remote = cluster.add_router(long_prefill_tokens=100_000)
         passes: dict[str, list[Answer]] = {
             "remote, together": await complete_all(cluster.url, prompts, at_once=8, **fields),

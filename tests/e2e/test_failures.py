@@ -27,9 +27,8 @@ def oracle(checkpoint: MakeCheckpoint) -> Oracle:
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: MakeCheckpoint) -> Iterator[Cluster]:
-    with Cluster(
-        model=str(checkpoint("qwen3")), served_model_name=MODEL, routers=2, long_prefill_tokens=LONG, token_budget=64
-    ) as running:
+    settings = {"routers": 2, "long_prefill_tokens": LONG, "token_budget": 64, "fill_progress_s": 2}
+    with Cluster(model=str(checkpoint("qwen3")), served_model_name=MODEL, **settings) as running:
         yield running
 
 

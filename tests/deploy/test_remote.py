@@ -1,0 +1,22 @@
+import io
+from typing import Any
+
+from rich.console import Console
+
+from deploy.remote import cluster_table
+
+
+def worker(name: str, **fields: Any) -> dict[str, Any]:
+    pages = {"free": 12_000, "cached": 300, "used": 4, "reserved": 5, "quarantined": 6}
+    load = {"running": 1, "waiting": 2, "waiting_tokens": 3456, "pages": pages}
+    return {"id": name, "role": "combined", "state": "ready", "reason": None, "load": load, **fields}
+
+
+def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
+    output = io.StringIO()
+    workers = [worker("combined-0"), worker("prefill-0", load=None, state="refused", reason="another [model]")]
+    Console(file=output, width=80).print(cluster_table({"workers": workers}))
+    lines = output.getvalue().splitlines()
+    assert lines[1].split() == ["combined-0", "ready", "1", "2", "3,456", "12,000", "300", "4", "11"]
+    assert lines[2].startswith("prefill-0")
+    assert "another [model]" in " ".join(output.getvalue().split())
