@@ -4,27 +4,14 @@ The order of operations and of roundings is transformers', so that in float32 bo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from engine.config import ModelConfig
-from engine.ops.base import DeviceBatch, Linear, Ops
+from engine.ops.base import DeviceBatch, Layer, Linear, Ops, Stack
 from engine.rope import rope_table
 from engine.weights import Checkpoint
-
-
-@dataclass(slots=True)
-class _Layer:
-    input_norm: torch.Tensor  # [H]
-    qkv: Linear  # H -> (Hq + 2 Hkv) · D
-    q_norm: torch.Tensor | None  # [D]
-    k_norm: torch.Tensor | None  # [D]
-    o: Linear  # Hq · D -> H
-    post_norm: torch.Tensor  # [H]
-    gate_up: Linear  # H -> 2I
-    down: Linear  # I -> H
 
 
 class Decoder:
@@ -46,7 +33,6 @@ class Decoder:
             checkpoint: Checked against `expected_tensors(config)`.
             on_progress: Told the fraction that is loaded.
         """
-        self._config = config
         self._ops = ops
 
         def read(*names: str) -> torch.Tensor:
@@ -57,12 +43,12 @@ class Decoder:
             return ops.pack(weights, read(*(f"{prefix}.{name}.bias" for name in names)) if bias else None)
 
         self._embedding = read("model.embed_tokens.weight")  # [V, H]
-        self._layers: list[_Layer] = []
+        layers: list[Layer] = []
         for index in range(config.num_layers):
             on_progress(index / config.num_layers)
             layer, attention, mlp = (f"model.layers.{index}{part}" for part in ("", ".self_attn", ".mlp"))
-            self._layers.append(
-                _Layer(
+            layers.append(
+                Layer(
                     input_norm=read(f"{layer}.input_layernorm.weight"),
                     qkv=linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
                     q_norm=read(f"{attention}.q_norm.weight") if config.qk_norm else None,
@@ -73,10 +59,12 @@ class Decoder:
                     down=linear(mlp, ("down_proj",), config.mlp_bias),
                 )
             )
-        self._norm = read("model.norm.weight")
+        norm = read("model.norm.weight")
         head = self._embedding if config.tie_embeddings else read("lm_head.weight")
         self._lm_head = ops.pack(head, None)  # H -> V
-        self._cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
+        cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
+        self._stack = Stack(layers, norm, cos_sin, config.norm_eps, config.head_dim**-0.5)
+        self._run_layers = ops.fuse(self._stack) or self._layer_by_layer
         on_progress(1.0)
 
     def forward(
@@ -93,20 +81,32 @@ class Decoder:
         Returns:
             Logits [R, V] of the model's dtype; None if no row was wanted.
         """
-        ops, eps, scale = self._ops, self._config.norm_eps, self._config.head_dim**-0.5
-        ops.prepare(batch)
         residual = F.embedding(batch.token_ids, self._embedding)  # [T, H]
-        x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            q = ops.rope_store(layer.qkv(x), batch, self._cos_sin, layer.q_norm, layer.k_norm, eps, kv[index])
+        hidden = self._run_layers(residual, batch, kv, rows, num_rows)  # [R, H]
+        return None if hidden is None else self._lm_head(hidden)
+
+    def _layer_by_layer(
+        self,
+        residual: torch.Tensor,
+        batch: DeviceBatch,
+        kv: Sequence[torch.Tensor],
+        rows: torch.Tensor | None,
+        num_rows: int,
+    ) -> torch.Tensor | None:
+        """What a `FusedStack` computes, in single operations."""
+        ops, stack, eps = self._ops, self._stack, self._stack.eps
+        ops.prepare(batch)
+        x = ops.rms_norm(residual, stack.layers[0].input_norm, eps)
+        last = len(stack.layers) - 1
+        for index, layer in enumerate(stack.layers):
+            q = ops.rope_store(layer.qkv(x), batch, stack.cos_sin, layer.q_norm, layer.k_norm, eps, kv[index])
             if index == last and num_rows == 0:
                 return None
-            x = ops.attention(q, kv[index], batch, scale)  # [T, Hq · D]
+            x = ops.attention(q, kv[index], batch, stack.scale)  # [T, Hq · D]
             if index == last and rows is not None:  # nothing after this depends on the other tokens
                 x, residual = x.index_select(0, rows), residual.index_select(0, rows)
             x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            next_norm = self._norm if index == last else self._layers[index + 1].input_norm
+            next_norm = stack.norm if index == last else stack.layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, next_norm, eps)
-        return self._lm_head(x)
+        return x

@@ -7,7 +7,7 @@ Layer views of the KV pool are `pool[:, layer]`: [num_pages, 2, Hkv, BS, D], str
 one page. Index 0 of the second dimension is keys, 1 is values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,62 @@ class DeviceBatch:
     max_query_len: int
     max_context_len: int
     host: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a decoder."""
+
+    input_norm: torch.Tensor  # [H]
+    qkv: Linear  # H -> (Hq + 2 Hkv) · D
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    o: Linear  # Hq · D -> H
+    post_norm: torch.Tensor  # [H]
+    gate_up: Linear  # H -> 2I
+    down: Linear  # I -> H
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """All layers of a decoder and the norm after them.
+
+    Attributes:
+        cos_sin: See `Ops.rope_store`.
+        eps: Of all norms.
+        scale: Of the attention scores.
+    """
+
+    layers: Sequence[Layer]
+    norm: torch.Tensor  # [H]
+    cos_sin: torch.Tensor
+    eps: float
+    scale: float
+
+
+class FusedStack(Protocol):
+    """A step through all layers in one call."""
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        batch: DeviceBatch,
+        kv: Sequence[torch.Tensor],
+        rows: torch.Tensor | None,
+        num_rows: int,
+    ) -> torch.Tensor | None:
+        """Stores the batch's keys and values, and computes the normed output of some of its tokens.
+
+        Args:
+            residual: Embeddings [T, H], scratch.
+            batch: The step. Not prepared.
+            kv: For each layer [num_pages, 2, Hkv, BS, D].
+            rows: The tokens wanted, int32 [R], ascending; None: all of them.
+            num_rows: R
+
+        Returns:
+            [R, H]; None if R is 0.
+        """
 
 
 class Ops(Protocol):
@@ -117,3 +173,6 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) · up: [T, 2I], scratch, gate first -> [T, I]"""
+
+    def fuse(self, stack: Stack) -> FusedStack | None:
+        """A faster way through all layers than one operation after the other; None: this back end has none."""

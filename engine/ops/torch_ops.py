@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cpd.blocks import BLOCK_SIZE
-from engine.ops.base import DeviceBatch, Linear
+from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
 
 _DECODES_AT_ONCE = 16
 """Decodes whose contexts are gathered and padded to one length."""
@@ -127,6 +127,9 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def fuse(self, stack: Stack) -> FusedStack | None:
+        return None
 
 
 def _gather(kv: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,326 @@
+// Causal attention over paged keys and values, for prefill and decode alike, with an online softmax over blocks of
+// kBlock tokens. A query's result has the same bits in every chunk and batch and for every number of threads.
+//
+// A page's keys or values of one head are worked on in squares of kLanes tokens by kLanes words, held in registers
+// while all rows of the tile use them; the page is read once.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "attention_plan.h"
+#include "rows.h"
+#include "team.h"
+#include "vec.h"
+
+namespace cpd {
+
+constexpr int64_t kBlock = 64;
+constexpr float kNothing = -1e30f;  // largest score of no token at all
+
+// Memory that is not initialised, aligned for vectors.
+class Buffer {
+ public:
+  explicit Buffer(int64_t floats) : data_(new (std::align_val_t(64)) float[floats]) {}
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* data) const { operator delete[](data, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float[], Free> data_;
+};
+
+// Softmax state of rows: sum of weights (one a lane), sum of weighted values, largest score. The values' order within
+// a row is that of `Attention::add_values`.
+struct State {
+  float *weights, *values, *largest;
+  int64_t width;
+
+  State(float* memory, int64_t rows, int64_t width)
+      : weights(memory), values(weights + rows * kLanes), largest(values + rows * width), width(width) {}
+  static int64_t floats(int64_t rows, int64_t width) { return rows * (2 * kLanes + width); }
+
+  State from_row(int64_t row) const {
+    State state = *this;
+    state.weights += row * kLanes;
+    state.values += row * width;
+    state.largest += row;
+    return state;
+  }
+};
+
+// Memory of a step's attention, used by one layer after the other.
+template <typename T>
+struct AttentionMemory {
+  int64_t words, width;  // words of a key, floats of a value; padded to whole vectors
+  int64_t part_floats, thread_floats;
+  Buffer threads, parts;
+
+  AttentionMemory(const AttentionPlan& plan, int64_t team_size)
+      : words(divide_up(plan.dim / kPerWord<T>, kLanes) * kLanes),
+        width(words * kPerWord<T>),
+        part_floats(State::floats(plan.part_rows, width)),
+        thread_floats(plan.rows * (words + kBlock + kBlock / kPerWord<T>) + 2 * State::floats(plan.rows, width)),
+        threads(thread_floats * team_size),
+        parts(plan.parts * part_floats) {}
+};
+
+// kLanes words from each of kLanes rows; zero from row `rows` and from word `words` on.
+CPD_INLINE void load_square(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, Words (&square)[kLanes]) {
+  if (rows >= kLanes && words >= kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) square[i] = load_words(from + i * stride);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) square[i] = i < rows ? load_words(from + i * stride, words) : Words{};
+  }
+}
+
+// Into the second-level cache; hints to the first level stall here, as there can be too few of them in flight.
+CPD_INLINE void prefetch_square(const uint32_t* from, int64_t stride) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride, 0, 2);
+}
+
+// For all rows r: sums[r][s] += sum over i of left[r][i] · square[i][s], where square[i] is kSums vectors.
+template <typename T, int kSums>
+CPD_INLINE void apply_square(const Words (&square)[kLanes], const uint32_t* left, int64_t words, int64_t rows, float* sums,
+                             int64_t width) {
+  for (int64_t r = 0; r < rows; ++r, left += words, sums += width) {
+    Floats sum[kSums];
+#pragma GCC unroll 2
+    for (int s = 0; s < kSums; ++s) sum[s] = load(sums + s * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / kSums; ++i) {
+      const Words word = splat(left[i]);
+#pragma GCC unroll 2
+      for (int s = 0; s < kSums; ++s) sum[s] = dot<T>(sum[s], word, square[i * kSums + s]);
+    }
+#pragma GCC unroll 2
+    for (int s = 0; s < kSums; ++s) store(sums + s * kLanes, sum[s]);
+  }
+}
+
+CPD_INLINE void multiply(float* row, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kLanes) store(row + i, load(row + i) * factor);
+}
+
+// One layer's attention on one thread of the team.
+template <typename T>
+class Attention {
+ public:
+  Attention(const AttentionPlan& plan, const AttentionMemory<T>& memory, const Pages<T>& pages, float scale)
+      : plan_(plan), memory_(memory), pages_(pages), scale_(scale) {}
+
+  // q: the heads of token t from q + t · q_stride on; out: [tokens, heads · dim].
+  void run(Team& team, const std::vector<Tile>& tiles, const T* q, int64_t q_stride, T* out) {
+    q_ = q;
+    q_stride_ = q_stride;
+    out_ = out;
+    queries_ = reinterpret_cast<uint32_t*>(memory_.threads.data() + team.id() * memory_.thread_floats);
+    scores_ = reinterpret_cast<float*>(queries_ + plan_.rows * memory_.words);
+    weights_ = reinterpret_cast<T*>(scores_ + plan_.rows * kBlock);
+    states_ = scores_ + plan_.rows * (kBlock + kBlockWords);
+    team.each(tiles.size(), [&](int64_t i) { compute(tiles[i]); });
+    if (plan_.parts == 0) return;
+    team.each(tiles.size(), [&](int64_t i) {
+      if (tiles[i].parts) merge_parts(tiles[i]);
+    });
+  }
+
+ private:
+  static constexpr int64_t kBlockWords = kBlock / kPerWord<T>;
+
+  void compute(const Tile& tile) {
+    begin(tile);
+    each_row([&](int64_t row, int64_t query, int64_t head) {
+      uint32_t* to = queries_ + row * memory_.words;
+      std::memset(to + memory_.words - kLanes, 0, kLanes * 4);
+      std::memcpy(to, q_ + (tile.first + query) * q_stride_ + head * plan_.dim, plan_.dim * sizeof(T));
+    });
+    if (tile.part >= 0) return attend(tile.begin, tile.end, part(tile.part));
+    State total(states_, rows_, memory_.width);
+    State next(states_ + State::floats(plan_.rows, memory_.width), rows_, memory_.width);
+    attend(0, std::min(tile.end, kSplit), total);
+    for (int64_t begin = kSplit; begin < tile.end; begin += kSplit) {
+      attend(begin, std::min(tile.end, begin + kSplit), next);
+      merge(total, next);
+    }
+    write(total);
+  }
+
+  void merge_parts(const Tile& tile) {
+    begin(tile);
+    State total = part(tile.part);
+    for (int64_t i = 1; i < tile.parts; ++i) merge(total, part(tile.part + i));
+    write(total);
+  }
+
+  void begin(const Tile& tile) {
+    tile_ = &tile;
+    head_rows_ = tile.queries * plan_.group();
+    rows_ = head_rows_ * (tile.last_head - tile.first_head);
+    table_ = plan_.sequences.block_tables + tile.sequence * plan_.sequences.table_width;
+  }
+
+  State part(int64_t index) const {
+    float* memory = memory_.parts.data() + index * memory_.part_floats;
+    return State(memory, head_rows_ * plan_.kv_heads, memory_.width).from_row(tile_->first_head * head_rows_);
+  }
+
+  // A tile's rows are ordered by key-value head, query, head of the group: body(row, query, head).
+  template <typename Body>
+  void each_row(Body&& body) {
+    int64_t row = 0;
+    for (int64_t kv_head = tile_->first_head; kv_head < tile_->last_head; ++kv_head)
+      for (int64_t query = 0; query < tile_->queries; ++query)
+        for (int64_t i = 0; i < plan_.group(); ++i) body(row++, query, kv_head * plan_.group() + i);
+  }
+
+  // One split: the rows' state over context [begin, end).
+  void attend(int64_t begin, int64_t end, State state) {
+    std::fill_n(state.weights, rows_ * kLanes, 0.0f);
+    std::fill_n(state.values, rows_ * memory_.width, 0.0f);
+    std::fill_n(state.largest, rows_, kNothing);
+    const int64_t kv_heads = tile_->last_head - tile_->first_head;
+    for (int64_t block = begin; block < end; block += kBlock) {
+      const int64_t tokens = std::min(kBlock, end - block);
+      for (int64_t t = 0; t < tokens; t += kLanes)
+        for (int64_t h = 0; h < kv_heads; ++h) score(h, block, t, end);
+      each_row([&](int64_t row, int64_t query, int64_t) {
+        weigh(state, row, std::min(tokens, tile_->position + query + 1 - block), tokens);
+      });
+      for (int64_t t = 0; t < tokens; t += kLanes)
+        for (int64_t h = 0; h < kv_heads; ++h) add_values(h, block, t, end, state);
+    }
+  }
+
+  // Keys (or values) of `token` for the tile's h-th head.
+  const uint32_t* keys_of(int64_t h, int64_t token) const {
+    const T* page = pages_.keys(table_[token / kPageTokens], tile_->first_head + h);
+    return reinterpret_cast<const uint32_t*>(page + token % kPageTokens * plan_.dim);
+  }
+  const uint32_t* values_of(int64_t h, int64_t token) const { return keys_of(pages_.heads + h, token); }
+
+  // The token whose page to fetch while `token` is worked on.
+  static int64_t ahead(int64_t token, int64_t end) { return token + kPageTokens < end ? token + kPageTokens : token; }
+
+  // Scores of kLanes tokens, from token t of the block on: products of queries and keys. A lane is a token.
+  void score(int64_t h, int64_t block, int64_t t, int64_t end) {
+    const int64_t words = plan_.dim / kPerWord<T>;
+    const uint32_t *keys = keys_of(h, block + t), *next = keys_of(h, ahead(block + t, end));
+    const uint32_t* queries = queries_ + h * head_rows_ * memory_.words;
+    float* scores = scores_ + h * head_rows_ * kBlock + t;
+    for (int64_t r = 0; r < head_rows_; ++r) store(scores + r * kBlock, Floats{});
+    for (int64_t w = 0; w < words; w += kLanes) {
+      Words square[kLanes];
+      load_square(keys + w, words, kLanes, words - w, square);
+      prefetch_square(next + w, words);
+      transpose(square);
+      apply_square<T, 1>(square, queries + w, memory_.words, head_rows_, scores, kBlock);
+    }
+  }
+
+  // Adds the values of kLanes tokens, from token t of the block on, times their weights. A lane is a dimension: for
+  // bf16, where a word holds two, the even ones of a square come first, then the odd ones.
+  void add_values(int64_t h, int64_t block, int64_t t, int64_t end, State state) {
+    const int64_t words = plan_.dim / kPerWord<T>;
+    const uint32_t *values = values_of(h, block + t), *next = values_of(h, ahead(block + t, end));
+    const auto* weights = reinterpret_cast<const uint32_t*>(weights_ + h * head_rows_ * kBlock + t);
+    float* sums = state.values + h * head_rows_ * state.width;
+    for (int64_t w = 0; w < words; w += kLanes) {
+      Words square[kLanes];
+      // Beyond the context lie leftovers: their weight is 0, but 0 times infinity is not.
+      load_square(values + w, words, end - block - t, words - w, square);
+      prefetch_square(next + w, words);
+      if constexpr (kPerWord<T> == 2) {
+        for (int i = 0; i < kLanes; i += 2) {
+          const Words first = square[i], second = square[i + 1];
+          square[i] = (first & 0xffff) | (second << 16);
+          square[i + 1] = (first >> 16) | (second & 0xffff0000);
+        }
+      }
+      apply_square<T, kPerWord<T>>(square, weights, kBlockWords, head_rows_, sums + w * kPerWord<T>, state.width);
+    }
+  }
+
+  // Softmax weights of a row from its scores of a block, of which its query may see the first `visible`.
+  void weigh(State state, int64_t row, int64_t visible, int64_t tokens) {
+    Ints lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    float* scores = scores_ + row * kBlock;
+    Floats most = splat(kNothing);
+    for (int64_t i = 0; i < tokens; i += kLanes) {
+      Floats x = lane + (int32_t)i < (int32_t)visible ? load(scores + i) * scale_ : splat(-__builtin_inff());
+      store(scores + i, x);
+      most = larger(most, x);
+    }
+    const float before = state.largest[row], now = std::max(before, largest(most));
+    Floats sums = load(state.weights + row * kLanes);
+    if (now != before) {
+      const float correction = exp(before - now);
+      sums *= correction;
+      multiply(state.values + row * state.width, state.width, correction);
+      state.largest[row] = now;
+    }
+    for (int64_t i = 0; i < tokens; i += kLanes) {
+      Floats x = exp(load(scores + i) - now);
+      sums += x;
+      store(weights_ + row * kBlock + i, x);
+    }
+    store(state.weights + row * kLanes, sums);
+  }
+
+  void merge(State total, State next) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const float largest = std::max(total.largest[r], next.largest[r]);
+      const float a = exp(total.largest[r] - largest), b = exp(next.largest[r] - largest);
+      auto add = [&](float* to, const float* from, int64_t n) {
+        for (int64_t i = 0; i < n; i += kLanes) store(to + i, load(to + i) * a + load(from + i) * b);
+      };
+      total.largest[r] = largest;
+      add(total.weights + r * kLanes, next.weights + r * kLanes, kLanes);
+      add(total.values + r * total.width, next.values + r * total.width, total.width);
+    }
+  }
+
+  void write(State state) {
+    const int64_t dim = plan_.dim;
+    each_row([&](int64_t row, int64_t query, int64_t head) {
+      T* to = out_ + ((tile_->first + query) * plan_.heads + head) * dim;
+      const float* values = state.values + row * state.width;
+      const float factor = 1.0f / sum(load(state.weights + row * kLanes));
+      for (int64_t i = 0; i < dim; i += kLanes * kPerWord<T>) {
+        Floats x = load(values + i) * factor;
+        if constexpr (kPerWord<T> == 1) {
+          store(to + i, x, dim - i);
+        } else {
+          Floats odd = load(values + i + kLanes) * factor;
+          store_words(to + i, round_words(x) >> 16 | round_words(odd), (dim - i) / 2);
+        }
+      }
+    });
+  }
+
+  const AttentionPlan& plan_;
+  const AttentionMemory<T>& memory_;
+  const Pages<T>& pages_;
+  const float scale_;
+  const T* q_;
+  int64_t q_stride_;
+  T* out_;
+
+  // This thread's memory: queries, a block's scores and weights, states.
+  uint32_t* queries_;
+  float *scores_, *states_;
+  T* weights_;
+
+  // The tile at hand: its rows for one key-value head and in all, its pages.
+  const Tile* tile_;
+  int64_t head_rows_, rows_;
+  const int32_t* table_;
+};
+
+}  // namespace cpd

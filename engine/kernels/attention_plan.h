@@ -1,0 +1,97 @@
+// How a step's attention is cut into tiles, the same for all layers.
+//
+// A tile is some queries of one sequence for some key-value heads, each with the group of query heads that share it.
+// A decode is a tile of one query. Long contexts are worked through in splits of kSplit tokens, counted from position
+// 0, whose results are merged in order. Where a sequence's queries fit into one tile, its splits are tiles of their
+// own, so that one long context does not set the pace of the batch. None of this changes a bit of the result.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "linear.h"
+
+namespace cpd {
+
+constexpr int64_t kSplit = 512;
+constexpr int64_t kRowsAtOnce = 48;  // rows (query, query head) that share the work of loading a key or value
+constexpr int64_t kTilesPerThread = 4;
+
+struct Sequences {
+  const int32_t *query_start, *context_lens, *block_tables;
+  int64_t count, table_width;
+};
+
+// The step's tokens [first, first + queries), of which the first stands at `position`, over context [begin, end), for
+// key-value heads [first_head, last_head).
+struct Tile {
+  int64_t sequence, first, queries, position, begin, end;
+  int64_t part;   // Where its result waits to be merged with those of other splits; -1: nowhere, it is complete.
+  int64_t parts;  // For the first split: how many there are; else 0.
+  int64_t first_head = 0, last_head = 0;
+};
+
+struct AttentionPlan {
+  Sequences sequences;
+  int64_t heads, kv_heads, dim;
+  std::vector<Tile> tiles;  // The most work first.
+  int64_t parts = 0;        // Results to be merged,
+  int64_t part_rows = 0;    // of so many rows each at most (all heads).
+  int64_t rows = 0;         // Of the largest tile.
+  int64_t work = 0;         // Products of a query and a key.
+
+  AttentionPlan(const Sequences& sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t threads)
+      : sequences(sequences), heads(heads), kv_heads(kv_heads), dim(dim) {
+    std::vector<Tile> whole;
+    for (int64_t s = 0; s < sequences.count; ++s) cut_sequence(s, whole);
+    // A tile of all heads reads its pages in one go; but there must be tiles for all threads.
+    const int64_t most_heads = std::max<int64_t>(1, kv_heads * whole.size() / (kTilesPerThread * threads));
+    for (Tile& tile : whole) {
+      const int64_t heads_at_once = std::clamp<int64_t>(kRowsAtOnce / (tile.queries * group()), 1, most_heads);
+      const int64_t pieces = divide_up(kv_heads, heads_at_once);
+      for (int64_t i = 0; i < pieces; ++i) {
+        tile.first_head = kv_heads * i / pieces;
+        tile.last_head = kv_heads * (i + 1) / pieces;
+        rows = std::max(rows, tile.queries * group() * (tile.last_head - tile.first_head));
+        tiles.push_back(tile);
+      }
+    }
+    auto cost = [](const Tile& tile) { return tile.queries * (tile.end - tile.begin) * (tile.last_head - tile.first_head); };
+    std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
+  }
+
+  int64_t group() const { return heads / kv_heads; }
+
+  // Those tiles that compute one of the tokens `wanted` (ascending).
+  std::vector<Tile> tiles_of(const int32_t* wanted, int64_t count) const {
+    std::vector<Tile> result;
+    for (const Tile& tile : tiles) {
+      const int32_t* token = std::lower_bound(wanted, wanted + count, tile.first);
+      if (token != wanted + count && *token < tile.first + tile.queries) result.push_back(tile);
+    }
+    return result;
+  }
+
+ private:
+  void cut_sequence(int64_t s, std::vector<Tile>& whole) {
+    const int64_t start = sequences.query_start[s], queries = sequences.query_start[s + 1] - start;
+    const int64_t context = sequences.context_lens[s], position = context - queries;
+    const int64_t pieces = divide_up(queries, std::max<int64_t>(1, kRowsAtOnce / group()));
+    const int64_t splits = divide_up(context, kSplit);
+    work += queries * context * heads;
+    if (pieces == 1 && splits > 1) {
+      part_rows = std::max(part_rows, queries * heads);
+      for (int64_t i = 0; i < splits; ++i, ++parts)
+        whole.push_back({s, start, queries, position, i * kSplit, std::min(context, (i + 1) * kSplit), parts,
+                         i == 0 ? splits : 0});
+      return;
+    }
+    for (int64_t i = 0; i < pieces; ++i) {
+      const int64_t from = queries * i / pieces, to = queries * (i + 1) / pieces;
+      whole.push_back({s, start + from, to - from, position + from, 0, position + to, -1, 0});
+    }
+  }
+};
+
+}  // namespace cpd

@@ -1,0 +1,95 @@
+// A step through all layers of a decoder: the stages of the other files, one after the other.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+namespace cpd {
+
+// One layer's weights; those of linear layers packed, biases and head norms null where the model has none.
+template <typename T>
+struct Layer {
+  const T* input_norm;
+  const uint32_t* qkv;
+  const T *qkv_bias, *q_norm, *k_norm;
+  const uint32_t* o;
+  const T *o_bias, *post_norm;
+  const uint32_t* gate_up;
+  const T* gate_up_bias;
+  const uint32_t* down;
+  const T* down_bias;
+  Pages<T> pages;
+};
+
+template <typename T>
+struct Decoder {
+  std::vector<Layer<T>> layers;
+  const T* norm;         // Of the last layer's output.
+  const float* cos_sin;  // [positions, head dim]
+  int64_t hidden, heads, intermediate;
+  float eps, scale;
+};
+
+template <typename T>
+struct Step {
+  int64_t tokens;
+  const int32_t *positions, *slots;
+  const int32_t* rows;  // Tokens whose output is wanted, ascending; null: all of them.
+  int64_t num_rows;
+  T* residual;  // [tokens, hidden], embeddings at first
+  T* out;       // [num_rows, hidden]
+};
+
+// Activations between the stages.
+template <typename T>
+struct Activations {
+  T *normed, *qkv, *attention, *residual_rows, *gate_up, *product;
+};
+
+template <typename T>
+void gather_rows(Team& team, const T* from, const int32_t* rows, int64_t count, int64_t n, T* to) {
+  team.ranges(count, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) std::memcpy(to + i * n, from + rows[i] * n, n * sizeof(T));
+  });
+}
+
+// Runs on every thread of the team.
+template <typename T>
+void run_layers(Team& team, const Decoder<T>& model, const Step<T>& step, const AttentionPlan& plan,
+                const std::vector<Tile>& wanted, const AttentionMemory<T>& memory, const Activations<T>& buffer) {
+  const int64_t hidden = model.hidden, heads_width = model.heads * plan.dim;
+  const int64_t qkv_width = heads_width + 2 * plan.kv_heads * plan.dim;
+  T *residual = step.residual, *attention = buffer.attention;
+  int64_t tokens = step.tokens;
+  rms_norm(team, residual, tokens, hidden, model.layers[0].input_norm, model.eps, buffer.normed);
+  for (size_t index = 0; index < model.layers.size(); ++index) {
+    const Layer<T>& layer = model.layers[index];
+    const bool last = index + 1 == model.layers.size();
+    linear(team, buffer.normed, tokens, hidden, layer.qkv, qkv_width, layer.qkv_bias, buffer.qkv);
+    rope_store(team, buffer.qkv, tokens, model.heads, step.positions, step.slots, model.cos_sin, layer.q_norm,
+               layer.k_norm, model.eps, layer.pages);
+    if (last && step.num_rows == 0) return;
+    Attention<T>(plan, memory, layer.pages, model.scale)
+        .run(team, last ? wanted : plan.tiles, buffer.qkv, qkv_width, attention);
+    if (last && step.rows) {  // Nothing after this depends on the other tokens.
+      tokens = step.num_rows;
+      gather_rows(team, attention, step.rows, tokens, heads_width, buffer.qkv);
+      gather_rows(team, residual, step.rows, tokens, hidden, buffer.residual_rows);
+      attention = buffer.qkv;
+      residual = buffer.residual_rows;
+    }
+    linear(team, attention, tokens, heads_width, layer.o, hidden, layer.o_bias, buffer.normed);
+    add_rms_norm(team, buffer.normed, tokens, hidden, residual, layer.post_norm, model.eps, buffer.normed);
+    linear(team, buffer.normed, tokens, hidden, layer.gate_up, 2 * model.intermediate, layer.gate_up_bias,
+           buffer.gate_up);
+    silu_mul(team, buffer.gate_up, tokens, model.intermediate, buffer.product);
+    linear(team, buffer.product, tokens, model.intermediate, layer.down, hidden, layer.down_bias, buffer.normed);
+    add_rms_norm(team, buffer.normed, tokens, hidden, residual, last ? model.norm : model.layers[index + 1].input_norm,
+                 model.eps, last ? step.out : buffer.normed);
+  }
+}
+
+}  // namespace cpd

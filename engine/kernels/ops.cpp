@@ -1,0 +1,218 @@
+// The kernels as torch operators of the namespace `cpd`. engine/ops/cpu_ops.py is their only caller and says what each
+// one does; here shapes and types are checked, and a step is cut into stages.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "attention.h"
+#include "layers.h"
+#include "linear.h"
+#include "rows.h"
+#include "team.h"
+
+namespace cpd {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// A region's start pays off for work of about this many float32 operations.
+constexpr int64_t kParallelWork = 1 << 23;
+
+template <typename T>
+constexpr at::ScalarType kScalarType = std::is_same_v<T, float> ? at::kFloat : at::kBFloat16;
+
+template <typename Body>
+void with_type(const Tensor& x, Body&& body) {
+  if (x.scalar_type() == at::kFloat) return body(float{});
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "cpd kernels take float32 and bfloat16, not ", x.scalar_type());
+  body(bf16{});
+}
+
+template <typename T>
+T* data(const Tensor& x) {
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == kScalarType<T>, "cpd kernels: a tensor of another type or layout");
+  return static_cast<T*>(x.data_ptr());
+}
+
+template <typename T>
+T* data(const OptionalTensor& x) {
+  return x ? data<T>(*x) : nullptr;
+}
+
+template <typename T>
+uint32_t* words(const Tensor& packed) {
+  return reinterpret_cast<uint32_t*>(data<T>(packed));
+}
+
+const int32_t* ints(const Tensor& x) {
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kInt, "cpd kernels: indices must be contiguous int32");
+  return x.data_ptr<int32_t>();
+}
+
+template <typename T>
+Pages<T> pages_of(const Tensor& kv) {
+  const int64_t head = kPageTokens * kv.size(4);
+  TORCH_CHECK(kv.size(1) == 2 && kv.size(3) == kPageTokens && kv.stride(4) == 1 && kv.stride(3) == kv.size(4) &&
+                  kv.stride(2) == head && kv.stride(1) == kv.size(2) * head && kv.scalar_type() == kScalarType<T>,
+              "cpd kernels: a layer's pages must be [pages, 2, heads, ", kPageTokens, ", dim], contiguous in a page");
+  return {static_cast<T*>(kv.data_ptr()), kv.stride(0), kv.size(2), kv.size(4)};
+}
+
+Tensor pack_weight(const Tensor& weight) {
+  Tensor packed;
+  with_type(weight, [&]<typename T>(T) {
+    const int64_t n = weight.size(0), k = weight.size(1);
+    TORCH_CHECK(k % kPerWord<T> == 0, "cpd kernels: a row must be whole 32-bit words");
+    packed = at::empty({divide_up(n, kPanel), k / kPerWord<T>, kPanel * kPerWord<T>}, weight.options());
+    pack(data<T>(weight), n, k, words<T>(packed));
+  });
+  return packed;
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t n) {
+  const int64_t m = x.size(0), k = x.size(1);
+  Tensor y = at::empty({m, n}, x.options());
+  with_type(x, [&]<typename T>(T) {
+    TORCH_CHECK(weight.size(1) * kPerWord<T> == k && weight.size(0) == divide_up(n, kPanel), "cpd::linear: wrong shape");
+    const T *from = data<T>(x), *bias_data = data<T>(bias);
+    T* to = data<T>(y);
+    const uint32_t* packed = words<T>(weight);
+    // Few rows take as long as it takes to read the weights.
+    run_team(n * k * (m + 8) > kParallelWork,
+             [&](Team& team) { linear(team, from, m, k, packed, n, bias_data, to); });
+  });
+  return y;
+}
+
+Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
+  Tensor y = at::empty(x.sizes(), x.options());
+  with_type(x, [&]<typename T>(T) {
+    const T *from = data<T>(x), *scale = data<T>(weight);
+    T* to = data<T>(y);
+    run_team(x.numel() * 32 > kParallelWork,
+             [&](Team& team) { rms_norm(team, from, x.size(0), x.size(1), scale, eps, to); });
+  });
+  return y;
+}
+
+void add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  with_type(x, [&]<typename T>(T) {
+    T *in_place = data<T>(x), *sum = data<T>(residual);
+    const T* scale = data<T>(weight);
+    run_team(x.numel() * 32 > kParallelWork,
+             [&](Team& team) { add_rms_norm(team, in_place, x.size(0), x.size(1), sum, scale, eps, in_place); });
+  });
+}
+
+Tensor silu_mul_op(const Tensor& gate_up) {
+  const int64_t m = gate_up.size(0), n = gate_up.size(1) / 2;
+  Tensor y = at::empty({m, n}, gate_up.options());
+  with_type(gate_up, [&]<typename T>(T) {
+    const T* from = data<T>(gate_up);
+    T* to = data<T>(y);
+    run_team(m * n * 64 > kParallelWork, [&](Team& team) { silu_mul(team, from, m, n, to); });
+  });
+  return y;
+}
+
+void rope_store_op(const Tensor& qkv, const Tensor& positions, const Tensor& slots, const Tensor& cos_sin,
+                   const OptionalTensor& q_norm, const OptionalTensor& k_norm, double eps, const Tensor& kv) {
+  with_type(qkv, [&]<typename T>(T) {
+    const auto pages = pages_of<T>(kv);
+    const int64_t m = qkv.size(0), heads = qkv.size(1) / pages.dim - 2 * pages.heads;
+    const int32_t *position = ints(positions), *slot = ints(slots);
+    const float* table = data<float>(cos_sin);
+    const T *q_scale = data<T>(q_norm), *k_scale = data<T>(k_norm);
+    T* in_place = data<T>(qkv);
+    run_team(qkv.numel() * 64 > kParallelWork, [&](Team& team) {
+      rope_store(team, in_place, m, heads, position, slot, table, q_scale, k_scale, eps, pages);
+    });
+  });
+}
+
+Sequences sequences_of(const Tensor& query_start, const Tensor& context_lens, const Tensor& block_tables) {
+  return {ints(query_start), ints(context_lens), ints(block_tables), context_lens.size(0), block_tables.size(1)};
+}
+
+Tensor attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_start, const Tensor& context_lens,
+                    const Tensor& block_tables, double scale) {
+  const int64_t m = q.size(0), heads = q.size(1), dim = q.size(2);
+  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim, "cpd::attention: a token's heads must be contiguous");
+  Tensor out = at::empty({m, heads * dim}, q.options());
+  with_type(q, [&]<typename T>(T) {
+    const auto pages = pages_of<T>(kv);
+    const AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), heads, pages.heads, dim,
+                             at::get_num_threads());
+    const bool parallel = plan.work * dim * 4 > kParallelWork;
+    const AttentionMemory<T> memory(plan, team_size(parallel));
+    const auto* from = static_cast<const T*>(q.data_ptr());
+    T* to = data<T>(out);
+    run_team(parallel, [&](Team& team) {
+      Attention<T>(plan, memory, pages, scale).run(team, plan.tiles, from, q.stride(0), to);
+    });
+  });
+  return out;
+}
+
+// weights: twelve a layer in the order of Layer's fields, then the final norm.
+Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weights, const c10::List<Tensor>& kv,
+                 const Tensor& cos_sin, const Tensor& positions, const Tensor& slots, const Tensor& query_start,
+                 const Tensor& context_lens, const Tensor& block_tables, const OptionalTensor& rows, int64_t num_rows,
+                 int64_t intermediate, double eps, double scale) {
+  const int64_t tokens = residual.size(0), hidden = residual.size(1);
+  Tensor out = at::empty({num_rows, hidden}, residual.options());
+  with_type(residual, [&]<typename T>(T) {
+    Decoder<T> model{{}, nullptr, data<float>(cos_sin), hidden, 0, intermediate, float(eps), float(scale)};
+    int64_t next = 0;
+    auto plain = [&] { return data<T>(weights.get(next++)); };
+    auto packed = [&] { return reinterpret_cast<const uint32_t*>(plain()); };
+    for (size_t i = 0; i < kv.size(); ++i)
+      model.layers.push_back({plain(), packed(), plain(), plain(), plain(), packed(), plain(), plain(), packed(), plain(),
+                              packed(), plain(), pages_of<T>(kv.get(i))});
+    model.norm = plain();
+    const Pages<T>& pages = model.layers.at(0).pages;
+    model.heads = weights.get(5)->size(1) * kPerWord<T> / pages.dim;
+
+    const AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), model.heads, pages.heads, pages.dim,
+                             at::get_num_threads());
+    const int32_t* row_data = rows ? ints(*rows) : nullptr;
+    const auto wanted = rows ? plan.tiles_of(row_data, num_rows) : plan.tiles;
+    const AttentionMemory<T> memory(plan, team_size(true));
+    auto buffer = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, residual.options()); };
+    const Tensor normed = buffer(tokens, hidden), residual_rows = buffer(num_rows, hidden);
+    const Tensor qkv = buffer(tokens, (model.heads + 2 * pages.heads) * pages.dim);
+    const Tensor attention = buffer(tokens, model.heads * pages.dim);
+    const Tensor gate_up = buffer(tokens, 2 * intermediate), product = buffer(tokens, intermediate);
+    const Activations<T> activations{data<T>(normed),        data<T>(qkv),     data<T>(attention),
+                                     data<T>(residual_rows), data<T>(gate_up), data<T>(product)};
+    const Step<T> step{tokens, ints(positions), ints(slots), row_data, num_rows, data<T>(residual), data<T>(out)};
+    run_team(true, [&](Team& team) { run_layers(team, model, step, plan, wanted, memory, activations); });
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(cpd, m) {
+  m.def("pack_weight(Tensor weight) -> Tensor", pack_weight);
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor", linear_op);
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_op);
+  m.def("add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()", add_rms_norm_op);
+  m.def("silu_mul(Tensor gate_up) -> Tensor", silu_mul_op);
+  m.def(
+      "rope_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, "
+      "float eps, Tensor(b!) kv) -> ()",
+      rope_store_op);
+  m.def(
+      "attention(Tensor q, Tensor kv, Tensor query_start, Tensor context_lens, Tensor block_tables, float scale) -> "
+      "Tensor",
+      attention_op);
+  m.def(
+      "layers(Tensor(a!) residual, Tensor?[] weights, Tensor(b!)[] kv, Tensor cos_sin, Tensor positions, Tensor slots, "
+      "Tensor query_start, Tensor context_lens, Tensor block_tables, Tensor? rows, int num_rows, int intermediate, "
+      "float eps, float scale) -> Tensor",
+      layers_op);
+}
+
+}  // namespace cpd

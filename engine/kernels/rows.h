@@ -1,0 +1,109 @@
+// What happens to each token's row on its own: norms, RoPE with the store into the pages, SiLU. Computes in float32
+// and rounds where transformers does.
+#pragma once
+
+#include "linear.h"
+#include "team.h"
+#include "vec.h"
+
+namespace cpd {
+
+constexpr int64_t kPageTokens = 16;
+
+// Where a layer's keys and values lie: [pages, 2, heads, kPageTokens, dim], contiguous within one page.
+template <typename T>
+struct Pages {
+  T* data;
+  int64_t page_stride;  // elements from one page to the next
+  int64_t heads, dim;
+
+  T* keys(int64_t page, int64_t head) const { return data + page * page_stride + head * kPageTokens * dim; }
+  T* values(int64_t page, int64_t head) const { return keys(page, heads + head); }
+};
+
+// to = x / sqrt(mean(x^2) + eps) * weight; may be in place.
+template <typename T>
+CPD_INLINE void normalize(const T* x, const T* weight, int64_t n, float eps, T* to) {
+  Floats squares{};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Floats value = load(x + i, n - i);
+    squares += value * value;
+  }
+  const float factor = 1.0f / __builtin_sqrtf(sum(squares) / n + eps);
+  for (int64_t i = 0; i < n; i += kLanes)
+    store(to + i, rounded<T>(load(x + i, n - i) * factor) * load(weight + i, n - i), n - i);
+}
+
+template <typename T>
+void rms_norm(Team& team, const T* x, int64_t m, int64_t n, const T* weight, float eps, T* to) {
+  team.ranges(m, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) normalize(x + row * n, weight, n, eps, to + row * n);
+  });
+}
+
+// residual += x; to = its norm. `x` and `to` may be the same.
+template <typename T>
+void add_rms_norm(Team& team, const T* x, int64_t m, int64_t n, T* residual, const T* weight, float eps, T* to) {
+  team.ranges(m, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      T* sum = residual + row * n;
+      for (int64_t i = 0; i < n; i += kLanes)
+        store(sum + i, load(sum + i, n - i) + load(x + row * n + i, n - i), n - i);
+      normalize(sum, weight, n, eps, to + row * n);
+    }
+  });
+}
+
+// to [m, n] = silu(gate) * up; gate_up [m, 2n], gate first.
+template <typename T>
+void silu_mul(Team& team, const T* gate_up, int64_t m, int64_t n, T* to) {
+  team.ranges(m, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T *gate = gate_up + row * 2 * n, *up = gate + n;
+      for (int64_t i = 0; i < n; i += kLanes) {
+        Floats x = load(gate + i, n - i);
+        store(to + row * n + i, rounded<T>(x / (1.0f + exp(-x))) * load(up + i, n - i), n - i);
+      }
+    }
+  });
+}
+
+// Turns dimension i with i + dim / 2; cos_sin [dim]: cosines, then sines.
+template <typename T>
+CPD_INLINE void rotate_head(const T* x, int64_t dim, const float* cos_sin, T* to) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = half - i;
+    Floats a = load(x + i, n), b = load(x + half + i, n);
+    Floats cos = load(cos_sin + i, n), sin = load(cos_sin + half + i, n);
+    store(to + i, a * cos - b * sin, n);
+    store(to + half + i, b * cos + a * sin, n);
+  }
+}
+
+// qkv [m, (heads + 2 · kv heads) · dim]: norms (if q_norm is set) and turns queries in place and keys on their way
+// into the pages; stores the values beside them. Token t stands at positions[t] and goes to slots[t].
+template <typename T>
+void rope_store(Team& team, T* qkv, int64_t m, int64_t heads, const int32_t* positions, const int32_t* slots,
+                const float* cos_sin, const T* q_norm, const T* k_norm, float eps, const Pages<T>& pages) {
+  const int64_t dim = pages.dim, width = (heads + 2 * pages.heads) * dim;
+  team.ranges(m, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const float* angles = cos_sin + positions[token] * dim;
+      const int64_t page = slots[token] / kPageTokens, offset = slots[token] % kPageTokens * dim;
+      T* head = qkv + token * width;
+      for (int64_t h = 0; h < heads; ++h, head += dim) {
+        if (q_norm) normalize(head, q_norm, dim, eps, head);
+        rotate_head(head, dim, angles, head);
+      }
+      for (int64_t h = 0; h < pages.heads; ++h, head += dim) {
+        if (k_norm) normalize(head, k_norm, dim, eps, head);
+        rotate_head(head, dim, angles, pages.keys(page, h) + offset);
+      }
+      for (int64_t h = 0; h < pages.heads; ++h, head += dim)
+        std::memcpy(pages.values(page, h) + offset, head, dim * sizeof(T));
+    }
+  });
+}
+
+}  // namespace cpd

@@ -1,0 +1,216 @@
+// One vector register, written with the compiler's own vector types: no intrinsics but for the bf16 dot product.
+//
+// All data is moved in 32-bit words. A word is one float, or two neighbouring bf16, so that packing, transposing and
+// the loops of a product are the same for both types, and only `dot` knows the difference.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace cpd {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
+#elif defined(__ARM_NEON)
+constexpr int kLanes = 4;
+constexpr int kRegisters = 32;
+#else
+constexpr int kLanes = 4;
+constexpr int kRegisters = 16;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <typename T>
+constexpr int kPerWord = 4 / sizeof(T);
+
+#define CPD_INLINE inline __attribute__((always_inline))
+
+CPD_INLINE Floats splat(float x) { return x - Floats{}; }
+CPD_INLINE Words splat(uint32_t x) { return x - Words{}; }
+
+CPD_INLINE Words load_words(const void* from) {
+  Words words;
+  std::memcpy(&words, from, sizeof words);
+  return words;
+}
+
+CPD_INLINE void store_words(void* to, Words words) { std::memcpy(to, &words, sizeof words); }
+
+CPD_INLINE void store_words(void* to, Words words, int64_t count) {
+  std::memcpy(to, &words, count >= kLanes ? sizeof words : count * 4);
+}
+
+CPD_INLINE Words load_words(const void* from, int64_t count) {
+  if (count >= kLanes) return load_words(from);
+  Words words{};
+  std::memcpy(&words, from, count * 4);
+  return words;
+}
+
+CPD_INLINE Floats widen(Halves halves) {
+#ifdef __AVX512F__
+  return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)halves) << 16);
+#else
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
+
+// The nearest bf16, ties to even, in the upper half of each word.
+CPD_INLINE Words round_words(Floats x) {
+  Words bits = (Words)x;
+  Words rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  return (x == x ? rounded : bits | 0x400000u) & 0xffff0000u;
+}
+
+CPD_INLINE Halves narrow(Floats x) {
+#ifdef __AVX512BF16__
+  return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+  return __builtin_convertvector(round_words(x) >> 16, Halves);
+#endif
+}
+
+CPD_INLINE Floats load(const float* from) { return (Floats)load_words(from); }
+CPD_INLINE Floats load(const bf16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return widen(halves);
+}
+CPD_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+CPD_INLINE void store(bf16* to, Floats x) {
+  Halves halves = narrow(x);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+// The first `count` lanes only; the rest reads as zero and is not written.
+template <typename T>
+CPD_INLINE Floats load(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T lanes[kLanes] = {};
+  std::memcpy(lanes, from, count * sizeof(T));
+  return load(lanes);
+}
+template <typename T>
+CPD_INLINE void store(T* to, Floats x, int64_t count) {
+  if (count >= kLanes) return store(to, x);
+  T lanes[kLanes];
+  store(lanes, x);
+  std::memcpy(to, lanes, count * sizeof(T));
+}
+
+template <typename T>
+CPD_INLINE Floats rounded(Floats x) {
+  if constexpr (std::is_same_v<T, bf16>) return (Floats)round_words(x);
+  return x;
+}
+
+// sum + a · b, lane by lane: one product a word (float) or two (bf16), each added in float32.
+template <typename T>
+CPD_INLINE Floats dot(Floats sum, Words a, Words b) {
+  if constexpr (std::is_same_v<T, float>) {
+    return sum + (Floats)a * (Floats)b;
+  } else {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (Floats)(a << 16) * (Floats)(b << 16);
+    return sum + (Floats)(a & 0xffff0000u) * (Floats)(b & 0xffff0000u);
+#endif
+  }
+}
+
+template <typename A>
+CPD_INLINE A larger(A a, A b) {
+  return a > b ? a : b;
+}
+
+// e^x to 2 units in the last place; e^0 is exactly 1, and everything below -87 is exactly 0.
+CPD_INLINE Floats exp(Floats x) {
+  const Floats low = splat(-87.0f), high = splat(88.0f);
+  Floats clamped = x < low ? low : x;
+  clamped = clamped > high ? high : clamped;
+  const float shift = 12582912.0f;  // 1.5 · 2^23: adding it leaves the rounded integer in the low bits
+  Floats shifted = clamped * 1.44269504088896341f + shift;
+  Floats n = shifted - shift;
+  Floats r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Words exponent = ((Words)shifted - 0x4b400000u + 127) << 23;
+  Floats result = p * (Floats)exponent;
+  return x < low ? Floats{} : result;
+}
+
+CPD_INLINE float exp(float x) { return exp(splat(x))[0]; }
+
+#ifdef __clang__
+#define CPD_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CPD_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
+#endif
+
+template <int kStep, int... kLane>
+CPD_INLINE Words rotate(Words x, std::integer_sequence<int, kLane...>) {
+  return CPD_SHUFFLE(x, x, (kLane ^ kStep)...);
+}
+
+// The same total in every lane: `combine` over all lanes, always in the same order.
+template <int kStep = kLanes / 2, typename Combine>
+CPD_INLINE float reduce(Floats x, Combine combine) {
+  if constexpr (kStep == 0) {
+    return x[0];
+  } else {
+    Words other = rotate<kStep>((Words)x, std::make_integer_sequence<int, kLanes>());
+    return reduce<kStep / 2>(combine(x, (Floats)other), combine);
+  }
+}
+CPD_INLINE float sum(Floats x) {
+  return reduce(x, [](Floats a, Floats b) { return a + b; });
+}
+CPD_INLINE float largest(Floats x) {
+  return reduce(x, [](Floats a, Floats b) { return larger(a, b); });
+}
+
+template <int kStep, int... kLane>
+CPD_INLINE void exchange(Words& a, Words& b, std::integer_sequence<int, kLane...>) {
+  Words low = CPD_SHUFFLE(a, b, (kLane & kStep ? kLane - kStep + kLanes : kLane)...);
+  Words high = CPD_SHUFFLE(a, b, (kLane & kStep ? kLane + kLanes : kLane + kStep)...);
+  a = low;
+  b = high;
+}
+
+// Transposes a square of kLanes x kLanes words, one register a row, by swapping ever smaller blocks.
+template <int kStep = kLanes / 2>
+CPD_INLINE void transpose(Words (&rows)[kLanes]) {
+  if constexpr (kStep > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i)
+      if (!(i & kStep)) exchange<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, kLanes>());
+    transpose<kStep / 2>(rows);
+  }
+}
+
+}  // namespace cpd

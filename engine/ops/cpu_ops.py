@@ -1,0 +1,124 @@
+"""Ops of the compiled CPU kernels (`engine.kernels`), for float32 and bfloat16.
+
+A result has the same bits alone, in any batch, in any chunk and with any number of threads: every sum is taken in an
+order that depends on nothing but the token's own position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from engine import kernels
+from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer in the kernels' own weight layout, which replaces the original."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out_features: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.cpd.linear(x, self.weight, self.bias, self.out_features)
+        return y
+
+
+class CpuOps:
+    """See `engine.ops.base.Ops`."""
+
+    def __init__(self) -> None:
+        """Compiles the kernels if that has not been done yet.
+
+        Raises:
+            KernelsUnavailableError: That is not possible here.
+        """
+        kernels.load()
+
+    def prepare(self, batch: DeviceBatch) -> None:
+        pass
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if weight.shape[1] * weight.element_size() % 4:
+            return partial(F.linear, weight=weight, bias=bias)  # the kernels read rows in 32-bit words
+        return PackedLinear(torch.ops.cpd.pack_weight(weight.contiguous()), bias, weight.shape[0])
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed: torch.Tensor = torch.ops.cpd.rms_norm(x, weight, eps)
+        return normed
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        torch.ops.cpd.add_rms_norm(x, residual, weight, eps)
+        return x
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        batch: DeviceBatch,
+        cos_sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        torch.ops.cpd.rope_store(qkv, batch.positions, batch.slots, cos_sin, q_norm, k_norm, eps, kv)
+        _, _, kv_heads, _, dim = kv.shape
+        return qkv.view(len(qkv), -1, dim)[:, : -2 * kv_heads]
+
+    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.cpd.attention(
+            q, kv, batch.query_start, batch.context_lens, batch.block_tables, scale
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.cpd.silu_mul(gate_up)
+        return out
+
+    def fuse(self, stack: Stack) -> FusedStack | None:
+        """One call of the kernels for all layers: no Python and no start of threads between them."""
+        weights: list[torch.Tensor | None] = []
+        for layer in stack.layers:
+            qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+            if not (
+                isinstance(qkv, PackedLinear)
+                and isinstance(o, PackedLinear)
+                and isinstance(gate_up, PackedLinear)
+                and isinstance(down, PackedLinear)
+            ):
+                return None
+            weights += [layer.input_norm, qkv.weight, qkv.bias, layer.q_norm, layer.k_norm, o.weight, o.bias]
+            weights += [layer.post_norm, gate_up.weight, gate_up.bias, down.weight, down.bias]
+            intermediate = gate_up.out_features // 2
+        weights.append(stack.norm)
+
+        def run(
+            residual: torch.Tensor,
+            batch: DeviceBatch,
+            kv: Sequence[torch.Tensor],
+            rows: torch.Tensor | None,
+            num_rows: int,
+        ) -> torch.Tensor | None:
+            hidden = torch.ops.cpd.layers(
+                residual,
+                weights,
+                kv,
+                stack.cos_sin,
+                batch.positions,
+                batch.slots,
+                batch.query_start,
+                batch.context_lens,
+                batch.block_tables,
+                rows,
+                num_rows,
+                intermediate,
+                stack.eps,
+                stack.scale,
+            )
+            return hidden if num_rows else None
+
+        return run
