@@ -12,6 +12,7 @@ def run(settings: WorkerSettings) -> None:
     """Answers requests: prefills short prompts itself, has long ones prefilled elsewhere, and decodes."""
     # Before torch is imported: threads that spin between steps take the cores from whoever shares them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from decode_worker.service import DecodeService
     from worker import process
 

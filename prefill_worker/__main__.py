@@ -12,6 +12,7 @@ def run(settings: WorkerSettings) -> None:
     """Computes prompts and pushes their KV pages to decode workers."""
     # Before torch is imported: threads that spin between steps take the cores from whoever shares them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from prefill_worker.service import PrefillService
     from worker import process
 

@@ -117,6 +117,8 @@ class Worker:
     async def _start(self) -> None:
         settings = self._settings
         host = advertised_host(settings)
+        if not settings.redis_url:
+            raise ConfigError("--redis-url is needed: a worker is found through the Redis it names")
         self._engine = EngineThread(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
@@ -177,8 +179,6 @@ class Worker:
         self._down.push_async_callback(self._stop_serving)
 
     async def _take_lease(self, host: str) -> None:
-        if not self._settings.redis_url:
-            raise ConfigError("--redis-url is needed: a worker is found through the Redis it names")
         redis = Redis.from_url(
             self._settings.redis_url,
             socket_timeout=STEP_S,

@@ -1,0 +1,209 @@
+"""A prefill and a decode worker as processes: a real model, real UCX, and real signals."""
+
+import asyncio
+import random
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpd.blocks import extend_hashes, hash_root
+from cpd.config import Role
+from cpd.rpc import cpd_pb2 as pb
+from engine.types import Request, SamplingParams
+from tests.conftest import MakeCheckpoint
+from tests.waiting import eventually
+from tests.worker.client import Answer, Client
+from tests.worker.processes import ROOT, TOKEN, WorkerProcess, command, worker_process
+
+pytestmark = pytest.mark.e2e
+
+ROLES: tuple[Role, ...] = ("prefill", "combined")
+FLAGS = {"kv_memory": "32MiB", "lease_s": 1, "fill_progress_s": 3}
+TENANT = hash_root(b"one tenant")
+
+
+@dataclass
+class Cluster:
+    """One worker of each kind and a session with each."""
+
+    prefill: WorkerProcess
+    decode: WorkerProcess
+    router: Client
+    prefill_view: Client
+
+    async def submit(self, request: Request, number: int) -> Answer:
+        """Submits with the prefill worker as candidate."""
+        return await self.router.submit(request, number, candidates=[self.prefill.candidate])
+
+
+@asynccontextmanager
+async def cluster(model: Path, redis_url: str, directory: Path, **flags: Any) -> AsyncIterator[Cluster]:
+    given = {**FLAGS, "model": model, "cluster": directory.name, **flags}
+    async with AsyncExitStack() as stack:
+        prefill, decode = await asyncio.gather(
+            *(
+                stack.enter_async_context(worker_process(role, redis_url, directory, worker_id=role, **given))
+                for role in ROLES
+            )
+        )
+        router = await stack.enter_async_context(Client(decode.address, token=TOKEN))
+        prefill_view = await stack.enter_async_context(Client(prefill.address, token=TOKEN))
+        yield Cluster(prefill, decode, router, prefill_view)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: MakeCheckpoint) -> Path:
+    return checkpoint("qwen3")
+
+
+def request(name: str, length: int, *, seed: int = 0, salt: int = 0, n: int = 1, max_tokens: int = 16) -> Request:
+    """A prompt of random tokens; with a seed, sampled at temperature 1."""
+    tokens = random.Random(salt * 10_000 + length)
+    token_ids = [tokens.randrange(3, 400) for _ in range(length)]
+    root = hash_root(TENANT, str(salt).encode())
+    params = SamplingParams(temperature=1.0 if seed else 0.0, seed=seed, max_tokens=max_tokens)
+    return Request(name, token_ids, length, params, root, extend_hashes(root, token_ids), n=n)
+
+
+def with_own_cache(request: Request) -> Request:
+    """The same request in another tenant's name: nothing of it is cached."""
+    root = hash_root(b"another tenant")
+    return Request(
+        request.id,
+        request.token_ids,
+        request.prompt_len,
+        request.params,
+        root,
+        extend_hashes(root, request.token_ids),
+        n=request.n,
+    )
+
+
+async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp_path: Path) -> None:
+    requests = [
+        request(f"r{i}", length, seed=seed, salt=i, n=1 + i % 2)
+        for i, (length, seed) in enumerate([(40, 0), (100, 7), (511, 0), (512, 3), (513, 0), (900, 5), (1500, 0)])
+    ]
+    async with cluster(model, redis_url, tmp_path, dtype="float32") as c:
+        remote = [await c.submit(r, i) for i, r in enumerate(requests)]
+        await c.router.done(*remote)
+        local = [await c.router.submit(with_own_cache(r), 100 + i) for i, r in enumerate(requests)]
+        await c.router.done(*local)
+        for there, here in zip(remote, local, strict=True):
+            assert {p.prefill_worker for p in there.prefilled.values()} == {"prefill"}
+            assert {p.prefill_worker for p in here.prefilled.values()} == {""}
+            assert there.tokens == here.tokens
+            assert there.finish == here.finish
+        await c.router.balanced()
+        await c.prefill_view.balanced()
+        assert c.router.load.fills == {"completed": len(requests)}
+
+
+async def test_prefill_workers_are_killed_one_after_another(model: Path, redis_url: str, tmp_path: Path) -> None:
+    async with cluster(model, redis_url, tmp_path) as c:
+        await _killed(c, c.prefill, 100, lambda answer: True)
+        given: dict[str, Any] = {**FLAGS, "model": model, "cluster": tmp_path.name}
+        async with worker_process("prefill", redis_url, tmp_path, worker_id="second", **given) as second:
+            await _killed(c, second, 200, lambda answer: answer.started)
+        async with worker_process("prefill", redis_url, tmp_path, worker_id="third", **given) as third:
+            await _killed(c, third, 300, lambda answer: len(answer.tokens.get(0, ())) > 5)
+
+
+async def _killed(c: Cluster, prefill: WorkerProcess, number: int, far_enough: Callable[[Answer], bool]) -> None:
+    """Kills `prefill` when one of several long requests is far enough; everything must come to an end."""
+    answers = [
+        await c.router.submit(
+            request(f"r{i}", 1200, salt=number + i, max_tokens=60), number + i, candidates=[prefill.candidate]
+        )
+        for i in range(8)
+    ]
+    await eventually(lambda: any(far_enough(answer) for answer in answers))
+    prefill.signal(signal.SIGKILL)
+    await c.router.done(*answers)
+    assert {answer.refusal.kind for answer in answers if answer.refusal} <= {pb.Refusal.KIND_REROUTE}
+    short = await c.router.submit(request("short", 20, salt=number), number + 50, candidates=[prefill.candidate])
+    await c.router.done(short)
+    assert short.refusal is None
+    await c.router.balanced()
+
+
+async def test_the_prefill_worker_is_stopped_and_goes_on(model: Path, redis_url: str, tmp_path: Path) -> None:
+    """Whatever it still writes when it goes on, nobody's answer suffers."""
+    async with cluster(model, redis_url, tmp_path) as c:
+        wanted = request("again", 900, salt=77, max_tokens=30)
+        reference = await c.router.submit(with_own_cache(wanted), 1)
+        await c.router.done(reference)
+        answers = [await c.submit(request(f"r{i}", 1200, salt=i, max_tokens=60), 10 + i) for i in range(8)]
+        await eventually(lambda: any(answer.started for answer in answers))
+        c.prefill.signal(signal.SIGSTOP)
+        await c.router.done(*answers)
+        assert any(answer.refusal for answer in answers)
+        await c.router.balanced()
+        c.prefill.signal(signal.SIGCONT)
+        for number in range(100, 106):
+            answer = await c.submit(request("again", 900, salt=77, max_tokens=30), number)
+            await c.router.done(answer)
+            if answer.refusal is None:
+                assert answer.tokens == reference.tokens
+        await c.router.balanced()
+        await c.prefill_view.balanced()
+
+
+async def test_the_decode_worker_is_killed(model: Path, redis_url: str, tmp_path: Path) -> None:
+    async with cluster(model, redis_url, tmp_path) as c:
+        for i in range(8):
+            await c.submit(request(f"r{i}", 1200, salt=i, max_tokens=60), i)
+        await eventually(lambda: any(answer.started for answer in c.router.answers.values()))
+        c.decode.signal(signal.SIGKILL)
+        await eventually(lambda: c.router.broken is not None)
+        await c.prefill_view.balanced()
+        async with (
+            worker_process(
+                "combined", redis_url, tmp_path, worker_id="next", cluster="next", model=model, kv_memory="32MiB"
+            ) as d,
+            Client(d.address, token=TOKEN) as router,
+        ):
+            answer = await router.submit(request("a", 600, salt=99), 1, candidates=[c.prefill.candidate])
+            await router.done(answer)
+            assert answer.prefilled[0].prefill_worker == "prefill"
+
+
+async def test_sigterm_ends_both_at_once_and_live_requests_go_elsewhere(
+    model: Path, redis_url: str, tmp_path: Path
+) -> None:
+    async with cluster(model, redis_url, tmp_path) as c:
+        answer = await c.submit(request("a", 600, max_tokens=1000), 1)
+        await eventually(lambda: answer.started)
+        began = asyncio.get_running_loop().time()
+        c.decode.signal(signal.SIGTERM)
+        c.prefill.signal(signal.SIGTERM)
+        assert (await c.decode.ended(), await c.prefill.ended()) == (0, 0)
+        assert asyncio.get_running_loop().time() - began < 5
+        await c.router.done(answer)
+        assert answer.refusal is not None
+        assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
+
+
+async def test_a_draining_process_ends_when_its_work_is_done(model: Path, redis_url: str, tmp_path: Path) -> None:
+    async with cluster(model, redis_url, tmp_path) as c:
+        answer = await c.submit(request("a", 600, max_tokens=200), 1)
+        await eventually(lambda: answer.started)
+        await c.router.drain()
+        await c.router.done(answer)
+        assert len(answer.tokens[0]) == 200
+        assert await c.decode.ended() == 0
+
+
+def test_a_worker_that_cannot_start_says_why_in_one_sentence(model: Path, redis_url: str) -> None:
+    given = {"model": model, "redis_url": redis_url, "max_model_len": 1_000_000, "log_level": "error"}
+    result = subprocess.run(command("combined", **given), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: --max-model-len 1000000 is over the checkpoint's limit")

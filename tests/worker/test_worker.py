@@ -1,0 +1,138 @@
+import asyncio
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
+
+from cpd.config import WorkerSettings
+from cpd.errors import CheckpointError, ConfigError
+from cpd.membership import members
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from decode_worker.service import DecodeService
+from deploy.redis import embedded_redis
+from kvtransfer.local import LocalNetwork
+from tests.engine.fakes import make_request, prompt
+from tests.waiting import eventually
+from tests.worker.client import Client
+from tests.worker.cluster import opener, running
+from tests.worker.fakes import Gate, fake_loader
+from worker.auth import token_metadata
+from worker.loading import Loaded
+from worker.node import EXIT_RESTART
+from worker.worker import Worker
+
+
+def worker(redis_url: str, load: Any = None, **settings: Any) -> Worker:
+    given = {"redis_url": redis_url, "cluster": "test-worker", **settings}
+    return Worker(
+        WorkerSettings(**given),
+        "combined",
+        DecodeService,
+        load=load or fake_loader(),
+        open_transport=opener(LocalNetwork(), None),
+    )
+
+
+async def test_a_worker_is_listed_only_while_it_serves(redis_url: str) -> None:
+    async with Redis.from_url(redis_url) as redis:
+        async with running("combined", redis_url, network=LocalNetwork(), cluster="listed") as w:
+            (member,) = await members(redis, "listed")
+            assert (member.id, member.kind, member.address) == (w.worker.id, "combined", w.address)
+        assert await members(redis, "listed") == []
+
+
+async def test_workers_without_a_name_get_different_ones(redis_url: str) -> None:
+    assert worker(redis_url).id != worker(redis_url).id
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"redis_url": ""}, "--redis-url"),
+        ({"host": "0.0.0.0"}, "--advertise-host"),
+        ({"host": "203.0.113.7"}, "203.0.113.7"),
+    ],
+)
+async def test_a_worker_that_cannot_start_says_why(redis_url: str, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        await worker(**{"redis_url": redis_url, **settings}).run()
+
+
+async def test_a_port_that_is_taken_is_named(redis_url: str) -> None:
+    async with running("combined", redis_url, network=LocalNetwork()) as w:
+        port = int(w.address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=str(port)):
+            await worker(redis_url, port=port).run()
+
+
+async def test_a_checkpoint_that_cannot_be_served_is_the_workers_error(redis_url: str) -> None:
+    def load(settings: WorkerSettings) -> Loaded:
+        raise CheckpointError("a tensor is missing")
+
+    with pytest.raises(CheckpointError, match="a tensor is missing"):
+        await worker(redis_url, load).run()
+
+
+async def test_a_stop_while_weights_load_is_heeded(redis_url: str) -> None:
+    loading, never = threading.Event(), threading.Event()
+
+    def load(settings: WorkerSettings) -> Loaded:
+        loading.set()
+        never.wait(20)
+        raise CheckpointError("too late")
+
+    w = worker(redis_url, load)
+    task = asyncio.create_task(w.run())
+    await eventually(loading.is_set)
+    w.lifecycle.stop("signal")
+    assert await asyncio.wait_for(task, 10) == 0
+    never.set()
+
+
+async def test_redis_may_be_away_at_the_end(redis_url: str) -> None:
+    with TemporaryDirectory(prefix="cpd-redis-") as directory, embedded_redis(Path(directory) / "r") as redis:
+        async with running("combined", redis.url, network=LocalNetwork()) as w:
+            redis.stop()
+            assert await w.stop() == 0
+
+
+async def test_health_answers_without_a_token_and_says_when_it_drains(redis_url: str) -> None:
+    gate = Gate()
+    started = running(
+        "combined", redis_url, network=LocalNetwork(), cluster_token="secret", load=fake_loader(before_step=gate.wait)
+    )
+    async with started as w, grpc.aio.insecure_channel(w.address) as channel, Client(w.address, token="secret") as c:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        gate.close()
+        answer = await c.submit(make_request("a", prompt(20)), 1)
+        await eventually(lambda: gate.held)
+        await c.drain()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        gate.open()
+        await c.done(answer)
+
+
+async def test_administration_needs_the_token(redis_url: str) -> None:
+    started = running("combined", redis_url, network=LocalNetwork(), cluster_token="secret")
+    async with started as w, grpc.aio.insecure_channel(w.address) as channel:
+        admin: Any = rpc.AdminStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await admin.Drain(pb.DrainRequest(), timeout=20)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await admin.Drain(pb.DrainRequest(), metadata=token_metadata("secret"), timeout=20)
+        assert await asyncio.wait_for(w.task, 20) == 0
+
+
+async def test_the_exit_code_of_a_drain_stays_when_it_is_cut_short(redis_url: str) -> None:
+    async with running("combined", redis_url, network=LocalNetwork()) as w:
+        w.worker.lifecycle.drain("too much quarantine", EXIT_RESTART)
+        assert await w.stop() == EXIT_RESTART
