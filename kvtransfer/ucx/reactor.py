@@ -29,8 +29,8 @@ T = TypeVar("T")
 _BACKLOG = 128
 _EXIT_S = 5.0
 _DRAIN_S = 1.0
-# UCX reads these while its library loads; an operator's own settings win. It would write to stdout, and what it
-# has to say reaches us as errors anyway.
+# UCX reads these when it is set up; an operator's own settings win. It would write to stdout, and what it has to
+# say reaches us as errors anyway.
 _UCX_LOGGING = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 
 
@@ -181,9 +181,10 @@ class Reactor:
         with _environment_defaults(_UCX_LOGGING):
             from ucxx import libucxx
             from ucxx._lib.arr import Array
+
+            features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
+            context = libucxx.UCXContext(self._options, feature_flags=features)
         self.ucx, self.array = libucxx, Array
-        features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
-        context = libucxx.UCXContext(self._options, feature_flags=features)
         self.worker = libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         self.worker.init_blocking_progress_mode()
         self._listener = libucxx.UCXListener.create(self.worker, 0, self._accepted.append, deliver_endpoint=True)

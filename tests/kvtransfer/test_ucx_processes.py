@@ -1,0 +1,319 @@
+"""UCX between real processes, one of which is killed, stopped or restarted."""
+
+import asyncio
+import itertools
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+import kvtransfer
+from cpd.errors import TransferError
+from kvtransfer.base import Ticket, Transport
+from tests.kvtransfer.pools import EMPTY, Pool, ticket
+from tests.waiting import DEADLINE_S, eventually
+
+T = TypeVar("T")
+PAGES, PAGE_BYTES = 160, 1 << 20
+
+
+class Remote:
+    """A process of tests/kvtransfer/child.py."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> "Remote":
+        command = [sys.executable, "-m", "tests.kvtransfer.child", str(num_pages), str(page_bytes), str(seed)]
+        pipe = asyncio.subprocess.PIPE
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
+
+    def order(self, do: str, **arguments: Any) -> "asyncio.Future[dict[str, Any]]":
+        """The child's answer, when it comes."""
+        number = next(self._ids)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"id": number, "do": do} | arguments).encode() + b"\n")
+        return self._waiting[number]
+
+    async def address(self) -> bytes:
+        return bytes.fromhex((await within(self.order("address")))["address"])
+
+    async def connect(self, transport: Transport) -> None:
+        answer = await within(self.order("connect", address=transport.address.hex()))
+        assert answer["ok"], answer
+
+    async def expect(self, pages: Sequence[int]) -> Ticket:
+        """Opens a landing; returns its ticket."""
+        answer = await within(self.order("expect", reservation=1, generation=1, pages=list(pages)))
+        return Ticket(answer["epoch"], 1, 1, tuple(pages))
+
+    def push(self, landing: Ticket, pairs: Sequence[tuple[int, int]]) -> "asyncio.Future[dict[str, Any]]":
+        return self.order(
+            "push",
+            epoch=landing.epoch,
+            reservation=landing.reservation,
+            generation=landing.generation,
+            pages=landing.pages,
+            pairs=list(pairs),
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def stopped(self) -> None:
+        """Returns when SIGSTOP has taken effect."""
+        with open(f"/proc/{self._process.pid}/stat") as stat:  # noqa: ASYNC230 - not a real file
+
+            def state() -> str:
+                stat.seek(0)
+                return stat.read().rpartition(")")[2].split()[0]
+
+            await eventually(lambda: state() == "T")
+
+    async def end(self) -> int:
+        """Ends the process by closing its stdin; returns the exit code."""
+        assert self._process.stdin is not None
+        self.signal(signal.SIGCONT)
+        self._process.stdin.close()
+        await within(self._reader)
+        return await within(self._process.wait())
+
+    async def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        await within(self._process.wait())
+        await within(self._reader)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            answer = json.loads(line)
+            self._waiting.pop(answer["id"]).set_result(answer)
+        for future in self._waiting.values():
+            future.cancel()
+
+
+async def within(awaitable: Awaitable[T]) -> T:
+    async with asyncio.timeout(DEADLINE_S):
+        return await awaitable
+
+
+@pytest.fixture
+async def remotes() -> AsyncIterator[list[Remote]]:
+    """Processes put here are killed in the end."""
+    remotes: list[Remote] = []
+    yield remotes
+    for remote in remotes:
+        await remote.kill()
+
+
+@pytest.fixture
+async def remote(remotes: list[Remote]) -> Remote:
+    remotes.append(await Remote.start(seed=5))
+    return remotes[-1]
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(PAGES, PAGE_BYTES)
+
+
+@pytest.fixture
+async def transport(pool: Pool) -> AsyncIterator[Transport]:
+    transport = await kvtransfer.create("ucx", pool.memory, epoch=77, host="127.0.0.1")
+    yield transport
+    await transport.close()
+
+
+async def works(transport: Transport, pool: Pool) -> None:
+    """The transport still receives from others."""
+    source = Pool(4, PAGE_BYTES, seed=6)
+    other = await kvtransfer.create("ucx", source.memory, epoch=1, host="127.0.0.1")
+    peer = await within(other.connect(transport.address))
+    landing = transport.expect(99, 1, [7, 150])
+    await within(peer.push(ticket(transport, 99, 1, [7, 150]), [(3, 0), (2, 1)]).done())
+    await within(landing.done())
+    assert (pool.pages[[7, 150]] == source.pages[[3, 2]]).all()
+    await other.close()
+
+
+async def test_pages_cross_between_processes(transport: Transport, pool: Pool, remote: Remote) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(PAGES - 1 - k, k) for k in range(PAGES)])
+    await within(landing.done())
+    assert (await within(answer))["ok"]
+    assert (pool.pages[::-1] == Pool(PAGES, PAGE_BYTES, seed=5).pages).all()
+    assert await remote.end() == 0
+
+
+@pytest.mark.parametrize("when", ["before it pushed", "amid its push", "between its pushes"])
+async def test_a_killed_sender_fails_its_landing_within_seconds(
+    transport: Transport, pool: Pool, remote: Remote, when: str
+) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))  # one page more than is ever pushed
+    current = ticket(transport, 1, 1, range(PAGES))
+    if when == "amid its push":
+        remote.push(current, [(0, k) for k in range(PAGES - 1)])
+        await eventually(lambda: not pool.untouched([0]))
+    elif when == "between its pushes":
+        assert (await within(remote.push(current, [(0, 0), (1, 1)])))["ok"]
+    await remote.kill()
+    if when == "before it pushed":  # a landing learns its sender from the first push
+        assert landing.revoke()
+        with pytest.raises(TransferError, match="revoked"):
+            await within(landing.done())
+    else:
+        with pytest.raises(TransferError, match="reset"):
+            await within(landing.done())
+    await within(landing.peer_gone())
+    assert landing.revoke()
+    pool.pages[:] = EMPTY
+    await works(transport, pool)
+    assert pool.untouched(range(8, 150))
+
+
+@pytest.mark.parametrize("when", ["before the push", "amid the push"])
+async def test_a_killed_receiver_fails_the_push_within_seconds(
+    transport: Transport, pool: Pool, remote: Remote, when: str
+) -> None:
+    address = await remote.address()
+    peer = await transport.connect(address)
+    current = await remote.expect(range(PAGES))
+    await within(peer.push(current, [(0, 0)]).done())
+    if when == "before the push":
+        await remote.kill()
+        await eventually(lambda: not peer.alive)
+        transfer = peer.push(current, [(0, 1)])
+    else:
+        transfer = peer.push(current, [(0, k) for k in range(1, PAGES)])
+        await remote.kill()
+    with pytest.raises(TransferError):
+        await within(transfer.done())
+    assert not peer.alive
+    await works(transport, pool)
+
+
+async def test_a_restarted_peer_is_found_at_its_new_address_and_not_at_the_old(
+    transport: Transport, remote: Remote, remotes: list[Remote]
+) -> None:
+    old = await remote.address()
+    await transport.connect(old)
+    await remote.kill()
+    with pytest.raises(TransferError, match="no connection"):
+        await within(transport.connect(old))
+    remotes.append(await Remote.start(seed=8))
+    new = await remotes[-1].address()
+    peer = await within(transport.connect(new))
+    await within(peer.push(await remotes[-1].expect([3]), [(0, 0)]).done())
+    assert (await within(remotes[-1].order("land", pages=[3])))["first_bytes"] == [EMPTY]
+
+
+async def test_a_stopped_sender_writes_nothing_after_its_landing_settled(
+    transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
+    await eventually(lambda: not pool.untouched([0]))
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    done = asyncio.create_task(landing.done())
+    gone = asyncio.create_task(landing.peer_gone())
+    assert not landing.revoke()
+    with pytest.raises(TransferError, match="revoked"):
+        await within(done)
+    with pytest.raises(ValueError, match="still open"):
+        transport.expect(2, 1, [0])
+    assert not gone.done()
+    await within(gone)  # the connection was destroyed for want of progress
+    assert landing.revoke()
+    pool.pages[:] = EMPTY
+    remote.signal(signal.SIGCONT)
+    assert not (await within(answer))["ok"]
+    assert pool.untouched()
+    await works(transport, pool)
+    assert pool.untouched(range(8, 150))
+
+
+async def test_a_stopped_sender_that_continues_in_time_completes_its_landing(
+    transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(k, k) for k in range(PAGES)])
+    await eventually(lambda: not pool.untouched([0]))
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    remote.signal(signal.SIGCONT)
+    await within(landing.done())
+    assert (await within(answer))["ok"]
+    assert (pool.pages == Pool(PAGES, PAGE_BYTES, seed=5).pages).all()
+
+
+async def test_a_transfer_to_a_stopped_receiver_can_be_cancelled(
+    transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    address = await remote.address()
+    peer = await transport.connect(address)
+    current = await remote.expect(range(PAGES))
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    transfer = peer.push(current, [(0, k) for k in range(PAGES)])
+    done = asyncio.create_task(transfer.done())
+    await asyncio.sleep(0.05)
+    assert not done.done()
+    transfer.cancel()
+    with pytest.raises(TransferError, match="cancelled"):
+        await within(done)
+    await works(transport, pool)
+
+
+async def test_a_receiver_that_stays_stopped_fails_the_push_by_itself(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, remote: Remote
+) -> None:
+    monkeypatch.setattr("kvtransfer.ucx.outgoing.STALL_S", 0.5)
+    address = await remote.address()
+    peer = await transport.connect(address)
+    current = await remote.expect([1, 2])
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    with pytest.raises(TransferError, match="did nothing"):
+        await within(peer.push(current, [(0, 0)]).done())
+    assert not peer.alive
+
+
+async def test_a_process_that_never_closes_its_transport_ends_cleanly(transport: Transport, remote: Remote) -> None:
+    await remote.connect(transport)
+    assert await remote.end() == 0
+
+
+@pytest.mark.parametrize("page_bytes", [16 << 10, 2_359_296])
+async def test_senders_killed_at_any_moment_never_harm_the_receiver(page_bytes: int, remotes: list[Remote]) -> None:
+    pool = Pool((128 << 20) // page_bytes, page_bytes)
+    pages = range(len(pool.pages))
+    transport = await kvtransfer.create("ucx", pool.memory, epoch=78, host="127.0.0.1")
+    for reservation in range(4):
+        remote = await Remote.start(seed=reservation, num_pages=8, page_bytes=page_bytes)
+        remotes.append(remote)
+        await remote.connect(transport)
+        landing = transport.expect(reservation, 1, pages)
+        remote.push(ticket(transport, reservation, 1, pages), [(0, k) for k in pages[:-1]])
+        until = len(pages) * reservation // 5
+        await eventually(lambda until=until: not pool.untouched([until]))  # type: ignore[misc]
+        await remote.kill()
+        with pytest.raises(TransferError):
+            await within(landing.done())
+        await within(landing.peer_gone())
+        pool.pages[:] = EMPTY
+    await transport.close()
+    assert pool.untouched()
