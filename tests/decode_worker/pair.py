@@ -1,0 +1,122 @@
+"""A prefill and a decode worker in one process, whose steps and transfers a test can hold."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cpd.rpc import cpd_pb2 as pb
+from decode_worker.fill import State
+from decode_worker.service import DecodeService
+from engine.types import Request
+from kvtransfer.local import LocalNetwork
+from tests.engine.fakes import expected, make_request, prompt
+from tests.waiting import eventually
+from tests.worker.client import Answer, Client
+from tests.worker.cluster import Running, running
+from tests.worker.fakes import MAX_MODEL_LEN, Gate, fake_loader
+
+
+@dataclass
+class Pair:
+    """One prefill and one decode worker, a session with each, and a gate in front of each one's steps."""
+
+    prefill: Running
+    decode: Running
+    router: Client
+    prefill_view: Client
+    prefill_gate: Gate
+    decode_gate: Gate
+    transfer_gate: asyncio.Event
+    network: LocalNetwork
+
+    async def submit(self, request: Request, number: int, **options: Any) -> Answer:
+        """Submits with the prefill worker as candidate."""
+        return await self.router.submit(request, number, **{"candidates": [self.prefill.candidate], **options})
+
+    def states(self) -> list[State]:
+        """Of the decode worker's fills."""
+        service = self.decode.worker._service
+        assert isinstance(service, DecodeService)
+        return [fill.state for fill in service._fills]
+
+    async def balanced(self) -> None:
+        await self.router.balanced()
+        await self.prefill_view.balanced()
+
+
+@asynccontextmanager
+async def pair(
+    redis_url: str, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Pair]:
+    prefill_gate, decode_gate, transfer_gate = Gate(), Gate(), asyncio.Event()
+    transfer_gate.set()
+    network = LocalNetwork()
+    settings["network"] = network
+    prefill_load = fake_loader(before_step=prefill_gate.wait, **(prefill or {}))
+    decode_load = fake_loader(before_step=decode_gate.wait, **(decode or {}))
+    async with (
+        running("prefill", redis_url, load=prefill_load, transfer_gate=transfer_gate, **settings) as p,
+        running("combined", redis_url, load=decode_load, **settings) as d,
+        Client(p.address) as prefill_view,
+        Client(d.address) as router,
+    ):
+        try:
+            yield Pair(p, d, router, prefill_view, prefill_gate, decode_gate, transfer_gate, network)
+        finally:
+            transfer_gate.set()
+            prefill_gate.open()
+            decode_gate.open()
+
+
+def assert_right(request: Request, answer: Answer) -> None:
+    for choice in range(request.first_choice, request.first_choice + request.n):
+        want = expected(request, choice, MAX_MODEL_LEN)
+        assert answer.tokens[choice] == want.token_ids
+        assert answer.finish[choice] is want.finish
+
+
+EVERY_STATE = list(State)
+TARGET = 1
+
+
+@asynccontextmanager
+async def reached(redis_url: str, state: State, n: int = 1, num_pages: int = 66) -> AsyncIterator[tuple[Pair, Answer]]:
+    """A request with number TARGET whose fill is held in `state`; behind another one where that takes another one."""
+    async with pair(redis_url, decode={"num_pages": num_pages}) as p, silent_server() as silent:
+        candidates = [p.prefill.candidate]
+        match state:
+            case State.CONNECTING:
+                candidates = [pb.PrefillCandidate(worker_id="silent", address=silent)]
+            case State.QUEUED:
+                p.prefill_gate.close()
+                await p.submit(make_request("ahead", prompt(900, 9), max_tokens=2), 2)
+                await eventually(lambda: p.states() == [State.LANDED] and p.prefill_gate.held)
+            case State.RESERVING:
+                p.transfer_gate.clear()
+                await p.submit(make_request("ahead", prompt(900, 9), max_tokens=2), 2)
+                await eventually(lambda: p.states() == [State.FIRST])
+            case State.LANDED:
+                p.prefill_gate.close()
+            case State.FIRST:
+                p.transfer_gate.clear()
+        request = make_request("a", prompt(300), max_tokens=700 if state is State.DECIDED else 20, n=n)
+        answer = await p.submit(request, TARGET, candidates=candidates)
+        if state is State.DECIDED:
+            await eventually(lambda: all(len(answer.tokens.get(choice, [])) > 1 for choice in range(n)))
+        else:
+            await eventually(lambda: p.states()[-1:] == [state])
+        yield p, answer
+        p.prefill_gate.open()
+        p.transfer_gate.set()
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """Accepts connections and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"127.0.0.1:{server.getsockname()[1]}"

@@ -1,0 +1,157 @@
+"""Prefill workers that refuse, hang or end: the request goes on elsewhere, or is placed anew."""
+
+import socket
+
+import pytest
+
+from cpd.rpc import cpd_pb2 as pb
+from decode_worker.fill import State
+from tests.decode_worker.pair import assert_right, pair, reached, silent_server
+from tests.engine.fakes import expected, make_request, prompt
+from tests.waiting import eventually
+from tests.worker.cluster import running
+from tests.worker.fakes import MAX_MODEL_LEN
+
+
+async def test_the_next_candidate_takes_over(redis_url: str) -> None:
+    request = make_request("a", prompt(200), max_tokens=20)
+    async with pair(redis_url) as p:
+        dead = pb.PrefillCandidate(worker_id="dead", address=f"127.0.0.1:{_closed_port()}")
+        answer = await p.submit(request, 1, candidates=[dead, p.prefill.candidate])
+        await p.router.done(answer)
+        assert_right(request, answer)
+        assert answer.prefilled[0].prefill_worker == p.prefill.worker.id
+        await p.balanced()
+        assert dict(p.router.load.fills) == {"completed": 1, "failed": 1}
+
+
+async def test_without_another_candidate_the_request_is_placed_anew(redis_url: str) -> None:
+    async with pair(redis_url) as p:
+        dead = pb.PrefillCandidate(worker_id="dead", address=f"127.0.0.1:{_closed_port()}")
+        answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[dead])
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
+        assert "dead" in answer.refusal.message
+        await p.balanced()
+        assert dict(p.router.load.fills) == {"failed": 1, "rerouted": 1}
+
+
+async def test_other_weights_are_refused_with_a_clear_message(redis_url: str) -> None:
+    async with pair(redis_url, prefill={"fingerprint": b"another model"}) as p:
+        answer = await p.submit(make_request("a", prompt(200)), 1)
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert "differ in weights" in answer.refusal.message
+        await p.balanced()
+
+
+async def test_a_silent_prefill_worker_is_given_up(redis_url: str) -> None:
+    async with pair(redis_url, fill_progress_s=0.5) as p, silent_server() as address:
+        silent = pb.PrefillCandidate(worker_id="silent", address=address)
+        answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[silent])
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert "no progress" in answer.refusal.message
+
+
+async def test_a_hanging_engine_is_given_up_although_its_process_answers(redis_url: str) -> None:
+    async with pair(redis_url, fill_progress_s=1.5) as p:
+        p.prefill_gate.close()
+        answer = await p.submit(make_request("a", prompt(200)), 1)
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert "no progress" in answer.refusal.message
+        p.prefill_gate.open()
+        await p.balanced()
+
+
+async def test_a_fill_that_only_waits_for_its_turn_is_not_given_up(redis_url: str) -> None:
+    """Deadlines measure progress: the queue moves on, so nobody in it is forgotten."""
+    requests = [make_request(f"r{i}", prompt(900, i), max_tokens=2) for i in range(6)]
+    async with pair(redis_url, fill_progress_s=1.5, decode={"num_pages": 70}) as p:
+        answers = [await p.submit(request, i) for i, request in enumerate(requests)]
+        await p.router.done(*answers)
+        for request, answer in zip(requests, answers, strict=True):
+            assert_right(request, answer)
+        assert p.router.load.fills["completed"] == 6
+
+
+async def test_a_full_queue_there_is_the_next_ones_turn(redis_url: str) -> None:
+    async with pair(redis_url, max_queue_tokens=400) as p:
+        p.prefill_gate.close()
+        answers = [await p.submit(make_request(f"r{i}", prompt(300, i), max_tokens=3), i) for i in range(6)]
+        await eventually(lambda: any(answer.refusal for answer in answers))
+        p.prefill_gate.open()
+        await p.router.done(*answers)
+        assert {a.refusal.kind for a in answers if a.refusal} == {pb.Refusal.KIND_REROUTE}
+        assert any(answer.finish for answer in answers)
+        await p.balanced()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_first_tokens_of_a_failed_fill_are_kept(redis_url: str, n: int) -> None:
+    """The prefill worker ends after its first tokens: they are facts, and the rest follows from them."""
+    request = make_request("a", prompt(207), max_tokens=20, n=n)
+    async with pair(redis_url) as p:
+        p.transfer_gate.clear()
+        answer = await p.submit(request, 1)
+        await eventually(lambda: len(answer.tokens) == n)
+        await p.prefill.stop()
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
+        for choice in range(n):
+            assert answer.tokens[choice] == expected(request, choice, MAX_MODEL_LEN).token_ids[:1]
+        await p.router.balanced()
+
+
+async def test_the_next_candidate_goes_on_after_the_first_token_of_the_one_before(redis_url: str) -> None:
+    request = make_request("a", prompt(207), max_tokens=20)
+    async with pair(redis_url) as p, running("prefill", redis_url, network=p.network) as second:
+        p.transfer_gate.clear()
+        answer = await p.submit(request, 1, candidates=[p.prefill.candidate, second.candidate])
+        await eventually(lambda: answer.started)
+        await p.prefill.stop()
+        await p.router.done(answer)
+        assert_right(request, answer)
+        assert answer.prefilled[0].prefill_worker == p.prefill.worker.id
+        await p.router.balanced()
+        assert dict(p.router.load.fills) == {"completed": 1, "failed": 1}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_is_short_by_now_is_computed_here(redis_url: str, n: int) -> None:
+    """While the fill waits in the prefill worker's queue, somebody else's request brings the prefix."""
+    async with reached(redis_url, State.QUEUED, n, num_pages=256) as (p, answer):
+        await p.router.done(await p.router.submit(make_request("b", prompt(290)), 3))
+        await p.prefill.stop()
+        await p.router.done(answer)
+        assert_right(make_request("a", prompt(300), max_tokens=20, n=n), answer)
+        assert answer.prefilled[0] == pb.Prefilled(cached_tokens=288)
+        await p.router.balanced()
+        assert p.router.load.fills["local_fallback"] == 1
+
+
+async def test_whoever_waits_for_a_failed_fill_goes_on_by_itself(redis_url: str) -> None:
+    """And what the fill has emitted stays right, whether it can go on here or is placed anew."""
+    request, other = make_request("a", prompt(207), max_tokens=20, n=3), make_request("b", prompt(200))
+    async with pair(redis_url) as p:
+        p.transfer_gate.clear()
+        first = await p.submit(request, 1)
+        await eventually(lambda: len(first.tokens) == 3)
+        second = await p.router.submit(other, 2)
+        await eventually(lambda: p.router.load.waiting == 2)
+        await p.prefill.stop()
+        await p.router.done(first, second)
+        assert_right(other, second)
+        for choice in range(3):
+            want = expected(request, choice, MAX_MODEL_LEN).token_ids
+            assert first.tokens[choice] == (want[:1] if first.refusal else want)
+        await p.router.balanced()
+
+
+def _closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

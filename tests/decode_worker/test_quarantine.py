@@ -1,0 +1,86 @@
+"""Pages into which a write may still be under way."""
+
+import asyncio
+from collections.abc import Sequence
+
+from cpd.rpc import cpd_pb2 as pb
+from kvtransfer.base import Landing
+from tests.decode_worker.pair import assert_right, pair
+from tests.engine.fakes import make_request, prompt
+from tests.waiting import eventually
+from tests.worker.cluster import Running
+from worker.node import EXIT_RESTART
+
+
+class Unsafe:
+    """Makes a worker's landings unsafe until `gone` is set."""
+
+    def __init__(self, worker: Running) -> None:
+        self.gone = asyncio.Event()
+        self._transport = worker.worker._transport
+        self._expect = self._transport.expect
+        self._transport.expect = self._unsafe  # type: ignore[method-assign]
+
+    def _unsafe(self, reservation: int, generation: int, pages: Sequence[int]) -> Landing:
+        return UnsafeLanding(self._expect(reservation, generation, pages), self.gone)
+
+
+class UnsafeLanding:
+    """A landing into which a write may still be under way until `gone` is set, unless it is complete."""
+
+    def __init__(self, landing: Landing, gone: asyncio.Event) -> None:
+        self._landing = landing
+        self._gone = gone
+
+    async def done(self) -> None:
+        await self._landing.done()
+
+    def revoke(self) -> bool:
+        self._landing.revoke()
+        return self._gone.is_set()
+
+    async def peer_gone(self) -> None:
+        await self._gone.wait()
+
+
+async def test_pages_come_back_when_the_landing_is_safe(redis_url: str) -> None:
+    async with pair(redis_url) as p:
+        p.transfer_gate.clear()
+        unsafe = Unsafe(p.decode)
+        answer = await p.submit(make_request("a", prompt(300)), 1)
+        await eventually(lambda: answer.started)
+        await p.router.abort(1)
+        await eventually(lambda: p.router.load.quarantined_pages == 19)
+        await p.prefill_view.balanced()
+        assert p.router.load.quarantined_pages == 19
+        request = make_request("b", prompt(300, 2), max_tokens=20)
+        p.transfer_gate.set()
+        other = await p.submit(request, 2)
+        await p.router.done(other)
+        assert_right(request, other)
+        unsafe.gone.set()
+        await p.balanced()
+
+
+async def test_too_much_of_it_for_too_long_starts_the_worker_anew(redis_url: str) -> None:
+    async with pair(redis_url, decode={"num_pages": 66}, fill_progress_s=0.5) as p:
+        p.transfer_gate.clear()
+        Unsafe(p.decode)
+        answer = await p.submit(make_request("a", prompt(300)), 1)
+        await eventually(lambda: answer.started)
+        await p.router.abort(1)
+        assert await p.decode.task == EXIT_RESTART
+
+
+async def test_a_moment_of_it_does_not(redis_url: str) -> None:
+    async with pair(redis_url, decode={"num_pages": 66}, fill_progress_s=1.0) as p:
+        p.transfer_gate.clear()
+        unsafe = Unsafe(p.decode)
+        answer = await p.submit(make_request("a", prompt(300)), 1)
+        await eventually(lambda: answer.started)
+        await p.router.abort(1)
+        await eventually(lambda: p.router.load.quarantined_pages > 0)
+        unsafe.gone.set()
+        await p.balanced()
+        await asyncio.sleep(1.0)  # longer than what would have been too long
+        assert p.router.load.state == pb.STATE_READY
