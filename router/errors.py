@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import orjson
 
@@ -68,6 +67,6 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
-def describe(error: Any) -> str:
+def describe(error: BaseException) -> str:
     """An exception in one line, for logs and `/cluster`."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -83,6 +83,7 @@ class Request:
     Attributes:
         trace_id: The client's request id, for logs.
         tenant: Whose request it is.
+        fingerprint: Of the model that the request was started on; no other one can go on with it.
         hash_root, block_hashes: As on the wire; hashes of the prompt's full blocks.
         outputs: Tokens of each choice so far.
     """
@@ -90,6 +91,7 @@ class Request:
     trace_id: str
     tenant: str
     token_ids: list[int]
+    fingerprint: bytes
     hash_root: bytes
     block_hashes: list[bytes]
     sampling: pb.Sampling
@@ -249,6 +251,8 @@ class Dispatcher:
     def _place(self, leg: _Leg) -> bool:
         """Sends the leg to the best worker; False where there is none."""
         request = leg.request
+        if self._workers.fingerprint != request.fingerprint:
+            return False
         emitted = request.outputs[min(leg.choices)]
         token_ids = request.token_ids + emitted if emitted else request.token_ids
         hashes = _hashes(request, token_ids)

@@ -93,17 +93,16 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         socket_connect_timeout=REDIS_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),  # both users try again by themselves
     )
-    async with redis, lease(redis, settings.cluster, _member(router_id, listener), LEASE_S):
-        beside = [
-            asyncio.create_task(workers.run(redis, settings.cluster, service.dispatcher), name="workers"),
-            asyncio.create_task(end(), name="end"),
-        ]
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.wait(beside)
+    async with (
+        redis,
+        lease(redis, settings.cluster, _member(router_id, listener), LEASE_S),
+        asyncio.TaskGroup() as group,
+    ):
+        following = group.create_task(workers.run(redis, settings.cluster, service.dispatcher))
+        ending = group.create_task(end())
+        await server.serve(sockets=[listener])
+        following.cancel()
+        ending.cancel()
 
 
 class _Server(uvicorn.Server):

@@ -1,6 +1,5 @@
 """From a valid request to a running completion: prompt text, tokens, limits, placement."""
 
-import asyncio
 import secrets
 from dataclasses import dataclass
 from random import Random
@@ -107,11 +106,10 @@ class Service:
         ]
         completion = Completion(self.dispatcher, self.metrics, choices, eager=request.stream, started=caller.started)
         sampling = self._sampling(request)
-        root = hash_root(self.workers.fingerprint, caller.tenant.salt)
         try:
             for position, prompt in enumerate(prompts):
                 own = choices[position * request.n : (position + 1) * request.n]
-                completion.start(self._request(request, prompt, root, sampling, caller, completion, own))
+                completion.start(self._request(request, prompt, sampling, caller, completion, own))
         except ApiError:
             completion.cancel()
             raise
@@ -121,12 +119,12 @@ class Service:
         self,
         request: GenerateRequest,
         prompt: list[int],
-        root: bytes,
         sampling: pb.Sampling,
         caller: Caller,
         completion: Completion,
         choices: list[Choice],
     ) -> Request:
+        root = hash_root(self.workers.fingerprint, caller.tenant.salt)
         limited = pb.Sampling()
         limited.CopyFrom(sampling)
         limited.max_tokens = request.output_limit or self.workers.max_model_len - len(prompt)
@@ -134,6 +132,7 @@ class Service:
             trace_id=caller.request_id,
             tenant=caller.tenant.name,
             token_ids=prompt,
+            fingerprint=self.workers.fingerprint,
             hash_root=root,
             block_hashes=extend_hashes(root, prompt),
             sampling=limited,
@@ -181,8 +180,3 @@ class Service:
             min_tokens=request.min_tokens,
             stop_token_ids=() if request.ignore_eos else self.checkpoint.eos_ids,
         )
-
-
-def now() -> float:
-    """The event loop's clock, in seconds."""
-    return asyncio.get_running_loop().time()

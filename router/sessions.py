@@ -37,8 +37,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Between attempts to open a session: it doubles while they fail."""
 
 _CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 5_000),
+    # a worker whose machine is gone (TCP tells), or that is stopped (pings stay unanswered), is lost after 8 s
+    ("grpc.keepalive_time_ms", 3_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # the pause between attempts is this module's: none shared with other channels to the same address

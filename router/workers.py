@@ -6,7 +6,7 @@ goes on with the workers known last. A worker that is no longer listed stays as 
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -61,7 +61,7 @@ class Workers:
     @property
     def fingerprint(self) -> bytes:
         """Of the model that the connected workers serve; empty when there are none."""
-        return next((hello.fingerprint for hello in self._hellos()), b"")
+        return next((hello.fingerprint for hello in self._hellos("prefill", "combined")), b"")
 
     @property
     def max_model_len(self) -> int:
@@ -147,9 +147,7 @@ class Workers:
                 f"({self.fingerprint.hex()[:16]}); start all workers with the same --model and --dtype"
             )
 
-    def _hellos(self, role: str = "") -> list[pb.Hello]:
-        return [
-            session.hello
-            for session in self._sessions.values()
-            if session.hello is not None and role in ("", session.role)
-        ]
+    def _hellos(self, *roles: str) -> Iterator[pb.Hello]:
+        for session in self._sessions.values():
+            if session.hello is not None and session.role in roles:
+                yield session.hello

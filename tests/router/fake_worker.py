@@ -109,7 +109,7 @@ class FakeWorker(rpc.WorkerServicer):
         self._server: grpc.aio.Server | None = None
 
     async def __aenter__(self) -> Self:
-        self._server = grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 1_000)])
+        self._server = grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 100)])
         rpc.add_WorkerServicer_to_server(self, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()

@@ -212,6 +212,20 @@ class TestReplay:
         assert response.status_code == 503
         assert "retry-after" in response.headers
 
+    async def test_another_model_does_not_go_on_with_a_request(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(requests_module, "PARK_S", 0.5)
+        worker = await start_worker()
+        router = await start_router(worker)
+        call = asyncio.create_task(router.http.post("/v1/chat/completions", json=CHAT))
+        await eventually(lambda: _is(lambda: bool(worker.submits)))
+        other = await start_worker(says(REPLY), worker_id="other", hello={"fingerprint": b"other"})
+        await worker.kill()
+        assert (await call).status_code == 503
+        await router.knows(other)
+        assert other.submits == []
+
     async def test_a_request_that_ends_its_workers_fails(
         self, start_router: StartRouter, start_worker: StartWorker
     ) -> None:

@@ -1,6 +1,8 @@
 """How a router learns of workers, and what it makes of what they say."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ from cpd.blocks import extend_hashes, hash_root
 from cpd.membership import Member, lease
 from cpd.rpc import cpd_pb2 as pb
 from deploy.redis import embedded_redis
+from router import sessions
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import FakeWorker
 
 MODEL = "small-model"
 PROMPT = [5] * 64
+OPTIONS = sessions._CHANNEL_OPTIONS
 CHAIN = extend_hashes(hash_root(b"model"), PROMPT)
 
 
@@ -177,6 +181,25 @@ class TestMembership:
         await eventually(lambda: _has(router, "draining", state="draining"))
         assert {await _complete(router) for _ in range(3)} == {"combined-0"}
 
+    async def test_a_worker_that_is_silent_is_lost(
+        self,
+        start_router: StartRouter,
+        start_worker: StartWorker,
+        redis: Redis,
+        cluster: str,
+        says: Says,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        quick = [(name, 300 if "keepalive_time" in name or "timeout" in name else value) for name, value in OPTIONS]
+        monkeypatch.setattr(sessions, "_CHANNEL_OPTIONS", quick)
+        async with silenceable(redis, cluster) as (worker, silence):
+            router = await start_router(worker)
+            call = asyncio.create_task(_complete(router))
+            await eventually(lambda: _got(worker.submits))
+            await start_worker(says("fox"), worker_id="combined-1")
+            silence.set()
+            assert await call == "combined-1"
+
     async def test_serving_goes_on_while_redis_is_away(
         self, start_router: StartRouter, says: Says, tmp_path: Path, cluster: str
     ) -> None:
@@ -197,6 +220,33 @@ class TestMembership:
         async with lease(redis, cluster, Member("router-b", "router", "127.0.0.1:2", "h", 1, 1), ttl_s=5):
             await eventually(lambda: _routers_are(router, ["router-a", "router-b"]))
         await eventually(lambda: _routers_are(router, ["router-a"]))
+
+
+@contextlib.asynccontextmanager
+async def silenceable(redis: Redis, cluster: str) -> AsyncIterator[tuple[FakeWorker, asyncio.Event]]:
+    """A worker behind a connection that swallows everything once the event is set."""
+    silence = asyncio.Event()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while data := await reader.read(65_536):
+                if not silence.is_set():
+                    writer.write(data)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = worker.address.split(":")
+        there, to = await asyncio.open_connection(host, port)
+        await asyncio.gather(pump(reader, to), pump(there, writer), return_exceptions=True)
+
+    async with FakeWorker(redis, cluster="nobody's") as worker:
+        server = await asyncio.start_server(forward, "127.0.0.1", 0)
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, lease(redis, cluster, Member(worker.id, "combined", address, "h", 1, 1), ttl_s=5):
+            yield worker, silence
+
+
+async def _got(submits: list[pb.Submit]) -> bool:
+    return bool(submits)
 
 
 async def _redis_is(router: Router, ok: bool) -> bool:
