@@ -18,13 +18,16 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 MAX_IDLE = 64
 
-# A host that is gone without a word is noticed after at most the sum of both, also on a stream that is silent.
+# A host that is gone, or a process that is stopped, is noticed after at most the sum of both, also on a stream that is
+# silent. The keepalive timeout alone sees only what TCP sees, and a stopped process's kernel still acknowledges: its
+# missing answers count from the ping timeout.
 KEEPALIVE_MS = 3_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 
 CLIENT_OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -35,6 +38,7 @@ CLIENT_OPTIONS = (
 SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
