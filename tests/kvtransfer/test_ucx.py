@@ -1,0 +1,307 @@
+"""What is particular to UCX: who may connect, what listens where, what is left behind, peers that misbehave."""
+
+import asyncio
+import gc
+import os
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import kvtransfer
+from cpd.errors import ConfigError, StaleTransferError, TransferError
+from kvtransfer.base import Transport
+from kvtransfer.landings import BookedLanding
+from kvtransfer.ucx import wire
+from kvtransfer.ucx.connection import Connection
+from kvtransfer.ucx.incoming import Incoming
+from kvtransfer.ucx.outgoing import WINDOW
+from kvtransfer.ucx.reactor import Reactor
+from kvtransfer.ucx.transport import ucx_options
+from tests.kvtransfer.pools import Pool, Ucx, ticket
+from tests.waiting import DEADLINE_S, eventually
+
+
+@pytest.fixture
+async def network() -> AsyncIterator[Ucx]:
+    network = Ucx()
+    yield network
+    await network.close()
+
+
+async def lands(network: Ucx, receiver: Transport, target: Pool) -> None:
+    """The receiver still receives."""
+    source = Pool(4, seed=1)
+    peer = await (await network.open(source)).connect(receiver.address)
+    landing = receiver.expect(900, 1, [1, 3])
+    async with asyncio.timeout(DEADLINE_S):
+        await peer.push(ticket(receiver, 900, 1, [1, 3]), [(0, 0), (2, 1)]).done()
+        await landing.done()
+    assert (target.pages[[1, 3]] == source.pages[[0, 2]]).all()
+
+
+def listening() -> list[tuple[str, int]]:
+    """The addresses this process listens on."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    with open("/proc/self/net/tcp") as table:
+        for line in table.readlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ip, port = fields[1].split(":")
+                found.append((socket.inet_ntoa(bytes.fromhex(ip)[::-1]), int(port, 16)))
+    return found
+
+
+async def test_it_listens_on_its_host_only(network: Ucx) -> None:
+    receiver = await network.open(Pool(4))
+    assert {ip for ip, _ in listening()} == {"127.0.0.1"}
+    assert wire.Address.decode(receiver.address).port in {port for _, port in listening()}
+
+
+async def test_it_listens_everywhere_when_told_so(network: Ucx) -> None:
+    pool = Pool(4)
+    transport = await kvtransfer.create("auto", pool.memory, epoch=1, host="0.0.0.0", advertise_host="localhost")
+    try:
+        await lands(network, transport, pool)
+    finally:
+        await transport.close()
+
+
+@pytest.mark.parametrize("error", [None, "peer", "push"])
+async def test_nothing_is_left_behind(error: str | None) -> None:
+    def resources() -> list[str]:
+        gc.collect()
+        files = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                files.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:  # the directory's own
+                continue
+        return sorted(files) + [thread.name for thread in threading.enumerate()]
+
+    async def once() -> None:
+        network, source, target = Ucx(), Pool(64, 1 << 18, seed=1), Pool(64, 1 << 18)
+        sender, receiver = await network.open(source), await network.open(target)
+        peer = await sender.connect(receiver.address)
+        receiver.expect(1, 1, range(64))
+        transfer = peer.push(ticket(receiver, 1, 1, range(64)), [(k, 63 - k) for k in range(64)])
+        if error is None:
+            await transfer.done()
+        elif error == "peer":
+            await peer.close()
+        else:
+            await eventually(lambda: not target.untouched([63]))
+            await receiver.close()
+        await network.close()
+
+    await once()  # UCX keeps some things for the life of the process
+    before, tasks = resources(), len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        await once()
+    assert resources() == before
+    assert len(os.listdir("/proc/self/task")) <= tasks
+
+
+async def test_a_process_that_forgets_to_close_ends_quietly() -> None:
+    program = """
+import asyncio, kvtransfer
+from tests.kvtransfer.pools import Pool, ticket
+async def main():
+    a, b = Pool(64, 1 << 20), Pool(64, 1 << 20)
+    receiver = await kvtransfer.create("ucx", a.memory, epoch=1, host="127.0.0.1")
+    sender = await kvtransfer.create("ucx", b.memory, epoch=1, host="127.0.0.1")
+    receiver.expect(1, 1, range(64))
+    peer = await sender.connect(receiver.address)
+    peer.push(ticket(receiver, 1, 1, range(64)), [(k, k) for k in range(64)])
+asyncio.run(main())
+"""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=pipe, stderr=pipe)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await process.communicate() == (b"", b"")
+    assert process.returncode == 0
+
+
+async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Ucx) -> None:
+    target = Pool(4)
+    receiver, sender = await network.open(target), await network.open(Pool(4))
+    address = replace(wire.Address.decode(receiver.address), key=bytes(16))
+    with pytest.raises(StaleTransferError, match="another transport"):
+        await sender.connect(address.encode())
+    await lands(network, receiver, target)
+
+
+async def test_a_host_of_another_machine_is_an_error() -> None:
+    pool = Pool(4)
+    with pytest.raises(TransferError, match=r"203\.0\.113\.9"):
+        await kvtransfer.create("ucx", pool.memory, epoch=1, host="203.0.113.9")
+    with pytest.raises(TransferError, match="no IPv4 address"):
+        await kvtransfer.create("ucx", pool.memory, epoch=1, host="no-such-host.invalid")
+
+
+async def test_what_cannot_be_meant_is_a_configuration_error() -> None:
+    pool = Pool(4)
+    with pytest.raises(ConfigError, match="carrier-pigeon"):
+        await kvtransfer.create("carrier-pigeon", pool.memory, epoch=1, host="127.0.0.1")
+    with pytest.raises(ConfigError, match="advertise-host"):
+        await kvtransfer.create("ucx", pool.memory, epoch=1, host="0.0.0.0")
+
+
+def test_operators_may_choose_ucx_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ucx_options("127.0.0.1")["NET_DEVICES"] == "lo"
+    assert "NET_DEVICES" not in ucx_options("0.0.0.0")
+    monkeypatch.setenv("UCX_TLS", "rc,tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    assert (ucx_options("127.0.0.1")["TLS"], ucx_options("127.0.0.1")["NET_DEVICES"]) == ("rc,tcp", "mlx5_0:1")
+
+
+# ---- peers that break the protocol
+
+
+class Rude(Connection):
+    """An end of a connection that sends what it likes and only notes what it gets."""
+
+    def __init__(self, reactor: Reactor, endpoint: Any, frames: list[bytes]) -> None:
+        super().__init__(reactor, endpoint)
+        self.got: list[wire.Frame] = []
+        for frame in frames:
+            data = bytearray(frame)
+            self._outbox.append((endpoint.stream_send(reactor.array(data)), data))
+
+    def _handle(self, frame: wire.Frame) -> None:
+        self.got.append(frame)
+
+    def _advance(self) -> bool:
+        return False
+
+    def _page_requests(self) -> list[Any]:
+        return []
+
+    def _patience(self) -> float | None:
+        return None
+
+    def _lost(self, reason: str) -> None:
+        pass
+
+
+@pytest.fixture
+async def reactor() -> AsyncIterator[Reactor]:
+    """For connections of the test's own; it greets and grants nobody."""
+
+    def accept(endpoint: Any) -> None:
+        Rude(made, endpoint, [])
+
+    made = Reactor(ucx_options("127.0.0.1"), "127.0.0.1", accept=accept, ended=lambda _: None)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def be_rude(reactor: Reactor, address: wire.Address, frames: list[bytes]) -> Rude:
+    return await reactor.run(lambda: Rude(reactor, reactor.connect(address.host, address.port), frames))
+
+
+def rude_frames(address: wire.Address, page_bytes: int) -> dict[str, list[bytes]]:
+    hello = bytes(wire.encode(wire.Hello(address.key, page_bytes)))
+    offer = bytes(wire.encode(wire.Offer(1, 1, 900, 1, ((0, 1),))))
+    return {
+        "noise": [bytes(range(256)) * 4],
+        "a page before the greeting": [offer],
+        "two greetings": [hello, hello],
+        "what only a receiver says": [hello, bytes(wire.encode(wire.Grant(1, 1)))],
+        "more offers than may be": [
+            hello,
+            *[bytes(wire.encode(wire.Offer(n, 1, 1, 1, ((n, 1),)))) for n in range(WINDOW + 1)],
+        ],
+    }
+
+
+@pytest.mark.parametrize("what", list(rude_frames(wire.Address("x", 0, bytes(16)), 0)))
+async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(
+    network: Ucx, reactor: Reactor, what: str
+) -> None:
+    target = Pool(16)
+    receiver = await network.open(target, epoch=1)
+    landing = receiver.expect(1, 1, range(8, 16))
+    address = wire.Address.decode(receiver.address)
+    rude = await be_rude(reactor, address, rude_frames(address, target.memory.page_bytes)[what])
+    await eventually(lambda: rude.failed)
+    if isinstance(landing, BookedLanding) and landing.sender:
+        with pytest.raises(TransferError):
+            await landing.done()
+    assert landing.revoke()
+    assert target.untouched()
+    await lands(network, receiver, target)
+
+
+async def test_a_peer_that_never_greets_is_dropped(
+    network: Ucx, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.ucx.incoming.GREETING_S", 0.2)
+    target = Pool(4)
+    receiver = await network.open(target)
+    rude = await be_rude(reactor, wire.Address.decode(receiver.address), [])
+    await eventually(lambda: rude.failed)
+    await lands(network, receiver, target)
+
+
+async def test_a_receiver_that_never_greets_is_an_error_soon(
+    network: Ucx, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.ucx.outgoing.GREETING_S", 0.2)
+    sender = await network.open(Pool(4))
+    with pytest.raises(TransferError, match="did nothing"):
+        await sender.connect(wire.Address("127.0.0.1", reactor.port, bytes(16)).encode())
+
+
+async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Ucx, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.ucx.outgoing.GREETING_S", 0.2)
+    sender = await network.open(Pool(4))
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = wire.Address("127.0.0.1", deaf.getsockname()[1], bytes(16))
+        with pytest.raises(TransferError, match="no connection"):
+            await sender.connect(address.encode())
+
+
+async def test_giving_up_a_connection_attempt_leaves_none(network: Ucx, reactor: Reactor) -> None:
+    sender = await network.open(Pool(4))
+    attempt = asyncio.create_task(sender.connect(wire.Address("127.0.0.1", reactor.port, bytes(16)).encode()))
+    await eventually(lambda: bool(reactor.channels))
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    await eventually(lambda: not reactor.channels)
+
+
+async def test_a_fault_in_the_thread_fails_everything_instead_of_hanging(
+    network: Ucx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    receiver, sender = await network.open(Pool(4)), await network.open(Pool(4))
+    peer = await sender.connect(receiver.address)
+    landing = receiver.expect(1, 1, [1])
+    monkeypatch.setattr(Incoming, "_admit", fault)
+    transfer = peer.push(ticket(receiver, 1, 1, [1]), [(0, 0)])
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(TransferError, match="a bug"):
+            await landing.done()
+        with pytest.raises(TransferError):
+            await transfer.done()
+        with pytest.raises(TransferError, match="a bug"):
+            await receiver.connect(sender.address)
+        with pytest.raises(TransferError, match="closed"):
+            receiver.expect(2, 1, [2])
