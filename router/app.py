@@ -27,6 +27,9 @@ from router.tenants import Keys, Tenant
 
 log = logging.getLogger(__name__)
 
+BODY_S = 60.0
+"""A client has this long to send its request, in seconds."""
+
 _OPEN_PATHS = frozenset({"/livez", "/readyz"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -46,7 +49,13 @@ def create_app(service: Service) -> ASGIApp:
 
     async def respond(request: Request, kind: type[R], start: Start[R]) -> Response:
         caller = _caller(request)
-        call = parse(await _read_body(request, settings.max_body), kind, max_n=settings.max_n)
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await _read_body(request, settings.max_body)
+        except TimeoutError:
+            message = f"The body did not come within {BODY_S:g} s."
+            raise invalid(None, message, code="request_timeout", status=408) from None
+        call = parse(body, kind, max_n=settings.max_n)
         completion, form = await start(call, caller)
         return CompletionResponse(completion, form, stream=call.stream, include_usage=call.include_usage, n=call.n)
 
@@ -94,40 +103,42 @@ def create_app(service: Service) -> ASGIApp:
     async def cluster() -> Response:
         return _json(cluster_status(service))
 
-    def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
+    def refuse(error: ApiError) -> Response:
         service.metrics.errors.labels(error.code).inc()
-        return _error_response(error)
+        return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
 
-    def on_http_error(request: Request, error: Exception) -> Response:
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return refuse(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = HTTPStatus(error.status_code)
         message = f"{status.phrase}: {request.method} {request.url.path}"
         code = status.phrase.lower().replace(" ", "_")
         headers = error.headers
-        return on_api_error(
-            request, ApiError(status, message, kind="invalid_request_error", code=code, headers=headers)
-        )
+        return refuse(ApiError(status, message, kind="invalid_request_error", code=code, headers=headers))
 
-    def on_bug(request: Request, error: Exception) -> Response:
-        return on_api_error(request, failed("The server made an error; its log has the details."))
+    async def on_bug(request: Request, error: Exception) -> Response:
+        return refuse(failed("The server made an error; its log has the details."))
 
-    def on_gone(request: Request, error: Exception) -> Response:
+    async def on_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # reaches nobody
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_gone)
     app.add_exception_handler(Exception, on_bug)
-    return _Gate(app, Keys(settings.api_key))
+    return _Gate(app, Keys(settings.api_key), refuse)
 
 
 class _Gate:
     """In front of every route: the API key, and the id of the request."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, refuse: Callable[[ApiError], Response]) -> None:
         self._app = app
         self._keys = keys
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -146,7 +157,7 @@ class _Gate:
             open_to_all = scope["path"] in _OPEN_PATHS
             tenant = Tenant() if open_to_all else self._keys.tenant(headers.get(b"authorization", b""))
         except ApiError as error:
-            await _error_response(error)(scope, receive, send_with_id)
+            await self._refuse(error)(scope, receive, send_with_id)
             return
         scope["state"] = {
             **scope.get("state", {}),
@@ -188,7 +199,3 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 def _json(content: object) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
-
-
-def _error_response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -432,6 +433,16 @@ class TestErrors:
         for content in (b" " * 1_001, chunked()):
             response = await router.http.post("/v1/completions", content=content)
             assert (response.status_code, _error(response)["code"]) == (413, "request_too_large")
+
+    async def test_a_body_that_does_not_come(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("router.app.BODY_S", 0.1)
+
+        reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
+        with contextlib.closing(writer):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408")
+            assert b"request_timeout" in await reader.readuntil(b"}}")
 
     async def test_no_worker(self, start_router: StartRouter) -> None:
         router = await start_router()
