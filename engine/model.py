@@ -4,6 +4,7 @@ The order of operations and of roundings is transformers', so that in float32 bo
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,39 @@ from engine.config import ModelConfig
 from engine.ops.base import DeviceBatch, Layer, Linear, Ops, Stack
 from engine.rope import rope_table
 from engine.weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class LayerByLayer:
+    """Runs a stack in single operations, for back ends that have nothing faster. See `engine.ops.base.FusedStack`."""
+
+    ops: Ops
+    stack: Stack
+
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        batch: DeviceBatch,
+        kv: Sequence[torch.Tensor],
+        rows: torch.Tensor | None,
+        num_rows: int,
+    ) -> torch.Tensor | None:
+        ops, stack, eps = self.ops, self.stack, self.stack.eps
+        ops.prepare(batch)
+        x = ops.rms_norm(residual, stack.layers[0].input_norm, eps)
+        last = len(stack.layers) - 1
+        for index, layer in enumerate(stack.layers):
+            q = ops.rope_store(layer.qkv(x), batch, stack.cos_sin, layer.q_norm, layer.k_norm, eps, kv[index])
+            if index == last and num_rows == 0:
+                return None
+            x = ops.attention(q, kv[index], batch, stack.scale)  # [T, Hq · D]
+            if index == last and rows is not None:  # nothing after this depends on the other tokens
+                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+            x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            next_norm = stack.norm if index == last else stack.layers[index + 1].input_norm
+            x = ops.add_rms_norm(x, residual, next_norm, eps)
+        return x
 
 
 class Decoder:
@@ -33,7 +67,6 @@ class Decoder:
             checkpoint: Checked against `expected_tensors(config)`.
             on_progress: Told the fraction that is loaded.
         """
-        self._ops = ops
 
         def read(*names: str) -> torch.Tensor:
             return checkpoint.read(names, dtype, device)
@@ -63,8 +96,8 @@ class Decoder:
         head = self._embedding if config.tie_embeddings else read("lm_head.weight")
         self._lm_head = ops.pack(head, None)  # H -> V
         cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
-        self._stack = Stack(layers, norm, cos_sin, config.norm_eps, config.head_dim**-0.5)
-        self._run_layers = ops.fuse(self._stack) or self._layer_by_layer
+        stack = Stack(layers, norm, cos_sin, config.norm_eps, config.head_dim**-0.5)
+        self._run_layers = ops.fuse(stack) or LayerByLayer(ops, stack)
         on_progress(1.0)
 
     def forward(
@@ -84,29 +117,3 @@ class Decoder:
         residual = F.embedding(batch.token_ids, self._embedding)  # [T, H]
         hidden = self._run_layers(residual, batch, kv, rows, num_rows)  # [R, H]
         return None if hidden is None else self._lm_head(hidden)
-
-    def _layer_by_layer(
-        self,
-        residual: torch.Tensor,
-        batch: DeviceBatch,
-        kv: Sequence[torch.Tensor],
-        rows: torch.Tensor | None,
-        num_rows: int,
-    ) -> torch.Tensor | None:
-        """What a `FusedStack` computes, in single operations."""
-        ops, stack, eps = self._ops, self._stack, self._stack.eps
-        ops.prepare(batch)
-        x = ops.rms_norm(residual, stack.layers[0].input_norm, eps)
-        last = len(stack.layers) - 1
-        for index, layer in enumerate(stack.layers):
-            q = ops.rope_store(layer.qkv(x), batch, stack.cos_sin, layer.q_norm, layer.k_norm, eps, kv[index])
-            if index == last and num_rows == 0:
-                return None
-            x = ops.attention(q, kv[index], batch, stack.scale)  # [T, Hq · D]
-            if index == last and rows is not None:  # nothing after this depends on the other tokens
-                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-            x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            next_norm = stack.norm if index == last else stack.layers[index + 1].input_norm
-            x = ops.add_rms_norm(x, residual, next_norm, eps)
-        return x

@@ -1,0 +1,56 @@
+"""Random steps over a pool of scattered pages, for tests of single operations."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cpd.blocks import BLOCK_SIZE, blocks_for
+from engine.batch import Batch
+from engine.ops.base import DeviceBatch
+
+Lens = Sequence[tuple[int, int]]
+"""Of each sequence: query tokens, context tokens."""
+
+
+def lay_out(lens: Lens, rng: np.random.Generator) -> tuple[list[list[int]], int]:
+    """Pages of each sequence in random order, and how many a pool for all of them needs (some stay unused)."""
+    counts = [blocks_for(context) for _, context in lens]
+    order = iter(rng.permutation(sum(counts) + 3).tolist())
+    return [[next(order) for _ in range(count)] for count in counts], sum(counts) + 3
+
+
+def step_of(lens: Lens, pages: Sequence[Sequence[int]]) -> DeviceBatch:
+    """A step over sequences that lie in these pages. Decodes must come first."""
+    tables = np.zeros((len(lens), max(len(row) for row in pages) + 1), np.int32)
+    positions: list[int] = []
+    slots: list[int] = []
+    for table, row, (queries, context) in zip(tables, pages, lens, strict=True):
+        table[: len(row)] = row
+        span = range(context - queries, context)
+        positions += span
+        slots += [row[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
+    host = Batch(
+        token_ids=np.zeros(len(slots), np.int32),
+        positions=np.array(positions, np.int32),
+        slots=np.array(slots, np.int32),
+        query_start=np.cumsum([0, *(queries for queries, _ in lens)], dtype=np.int32),
+        context_lens=np.array([context for _, context in lens], np.int32),
+        block_tables=tables,
+        num_decodes=sum(queries == 1 for queries, _ in lens),
+        samples=[],
+    )
+    return DeviceBatch(
+        token_ids=torch.from_numpy(host.token_ids),
+        positions=torch.from_numpy(host.positions),
+        slots=torch.from_numpy(host.slots),
+        query_start=torch.from_numpy(host.query_start),
+        context_lens=torch.from_numpy(host.context_lens),
+        block_tables=torch.from_numpy(host.block_tables),
+        num_tokens=len(slots),
+        num_seqs=len(lens),
+        num_decodes=host.num_decodes,
+        max_query_len=max(queries for queries, _ in lens),
+        max_context_len=max(context for _, context in lens),
+        host=host,
+    )
