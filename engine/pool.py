@@ -20,9 +20,13 @@ block and can be found by it. Reserving takes evictable pages too. The order of 
 free ones first, then from the least to the most recently used.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.types import CacheEvent, PoolCounts
 
@@ -43,7 +47,7 @@ class BlockPool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._owner = bytearray(num_pages)
-        self._refcount = [0] * num_pages
+        self._refcount = array("i", bytes(4 * num_pages))
         self._hash: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._available: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
@@ -54,9 +58,9 @@ class BlockPool:
         """Pages that `take` and `reserve` can give: free and cached ones."""
         return len(self._available)
 
-    def refcount(self, page: int) -> int:
-        """Holders of a page."""
-        return self._refcount[page]
+    def refcounts(self) -> npt.NDArray[np.int32]:
+        """How many holders each page has. [num_pages]"""
+        return np.array(self._refcount, dtype=np.int32)
 
     def take(self, count: int) -> list[int] | None:
         """Makes pages used by one holder, content undefined. None, and nothing changes, if there are too few."""
@@ -158,24 +162,22 @@ class BlockPool:
         return list(self._page_of)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all records agree. About 1 ms for 10,000 pages."""
-        for page, (owner, refcount, block_hash) in enumerate(
-            zip(self._owner, self._refcount, self._hash, strict=True),
-        ):
-            available = owner in (Owner.FREE, Owner.CACHED)
-            if available != (page in self._available):
-                raise AssertionError(f"page {page}: owner state {owner} and the queue disagree")
-            if (refcount > 0) != (owner == Owner.USED):
-                raise AssertionError(f"page {page}: owner state {owner} with {refcount} holders")
-            if block_hash is None:
-                if owner == Owner.CACHED:
-                    raise AssertionError(f"page {page} is cached without a block")
-            elif owner not in (Owner.CACHED, Owner.USED) or self._page_of.get(block_hash) != page:
-                raise AssertionError(f"page {page}: owner state {owner}, but its block can't be found there")
+        """Raises AssertionError unless all records agree. About 10 ms for 100,000 pages: for idle moments."""
+        owner = np.frombuffer(self._owner, dtype=np.uint8)
+        available = np.fromiter(self._available, dtype=np.int64, count=len(self._available))
+        if len(available) != self.counts().free + self.counts().cached or (owner[available] > Owner.CACHED).any():
+            raise AssertionError("the queue does not consist of the free and the cached pages")
+        if ((self.refcounts() > 0) != (owner == Owner.USED)).any():
+            raise AssertionError("pages are in use without a holder, or held but not in use")
+        if list(self._page_of) != [self._hash[page] for page in self._page_of.values()]:
+            raise AssertionError("the index points to pages that hold other blocks")
         if len(self._page_of) != self.num_pages - self._hash.count(None):
-            raise AssertionError("the index has blocks that no page holds")
-        if len(self._available) != self._owner.count(Owner.FREE) + self._owner.count(Owner.CACHED):
-            raise AssertionError("the queue has pages that do not exist")
+            raise AssertionError("pages hold blocks that can't be found")
+        findable = np.fromiter(self._page_of.values(), dtype=np.int64, count=len(self._page_of))
+        if np.count_nonzero(owner[findable] == Owner.CACHED) != self.counts().cached:
+            raise AssertionError("a page is cached without a block")
+        if not np.isin(owner[findable], (Owner.CACHED, Owner.USED)).all():
+            raise AssertionError("a page has a block but is neither cached nor in use")
 
     def _claim(self, count: int, owner: Owner) -> list[int] | None:
         if count > len(self._available):

@@ -95,7 +95,7 @@ class LiveRequests:
                 pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
                 step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
             if chunk.samples:
-                self._choose(seq, [next(tokens) for _ in seq.choices], step)
+                step.outputs += self._continue(seq, [next(tokens) for _ in seq.choices])
         return step
 
     def branch(self, seq: Seq, token_ids: Mapping[int, Sequence[int]]) -> None:
@@ -135,19 +135,22 @@ class LiveRequests:
         self._scheduler.pool.release(self._shown)
         self._shown = []
 
-    def _choose(self, seq: Seq, new: Sequence[Sampled], step: StepOutput) -> None:
-        """The next token of each choice of a sequence."""
-        request = seq.request
+    def _continue(self, seq: Seq, new: Sequence[Sampled]) -> list[Output]:
+        """Appends the next token of each choice of a sequence, or ends it."""
+        request, outputs = seq.request, []
         cached = None if seq.reported else seq.cached_tokens
-        going_on = {}
         for choice, sampled in zip(seq.choices, new, strict=True):
             finish = self.finish_of(request, seq.num_tokens + 1, sampled.token_id)
             logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
-            step.outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached))
-            if finish is None and not request.prefill_only:
-                going_on[choice] = [sampled.token_id]
+            outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached))
         seq.reported = True
-        self.branch(seq, going_on)
+        if request.prefill_only:
+            self.branch(seq, {})
+        elif len(outputs) == 1 and finish is None:  # nearly always: nothing to branch
+            self._scheduler.table.add_token(seq, sampled.token_id)
+        else:
+            self.branch(seq, {output.choice: output.token_ids for output in outputs if output.finish is None})
+        return outputs
 
     def _close(self, seq: Seq) -> list[int]:
         """Takes a sequence out. Returns its pages, which are the caller's to release."""

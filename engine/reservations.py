@@ -7,7 +7,6 @@ A live reservation holds the cached first blocks of the prompt, owns a page for 
 the running batch free, and is the filler of its blocks for whoever else needs them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -39,9 +38,9 @@ class Reservations:
         return any(not landing.quarantined for landing in self._landings.values())
 
     def reserve(self, request: Request) -> Reservation | None:
-        """Sets pages aside beside the headroom for what runs. None if there are too few, or others wait for some."""
+        """Sets pages aside, beside the headroom for what runs. None if there are too few, or it is others' turn."""
         scheduler = self._scheduler
-        if scheduler.short_of_pages or not scheduler.rows_left:
+        if not (scheduler.rows_left and scheduler.line.may_be_overtaken):
             return None
         prefix = self._pool.find(request.block_hashes)
         need = blocks_for(len(request.token_ids)) - len(prefix)
@@ -55,6 +54,7 @@ class Reservations:
         self._landings[number] = landing
         scheduler.pending.claim(landing, request.block_hashes[len(prefix) :])
         scheduler.reserved_rows += 1
+        scheduler.line.overtake()
         return landing.reservation
 
     def finish(self, reservation: Reservation) -> list[int]:
@@ -80,11 +80,9 @@ class Reservations:
         del self._landings[reservation.id]
         self._pool.end_quarantine(reservation.pages)
 
-    def holders(self) -> Counter[int]:
-        """How many live reservations hold each cached page."""
-        return Counter(
-            page for landing in self._landings.values() if not landing.quarantined for page in landing.prefix
-        )
+    def held_pages(self) -> list[int]:
+        """The cached pages that live reservations hold; a page as often as it is held."""
+        return [page for landing in self._landings.values() if not landing.quarantined for page in landing.prefix]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless exactly the landings' pages are reserved or quarantined."""

@@ -10,8 +10,8 @@ cache, and it is the first to be admitted again.
 """
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -20,11 +20,7 @@ from engine.pending import PendingBlocks
 from engine.plan import Chunk, Plan
 from engine.pool import BlockPool
 from engine.sequence import Seq, SeqTable, State
-from engine.waiting import WaitingQueue
-
-
-def _age(seq: Seq) -> tuple[int, int]:
-    return seq.order
+from engine.waiting import Line
 
 
 class Scheduler:
@@ -39,8 +35,7 @@ class Scheduler:
 
     Attributes:
         running: Oldest first.
-        returning: What had its turn and comes before the queue, oldest first: preempted sequences, choices that
-            found no page, and sequences that waited for a block.
+        line: Who runs next.
         reserved_rows: Rows kept free for reservations.
         queued_tokens: Of requests that have never been admitted.
     """
@@ -58,21 +53,19 @@ class Scheduler:
         self.table = SeqTable(min(max_num_seqs, token_budget), max_len)
         self.pending = PendingBlocks[Seq]()
         self.running: list[Seq] = []
-        self.returning: list[Seq] = []
-        self.queue = WaitingQueue()
+        self.line = Line()
         self.reserved_rows = 0
         self.queued_tokens = 0
         self.preemptions = 0
         self.cached_tokens = 0
         self._token_budget = token_budget
         self._copy_page = copy_page
-        self._blocked: tuple[Seq, int, int] | None = None
 
     def add(self, seq: Seq) -> None:
         """Puts a new sequence in the queue."""
         seq.queued = True
         self.queued_tokens += seq.num_tokens
-        self.queue.push(seq)
+        self.line.queue.push(seq)
 
     def schedule(self) -> Plan:
         """Chooses what the next step computes, and admits, parks and preempts accordingly."""
@@ -100,14 +93,7 @@ class Scheduler:
 
     def first_in_line(self) -> Seq | None:
         """Who can't go on or start, when the plan is empty."""
-        if self.running:
-            return self.running[0]
-        return self.returning[0] if self.returning else self.queue.peek()
-
-    @property
-    def short_of_pages(self) -> bool:
-        """Whether somebody waits for pages already."""
-        return bool(self.returning) or self._blocked is not None
+        return self.running[0] if self.running else self.line.first()
 
     @property
     def rows_left(self) -> bool:
@@ -142,7 +128,7 @@ class Scheduler:
         self.table.enter(seq, pages)
         seq.num_computed, seq.num_published = num_computed, num_published
         seq.state = State.RUNNING
-        insort(self.running, seq, key=_age)
+        insort(self.running, seq, key=attrgetter("order"))
 
     def fork(self, seq: Seq, choice: int, token_ids: Sequence[int]) -> Seq:
         """A choice leaves the running `seq`, whose tokens are all computed, with its own next tokens.
@@ -163,7 +149,7 @@ class Scheduler:
         )
         own = self.pool.take(0 if partial is None else 1) if self.rows_left else None
         if own is None:
-            self._return(child)
+            self.line.put_back(child)
             return child
         self.pool.hold(shared)
         if partial is not None:
@@ -178,10 +164,8 @@ class Scheduler:
             pages = self._stop(seq)
         elif seq.state is State.PARKED:
             self.pending.stop_waiting(seq)
-        elif seq.state is State.RETURNING:
-            self.returning.remove(seq)
         else:
-            self.queue.remove(seq)
+            self.line.remove(seq)
         self._count_out(seq)
         seq.state = State.FINISHED
         return pages
@@ -189,15 +173,15 @@ class Scheduler:
     def wake(self, seqs: Iterable[Seq]) -> None:
         """Parked sequences that may go on."""
         for seq in seqs:
-            self._return(seq)
+            self.line.put_back(seq)
 
     def seqs(self) -> list[Seq]:
         """All of them, in whatever state."""
-        return [*self.running, *self.returning, *self.pending.waiting(), *self.queue]
+        return [*self.running, *self.pending.waiting(), *self.line]
 
-    def holders(self) -> Counter[int]:
-        """How many running sequences hold each page."""
-        return Counter(page for seq in self.running for page in self.table.pages_of(seq))
+    def held_pages(self) -> list[int]:
+        """The pages of all running sequences; a page as often as it is held."""
+        return [page for seq in self.running for page in self.table.pages_of(seq)]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all records agree."""
@@ -206,13 +190,13 @@ class Scheduler:
         parked = self.pending.waiting()
         for state, seqs in (
             (State.RUNNING, self.running),
-            (State.RETURNING, self.returning),
+            (State.RETURNING, self.line.returning),
             (State.PARKED, parked),
-            (State.QUEUED, list(self.queue)),
+            (State.QUEUED, list(self.line.queue)),
         ):
             if any(seq.state is not state for seq in seqs):
                 raise AssertionError(f"a sequence among the {state.name.lower()} ones is in another state")
-        if self.queued_tokens != sum(seq.num_tokens for seq in (*self.returning, *parked, *self.queue) if seq.queued):
+        if self.queued_tokens != sum(seq.num_tokens for seq in (*parked, *self.line) if seq.queued):
             raise AssertionError("the count of queued tokens is wrong")
         for block_hash, filler in self.pending.fillers().items():
             if self.pool.is_cached(block_hash) or (isinstance(filler, Seq) and filler.state is not State.RUNNING):
@@ -220,24 +204,20 @@ class Scheduler:
 
     def _admit_next(self) -> Seq | None:
         """Admits the next in line, parking those whose next block somebody is filling. None: nobody can start now."""
-        while self.rows_left:
-            seq = self.returning[0] if self.returning else self.queue.peek()
-            if seq is None or self._still_blocked(seq):
+        while (seq := self.line.first()) is not None:
+            if not self.rows_left:
+                self.line.short(seq, -1, 0)
+                return None
+            if self.line.still_short(seq, self.pool.available, self.headroom):
                 return None
             found = self.pool.find(seq.hashes)
             awaited = self.pending.last_shared(seq.hashes, len(found))
             if awaited is None:
                 return seq if self._admit(seq, found) else None
-            self._take_from_line(seq)
+            self.line.remove(seq)
             seq.state = State.PARKED
             self.pending.wait(seq, awaited)
         return None
-
-    def _still_blocked(self, seq: Seq) -> bool:
-        """Whether the pages have not become more since the sequence found too few: saves looking it up each step."""
-        if self._blocked is None or self._blocked[0] is not seq:
-            return False
-        return self.pool.available <= self._blocked[1] and self.headroom >= self._blocked[2]
 
     def _admit(self, seq: Seq, found: list[int]) -> bool:
         """Starts the next in line, whose first blocks are in the pages `found`. False: too few pages.
@@ -252,11 +232,11 @@ class Scheduler:
         own = self.pool.take(need) if self.pool.available >= need + self.headroom else None
         if own is None:
             self.pool.release(shared)
-            self._blocked = (seq, self.pool.available, self.headroom)
+            self.line.short(seq, self.pool.available, self.headroom)
             return False
         if whole and own[0] != found[-1]:  # what was found may just have been taken: then its content is in place
             self._copy_page(found[-1], own[0])
-        self._take_from_line(seq)
+        self.line.remove(seq)
         if seq.queued:
             seq.cached_tokens = min(len(found) * BLOCK_SIZE - int(whole), seq.request.prompt_len)
             self.cached_tokens += seq.cached_tokens
@@ -265,19 +245,10 @@ class Scheduler:
         self.pending.claim(seq, seq.hashes[len(found) :])
         return True
 
-    def _take_from_line(self, seq: Seq) -> None:
-        if self.returning and self.returning[0] is seq:
-            del self.returning[0]
-        else:
-            self.queue.pop()
-        self._blocked = None
-
     def _count_out(self, seq: Seq) -> None:
         if seq.queued:
             self.queued_tokens -= seq.num_tokens
             seq.queued = False
-        if self._blocked is not None and self._blocked[0] is seq:
-            self._blocked = None
 
     def _grow(self, seq: Seq) -> bool:
         """Gets the pages that a running sequence lacks, from newer sequences if need be. False: it can't go on now."""
@@ -295,14 +266,10 @@ class Scheduler:
     def _preempt(self, seq: Seq) -> None:
         self.preemptions += 1
         self.pool.release(self._stop(seq))
-        self._return(seq)
+        self.line.put_back(seq)
 
     def _stop(self, seq: Seq) -> list[int]:
         self.running.remove(seq)
         pages = self.table.leave(seq)
         self.wake(self.pending.give_up(seq))
         return pages
-
-    def _return(self, seq: Seq) -> None:
-        seq.state = State.RETURNING
-        insort(self.returning, seq, key=_age)

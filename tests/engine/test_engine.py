@@ -656,12 +656,43 @@ class TestReservations:
         assert engine.reserve(make_request("b", prompt(80, 1))) is not None
         engine.check_integrity()
 
-    def test_reserving_does_not_overtake_who_waits_for_pages(self) -> None:
+    def test_one_reservation_overtakes_who_is_short_of_pages_and_then_it_is_their_turn(self) -> None:
         engine, _ = make_engine(num_pages=8)
         engine.add(make_request("a", prompt(48), max_tokens=50))
         engine.step()
         engine.add(make_request("b", prompt(90, 1)))
         engine.step()
+        reservation = engine.reserve(make_request("c", prompt(16, 2)))
+        assert reservation is not None
+        assert engine.reserve(make_request("d", prompt(16, 3))) is None
+        engine.cancel(reservation, quarantine=False)
+        assert engine.reserve(make_request("d", prompt(16, 3))) is None
+        while not any(output.request_id == "b" for output in engine.step().outputs):
+            engine.check_integrity()
+        assert engine.reserve(make_request("d", prompt(16, 3))) is not None
+
+    def test_reservations_and_waiting_requests_get_rows_in_turns(self) -> None:
+        engine, _ = make_engine(max_num_seqs=1)
+        for i in range(3):
+            engine.add(make_request(f"r{i}", prompt(20, i), max_tokens=1))
+        order = []
+        for _ in range(7):
+            reservation = engine.reserve(make_request("remote", prompt(20, 9)))
+            if reservation is not None:
+                order.append("remote")
+                engine.step()
+                engine.cancel(reservation, quarantine=False)
+            else:
+                order += [output.request_id for output in engine.step().outputs]
+        assert order[0] == "remote"  # nobody had found the row taken yet
+        assert order[1:] == ["remote", "r0", "remote", "r1", "remote", "r2"]
+
+    def test_nothing_is_reserved_while_a_preempted_request_waits(self) -> None:
+        engine, _ = make_engine(num_pages=8, max_model_len=128)
+        for i in range(2):
+            engine.add(make_request(f"r{i}", prompt(47, i), max_tokens=60))
+        while not engine.stats().preemptions:
+            engine.step()
         assert engine.reserve(make_request("c", prompt(16, 2))) is None
 
     def test_a_row_is_kept_for_a_reservation(self) -> None:

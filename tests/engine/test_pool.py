@@ -239,8 +239,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert sorted(self.pool.cached_hashes()) == sorted(self.blocks.values())
         for page, block_hash in self.blocks.items():
             assert self.pool.find([block_hash]) == [page]
-        for page in range(PAGES):
-            assert self.pool.refcount(page) == self.holders.get(page, 0)
+        assert self.pool.refcounts().tolist() == [self.holders.get(page, 0) for page in range(PAGES)]
 
 
 TestPoolMachine = PoolMachine.TestCase

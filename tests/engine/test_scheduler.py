@@ -107,7 +107,7 @@ def test_pages_run_out_the_newest_gives_up_its_own_and_its_claims() -> None:
     while not scheduler.preemptions:
         step(scheduler)
     assert (old.state, new.state) == (State.RUNNING, State.RETURNING)
-    assert scheduler.returning == [new]
+    assert scheduler.line.returning == [new]
     assert set(scheduler.pending.fillers().values()) <= {old}
 
 
@@ -131,7 +131,7 @@ def test_who_needs_a_block_of_a_running_step_waits_until_it_is_collected() -> No
     assert composition(plan) == [("0", 0, 40)]
     assert scheduler.pending.waiting() == [follower]
     compute(scheduler, plan)
-    assert scheduler.returning == [follower]
+    assert scheduler.line.returning == [follower]
     assert step(scheduler) == [("0", 40, 1), ("1", 32, 8)]
 
 
@@ -142,7 +142,7 @@ def test_followers_are_woken_when_the_filler_ends_early() -> None:
     assert scheduler.pending.waiting() == [follower]
     scheduler.pool.release(scheduler.finish(filler))
     scheduler.check_integrity()
-    assert scheduler.returning == [follower]
+    assert scheduler.line.returning == [follower]
     assert step(scheduler) == [("1", 0, 40)]
 
 
@@ -153,11 +153,9 @@ def test_a_blocked_one_is_admitted_as_soon_as_there_are_pages() -> None:
     third = add(scheduler, 10, start=2, number=2)
     for _ in range(3):
         assert [name for name, _, _ in step(scheduler)] == ["0"]
-        assert scheduler.short_of_pages
     assert third.state is State.QUEUED  # no overtaking: a large request is not starved by small ones
     scheduler.pool.release(scheduler.finish(first))
     assert [name for name, _, _ in step(scheduler)] == ["1", "2"]
-    assert not scheduler.short_of_pages
     assert second.state is State.RUNNING
 
 
