@@ -5,7 +5,7 @@ A request is one prompt with `n` choices. It travels in legs: one Submit each, k
     placed -> running -> done                 a choice is done with its finish reason, or when the consumer stops it
        ^         |
        |         +--- queue full              -> another worker; none left: 503, or parked after a replay
-       +---------+--- rerouted                -> placed anew, after some times without a prefill worker
+       +---------+--- rerouted                -> another worker or this one, after some times without a prefill worker
                  +--- worker lost             -> replayed: prompt and the tokens so far, a leg for every choice
                  +--- failed                  -> the request fails
 
@@ -111,19 +111,20 @@ class _Leg:
 
     Attributes:
         choices: Those that are not done.
+        attempt: Submits before the last one; -1 before the first.
         session: Where it runs; None while parked.
         tokens: Counted in `session.tokens`, until its first output.
-        full: Workers whose queue was full.
+        refused_by: Workers that gave it back in this round; they come last.
         deadline: Loop time until which it may be parked; None before it is.
     """
 
     id: int
     request: Request
     choices: set[int]
-    attempt: int = 0
+    attempt: int = -1
     session: Session | None = None
     tokens: int = 0
-    full: set[str] = field(default_factory=set)
+    refused_by: set[str] = field(default_factory=set)
     losses: int = 0
     reroutes: int = 0
     deadline: float | None = None
@@ -203,13 +204,14 @@ class Dispatcher:
         retry_after_s = refusal.retry_after_ms / 1000 or RETRY_S
         self._detach(leg)
         self._metrics.refusals.labels(_reason(refusal.kind)).inc()
+        leg.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
-            leg.full.add(session.id)
             self._place_again(leg, retry_after_s)
         elif refusal.kind == pb.Refusal.KIND_REROUTE:
             log.warning("request %s is placed anew: %s", leg.request.trace_id, refusal.message)
             leg.reroutes += 1
-            self._place_again(leg, retry_after_s)
+            # the same worker may take it at once, unless it goes on refusing: then it drains
+            self._place_again(leg, 0 if leg.reroutes <= MAX_REROUTES + 1 else retry_after_s)
         else:
             log.error("worker %s failed request %s: %s", session.id, leg.request.trace_id, refusal.message)
             self._fail(leg.request, failed(f"The worker could not finish the request: {refusal.message}"))
@@ -226,7 +228,7 @@ class Dispatcher:
                 self._fail(leg.request, failed(f"{leg.losses} workers were lost while they ran this request."))
                 continue
             log.warning("request %s is replayed: worker %s is lost", leg.request.trace_id, session.id)
-            leg.full.clear()
+            leg.refused_by.clear()
             self._place_again(leg, RETRY_S)
 
     # ---- inside ----
@@ -234,7 +236,7 @@ class Dispatcher:
     def _hand_on(self, leg: _Leg, session: Session, output: pb.Output) -> None:
         request, choice = leg.request, output.choice
         session.tokens -= leg.tokens
-        leg.tokens = 0
+        leg.tokens, leg.deadline = 0, None
         if not request.started:
             request.started = True
             prefilled = output.prefilled
@@ -257,7 +259,7 @@ class Dispatcher:
         token_ids = request.token_ids + emitted if emitted else request.token_ids
         hashes = _hashes(request, token_ids)
         cached = self._workers.index.cached_prefixes(hashes)
-        combined = [one for one in self._workers.candidates("combined", cached) if one.worker_id not in leg.full]
+        combined = [one for one in self._workers.candidates("combined", cached) if one.worker_id not in leg.refused_by]
         prefill = self._workers.candidates("prefill", cached) if leg.reroutes <= MAX_REROUTES else []
         placement = place(
             len(token_ids), combined, prefill, long_prefill_tokens=self._long_prefill_tokens, rng=self._rng
@@ -265,6 +267,7 @@ class Dispatcher:
         if placement is None:
             return False
         session = self._workers.get(placement.decode.worker_id)
+        leg.attempt += 1
         leg.session, leg.tokens = session, len(token_ids)
         session.sequences += len(leg.choices)
         session.tokens += leg.tokens
@@ -296,8 +299,9 @@ class Dispatcher:
             self._place_part_again(part, retry_after_s)
 
     def _place_part_again(self, leg: _Leg, retry_after_s: float) -> None:
+        if leg.id not in self._legs:
+            return  # its request failed with another leg
         self._unpark(leg)
-        leg.attempt += 1
         if self._place(leg):
             return
         now = asyncio.get_running_loop().time()
@@ -311,10 +315,10 @@ class Dispatcher:
             message = f"No worker could go on with the request within {PARK_S:g} s."
             self._fail(leg.request, unavailable(message, retry_after_s))
             return
-        leg.full.clear()
+        leg.refused_by.clear()
         self._parked.add(leg)
         wait_s = min(retry_after_s, leg.deadline - now)
-        leg.timer = asyncio.get_running_loop().call_later(wait_s, self._place_part_again, leg, retry_after_s)
+        leg.timer = asyncio.get_running_loop().call_later(wait_s, self._place_part_again, leg, RETRY_S)
 
     def _split(self, leg: _Leg) -> list[_Leg]:
         """A leg for every choice, where some choice has an output by now; else the leg as it is."""
@@ -326,7 +330,8 @@ class Dispatcher:
     def _add_leg(self, request: Request, choices: set[int], origin: _Leg | None = None) -> _Leg:
         leg = _Leg(next(self._ids), request, choices)
         if origin is not None:
-            leg.losses, leg.reroutes, leg.deadline = origin.losses, origin.reroutes, origin.deadline
+            leg.attempt, leg.deadline = origin.attempt, origin.deadline
+            leg.losses, leg.reroutes = origin.losses, origin.reroutes
         self._legs[leg.id] = leg
         request.legs.add(leg)
         return leg

@@ -90,6 +90,25 @@ class TestRefusals:
         assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == REPLY
         assert [submit.attempt for submit in worker.submits] == [0, 1, 2]
 
+    async def test_a_worker_that_reroutes_everything_is_left_for_others(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        draining = await start_worker(_refuses(pb.Refusal.KIND_REROUTE), worker_id="draining")
+        router = await start_router(draining, await start_worker(says(REPLY)))
+        for _ in range(6):
+            assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == REPLY
+        assert all(submit.attempt == 0 for submit in draining.submits)
+
+    async def test_the_last_worker_is_not_asked_without_pause(
+        self, start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(requests_module, "PARK_S", 0.3)
+        draining = await start_worker(_refuses(pb.Refusal.KIND_REROUTE))
+        router = await start_router(draining)
+        response = await router.http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 503
+        assert len(draining.submits) < 10
+
     async def test_after_some_reroutes_no_prefill_worker_is_tried(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
@@ -211,6 +230,21 @@ class TestReplay:
         response = await call
         assert response.status_code == 503
         assert "retry-after" in response.headers
+
+    async def test_when_one_choice_finds_no_worker_the_others_end_too(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(requests_module, "PARK_S", 0)
+        _, wait = _gate(after=4)
+        first = await start_worker(says("the fox jumps", "a lazy dog", after=wait))
+        router = await start_router(first)
+        call = asyncio.create_task(router.http.post("/v1/chat/completions", json=CHAT | {"n": 2}))
+        await eventually(lambda: _gaps(router, 1))
+        await first.kill()
+        assert (await call).status_code == 503
+        late = await start_worker(says(REPLY), worker_id="late")
+        await router.knows(late)
+        assert late.submits == []
 
     async def test_another_model_does_not_go_on_with_a_request(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
