@@ -136,7 +136,7 @@ class Fill:
         self._open_choices = open_choices
         self._cancelled = False
         self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
-        self._outgoing: asyncio.Queue[pb.FillRequest] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.FillRequest | None] = asyncio.Queue()
         self._deadline = 0.0
         self._wanted: Wanted | None = None
         self._reserving: asyncio.Future[Reservation | bool] | None = None
@@ -165,6 +165,7 @@ class Fill:
                     await self._until_decided(tasks)
                     await self._after(tasks)
                 finally:
+                    self._outgoing.put_nowait(None)
                     call.cancel()
         except EngineDiedError as error:
             self._decide(Outcome(Status.FAILED, str(error), self._first))
@@ -379,8 +380,8 @@ class Fill:
         self._inbox.put_nowait(_StreamEnded(reason))
 
     async def _requests(self) -> AsyncIterator[pb.FillRequest]:
-        while True:
-            yield await self._outgoing.get()
+        while (message := await self._outgoing.get()) is not None:
+            yield message
 
     async def _watch(self, landing: Landing) -> None:
         try:

@@ -32,7 +32,6 @@ class Outbox:
         self._written = asyncio.Event()
         self._written.set()
 
-    @property
     def overfull(self) -> bool:
         """Whether the router has fallen too far behind."""
         return len(self._results) > self._max_pending_outputs or self._num_hashes > self._max_pending_hashes

@@ -63,7 +63,7 @@ class Session:
             self.ended.set_result((code, reason))
 
     def _check(self) -> None:
-        if self.outbox.overfull:
+        if self.outbox.overfull():
             log.warning("router %s reads too slowly and is cut off", self.router_id)
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router fell too far behind")
 
@@ -114,6 +114,8 @@ class SessionServer:
         first = await anext(aiter(requests), None)
         if first is None or first.WhichOneof("kind") != "hello" or not first.hello.router_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session starts with a RouterHello with router_id")
+        # Now, because a status can't be sent beside a write that still has to send these.
+        await context.send_initial_metadata(())
         session = self._open(first.hello.router_id)
         reader = asyncio.create_task(self._read(session, requests), name=f"session-{session.number}-reader")
         writer = asyncio.create_task(self._write(session, context), name=f"session-{session.number}-writer")

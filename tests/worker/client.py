@@ -65,6 +65,7 @@ class Client:
         self.messages: list[pb.WorkerMessage] = []
         self._token = token
         self._event_number = -1
+        self._writing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._channel = grpc.aio.insecure_channel(self.address)
@@ -99,7 +100,7 @@ class Client:
         """Submits a request under a number."""
         answer = Answer(set(range(request.first_choice, request.first_choice + request.n)))
         self.answers[number, attempt] = answer
-        await self._call.write(
+        await self._send(
             pb.RouterMessage(
                 submit=pb.Submit(
                     request=number,
@@ -121,7 +122,7 @@ class Client:
 
     async def abort(self, number: int, choices: Sequence[int] = (), attempt: int = 0) -> None:
         """Aborts a request; what was sent before may still come."""
-        await self._call.write(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
+        await self._send(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
 
     async def done(self, *answers: Answer) -> None:
         """Waits until all have ended."""
@@ -142,6 +143,10 @@ class Client:
             raise AssertionError(f"still busy: {self.load}") from None
         assert idle(), f"the session ended: {self.broken}"
         assert self.load.free_pages + self.load.cached_pages == self.hello.num_pages
+
+    async def _send(self, message: pb.RouterMessage) -> None:
+        async with self._writing:  # a call takes one write at a time
+            await self._call.write(message)
 
     async def _read(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -100,6 +101,7 @@ class Gate:
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
+        self._one = threading.Event()
         self.held = False
 
     def close(self) -> None:
@@ -110,10 +112,20 @@ class Gate:
         """Steps go on."""
         self._open.set()
 
+    def open_once(self) -> None:
+        """The step that is held goes on, the next one waits."""
+        self.held = False
+        self._one.set()
+
     def wait(self) -> None:
         """What the engine thread calls."""
-        self.held = not self._open.is_set()
-        assert self._open.wait(20), "the gate was never opened"
+        deadline = time.monotonic() + 20
+        while not self._open.is_set():
+            self.held = True
+            assert time.monotonic() < deadline, "the gate was never opened"
+            if self._one.wait(0.002):
+                self._one.clear()
+                return
         self.held = False
 
 

@@ -1,0 +1,104 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpd.errors import QueueFullError
+from prefill_worker.queue import FillQueue, Place
+
+
+def queue(max_tokens: int = 1000, slack_tokens: int = 100) -> FillQueue:
+    return FillQueue(max_tokens=max_tokens, slack_tokens=slack_tokens)
+
+
+def granted(*places: Place) -> list[bool]:
+    return [place.turn.done() for place in places]
+
+
+async def test_the_first_is_granted_at_once_and_the_next_when_work_runs_out() -> None:
+    q = queue()
+    first, second = q.enter("d", 300), q.enter("d", 300)
+    assert granted(first, second) == [True, False]
+    q.started(first)
+    q.computed(first, 100)
+    assert not second.turn.done()
+    q.computed(first, 99)
+    assert second.turn.done()
+
+
+async def test_short_ones_are_granted_together_up_to_the_slack() -> None:
+    q = queue()
+    places = [q.enter("d", 40) for _ in range(5)]
+    assert granted(*places) == [True, True, True, False, False]
+
+
+async def test_one_that_waits_for_its_decode_workers_pages_holds_back_only_that_one() -> None:
+    q = queue()
+    stuck, same, other = q.enter("a", 300), q.enter("a", 50), q.enter("b", 50)
+    assert granted(stuck, same, other) == [True, False, True]
+    q.started(stuck)
+    late = q.enter("b", 50)
+    assert granted(same, late) == [False, False]
+
+
+async def test_leaving_makes_room_from_every_state_and_may_be_repeated() -> None:
+    q = queue()
+    first, second, third = (q.enter("d", 200) for _ in range(3))
+    q.leave(second)
+    q.leave(second)
+    assert not third.turn.done()
+    q.leave(first)
+    assert third.turn.done()
+    q.started(third)
+    q.leave(third)
+    assert q.outside_engine == []
+
+
+async def test_a_full_queue_refuses_but_an_empty_one_takes_anything() -> None:
+    q = queue(max_tokens=500)
+    q.enter("d", 10_000)
+    q.enter("d", 10_000)
+    with pytest.raises(QueueFullError, match="10000 tokens"):
+        q.enter("d", 1)
+
+
+async def test_what_the_engine_does_not_know_of_is_counted() -> None:
+    q = queue()
+    first, second = q.enter("d", 300), q.enter("d", 20)
+    assert q.outside_engine == [second, first]
+    q.started(first)
+    assert q.outside_engine == [second]
+
+
+Action = st.tuples(st.sampled_from(["enter", "start", "compute", "leave"]), st.integers(0, 9), st.integers(1, 300))
+
+
+@given(st.lists(Action, max_size=60))
+def test_whatever_happens_everyone_gets_a_turn_in_order(actions: list[tuple[str, int, int]]) -> None:
+    async def run() -> None:
+        q = queue(max_tokens=10**6)
+        live: list[Place] = []
+        for action, which, tokens in actions:
+            if action == "enter":
+                live.append(q.enter("ab"[which % 2], tokens))
+            elif live:
+                place = live[which % len(live)]
+                if action == "start" and place.turn.done():
+                    q.started(place)
+                elif action == "compute" and place.computing:
+                    q.computed(place, min(tokens, place.tokens))
+                elif action == "leave":
+                    q.leave(place)
+                    live.remove(place)
+            for owner in "ab":
+                turns = granted(*(place for place in live if place.owner == owner))
+                assert turns == sorted(turns, reverse=True), "somebody overtook another one of the same decode worker"
+        while live:
+            turn = [place for place in live if place.turn.done()]
+            assert turn, "nobody has a turn although nothing computes"
+            for place in turn:
+                q.leave(place)
+                live.remove(place)
+
+    asyncio.run(run())

@@ -1,0 +1,399 @@
+"""The prefill worker as a decode worker sees it: Fill calls by hand, over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+
+from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from engine.types import Request
+from kvtransfer.base import Landing, PoolMemory
+from kvtransfer.local import LocalNetwork, LocalTransport
+from tests.engine.fakes import expected, make_request, prompt, states_of
+from tests.waiting import eventually
+from tests.worker.client import Client
+from tests.worker.cluster import Running, running
+from tests.worker.fakes import FINGERPRINT, MAX_MODEL_LEN, Gate, fake_loader
+from worker.convert import sampling_to_wire
+
+if TYPE_CHECKING:
+    from cpd.rpc.cpd_pb2_grpc import WorkerAsyncStub
+
+NUM_PAGES = 64
+EPOCH = 77
+
+
+class Receiver:
+    """A decode worker's pool, and fills called by hand."""
+
+    def __init__(self, network: LocalNetwork, address: str) -> None:
+        self.memory = np.full((NUM_PAGES, BLOCK_SIZE), -7, np.int64)
+        pool = PoolMemory(self.memory.ctypes.data, NUM_PAGES, self.memory[0].nbytes)
+        self.transport: LocalTransport = network.create(pool, epoch=EPOCH)
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub: WorkerAsyncStub = rpc.WorkerStub(self.channel)
+
+    def fill(self) -> "Call":
+        return Call(self)
+
+    def start(self, request: Request, **overrides: Any) -> pb.FillStart:
+        fields: dict[str, Any] = {
+            "decode_worker_id": "by hand",
+            "fingerprint": FINGERPRINT,
+            "token_ids": request.token_ids,
+            "prompt_len": request.prompt_len,
+            "hash_root": request.hash_root,
+            "block_hashes": b"".join(request.block_hashes),
+            "sampling": sampling_to_wire(request.params),
+            "n": request.n,
+            "transport": "local",
+            "transport_address": self.transport.address,
+        }
+        return pb.FillStart(**(fields | overrides))
+
+    async def close(self) -> None:
+        await self.channel.close(None)
+        await self.transport.close()
+
+
+class Call:
+    """One Fill call."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._call = receiver.stub.Fill()  # type: ignore[call-arg]
+        self.progress: list[int] = []
+
+    async def send(self, **kind: Any) -> None:
+        await self._call.write(pb.FillRequest(**kind))
+
+    async def next(self) -> pb.FillEvent | None:
+        """The next event that is not progress; None at the end."""
+        async with asyncio.timeout(20):
+            while isinstance(event := await self._call.read(), pb.FillEvent):
+                if event.WhichOneof("kind") != "progress":
+                    return event
+                self.progress.append(event.progress.computed_tokens)
+        return None
+
+    async def expect(self, kind: str) -> Any:
+        event = await self.next()
+        assert event is not None
+        assert event.WhichOneof("kind") == kind, event
+        return getattr(event, kind)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+@dataclass
+class Setup:
+    worker: Running
+    view: Client
+    receiver: Receiver
+    gate: Gate
+    transfer_gate: asyncio.Event
+
+    def waits(self, fills: int) -> bool:
+        return self.view.load.waiting == fills
+
+    def landing(self, request: Request, first_block: int = 0) -> tuple[pb.FillLanding, Landing]:
+        """Every second page of the receiver, and its landing."""
+        pages = list(range(1, 2 * (blocks_for(len(request.token_ids)) - first_block), 2))
+        landing = self.receiver.transport.expect(5, 9, pages)
+        return pb.FillLanding(reservation=5, generation=9, epoch=EPOCH, first_block=first_block, pages=pages), landing
+
+    def assert_landed(self, request: Request, landing: pb.FillLanding) -> None:
+        states = states_of(request.token_ids)[landing.first_block * BLOCK_SIZE :]
+        landed = self.receiver.memory[list(landing.pages)].flatten()[: len(states)]
+        assert landed.tolist() == states
+
+
+@asynccontextmanager
+async def setup(redis_url: str, **settings: Any) -> AsyncIterator[Setup]:
+    gate, transfer_gate, network = Gate(), asyncio.Event(), LocalNetwork()
+    transfer_gate.set()
+    load = fake_loader(before_step=gate.wait, num_pages=settings.pop("num_pages", 128))
+    started = running("prefill", redis_url, load=load, network=network, transfer_gate=transfer_gate, **settings)
+    async with started as worker, Client(worker.address) as view:
+        receiver = Receiver(network, worker.address)
+        try:
+            yield Setup(worker, view, receiver, gate, transfer_gate)
+        finally:
+            gate.open()
+            transfer_gate.set()
+            await receiver.close()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 200, 256])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_pages_land_bit_for_bit_and_first_tokens_come_before_the_end(redis_url: str, length: int, n: int) -> None:
+    request = make_request("a", prompt(length), n=n)
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        message, landing = s.landing(request)
+        await call.send(landing=message)
+        first = await call.expect("first_tokens")
+        assert [output.token_ids[0] for output in first.outputs] == [
+            expected(request, choice, MAX_MODEL_LEN).token_ids[0] for choice in range(n)
+        ]
+        released = await call.expect("released")
+        assert released == pb.FillReleased(pages=len(message.pages))
+        assert await call.next() is None
+        await landing.done()
+        s.assert_landed(request, message)
+        assert call.progress[-1] == length
+        await s.view.balanced()
+
+
+async def test_only_blocks_that_the_caller_lacks_are_sent(redis_url: str) -> None:
+    request = make_request("a", prompt(200))
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        message, landing = s.landing(request, first_block=7)
+        await call.send(landing=message)
+        await call.expect("first_tokens")
+        assert (await call.expect("released")).pages == 13 - 7
+        await landing.done()
+        s.assert_landed(request, message)
+
+
+async def test_pages_leave_after_each_chunk_while_the_next_one_computes(redis_url: str) -> None:
+    request = make_request("a", prompt(250))
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        message, landing = s.landing(request)
+        s.gate.close()
+        await call.send(landing=message)
+        await eventually(lambda: s.gate.held)
+        s.gate.open_once()
+        await eventually(lambda: (s.receiver.memory[list(message.pages[:4])] != -7).all() and s.gate.held)
+        assert (s.receiver.memory[list(message.pages[4:])] == -7).all()
+        s.gate.open()
+        await call.expect("first_tokens")
+        await call.expect("released")
+        await landing.done()
+
+
+async def test_a_cached_prompt_is_sent_from_the_cache(redis_url: str) -> None:
+    request = make_request("a", prompt(200))
+    async with setup(redis_url) as s:
+        for _ in range(2):
+            call = s.receiver.fill()
+            await call.send(start=s.receiver.start(request))
+            await call.expect("ready")
+            message, landing = s.landing(request)
+            await call.send(landing=message)
+            first = await call.expect("first_tokens")
+            await call.expect("released")
+            await landing.done()
+            s.assert_landed(request, message)
+            s.receiver.memory[:] = -7
+        assert first.cached_tokens == 192
+        assert call.progress[-1] == 200
+
+
+async def test_a_prompt_that_is_computed_twice_is_sent_once(redis_url: str) -> None:
+    """Two long prompts in a pool for one and a half: the newer one is preempted and starts again."""
+    async with setup(redis_url, num_pages=24, max_num_seqs=4) as s:
+        requests = [make_request(f"r{i}", prompt(250, 3 * i)) for i in range(3)]
+        calls = []
+        for i, request in enumerate(requests):
+            call = s.receiver.fill()
+            await call.send(start=s.receiver.start(request, decode_worker_id=f"d{i}"))
+            await call.expect("ready")
+            calls.append(call)
+        landings = []
+        for i, call in enumerate(calls):
+            pages = list(range(20 * i, 20 * i + 16))
+            landings.append(s.receiver.transport.expect(i, 1, pages))
+            await call.send(landing=pb.FillLanding(reservation=i, generation=1, epoch=EPOCH, pages=pages))
+        for i, (call, request) in enumerate(zip(calls, requests, strict=True)):
+            await call.expect("first_tokens")
+            assert (await call.expect("released")) == pb.FillReleased(pages=16)
+            await landings[i].done()
+            s.assert_landed(request, pb.FillLanding(pages=list(range(20 * i, 20 * i + 16))))
+        await s.view.balanced()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"fingerprint": b"other"}, "differ in weights"),
+        ({"transport": "pigeon"}, "pigeon"),
+        ({"transport_address": b"nowhere"}, "nobody answers"),
+        ({"prompt_len": 0}, "prompt_len"),
+        ({"token_ids": [10**6]}, "vocabulary"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_with_the_reason(
+    redis_url: str, overrides: dict[str, Any], named: str
+) -> None:
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(make_request("a", prompt(1)), **overrides))
+        assert named in (await call.expect("refused")).message
+        assert await call.next() is None
+
+
+async def test_a_landing_that_does_not_fit_is_refused(redis_url: str) -> None:
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(make_request("a", prompt(100))))
+        await call.expect("ready")
+        await call.send(landing=pb.FillLanding(epoch=EPOCH, pages=[1, 2, 3]))
+        assert "3 pages" in (await call.expect("refused")).message
+        await s.view.balanced()
+
+
+@pytest.mark.parametrize("wrong", ["epoch", "generation", "reservation"])
+async def test_a_landing_that_is_not_current_is_refused_and_nothing_is_written(redis_url: str, wrong: str) -> None:
+    request = make_request("a", prompt(200))
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        message, _ = s.landing(request)
+        setattr(message, wrong, 6)
+        await call.send(landing=message)
+        event = await call.next()
+        if event is not None and event.WhichOneof("kind") == "first_tokens":
+            event = await call.next()
+        assert event is not None
+        assert event.released.error
+        assert event.released.pages == 0
+        assert (s.receiver.memory == -7).all()
+        await s.view.balanced()
+
+
+async def test_a_landing_that_names_a_page_twice_ends_only_its_fill(redis_url: str) -> None:
+    request = make_request("a", prompt(40))
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        await call.send(landing=pb.FillLanding(reservation=5, generation=9, epoch=EPOCH, pages=[1, 1, 1]))
+        while (event := await call.next()) is not None:
+            last = event
+        assert last.released.error
+        await s.view.balanced()
+
+
+@pytest.mark.parametrize("how", ["cancel", "end", "break", "landing twice"])
+@pytest.mark.parametrize("state", ["queued", "ready", "computing", "pushing"])
+async def test_a_fill_can_be_ended_in_every_state(redis_url: str, state: str, how: str) -> None:
+    request = make_request("a", prompt(200))
+    async with setup(redis_url) as s:
+        if state == "queued":
+            s.gate.close()
+            ahead = s.receiver.fill()
+            await ahead.send(start=s.receiver.start(make_request("ahead", prompt(300, 5)), decode_worker_id="other"))
+            await ahead.expect("ready")
+            pages = list(range(40, 40 + 19))
+            s.receiver.transport.expect(6, 1, pages)
+            await ahead.send(landing=pb.FillLanding(reservation=6, generation=1, epoch=EPOCH, pages=pages))
+            await eventually(lambda: s.gate.held)
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        message, landing = s.landing(request)
+        if state != "queued":
+            await call.expect("ready")
+        if state == "computing":
+            s.gate.close()
+        if state == "pushing":
+            s.transfer_gate.clear()
+        if state in ("computing", "pushing"):
+            await call.send(landing=message)
+        if state == "computing":
+            await eventually(lambda: s.gate.held)
+        if state == "pushing":
+            await call.expect("first_tokens")
+        match how:
+            case "cancel":
+                await call.send(cancel=pb.FillCancel())
+            case "end":
+                await call._call.done_writing()
+            case "break":
+                call.cancel()
+            case "landing twice":
+                await call.send(landing=message)
+                await call.send(landing=message)
+        landing.revoke()
+        s.gate.open()
+        if how != "break":
+            while (event := await call.next()) is not None:
+                last = event
+            assert last.WhichOneof("kind") == "released"
+            assert last.released.error
+        await s.view.balanced()
+        assert (s.receiver.memory[list(message.pages)] == -7).all() or state == "computing"
+
+
+async def test_those_who_wait_hear_that_they_are_not_forgotten(redis_url: str) -> None:
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(make_request("a", prompt(100))))
+        await call.expect("ready")
+        waiting = asyncio.create_task(call.next())
+        await eventually(lambda: len(call.progress) >= 2)
+        waiting.cancel()
+
+
+async def test_the_queue_and_its_bound_show_in_the_load(redis_url: str) -> None:
+    async with setup(redis_url, max_queue_tokens=300) as s:
+        calls = [s.receiver.fill() for _ in range(3)]
+        for i, call in enumerate(calls):
+            await call.send(start=s.receiver.start(make_request(f"r{i}", prompt(200, i))))
+            await eventually(partial(s.waits, min(i + 1, 2)))
+        assert (await calls[2].expect("refused")).queue_full
+        assert s.view.load.waiting_tokens == 400
+
+
+async def test_a_fill_must_start_with_its_start(redis_url: str) -> None:
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(cancel=pb.FillCancel())
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.next()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_requests_are_sent_elsewhere(redis_url: str) -> None:
+    async with setup(redis_url) as s:
+        answer = await s.view.submit(make_request("a", prompt(20)), 1)
+        await s.view.done(answer)
+        assert answer.refusal is not None
+        assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
+        await s.view.abort(1)
+        assert s.view.hello.role == pb.ROLE_PREFILL
+
+
+async def test_a_draining_worker_ends_its_fills_and_takes_no_new_ones(redis_url: str) -> None:
+    request = make_request("a", prompt(200))
+    async with setup(redis_url) as s:
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        await s.view.drain()
+        other = s.receiver.fill()
+        await other.send(start=s.receiver.start(request))
+        assert "drains" in (await other.expect("refused")).message
+        message, landing = s.landing(request)
+        await call.send(landing=message)
+        await call.expect("first_tokens")
+        await call.expect("released")
+        await landing.done()
+        assert await asyncio.wait_for(s.worker.task, 20) == 0

@@ -1,0 +1,64 @@
+import asyncio
+
+import pytest
+
+from cpd.rpc import cpd_pb2 as pb
+from worker.outbox import OUTPUTS_PER_MESSAGE, Outbox
+
+
+async def test_results_keep_their_order_and_neighbours_share_a_message() -> None:
+    outbox = Outbox()
+    for result in (pb.Output(request=1), pb.Output(request=2), pb.Refusal(request=3), pb.Output(request=4)):
+        outbox.put_result(result)
+    first, second, third = await outbox.take()
+    assert [output.request for output in first.step.outputs] == [1, 2]
+    assert second.refusal.request == 3
+    assert [output.request for output in third.step.outputs] == [4]
+
+
+async def test_messages_stay_small_however_far_the_router_is_behind() -> None:
+    outbox = Outbox()
+    for request in range(2 * OUTPUTS_PER_MESSAGE + 1):
+        outbox.put_result(pb.Output(request=request))
+    sizes = [len(message.step.outputs) for message in await outbox.take()]
+    assert sizes == [OUTPUTS_PER_MESSAGE, OUTPUTS_PER_MESSAGE, 1]
+
+
+async def test_only_the_latest_load_is_sent() -> None:
+    outbox = Outbox()
+    outbox.put_load(pb.Load(running=1))
+    outbox.put_load(pb.Load(running=2))
+    assert await outbox.take() == [pb.WorkerMessage(load=pb.Load(running=2))]
+
+
+async def test_events_that_a_snapshot_holds_are_forgotten() -> None:
+    outbox = Outbox(max_pending_hashes=2)
+    for number in range(1, 4):
+        outbox.put_cache(pb.CacheEvents(number=number, events=[pb.CacheEvent(hashes=bytes(8))]))
+    assert outbox.overfull()
+    outbox.forget_cache(2)
+    assert not outbox.overfull()
+    assert [message.cache.number for message in await outbox.take()] == [3]
+
+
+async def test_too_many_results_are_too_many() -> None:
+    outbox = Outbox(max_pending_outputs=2)
+    for _ in range(2):
+        outbox.put_result(pb.Output())
+    assert not outbox.overfull()
+    outbox.put_result(pb.Output())
+    assert outbox.overfull()
+    await outbox.take()
+    assert not outbox.overfull()
+
+
+async def test_it_is_written_when_the_writer_comes_back_for_more() -> None:
+    outbox = Outbox()
+    await asyncio.wait_for(outbox.written(), 20)
+    outbox.put_result(pb.Output())
+    await outbox.take()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(outbox.written(), 0.01)
+    writer = asyncio.create_task(outbox.take())
+    await asyncio.wait_for(outbox.written(), 20)
+    writer.cancel()
