@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Read when torch is first imported. Idle threads that spin would starve other processes on the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A loaded machine is no bug: no example has a deadline.
+settings.register_profile("cpd", deadline=None)
+settings.load_profile("cpd")
 
 MakeCheckpoint = Callable[..., Path]
 

@@ -132,12 +132,18 @@ class UcxTransport:
 def ucx_options(host: str) -> dict[str, str]:
     """UCX configuration for a transport that listens on the IPv4 address `host`.
 
-    UCX_TLS and UCX_NET_DEVICES of the environment win. Keepalive finds a host that vanished within seconds. Without
-    one-sided puts over TCP, memory is written by the receives this side has posted and by nothing else.
+    UCX_TLS and UCX_NET_DEVICES of the environment win.
     """
     options = {
         "TLS": os.environ.get("UCX_TLS", "tcp"),
+        # No one-sided puts: memory is written by the receives this side has posted and by nothing else.
         "TCP_PUT_ENABLE": "n",
+        # A message travels eagerly only if it fits one fragment: the receive of several, cut off by the sender's
+        # death, would never complete. Receives are always posted first, so this costs no copies.
+        "TCP_TX_SEG_SIZE": "128K",
+        "TCP_RX_SEG_SIZE": "128K",
+        "RNDV_THRESH": "64K",
+        # Finds a host that vanished within seconds.
         "TCP_KEEPIDLE": "2s",
         "TCP_KEEPINTVL": "1s",
         "TCP_KEEPCNT": "3",

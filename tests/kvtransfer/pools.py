@@ -19,7 +19,8 @@ class Pool:
     def __init__(self, num_pages: int, page_bytes: int = 4096, seed: int | None = None) -> None:
         self.pages: NDArray[np.uint8] = np.full((num_pages, page_bytes), EMPTY, np.uint8)
         if seed is not None:
-            self.pages[:] = np.random.default_rng(seed).integers(0, EMPTY, self.pages.shape, np.uint8)
+            noise = np.frombuffer(np.random.default_rng(seed).bytes(self.pages.size), np.uint8)
+            self.pages[:] = np.minimum(noise, EMPTY - 1).reshape(self.pages.shape)
         self.memory = PoolMemory(self.pages.ctypes.data, num_pages, page_bytes)
 
     def untouched(self, pages: Sequence[int] | None = None) -> bool:

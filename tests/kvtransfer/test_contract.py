@@ -75,7 +75,7 @@ def pairs(own: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
 # ---- pages land
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 async def test_scattered_pages_land_bit_for_bit_and_nothing_else_is_written(pair: Pair, data: st.DataObject) -> None:
     pair.target.pages[:] = EMPTY
