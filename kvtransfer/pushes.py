@@ -20,7 +20,9 @@ class Run:
 
 
 def check_push(ticket: Ticket, pages: Sequence[tuple[int, int]], num_pages: int) -> None:
-    """Raises ValueError unless `pages` is what `kvtransfer.base.Peer.push` takes from a pool of `num_pages`."""
+    """Raises ValueError unless this is what `kvtransfer.base.Peer.push` takes from a pool of `num_pages`."""
+    if not all(0 <= number < 1 << 64 for number in (ticket.epoch, ticket.reservation, ticket.generation)):
+        raise ValueError(f"a pushed ticket's numbers do not fit 64 bits: {ticket}")
     if not pages:
         return
     own, indices = zip(*pages, strict=True)
