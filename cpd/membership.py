@@ -50,10 +50,11 @@ async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> Asy
     Redis may come and go meanwhile: the lease is renewed as soon as it answers again.
     """
     key, value, ttl_ms = _key(cluster, member.id), orjson.dumps(asdict(member)), int(ttl_s * 1000)
+    ended = asyncio.Event()
 
     async def renew() -> None:
         away = False
-        while True:
+        while not ended.is_set():
             try:
                 await redis.set(key, value, px=ttl_ms)
                 if away:
@@ -63,15 +64,19 @@ async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> Asy
                 if not away:
                     log.warning("Redis is away, going on without it: %s", error)
                 away = True
-            await asyncio.sleep(ttl_s / 4)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ttl_s / 4):
+                    await ended.wait()
 
     task = asyncio.create_task(renew(), name="lease")
     try:
         yield
     finally:
+        # Not by cancelling alone: a cancel can get lost in the Redis client's own timeouts.
+        ended.set()
+        await asyncio.wait([task], timeout=1)
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
         with contextlib.suppress(RedisError, OSError):
             await redis.delete(key)
 
