@@ -21,10 +21,12 @@ nothing is in flight, or the transport proves it. The task that runs a fill is n
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeAlias
 
 import grpc
 
@@ -99,6 +101,7 @@ class _Signal(Enum):
     PEER_GONE = auto()
 
 
+FillCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.FillRequest, pb.FillEvent]"
 _Event = pb.FillEvent | _StreamEnded | _Reserved | _PagesArrived | _Signal
 
 
@@ -136,7 +139,7 @@ class Fill:
         self._open_choices = open_choices
         self._cancelled = False
         self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
-        self._outgoing: asyncio.Queue[pb.FillRequest | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.FillRequest] = asyncio.Queue()
         self._deadline = 0.0
         self._wanted: Wanted | None = None
         self._reserving: asyncio.Future[Reservation | bool] | None = None
@@ -157,15 +160,13 @@ class Fill:
         tasks: list[asyncio.Task[None]] = []
         try:
             async with self._node.channels.use(self._candidate.address) as stub:
-                call = stub.Fill(
-                    self._requests(), metadata=token_metadata(self._node.settings.cluster_token.get_secret_value())
-                )
-                tasks.append(asyncio.create_task(self._read(call)))
+                token = self._node.settings.cluster_token.get_secret_value()
+                call = stub.Fill(metadata=token_metadata(token))  # type: ignore[call-arg]
+                tasks += [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
                 try:
                     await self._until_decided(tasks)
                     await self._after(tasks)
                 finally:
-                    self._outgoing.put_nowait(None)
                     call.cancel()
         except EngineDiedError as error:
             self._decide(Outcome(Status.FAILED, str(error), self._first))
@@ -370,7 +371,7 @@ class Fill:
 
     # ---- where events come from ----
 
-    async def _read(self, call: "grpc.aio.StreamStreamCall[pb.FillRequest, pb.FillEvent]") -> None:
+    async def _read(self, call: FillCall) -> None:
         reason = "the prefill worker ended the call early"
         try:
             async for event in call:
@@ -379,9 +380,11 @@ class Fill:
             reason = f"{error.code().name}: {error.details()}"
         self._inbox.put_nowait(_StreamEnded(reason))
 
-    async def _requests(self) -> AsyncIterator[pb.FillRequest]:
-        while (message := await self._outgoing.get()) is not None:
-            yield message
+    async def _write(self, call: FillCall) -> None:
+        # That the call is over is for `_read` to say, with the reason.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outgoing.get())
 
     async def _watch(self, landing: Landing) -> None:
         try:
