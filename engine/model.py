@@ -45,7 +45,7 @@ class LayerByLayer:
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             next_norm = stack.norm if index == last else stack.layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, next_norm, eps)
-        return x
+        return stack.head(x)
 
 
 class Decoder:
@@ -94,9 +94,8 @@ class Decoder:
             )
         norm = read("model.norm.weight")
         head = self._embedding if config.tie_embeddings else read("lm_head.weight")
-        self._lm_head = ops.pack(head, None)  # H -> V
         cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
-        stack = Stack(layers, norm, cos_sin, config.norm_eps, config.head_dim**-0.5)
+        stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)
         self._run_layers = ops.fuse(stack) or LayerByLayer(ops, stack)
         on_progress(1.0)
 
@@ -115,5 +114,4 @@ class Decoder:
             Logits [R, V] of the model's dtype; None if no row was wanted.
         """
         residual = F.embedding(batch.token_ids, self._embedding)  # [T, H]
-        hidden = self._run_layers(residual, batch, kv, rows, num_rows)  # [R, H]
-        return None if hidden is None else self._lm_head(hidden)
+        return self._run_layers(residual, batch, kv, rows, num_rows)

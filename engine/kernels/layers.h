@@ -27,9 +27,10 @@ struct Layer {
 template <typename T>
 struct Decoder {
   std::vector<Layer<T>> layers;
-  const T* norm;         // Of the last layer's output.
+  const T* norm;         // Of the last layer's output,
+  const uint32_t* head;  // and what makes logits of it.
   const float* cos_sin;  // [positions, head dim]
-  int64_t hidden, heads, intermediate;
+  int64_t hidden, heads, intermediate, vocab;
   float eps, scale;
 };
 
@@ -37,10 +38,10 @@ template <typename T>
 struct Step {
   int64_t tokens;
   const int32_t *positions, *slots;
-  const int32_t* rows;  // Tokens whose output is wanted, ascending; null: all of them.
+  const int32_t* rows;  // Tokens whose logits are wanted, ascending; null: all of them.
   int64_t num_rows;
   T* residual;  // [tokens, hidden], embeddings at first
-  T* out;       // [num_rows, hidden]
+  T* logits;    // [num_rows, vocab]
 };
 
 // Activations between the stages.
@@ -88,8 +89,9 @@ void run_layers(Team& team, const Decoder<T>& model, const Step<T>& step, const 
     silu_mul(team, buffer.gate_up, tokens, model.intermediate, buffer.product);
     linear(team, buffer.product, tokens, model.intermediate, layer.down, hidden, layer.down_bias, buffer.normed);
     add_rms_norm(team, buffer.normed, tokens, hidden, residual, last ? model.norm : model.layers[index + 1].input_norm,
-                 model.eps, last ? step.out : buffer.normed);
+                 model.eps, buffer.normed);
   }
+  linear<T>(team, buffer.normed, tokens, hidden, model.head, model.vocab, nullptr, step.logits);
 }
 
 }  // namespace cpd

@@ -155,24 +155,31 @@ Tensor attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_start
   return out;
 }
 
-// weights: twelve a layer in the order of Layer's fields, then the final norm.
+// weights: twelve a layer in the order of Layer's fields, then the final norm and the packed head.
 Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weights, const c10::List<Tensor>& kv,
                  const Tensor& cos_sin, const Tensor& positions, const Tensor& slots, const Tensor& query_start,
                  const Tensor& context_lens, const Tensor& block_tables, const OptionalTensor& rows, int64_t num_rows,
-                 int64_t intermediate, double eps, double scale) {
+                 int64_t intermediate, int64_t vocab, double eps, double scale) {
   const int64_t tokens = residual.size(0), hidden = residual.size(1);
-  Tensor out = at::empty({num_rows, hidden}, residual.options());
+  Tensor logits = at::empty({num_rows, vocab}, residual.options());
   with_type(residual, [&]<typename T>(T) {
-    Decoder<T> model{{}, nullptr, data<float>(cos_sin), hidden, 0, intermediate, float(eps), float(scale)};
+    Decoder<T> model;
     int64_t next = 0;
     auto plain = [&] { return data<T>(weights.get(next++)); };
     auto packed = [&] { return reinterpret_cast<const uint32_t*>(plain()); };
     for (size_t i = 0; i < kv.size(); ++i)
       model.layers.push_back({plain(), packed(), plain(), plain(), plain(), packed(), plain(), plain(), packed(), plain(),
                               packed(), plain(), pages_of<T>(kv.get(i))});
-    model.norm = plain();
     const Pages<T>& pages = model.layers.at(0).pages;
+    model.norm = plain();
+    model.head = packed();
+    model.cos_sin = data<float>(cos_sin);
+    model.hidden = hidden;
     model.heads = weights.get(5)->size(1) * kPerWord<T> / pages.dim;
+    model.intermediate = intermediate;
+    model.vocab = vocab;
+    model.eps = eps;
+    model.scale = scale;
 
     const AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), model.heads, pages.heads, pages.dim,
                              at::get_num_threads());
@@ -186,10 +193,10 @@ Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weight
     const Tensor gate_up = buffer(tokens, 2 * intermediate), product = buffer(tokens, intermediate);
     const Activations<T> activations{data<T>(normed),        data<T>(qkv),     data<T>(attention),
                                      data<T>(residual_rows), data<T>(gate_up), data<T>(product)};
-    const Step<T> step{tokens, ints(positions), ints(slots), row_data, num_rows, data<T>(residual), data<T>(out)};
+    const Step<T> step{tokens, ints(positions), ints(slots), row_data, num_rows, data<T>(residual), data<T>(logits)};
     run_team(true, [&](Team& team) { run_layers(team, model, step, plan, wanted, memory, activations); });
   });
-  return out;
+  return logits;
 }
 
 }  // namespace
@@ -210,7 +217,7 @@ TORCH_LIBRARY(cpd, m) {
       attention_op);
   m.def(
       "layers(Tensor(a!) residual, Tensor?[] weights, Tensor(b!)[] kv, Tensor cos_sin, Tensor positions, Tensor slots, "
-      "Tensor query_start, Tensor context_lens, Tensor block_tables, Tensor? rows, int num_rows, int intermediate, "
+      "Tensor query_start, Tensor context_lens, Tensor block_tables, Tensor? rows, int num_rows, int intermediate, int vocab, "
       "float eps, float scale) -> Tensor",
       layers_op);
 }

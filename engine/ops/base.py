@@ -68,7 +68,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """All layers of a decoder and the norm after them.
+    """All layers of a decoder, the norm after them and the head.
 
     Attributes:
         cos_sin: See `Ops.rope_store`.
@@ -78,6 +78,7 @@ class Stack:
 
     layers: Sequence[Layer]
     norm: torch.Tensor  # [H]
+    head: Linear  # H -> V
     cos_sin: torch.Tensor
     eps: float
     scale: float
@@ -94,17 +95,17 @@ class FusedStack(Protocol):
         rows: torch.Tensor | None,
         num_rows: int,
     ) -> torch.Tensor | None:
-        """Stores the batch's keys and values, and computes the normed output of some of its tokens.
+        """Stores the batch's keys and values, and computes the logits of some of its tokens.
 
         Args:
             residual: Embeddings [T, H], scratch.
             batch: The step. Not prepared.
             kv: For each layer [num_pages, 2, Hkv, BS, D].
             rows: The tokens wanted, int32 [R], ascending; None: all of them.
-            num_rows: R
+            num_rows: R. With 0 only keys and values are computed.
 
         Returns:
-            [R, H]; None if R is 0.
+            [R, V]; None if R is 0.
         """
 
 

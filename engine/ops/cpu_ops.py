@@ -81,6 +81,9 @@ class CpuOps:
 
     def fuse(self, stack: Stack) -> FusedStack | None:
         """One call of the kernels for all layers: no Python and no start of threads between them."""
+        head = stack.head
+        if not isinstance(head, PackedLinear):
+            return None
         weights: list[torch.Tensor | None] = []
         for layer in stack.layers:
             qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
@@ -94,7 +97,7 @@ class CpuOps:
             weights += [layer.input_norm, qkv.weight, qkv.bias, layer.q_norm, layer.k_norm, o.weight, o.bias]
             weights += [layer.post_norm, gate_up.weight, gate_up.bias, down.weight, down.bias]
             intermediate = gate_up.out_features // 2
-        weights.append(stack.norm)
+        weights += [stack.norm, head.weight]
 
         def run(
             residual: torch.Tensor,
@@ -103,7 +106,7 @@ class CpuOps:
             rows: torch.Tensor | None,
             num_rows: int,
         ) -> torch.Tensor | None:
-            hidden = torch.ops.cpd.layers(
+            logits = torch.ops.cpd.layers(
                 residual,
                 weights,
                 kv,
@@ -116,9 +119,10 @@ class CpuOps:
                 rows,
                 num_rows,
                 intermediate,
+                head.out_features,
                 stack.eps,
                 stack.scale,
             )
-            return hidden if num_rows else None
+            return logits if num_rows else None
 
         return run

@@ -119,14 +119,14 @@ def test_rope_and_store_equal_torch(
     pages, num_pages = lay_out(lens, np.random.default_rng(1))
     batch = step_of(lens, pages)
     qkv = torch.randn(batch.num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
-    norms = (torch.rand(dim).to(dtype), torch.rand(dim).to(dtype)) if qk_norm else (None, None)
+    q_norm, k_norm = torch.rand(2, dim).to(dtype) if qk_norm else (None, None)
     table = rope_table(RopeConfig(), dim, 256, CPU)
     pools = [torch.full((num_pages, LAYERS, 2, kv_heads, BLOCK_SIZE, dim), 7.0, dtype=dtype) for _ in range(2)]
     queries = []
     back_ends: list[Ops] = [TorchOps(), ops]
     for back_end, pool in zip(back_ends, pools, strict=True):
         back_end.prepare(batch)
-        queries.append(back_end.rope_store(qkv.clone(), batch, table, *norms, EPS, pool[:, 1]))
+        queries.append(back_end.rope_store(qkv.clone(), batch, table, q_norm, k_norm, EPS, pool[:, 1]))
     assert_equal(queries[1], queries[0], dtype)
     assert_equal(pools[1], pools[0], dtype)
     assert torch.equal(pools[1] == 7, pools[0] == 7)
@@ -180,7 +180,7 @@ def test_attention_of_any_batch_equals_torch(
 
 
 def random_stack(back_end: Ops, dtype: torch.dtype, *, qk_norm: bool, bias: bool) -> Stack:
-    """Hidden size 80, 4 query and 2 key-value heads of 24, width 100."""
+    """Hidden size 80, 4 query and 2 key-value heads of 24, width 100, vocabulary 50."""
     generator = torch.Generator().manual_seed(0)
     hidden, heads, kv_heads, dim, width = 80, 4, 2, 24, 100
 
@@ -204,7 +204,8 @@ def random_stack(back_end: Ops, dtype: torch.dtype, *, qk_norm: bool, bias: bool
         )
         for _ in range(LAYERS)
     ]
-    return Stack(layers, vector(hidden), rope_table(RopeConfig(), dim, 2048, CPU), EPS, dim**-0.5)
+    head = back_end.pack(torch.randn(50, hidden, generator=generator).to(dtype), None)
+    return Stack(layers, vector(hidden), head, rope_table(RopeConfig(), dim, 2048, CPU), EPS, dim**-0.5)
 
 
 def new_pool(num_pages: int, dtype: torch.dtype) -> torch.Tensor:
