@@ -1,6 +1,6 @@
 """The live requests: the sequences of each, and what newly chosen tokens make of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -95,7 +95,7 @@ class LiveRequests:
                 pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
                 step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
             if chunk.samples:
-                step.outputs += self._continue(seq, [next(tokens) for _ in seq.choices])
+                step.outputs += self._continue(seq, tokens)
         return step
 
     def branch(self, seq: Seq, token_ids: Mapping[int, Sequence[int]]) -> None:
@@ -135,11 +135,11 @@ class LiveRequests:
         self._scheduler.pool.release(self._shown)
         self._shown = []
 
-    def _continue(self, seq: Seq, new: Sequence[Sampled]) -> list[Output]:
-        """Appends the next token of each choice of a sequence, or ends it."""
+    def _continue(self, seq: Seq, tokens: Iterator[Sampled]) -> list[Output]:
+        """Appends the next token of each choice of a sequence, or ends it. Takes one of `tokens` a choice."""
         request, outputs = seq.request, []
         cached = None if seq.reported else seq.cached_tokens
-        for choice, sampled in zip(seq.choices, new, strict=True):
+        for choice, sampled in zip(seq.choices, tokens, strict=False):
             finish = self.finish_of(request, seq.num_tokens + 1, sampled.token_id)
             logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
             outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached))

@@ -71,7 +71,7 @@ class Sampler:
             logits.div_(_column([p.temperature for p in params], logits))
         _filter(logits, params)
         keys = _row_keys([p.seed for p in params], [r.choice for r in rows], [r.position for r in rows])
-        race = torch.softmax(logits, dim=-1).div_(_minus_exponential(self._token_keys, keys))
+        race = torch.softmax(logits, dim=-1).div_(_minus_exponential(self._token_keys, keys.to(logits.device)))
         return race.argmin(dim=-1)
 
 

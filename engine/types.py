@@ -57,7 +57,8 @@ class Request:
         hash_root: Start of the block hash chain (model and tenant).
         block_hashes: Of all full blocks of `token_ids`.
         n: Number of choices, `first_choice` .. `first_choice + n - 1`. Only 1 where output was already emitted.
-        prefill_only: Ends after the first token of each choice.
+        prefill_only: Ends after the first token of each choice. Its output has a `finish` only if the choice ends
+            with it; otherwise the choice goes on elsewhere.
     """
 
     id: str
