@@ -13,6 +13,9 @@ from hypothesis import settings
 # Read when torch is first imported. Idle threads that spin would starve other processes on the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Read when grpc is first imported. Its fork handlers crash children that are forked while it is in use.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # A loaded machine is no bug: no example has a deadline.
 settings.register_profile("cpd", deadline=None)
 settings.load_profile("cpd")
