@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from deploy.endpoint import pick_port
+from deploy.raydir import clear_ray_dir
 from models import tiny
 from tests.e2e.cluster import eventually
 
@@ -86,6 +87,8 @@ def command() -> Iterator[Command]:
     yield made
     for pid in made.processes():
         os.kill(pid, signal.SIGKILL)
+    for state in directory.glob("cpd/*/state.json"):
+        clear_ray_dir(json.loads(state.read_bytes())["ray_dir"])
     shutil.rmtree(directory)
 
 
