@@ -15,7 +15,7 @@ async def create(name: str, memory: PoolMemory, *, epoch: int, host: str, advert
         advertise_host: What peers connect to; empty takes `host`.
 
     Raises:
-        ConfigError: There is no transport of that name, or peers could not connect to the address given.
+        ConfigError: There is no transport of that name, or nobody could connect to the address given.
         TransferError: It cannot be set up here.
     """
     if name not in ("auto", "ucx"):

@@ -13,7 +13,7 @@ from cpd.errors import TransferError
 from kvtransfer.ucx import wire
 from kvtransfer.ucx.reactor import Reactor
 
-GREETING_S = 3.0  # to open a connection
+GREETING_S = 5.0  # to open a connection
 STALL_S = 10.0  # for pages to move
 GRACE_S = 2.0  # for pages to move that this side has given up: revoked, cancelled
 _TICK_S = 0.25

@@ -68,9 +68,8 @@ class Outgoing(Connection):
         if self.failed:
             transfer.lost(self.error or TransferError("the connection is closed"))
             return
-        self._transfers.append(transfer)
+        self._transfers.append(transfer)  # the poll that follows offers it
         self._moved_at = time.monotonic()
-        self._offer()
 
     def _offer(self) -> bool:
         offered = False

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from cpd.errors import TransferError
+from cpd.errors import ConfigError, TransferError
 from kvtransfer.latch import Latch
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Reactor:
         self._calls: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # of _calls and _ended
         self._ended = False
+        self._started = False
         self._stopping = False
         self._error: Exception | None = None
         self._up, self._down = (Latch(asyncio.get_running_loop()) for _ in range(2))
@@ -88,13 +89,15 @@ class Reactor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     async def start(self) -> None:
-        """Raises TransferError if UCX cannot be set up."""
+        """Raises ConfigError if `host` is not this machine's, TransferError if UCX cannot be set up."""
         self._thread.start()
         # A daemon thread inside UCX must not meet the interpreter's end.
         atexit.register(self._stop_at_exit)
         await self._up.wait()
         if self._error is not None:
             await self.stop()
+            if isinstance(self._error, ConfigError):
+                raise self._error
             raise TransferError(f"cannot set UCX up on {self._host}: {self._error}")
 
     def call(self, action: Callable[[], None]) -> None:
@@ -110,10 +113,12 @@ class Reactor:
         action()
 
     async def run(self, action: Callable[[], T]) -> T:
-        """The result of `action`, run as by `call`; but it may raise."""
+        """The result of `action`, run as by `call`; but it may raise. Cancelled, it may have run or not."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def act() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(action())
             except Exception as error:
@@ -160,6 +165,7 @@ class Reactor:
         reason = "the transport was closed"
         try:
             poller = self._open()
+            self._started = True
             self._up.set()
             try:
                 while not self._stopping:
@@ -168,7 +174,8 @@ class Reactor:
             finally:
                 poller.close()
         except Exception as error:
-            logger.exception("the KV transfer thread failed")
+            if self._started:
+                logger.exception("the KV transfer thread failed")
             reason = f"the transfer thread failed: {error}"
             self._error = error
         try:
@@ -263,4 +270,4 @@ def _rebind(port: int, host: str) -> int:
                 listening.listen(_BACKLOG)
                 bound: int = listening.getsockname()[1]
                 return bound
-    raise TransferError(f"cannot listen on {host}: give an IPv4 address of this machine")
+    raise ConfigError(f"host: cannot listen on {host}; give an IPv4 address of this machine")

@@ -6,6 +6,7 @@ import fcntl
 import functools
 import ipaddress
 import itertools
+import logging
 import os
 import secrets
 import socket
@@ -13,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from cpd.errors import TransferError
+from cpd.errors import ConfigError, TransferError
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, check_push, merge
@@ -21,6 +22,8 @@ from kvtransfer.ucx import wire
 from kvtransfer.ucx.incoming import Incoming
 from kvtransfer.ucx.outgoing import Outgoing
 from kvtransfer.ucx.reactor import Reactor
+
+logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 1 << 20  # neighbouring pages travel together up to this size
 _SIOCGIFADDR = 0x8915
@@ -81,9 +84,13 @@ class UcxTransport:
         """A transport that listens; arguments as for `kvtransfer.create`.
 
         Raises:
-            TransferError: UCX cannot be set up, or `host` is no IPv4 address of this machine.
+            ConfigError: `host` is no IPv4 address of this machine.
+            TransferError: UCX cannot be set up.
         """
-        ip = await _resolve(host)
+        try:
+            ip = await _resolve(host)
+        except TransferError as error:
+            raise ConfigError(f"host: {error}") from None
         transport = cls(memory, epoch=epoch, host=ip)
         await transport._reactor.start()
         transport.address = wire.Address(advertise_host or ip, transport._reactor.port, transport._key).encode()
@@ -95,11 +102,13 @@ class UcxTransport:
     async def connect(self, address: bytes) -> UcxPeer:
         where = wire.Address.decode(address)
         ip = await _resolve(where.host)
-        connection = await self._reactor.run(functools.partial(self._dial, ip, where.port, where.key))
+        made: list[Outgoing] = []
         try:
+            await self._reactor.run(lambda: made.append(self._dial(ip, where.port, where.key)))
+            connection = made[0]
             await connection.greeted.wait()
         except asyncio.CancelledError:
-            self._reactor.call(functools.partial(connection.fail, "nobody waits for the connection any more"))
+            self._reactor.call(functools.partial(_abandon, made))
             raise
         if connection.error is not None:
             text = f"no connection to {where.host}:{where.port}: {connection.error}"
@@ -117,12 +126,15 @@ class UcxTransport:
             raise TransferError(self._ended)
         try:
             endpoint = self._reactor.connect(ip, port)
+            return Outgoing(self._reactor, endpoint, self._loop, self._pool, self._memory.page_bytes, key)
         except self._reactor.ucx.UCXError as error:
             raise TransferError(f"no connection to {ip}:{port}: {error}") from None
-        return Outgoing(self._reactor, endpoint, self._loop, self._pool, self._memory.page_bytes, key)
 
     def _accept(self, endpoint: Any) -> None:
-        Incoming(self._reactor, endpoint, self._book, self._pool, self._memory.page_bytes, self._key, self._tags)
+        try:
+            Incoming(self._reactor, endpoint, self._book, self._pool, self._memory.page_bytes, self._key, self._tags)
+        except self._reactor.ucx.UCXError as error:
+            logger.info("a connection broke as it came in: %s", error)
 
     def _end(self, reason: str) -> None:
         self._ended = reason
@@ -153,7 +165,7 @@ def ucx_options(host: str) -> dict[str, str]:
 
 
 def _interface_of(host: str) -> str:
-    """The network interface with this IPv4 address, empty for all of them."""
+    """The network interface with this IPv4 address, empty for all of them. Raises ConfigError if there is none."""
     address = ipaddress.IPv4Address(host)
     if address.is_unspecified:
         return ""
@@ -166,7 +178,12 @@ def _interface_of(host: str) -> str:
                 continue
             if own == address or (own.is_loopback and address.is_loopback):
                 return name
-    raise TransferError(f"no network interface has the IPv4 address {host}")
+    raise ConfigError(f"host: no network interface has the IPv4 address {host}")
+
+
+def _abandon(connections: list[Outgoing]) -> None:
+    for connection in connections:
+        connection.fail("nobody waits for it any more")
 
 
 async def _resolve(host: str) -> str:

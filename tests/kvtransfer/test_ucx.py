@@ -145,9 +145,9 @@ async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Ucx)
 
 async def test_a_host_of_another_machine_is_an_error() -> None:
     pool = Pool(4)
-    with pytest.raises(TransferError, match=r"203\.0\.113\.9"):
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9"):
         await kvtransfer.create("ucx", pool.memory, epoch=1, host="203.0.113.9")
-    with pytest.raises(TransferError, match="no IPv4 address"):
+    with pytest.raises(ConfigError, match="no IPv4 address"):
         await kvtransfer.create("ucx", pool.memory, epoch=1, host="no-such-host.invalid")
 
 
@@ -283,6 +283,20 @@ async def test_giving_up_a_connection_attempt_leaves_none(network: Ucx, reactor:
     with pytest.raises(asyncio.CancelledError):
         await attempt
     await eventually(lambda: not reactor.channels)
+
+
+async def test_connecting_may_be_given_up_at_any_moment(network: Ucx) -> None:
+    target = Pool(4)
+    receiver, sender = await network.open(target), await network.open(Pool(4))
+    for turns in range(30):
+        attempt = asyncio.create_task(sender.connect(receiver.address))
+        for _ in range(turns):
+            await asyncio.sleep(0.0002)
+        attempt.cancel()
+        (peer,) = await asyncio.gather(attempt, return_exceptions=True)
+        if not isinstance(peer, BaseException):
+            await peer.close()
+    await lands(network, receiver, target)
 
 
 async def test_a_fault_in_the_thread_fails_everything_instead_of_hanging(
