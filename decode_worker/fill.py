@@ -21,22 +21,18 @@ nothing is in flight, or the transport proves it. The task that runs a fill is n
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TypeAlias
-
-import grpc
 
 from cpd.blocks import BLOCK_SIZE
 from cpd.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
+from decode_worker.fill_call import StreamEnded, fill_call
 from decode_worker.reservations import ReservationQueue, Wanted
 from engine.types import Output, Request, Reservation
 from kvtransfer.base import Landing
-from worker.auth import token_metadata
 from worker.convert import InvalidRequestError, first_outputs_from_wire, sampling_to_wire
 from worker.engine_thread import EngineDiedError
 from worker.node import Node
@@ -81,11 +77,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _StreamEnded:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Reserved:
     result: "asyncio.Future[Reservation | bool]"
 
@@ -101,8 +92,7 @@ class _Signal(Enum):
     PEER_GONE = auto()
 
 
-FillCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.FillRequest, pb.FillEvent]"
-_Event = pb.FillEvent | _StreamEnded | _Reserved | _PagesArrived | _Signal
+_Event = pb.FillEvent | StreamEnded | _Reserved | _PagesArrived | _Signal
 
 
 class Fill:
@@ -139,7 +129,7 @@ class Fill:
         self._open_choices = open_choices
         self._cancelled = False
         self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
-        self._outgoing: asyncio.Queue[pb.FillRequest] = asyncio.Queue()
+        self._watchers: list[asyncio.Task[None]] = []
         self._deadline = 0.0
         self._wanted: Wanted | None = None
         self._reserving: asyncio.Future[Reservation | bool] | None = None
@@ -157,17 +147,13 @@ class Fill:
 
     async def run(self) -> None:
         """Runs the fill to its outcome, and on until no page of it is in danger."""
-        tasks: list[asyncio.Task[None]] = []
         try:
-            async with self._node.channels.use(self._candidate.address) as stub:
-                token = self._node.settings.cluster_token.get_secret_value()
-                call = stub.Fill(metadata=token_metadata(token))  # type: ignore[call-arg]
-                tasks += [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
-                try:
-                    await self._until_decided(tasks)
-                    await self._after(tasks)
-                finally:
-                    call.cancel()
+            async with fill_call(self._node, self._candidate.address, self._inbox.put_nowait) as self._send:
+                await self._until_decided()
+                if self._reservation is not None:
+                    await self._settle(self._reservation)
+                elif self.outcome.result().status is Status.COMPLETE:
+                    await self._until_released()
         except EngineDiedError as error:
             self._decide(Outcome(Status.FAILED, str(error), self._first))
         except Exception as error:
@@ -175,13 +161,13 @@ class Fill:
             self._abandon()
             self._decide(Outcome(Status.FAILED, repr(error), self._first))
         finally:
-            for task in tasks:
-                task.cancel()
+            for watcher in self._watchers:
+                watcher.cancel()
 
     # ---- until the outcome is known ----
 
-    async def _until_decided(self, tasks: list[asyncio.Task[None]]) -> None:
-        self._outgoing.put_nowait(pb.FillRequest(start=self._start()))
+    async def _until_decided(self) -> None:
+        self._send(pb.FillRequest(start=self._start()))
         self._renew()
         while not self.outcome.done():
             event = await self._next()
@@ -194,14 +180,14 @@ class Fill:
                     if (failure := result.exception()) is not None:
                         await self._give_up(Status.FAILED, str(failure))
                     else:
-                        self._land(result.result(), tasks)
+                        self._land(result.result())
                 case _PagesArrived(None):
                     self._arrived = True
                 case _PagesArrived(error):
                     await self._give_up(Status.FAILED, str(error))
-                case _StreamEnded() if self._released:
+                case StreamEnded() if self._released:
                     pass
-                case _StreamEnded(reason):
+                case StreamEnded(reason):
                     await self._give_up(Status.FAILED, reason)
                 case _Signal.SILENCE:
                     await self._give_up(
@@ -209,7 +195,7 @@ class Fill:
                     )
                 case _Signal.CANCEL:
                     await self._give_up(Status.CANCELLED, "cancelled")
-            if self.state is State.FIRST and self._arrived and not self._cancelled:
+            if self.state is State.FIRST and self._arrived:
                 await self._activate()
 
     async def _next(self) -> _Event:
@@ -249,15 +235,15 @@ class Fill:
         self._reserving = self._reservations.get(self._wanted)
         self._reserving.add_done_callback(lambda result: self._inbox.put_nowait(_Reserved(result)))
 
-    def _land(self, reservation: Reservation | bool, tasks: list[asyncio.Task[None]]) -> None:
+    def _land(self, reservation: Reservation | bool) -> None:
         if isinstance(reservation, bool):
             return
         transport = self._node.transport
         self._reservation = reservation
         self.state = State.LANDED
         self._landing = transport.expect(reservation.id, reservation.generation, reservation.pages)
-        tasks.append(asyncio.create_task(self._watch(self._landing)))
-        self._outgoing.put_nowait(
+        self._watchers.append(asyncio.create_task(self._watch(self._landing)))
+        self._send(
             pb.FillRequest(
                 landing=pb.FillLanding(
                     reservation=reservation.id,
@@ -293,10 +279,13 @@ class Fill:
             await self._give_up(Status.FAILED, "it sent no first tokens")
 
     async def _activate(self) -> None:
-        """An abort that comes after the look at `_cancelled` reaches the engine after this call: no await between."""
+        """An abort that comes after the look at the open choices reaches the engine after this: no await between."""
         reservation, request = self._reservation, self._request
         assert reservation is not None
         wanted = [output for output in self._first if output.choice in self._open_choices()]
+        if not wanted:
+            await self._give_up(Status.CANCELLED, "cancelled")
+            return
         ended = await self._node.engine.call(lambda engine: engine.activate(reservation, request, wanted))
         self._reservation = None
         self._decide(Outcome(Status.COMPLETE, first=self._first, ended=ended))
@@ -337,20 +326,14 @@ class Fill:
 
     # ---- afterwards ----
 
-    async def _after(self, tasks: list[asyncio.Task[None]]) -> None:
-        if self._reservation is not None:
-            await self._settle(self._reservation, tasks)
-        elif self.outcome.result().status is Status.COMPLETE:
-            await self._until_released()
-
-    async def _settle(self, reservation: Reservation, tasks: list[asyncio.Task[None]]) -> None:
+    async def _settle(self, reservation: Reservation) -> None:
         """The pages are in quarantine."""
         assert self._landing is not None
         log.warning(
             "%d pages are in quarantine until %s has let go of them", len(reservation.pages), self._candidate.worker_id
         )
-        self._outgoing.put_nowait(pb.FillRequest(cancel=pb.FillCancel()))
-        tasks.append(asyncio.create_task(self._watch_peer(self._landing)))
+        self._send(pb.FillRequest(cancel=pb.FillCancel()))
+        self._watchers.append(asyncio.create_task(self._watch_peer(self._landing)))
         while True:
             event = await self._inbox.get()
             if event is _Signal.PEER_GONE:
@@ -365,26 +348,11 @@ class Fill:
         self._renew()
         while not self._released:
             event = await self._next()
-            if isinstance(event, _StreamEnded) or event is _Signal.SILENCE:
+            if isinstance(event, StreamEnded) or event is _Signal.SILENCE:
                 return
             self._released = isinstance(event, pb.FillEvent) and event.WhichOneof("kind") == "released"
 
-    # ---- where events come from ----
-
-    async def _read(self, call: FillCall) -> None:
-        reason = "the prefill worker ended the call early"
-        try:
-            async for event in call:
-                self._inbox.put_nowait(event)
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
-        self._inbox.put_nowait(_StreamEnded(reason))
-
-    async def _write(self, call: FillCall) -> None:
-        # That the call is over is for `_read` to say, with the reason.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await call.write(await self._outgoing.get())
+    # ---- small parts ----
 
     async def _watch(self, landing: Landing) -> None:
         try:

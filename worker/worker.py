@@ -117,8 +117,7 @@ class Worker:
     async def _start(self) -> None:
         settings = self._settings
         host = advertised_host(settings)
-        if not settings.redis_url:
-            raise ConfigError("--redis-url is needed: a worker is found through the Redis it names")
+        self._redis = _redis(settings.redis_url)
         self._engine = EngineThread(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
@@ -179,13 +178,7 @@ class Worker:
         self._down.push_async_callback(self._stop_serving)
 
     async def _take_lease(self, host: str) -> None:
-        redis = Redis.from_url(
-            self._settings.redis_url,
-            socket_timeout=STEP_S,
-            socket_connect_timeout=STEP_S,
-            retry=Retry(NoBackoff(), 0),  # the lease itself tries again
-        )
-        self._down.push_async_callback(redis.aclose)
+        self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
         member = Member(
             id=self.id,
             kind=self._role,
@@ -194,7 +187,7 @@ class Worker:
             pid=os.getpid(),
             incarnation=secrets.randbits(63),
         )
-        await self._down.enter_async_context(lease(redis, self._settings.cluster, member, self._settings.lease_s))
+        await self._down.enter_async_context(lease(self._redis, self._settings.cluster, member, self._settings.lease_s))
 
     # ---- while it runs ----
 
@@ -247,7 +240,7 @@ class Worker:
         await _bounded(self._service.stop, "requests and fills")
         await _bounded(self._sessions.flush, "the last messages", STEP_S / 4)
         self._sessions.end_all("the worker stops")
-        await self._server.stop(STEP_S / 4)
+        await _bounded(lambda: self._server.stop(STEP_S / 4), "calls")
 
 
 class _WorkerServicer(rpc.WorkerServicer):
@@ -291,6 +284,20 @@ def advertised_host(settings: WorkerSettings) -> str:
             f"--advertise-host is needed where --host is {host}: others must know how to reach this worker"
         )
     return host
+
+
+def _redis(url: str) -> Redis:
+    if not url:
+        raise ConfigError("--redis-url is needed: a worker is found through the Redis it names")
+    try:
+        return Redis.from_url(
+            url,
+            socket_timeout=STEP_S,
+            socket_connect_timeout=STEP_S,
+            retry=Retry(NoBackoff(), 0),  # the lease itself tries again
+        )
+    except ValueError as error:
+        raise ConfigError(f"--redis-url {url!r} is no address of a Redis: {error}") from None
 
 
 async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STEP_S) -> None:

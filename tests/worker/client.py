@@ -1,6 +1,7 @@
 """A router's end of a session, for tests: submits engine requests and collects what comes back."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -71,7 +72,8 @@ class Client:
         self._channel = grpc.aio.insecure_channel(self.address)
         self.stub: WorkerAsyncStub = rpc.WorkerStub(self._channel)
         self._call = self.stub.Session(metadata=token_metadata(self._token))  # type: ignore[call-arg]
-        await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=self.router_id)))
+        with contextlib.suppress(grpc.aio.AioRpcError):  # refused already: the reader has the status
+            await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=self.router_id)))
         self._reader = asyncio.create_task(self._read())
         await eventually(lambda: self.load.state != pb.STATE_UNSPECIFIED or self._reader.done())
         return self
