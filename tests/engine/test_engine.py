@@ -551,6 +551,20 @@ class TestReservations:
         assert_as_expected(drain(engine, served), engine, request)
         assert_all_released(engine)
 
+    def test_what_is_computed_or_received_right_now_is_pending(self) -> None:
+        engine, _ = make_engine()
+        shared, other = make_request("b", prompt(150)), make_request("c", prompt(70, 2))
+        reservation = engine.reserve(make_request("a", prompt(70)))
+        assert reservation is not None
+        assert (engine.pending(shared), engine.pending(other)) == (True, False)
+        engine.cancel(reservation, quarantine=False)
+        assert not engine.pending(shared)
+        engine.add(make_request("a", prompt(200)))
+        engine.step()
+        assert engine.pending(shared)
+        drain(engine)
+        assert not engine.pending(shared)
+
     def test_choices_fork_after_the_fill(self) -> None:
         engine, runner = make_engine()
         request = make_request("a", prompt(70), n=3, max_tokens=20)
