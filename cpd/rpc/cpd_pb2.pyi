@@ -672,7 +672,7 @@ class Prefilled(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """prompt tokens taken from a cache"""
+    """prompt tokens taken from a cache; after a fill from the larger one of both workers"""
     prefill_worker: _builtins.str
     """empty: computed by the decode worker"""
     def __init__(

@@ -165,7 +165,7 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """Takes no new requests, finishes the running ones, gives up the lease and exits.
+        """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

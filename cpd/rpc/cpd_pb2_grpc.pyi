@@ -88,13 +88,13 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]
-    """Takes no new requests, finishes the running ones, gives up the lease and exits."""
+    """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]  # type: ignore[assignment]
-    """Takes no new requests, finishes the running ones, gives up the lease and exits."""
+    """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -103,6 +103,6 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cpd_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.DrainReply, _abc.Awaitable[_cpd_pb2.DrainReply]]:
-        """Takes no new requests, finishes the running ones, gives up the lease and exits."""
+        """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
