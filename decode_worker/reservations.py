@@ -16,11 +16,13 @@ class Wanted:
 
     Attributes:
         withdrawn: Set it (and nudge the engine) when the pages are not wanted any more.
+        queued: For the queue.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.withdrawn = False
+        self.queued = False
 
 
 class ReservationQueue:
@@ -35,7 +37,8 @@ class ReservationQueue:
         return self._engine.poll(lambda engine: self._attempt(engine, wanted))
 
     def _attempt(self, engine: Engine, wanted: Wanted) -> Reservation | bool | None:
-        if wanted not in self._waiting:
+        if not wanted.queued:
+            wanted.queued = True
             self._waiting.append(wanted)
         if wanted.withdrawn:
             self._waiting.remove(wanted)
