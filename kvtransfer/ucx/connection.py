@@ -20,7 +20,11 @@ _TICK_S = 0.25
 
 
 class Connection(abc.ABC):
-    """Implements `kvtransfer.ucx.reactor.Channel`."""
+    """Implements `kvtransfer.ucx.reactor.Channel`.
+
+    Raises:
+        UCXError: The endpoint has failed already.
+    """
 
     def __init__(self, reactor: Reactor, endpoint: Any) -> None:
         self.failed = False
@@ -31,6 +35,7 @@ class Connection(abc.ABC):
         self._looked_at = self._moved_at
         self._incomplete = 0
         self._inbox = bytearray(wire.FRAME_BYTES)
+        endpoint.raise_on_error()
         self._frame_request = self._receive_frame()
         reactor.channels.add(self)
 
@@ -89,6 +94,7 @@ class Connection(abc.ABC):
         self._outbox.append((self._endpoint.stream_send(self._reactor.array(data)), data))
 
     def _receive_frame(self) -> Any:
+        """Only for an endpoint that has not failed: the receive would never complete."""
         return self._endpoint.stream_recv(self._reactor.array(self._inbox))
 
     def _reason(self) -> str:
@@ -112,7 +118,7 @@ class Connection(abc.ABC):
         while self._frame_request.completed:
             self._frame_request.check_error()
             self._handle(wire.decode(self._inbox))
-            self._endpoint.raise_on_error()  # a receive from a failed endpoint would never complete
+            self._endpoint.raise_on_error()
             self._frame_request = self._receive_frame()
             worked = True
         while self._outbox and self._outbox[0][0].completed:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _BACKLOG = 128
 _EXIT_S = 5.0
-_DRAIN_S = 1.0
+_DRAIN_S = 0.2
 # UCX reads these when it is set up; an operator's own settings win. It would write to stdout, and what it has to
 # say reaches us as errors anyway.
 _UCX_LOGGING = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
@@ -59,7 +59,7 @@ class Reactor:
     Args:
         options: UCX configuration, names without the prefix `UCX_`.
         host: IPv4 address to listen on.
-        accept: Called on the thread with the endpoint of each connection that comes in.
+        accept: Called on the thread with the endpoint of each connection that comes in; may raise UCX's errors.
         ended: Called on the thread after all channels have failed, with the reason; nothing touches memory any more.
     """
 
@@ -83,7 +83,7 @@ class Reactor:
         self._stopping = False
         self._error: Exception | None = None
         self._up, self._down = (Latch(asyncio.get_running_loop()) for _ in range(2))
-        self._accepted: list[Any] = []
+        self._knocks: deque[int] = deque()  # UCX's handles of connections that come in
         self._limbo: list[Any] = []
         self._thread = threading.Thread(target=self._run, name="kvtransfer-ucx", daemon=True)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -194,7 +194,7 @@ class Reactor:
         self.ucx, self.array = libucxx, Array
         self.worker = libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         self.worker.init_blocking_progress_mode()
-        self._listener = libucxx.UCXListener.create(self.worker, 0, self._accepted.append, deliver_endpoint=True)
+        self._listener = libucxx.UCXListener.create(self.worker, 0, self._knocks.append)
         self.port = _rebind(self._listener.port, self._host)
         poller = select.epoll()
         poller.register(self.worker.epoll_file_descriptor, select.EPOLLIN)
@@ -207,13 +207,19 @@ class Reactor:
             self._calls.popleft()()
             worked = True
         self.worker.progress()
-        while self._accepted:
-            self._accept(self._accepted.pop())
+        while self._knocks:
+            self._let_in(self._knocks.popleft())
             worked = True
         now = time.monotonic()
         for channel in tuple(self.channels):
             worked |= channel.poll(now)
         return worked
+
+    def _let_in(self, knock: int) -> None:
+        try:
+            self._accept(self._listener.create_endpoint_from_conn_request(knock, True))
+        except self.ucx.UCXError as error:
+            logger.info("a connection broke as it came in: %s", error)
 
     def _sleep(self, poller: select.epoll) -> None:
         if not self.worker.arm():
@@ -227,7 +233,6 @@ class Reactor:
         for channel in tuple(self.channels):
             channel.fail(reason)
         # UCX closes its sockets when the last Python object is gone.
-        self._accepted.clear()
         self._limbo.clear()
         self._listener = self.worker = None
         self._on_end(reason)

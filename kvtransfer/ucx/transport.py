@@ -6,7 +6,6 @@ import fcntl
 import functools
 import ipaddress
 import itertools
-import logging
 import os
 import secrets
 import socket
@@ -22,8 +21,6 @@ from kvtransfer.ucx import wire
 from kvtransfer.ucx.incoming import Incoming
 from kvtransfer.ucx.outgoing import Outgoing
 from kvtransfer.ucx.reactor import Reactor
-
-logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 1 << 20  # neighbouring pages travel together up to this size
 _SIOCGIFADDR = 0x8915
@@ -131,10 +128,7 @@ class UcxTransport:
             raise TransferError(f"no connection to {ip}:{port}: {error}") from None
 
     def _accept(self, endpoint: Any) -> None:
-        try:
-            Incoming(self._reactor, endpoint, self._book, self._pool, self._memory.page_bytes, self._key, self._tags)
-        except self._reactor.ucx.UCXError as error:
-            logger.info("a connection broke as it came in: %s", error)
+        Incoming(self._reactor, endpoint, self._book, self._pool, self._memory.page_bytes, self._key, self._tags)
 
     def _end(self, reason: str) -> None:
         self._ended = reason

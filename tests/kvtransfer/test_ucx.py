@@ -79,7 +79,7 @@ async def test_it_listens_everywhere_when_told_so(network: Ucx) -> None:
         await transport.close()
 
 
-@pytest.mark.parametrize("error", [None, "peer", "push"])
+@pytest.mark.parametrize("error", [None, "peer", "push", "connect"])
 async def test_nothing_is_left_behind(error: str | None) -> None:
     def resources() -> list[str]:
         gc.collect()
@@ -94,10 +94,15 @@ async def test_nothing_is_left_behind(error: str | None) -> None:
     async def once() -> None:
         network, source, target = Ucx(), Pool(64, 1 << 18, seed=1), Pool(64, 1 << 18)
         sender, receiver = await network.open(source), await network.open(target)
+        for delay in (0.0, 0.002, 0.004, 0.008) if error == "connect" else ():
+            attempt = asyncio.create_task(sender.connect(receiver.address))
+            await asyncio.wait([attempt], timeout=delay)
+            attempt.cancel()
+            await asyncio.wait([attempt])
         peer = await sender.connect(receiver.address)
         receiver.expect(1, 1, range(64))
         transfer = peer.push(ticket(receiver, 1, 1, range(64)), [(k, 63 - k) for k in range(64)])
-        if error is None:
+        if error in (None, "connect"):
             await transfer.done()
         elif error == "peer":
             await peer.close()
