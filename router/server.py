@@ -81,6 +81,8 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         )
     )
 
+    ended = asyncio.Event()
+
     async def end() -> None:
         await stop.wait()
         server.should_exit = True
@@ -98,10 +100,10 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         lease(redis, settings.cluster, _member(router_id, listener), LEASE_S),
         asyncio.TaskGroup() as group,
     ):
-        following = group.create_task(workers.run(redis, settings.cluster, service.dispatcher))
+        group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
         ending = group.create_task(end())
         await server.serve(sockets=[listener])
-        following.cancel()
+        ended.set()
         ending.cancel()
 
 

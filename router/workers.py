@@ -5,6 +5,7 @@ goes on with the workers known last. A worker that is no longer listed stays as 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -85,12 +86,15 @@ class Workers:
             if session.live and session.role == role
         ]
 
-    async def run(self, redis: Redis, cluster: str, listener: Listener) -> None:
-        """Follows the cluster's membership until cancelled."""
+    async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
+        """Follows the cluster's membership until `ended` is set; then closes all sessions."""
+        # not until cancelled: a cancel can get lost in the Redis client's own timeouts
         try:
-            while True:
+            while not ended.is_set():
                 await self._poll(redis, cluster, listener)
-                await asyncio.sleep(POLL_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await ended.wait()
         finally:
             for worker_id in list(self._sessions):
                 await self._close(worker_id, listener)
