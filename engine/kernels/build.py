@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-DAT_PARALLEL_OPENMP=1"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-Wno-psabi", "-DAT_PARALLEL_OPENMP=1"),
 )
 
 
