@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's ports are open to every user of the machine, and run what they are sent
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill supervisors for the memory of others
 }
+_CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray accepts: no object of ours goes through it."""
 
@@ -57,17 +59,31 @@ def local_ray(namespace: str, temp_dir: str, resources: Mapping[str, float]) -> 
 
 @contextlib.contextmanager
 def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
-    """A connection to the Ray cluster at `address`; `auto` finds the one on this machine.
+    """A connection to the Ray cluster at `address` (`host:port`); `auto` finds the one on this machine.
 
     Raises:
         ConfigError: There is none.
     """
+    if address != "auto":
+        _check_reachable(address)
+    with contextlib.ExitStack() as stack:
+        try:
+            session = stack.enter_context(_connected(namespace, address=address))
+        except ConnectionError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"--ray-address {address}: cannot join a Ray cluster there: {reason}") from None
+        yield session
+
+
+def _check_reachable(address: str) -> None:
+    """Raises ConfigError where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise ConfigError(f"--ray-address must be host:port or auto, not {address!r}")
     try:
-        with _connected(namespace, address=address) as session:
-            yield session
-    except ConnectionError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--ray-address {address}: cannot join a Ray cluster there: {reason}") from None
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--ray-address {address}: nobody answers there: {error}") from None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -39,6 +40,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STARTING_POLL_S, _RUNNING_POLL_S = 0.25, 1.0
 _STARTS = 3
 """A process that has died this often before it was ready will not get ready."""
+_SUPERVISOR_S = 60.0
+"""Ray has this long to start an actor."""
 
 
 def up(settings: ClusterSettings) -> None:
@@ -91,7 +94,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     directory = resolve_model(settings.model)
     with console.status(f"Checking {directory}"):
         check_model(directory)
-    is_id = "/" in settings.model and not os.path.isdir(settings.model)
+    is_id = not Path(settings.model).expanduser().is_dir()
     return settings.model_copy(
         update={
             "port": port,
@@ -138,12 +141,18 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
     Raises:
         CPDError: One of them refuses to start, or keeps dying.
     """
-    with StartProgress(console, [spec.name for spec in cluster.specs]) as progress:
+    names = [spec.name for spec in cluster.specs]
+    last_seen = dict.fromkeys(names, time.monotonic())
+    with StartProgress(console, names) as progress:
         while True:
             leases = _leases(settings)
             pids = {member.id: member.pid for member in leases}
             waiting = 0
             for spec, process in zip(cluster.specs, cluster.states(), strict=True):
+                if process:
+                    last_seen[spec.name] = time.monotonic()
+                elif time.monotonic() - last_seen[spec.name] > _SUPERVISOR_S:
+                    raise CPDError(f"Ray has not started the supervisor of {spec.name} within {_SUPERVISOR_S:.0f} s")
                 if process and process.error:
                     raise CPDError(process.error)
                 ready = process is not None and process.pid is not None and pids.get(spec.name) == process.pid
@@ -179,7 +188,10 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
             starts[index] = state.starts
         if redis and not redis.running:
             console.print("Redis died, starting it again")
-            redis.start()
+            try:
+                redis.start()
+            except CPDError as error:  # the cluster goes on without it, and the next turn tries again
+                console.print(str(error), markup=False)
         time.sleep(_RUNNING_POLL_S)
 
 

@@ -1,0 +1,17 @@
+import pytest
+
+from cpd.errors import ConfigError
+from deploy.endpoint import pick_port
+from deploy.session import joined_ray
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "somewhere", "127.0.0.1:", ":6379", "127.0.0.1:x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="must be host:port or auto"), joined_ray("test", address):
+        pass
+
+
+def test_a_ray_that_is_not_there_is_said_to_be() -> None:
+    port = pick_port("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="nobody answers there"), joined_ray("test", f"127.0.0.1:{port}"):
+        pass
