@@ -1,8 +1,8 @@
 """Measures KV page transfers between two processes: `python -m scripts.bench_transfer` from the repository's root.
 
 One process receives, one pushes scattered pages over the transport; a push is timed from the call until both sides
-know that every page has arrived. In the same run `ucx_perftest` sends messages of the page's size over the same
-device, for comparison. Prints a Markdown table.
+know that every page has arrived. In the same run `ucx_perftest` sends messages of the page's size with the same UCX
+settings, for comparison; it polls, so it suffers where cores are scarce. Prints a Markdown table.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import numpy as np
 
 import kvtransfer
 from kvtransfer.base import PoolMemory, Ticket
+from kvtransfer.ucx.transport import ucx_options
 
 HOST = "127.0.0.1"
 CASES = [
@@ -109,12 +110,8 @@ async def measure(process: asyncio.subprocess.Process, page_bytes: int, count: i
 def perftest(page_bytes: int) -> float:
     """MB/s that `ucx_perftest` reaches with messages of this size over TCP on the loopback device."""
     root = Path(libucx.__file__).parent
-    environment = os.environ | {
-        "LD_LIBRARY_PATH": str(root / "lib"),
-        "UCX_TLS": "tcp",
-        "UCX_NET_DEVICES": "lo",
-        "UCX_WARN_UNUSED_ENV_VARS": "n",
-    }
+    environment = os.environ | {f"UCX_{name}": value for name, value in ucx_options(HOST).items()}
+    environment |= {"LD_LIBRARY_PATH": str(root / "lib"), "UCX_WARN_UNUSED_ENV_VARS": "n"}
     command = [str(root / "bin" / "ucx_perftest"), "-p", str(PERFTEST_PORT)]
     iterations = max(PERFTEST_BYTES // page_bytes, 20)
     test = [HOST, "-t", "tag_bw", "-s", str(page_bytes), "-n", str(iterations), "-w", str(iterations // 10), "-f"]
