@@ -4,11 +4,12 @@ States, and what is held in each:
 
     CONNECTING   called, nothing heard yet                                  nothing
     QUEUED       waits in the prefill worker's queue                        nothing
-    RESERVING    the prefill worker is ready, own pages are not             a place in the reservation queue
-    LANDED       it computes and pushes                                     reservation, landing
-    FIRST        the first tokens are out, pages still arrive               reservation, landing
+    RESERVING    the prefill worker computes, own pages are not ready       a place in the reservation queue
+    LANDED       it knows where the pages go, and pushes them               reservation, landing
+    DECIDED      `outcome` is known
 
-From there `outcome` becomes known, and with it the reservation is somebody else's or nobody's:
+The first tokens come in RESERVING or LANDED and are passed on at once. With the outcome, the reservation is somebody
+else's or nobody's:
 
     COMPLETE     all pages are here: the engine goes on with them           (the engine's)
     FINISHED     the first tokens were the last: the push is cancelled      (cancelled)
@@ -26,7 +27,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from cpd.blocks import BLOCK_SIZE
 from cpd.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.fill_call import StreamEnded, fill_call
@@ -47,7 +47,6 @@ class State(Enum):
     QUEUED = auto()
     RESERVING = auto()
     LANDED = auto()
-    FIRST = auto()
     DECIDED = auto()
 
 
@@ -101,6 +100,7 @@ class Fill:
     Args:
         request: What is to be prefilled.
         candidate: By whom.
+        cached_tokens: How much of it is in the own cache.
         on_first: Called once with the first tokens and the prompt tokens that came from a cache.
         open_choices: The choices that somebody still wants.
 
@@ -114,6 +114,7 @@ class Fill:
         request: Request,
         candidate: pb.PrefillCandidate,
         *,
+        cached_tokens: int,
         node: Node,
         reservations: ReservationQueue,
         on_first: Callable[[Sequence[Output], int], None],
@@ -123,6 +124,7 @@ class Fill:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._request = request
         self._candidate = candidate
+        self._cached_tokens = cached_tokens
         self._node = node
         self._reservations = reservations
         self._on_first = on_first
@@ -195,7 +197,7 @@ class Fill:
                     )
                 case _Signal.CANCEL:
                     await self._give_up(Status.CANCELLED, "cancelled")
-            if self.state is State.FIRST and self._arrived:
+            if self._first and self._arrived and not self.outcome.done():
                 await self._activate()
 
     async def _next(self) -> _Event:
@@ -218,7 +220,7 @@ class Fill:
                 pass
             case "ready", State.QUEUED:
                 self._reserve()
-            case "first_tokens", State.LANDED:
+            case "first_tokens", State.RESERVING | State.LANDED if not self._first:
                 await self._take_first(event.first_tokens)
             case "released", _:
                 self._released = True
@@ -256,16 +258,13 @@ class Fill:
         )
 
     async def _take_first(self, message: pb.FillFirstTokens) -> None:
-        assert self._reservation is not None
         try:
             self._first = first_outputs_from_wire(message, self._request, self._node.limits)
         except InvalidRequestError as error:
             await self._give_up(Status.FAILED, str(error))
             return
-        self.state = State.FIRST
-        # Where both have it cached it saved nothing twice.
-        cached = max(self._reservation.first_block * BLOCK_SIZE, message.cached_tokens)
-        self._on_first(self._first, min(cached, self._request.prompt_len))
+        # What both have in their caches was saved only once.
+        self._on_first(self._first, min(max(self._cached_tokens, message.cached_tokens), self._request.prompt_len))
         if all(output.finish is not None for output in self._first):
             await self._give_up(Status.FINISHED, "")
 
@@ -275,7 +274,7 @@ class Fill:
         if message.error or message.pages != expected:
             reason = message.error or f"it sent {message.pages} of {expected} pages"
             await self._give_up(Status.FAILED, reason)
-        elif self.state is not State.FIRST:
+        elif not self._first:
             await self._give_up(Status.FAILED, "it sent no first tokens")
 
     async def _activate(self) -> None:

@@ -41,10 +41,16 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A verdict, and the first full block that the cache lacked (empty: there is none)."""
+    """What the cache has, and what follows from it.
+
+    Attributes:
+        missing: The first full block that the cache lacks; empty: there is none.
+        cached_tokens: What comes before it.
+    """
 
     verdict: Verdict
     missing: bytes = b""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,7 @@ class Route:
                 return
             if len(self._requests) > 1:
                 break  # choices that go on each by itself share their prompt through the cache, not through fills
-            outcome = await self._fill(self._requests[0], candidate, look.missing)
+            outcome = await self._fill(self._requests[0], candidate, look)
             if outcome.status is not Status.FAILED:
                 return
             log.warning("prefill of %s by %s failed: %s", self._live.trace_id, candidate.worker_id, outcome.reason)
@@ -138,18 +144,20 @@ class Route:
         if uncached > self._long_prefill_tokens:
             if engine.pending(request):
                 return None
-            first = (len(request.token_ids) - uncached) // BLOCK_SIZE
-            return Look(Verdict.TOO_LONG, b"".join(request.block_hashes[first : first + 1]))
+            cached_tokens = len(request.token_ids) - uncached
+            first = cached_tokens // BLOCK_SIZE
+            return Look(Verdict.TOO_LONG, b"".join(request.block_hashes[first : first + 1]), cached_tokens)
         add_all(engine, self._requests, self._live.closed)
         return Look(Verdict.TAKEN)
 
     # ---- there ----
 
-    async def _fill(self, request: Request, candidate: pb.PrefillCandidate, missing: bytes) -> Outcome:
-        live, routes = self._live, self._routes
+    async def _fill(self, request: Request, candidate: pb.PrefillCandidate, look: Look) -> Outcome:
+        live, routes, missing = self._live, self._routes, look.missing
         fill = Fill(
             request,
             candidate,
+            cached_tokens=look.cached_tokens,
             node=routes.node,
             reservations=routes.reservations,
             on_first=lambda first, cached: live.send(first, candidate.worker_id, cached),

@@ -2,11 +2,14 @@
 
 States, and what is held in each:
 
-    QUEUED      connects to the decode worker's pool, waits for its turn      a place in the queue
-    READY       FillReady is out, waits for the landing                       a place in the queue
-    COMPUTING   in the engine; finished pages are pushed beside it            an engine request, pins of pages in flight
-    PUSHING     everything is computed, pages are in flight                   pins of pages in flight
-    ENDED       FillReleased or FillRefused is out                            nothing
+    QUEUED      connects to the decode worker's pool, waits for its turn     a place in the queue
+    READY       FillReady is out                                             a place in the queue
+    COMPUTING   the prompt is in the engine; finished pages wait for the     a place, an engine request, pins of pages
+                landing and are pushed from then on                          that wait or are in flight
+    PUSHING     everything is computed, pages are in flight                  pins of pages in flight
+    ENDED       FillReleased or FillRefused is out                           nothing
+
+READY is passed at once where pages may wait for their landing (prefill_worker/queue.py), else with the landing.
 
 `stop` (cancel, broken stream, failed transfer, failed request) leads from any state to ENDED, by way of taking the
 request out of the engine and waiting until nothing is in flight. The task that runs a fill is never cancelled.
@@ -53,12 +56,12 @@ class Chunk:
     """Pages that a step finished: pinned, and to be pushed.
 
     Attributes:
-        first: Index of the first page in the landing.
+        first_block: Block of the first page.
         pages: Own pages, in block order.
         num_tokens: Tokens of the prompt that are computed now.
     """
 
-    first: int
+    first_block: int
     pages: list[int]
     num_tokens: int
 
@@ -72,10 +75,9 @@ class PagesToPush:
         complete: Whether the last chunk was taken.
     """
 
-    def __init__(self, request: Request, first_block: int) -> None:
+    def __init__(self, request: Request) -> None:
         self._num_tokens = len(request.token_ids)
-        self._first_block = first_block
-        self._next_block = first_block
+        self._next_block = 0
         self.complete = False
 
     def take(self, engine: Engine, computed: Computed) -> Chunk:
@@ -86,7 +88,7 @@ class PagesToPush:
         self.complete = done
         pages = computed.pages[start : self._next_block]
         engine.pin(pages)
-        return Chunk(start - self._first_block, pages, computed.num_tokens)
+        return Chunk(start, pages, computed.num_tokens)
 
 
 @dataclass(slots=True)
@@ -142,6 +144,9 @@ class Fill:
         self._num_computed = 0
         self._first: list[Output] = []
         self._pages_sent = 0
+        self._ticket: Ticket | None = None
+        self._first_block = 0
+        self._unlanded: list[Chunk] = []
         self._transfers: list[tuple[Transfer, asyncio.Task[None]]] = []
 
     async def run(self) -> None:
@@ -208,25 +213,26 @@ class Fill:
         self._send_progress()  # says: it is in the queue
         try:
             async with self._peers.use(self._address) as peer:
+                self._peer = peer
                 await self._unless_stopped(self._place.turn)
                 self.state = State.READY
                 self.events.put_nowait(pb.FillEvent(ready=pb.FillReady()))
-                landing = await self._unless_stopped(self.landing)
-                self._peer, self._ticket = peer, _ticket(landing, self.request)
-                await self._engine.call(lambda engine: self._start(engine, landing.first_block))
+                if not self._place.early:
+                    await self._unless_stopped(self.landing)
+                await self._engine.call(self._start)
                 return await self._compute_and_push()
         except FillStoppedError as error:
             return self._release(str(error))
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
-        except (TransferError, InvalidRequestError, ValueError) as error:
+        except (TransferError, ValueError) as error:
             return self._refuse(str(error))
         finally:
             self._queue.leave(self._place)
 
-    def _start(self, engine: Engine, first_block: int) -> None:
+    def _start(self, engine: Engine) -> None:
         engine.add(self.request)
-        self._to_push[self.request.id] = PagesToPush(self.request, first_block)
+        self._to_push[self.request.id] = PagesToPush(self.request)
 
     def _abort(self, engine: Engine) -> None:
         engine.abort(self.request.id)
@@ -235,14 +241,17 @@ class Fill:
     async def _compute_and_push(self) -> pb.FillEvent:
         """From here on pages may be in flight: the only way out is when none is."""
         self.state = State.COMPUTING
-        self._queue.started(self._place)
         error = ""
         try:
+            self._land(await self._unless_stopped(self.landing))
             await self._unless_stopped(self._computed)
-        except FillStoppedError as stopped:
+        except (FillStoppedError, InvalidRequestError) as stopped:
             error = str(stopped)
+            self.stop(error)
             # When it returns, what the engine had finished before has been handed to `push`.
             await self._engine.call(self._abort)
+            for chunk in self._unlanded:
+                self._unpin(chunk.pages)
         self._queue.leave(self._place)
         self.state = State.PUSHING
         in_flight = asyncio.gather(*(task for _, task in self._transfers))
@@ -257,17 +266,34 @@ class Fill:
         await in_flight
         return self._release(error)
 
+    def _land(self, landing: pb.FillLanding) -> None:
+        self._ticket, self._first_block = _ticket(landing, self.request), landing.first_block
+        self._queue.landed(self._place)
+        unlanded, self._unlanded = self._unlanded, []
+        for chunk in unlanded:
+            self._push_pages(chunk)
+
     def _push_pages(self, chunk: Chunk) -> None:
         if self._stopped.done():
             self._unpin(chunk.pages)
             return
+        if self._ticket is None:
+            self._unlanded.append(chunk)
+            return
+        there = min(max(self._first_block - chunk.first_block, 0), len(chunk.pages))  # the decode worker has them
+        index = chunk.first_block + there - self._first_block
+        self._unpin(chunk.pages[:there])
+        if pages := chunk.pages[there:]:
+            self._push_run(self._ticket, index, pages)
+
+    def _push_run(self, ticket: Ticket, index: int, pages: list[int]) -> None:
         try:
-            transfer = self._peer.push(self._ticket, [(page, chunk.first + i) for i, page in enumerate(chunk.pages)])
+            transfer = self._peer.push(ticket, [(page, index + i) for i, page in enumerate(pages)])
         except (TransferError, ValueError) as error:
-            self._unpin(chunk.pages)
+            self._unpin(pages)
             self.stop(str(error))
             return
-        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, chunk.pages))))
+        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, pages))))
 
     async def _finish(self, transfer: Transfer, pages: list[int]) -> None:
         try:
@@ -290,7 +316,8 @@ class Fill:
         return future.result()
 
     def _unpin(self, pages: list[int]) -> None:
-        self._engine.post(lambda engine: engine.unpin(pages))
+        if pages:
+            self._engine.post(lambda engine: engine.unpin(pages))
 
     def _send_progress(self) -> None:
         self.events.put_nowait(pb.FillEvent(progress=pb.FillProgress(computed_tokens=self._num_computed)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from cpd.blocks import blocks_for
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import StepOutput
@@ -35,7 +36,9 @@ class PrefillService:
         self._node = node
         self._peers = Peers(node.transport)
         self._queue = FillQueue(
-            max_tokens=node.settings.max_queue_tokens, slack_tokens=SLACK_BUDGETS * node.settings.token_budget
+            max_tokens=node.settings.max_queue_tokens,
+            slack_tokens=SLACK_BUDGETS * node.settings.token_budget,
+            early_pages=node.num_pages - blocks_for(node.limits.max_model_len),
         )
         self._traffic = Traffic()
         self._numbers = itertools.count(1)
@@ -82,9 +85,9 @@ class PrefillService:
 
     def add_load(self, load: pb.Load) -> None:
         """Adds fills that the engine does not know of yet."""
-        outside = self._queue.outside_engine
-        load.waiting += len(outside)
-        load.waiting_tokens += sum(place.tokens for place in outside)
+        waiting = self._queue.waiting
+        load.waiting += len(waiting)
+        load.waiting_tokens += sum(place.tokens for place in waiting)
         load.fills.update(self._outcomes)
 
     def submit(self, session: Session, message: pb.Submit) -> None:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from cpd.rpc import cpd_pb2 as pb
@@ -78,39 +79,60 @@ def assert_right(request: Request, answer: Answer) -> None:
         assert answer.finish[choice] is want.finish
 
 
-EVERY_STATE = list(State)
+class Stage(Enum):
+    """How far a request with a prefill candidate has come: the fill's state, and whether first tokens are out."""
+
+    CONNECTING = State.CONNECTING, False
+    QUEUED = State.QUEUED, False
+    RESERVING = State.RESERVING, False
+    RESERVING_FIRST = State.RESERVING, True
+    LANDED = State.LANDED, False
+    LANDED_FIRST = State.LANDED, True
+    DECODING = State.DECIDED, True
+
+
 TARGET = 1
 
 
 @asynccontextmanager
-async def reached(redis_url: str, state: State, n: int = 1, num_pages: int = 66) -> AsyncIterator[tuple[Pair, Answer]]:
-    """A request with number TARGET whose fill is held in `state`; behind another one where that takes another one."""
+async def reached(redis_url: str, stage: Stage, n: int = 1, num_pages: int = 66) -> AsyncIterator[tuple[Pair, Answer]]:
+    """A request with number TARGET that is held in `stage`; behind another one where that takes another one."""
     async with pair(redis_url, decode={"num_pages": num_pages}) as p, silent_server() as silent:
         candidates = [p.prefill.candidate]
-        match state:
-            case State.CONNECTING:
+        ahead = make_request("ahead", prompt(900, 9), max_tokens=2)
+        match stage:
+            case Stage.CONNECTING:
                 candidates = [pb.PrefillCandidate(worker_id="silent", address=silent)]
-            case State.QUEUED:
+            case Stage.QUEUED:
                 p.prefill_gate.close()
-                await p.submit(make_request("ahead", prompt(900, 9), max_tokens=2), 2)
+                await p.submit(ahead, 2)
                 await eventually(lambda: p.states() == [State.LANDED] and p.prefill_gate.held)
-            case State.RESERVING:
+            case Stage.RESERVING | Stage.RESERVING_FIRST:
                 p.transfer_gate.clear()
-                await p.submit(make_request("ahead", prompt(900, 9), max_tokens=2), 2)
-                await eventually(lambda: p.states() == [State.FIRST])
-            case State.LANDED:
+                await eventually_started(await p.submit(ahead, 2))
+                if stage is Stage.RESERVING:
+                    p.prefill_gate.close()
+            case Stage.LANDED:
                 p.prefill_gate.close()
-            case State.FIRST:
+            case Stage.LANDED_FIRST:
                 p.transfer_gate.clear()
-        request = make_request("a", prompt(300), max_tokens=700 if state is State.DECIDED else 20, n=n)
+        request = make_request("a", prompt(300), max_tokens=700 if stage is Stage.DECODING else 20, n=n)
         answer = await p.submit(request, TARGET, candidates=candidates)
-        if state is State.DECIDED:
-            await eventually(lambda: all(len(answer.tokens.get(choice, [])) > 1 for choice in range(n)))
+        state, with_first = stage.value
+        if with_first:
+            await eventually_started(answer)
+        if stage is Stage.DECODING:
+            await eventually(lambda: all(len(tokens) > 1 for tokens in answer.tokens.values()))
         else:
             await eventually(lambda: p.states()[-1:] == [state])
         yield p, answer
         p.prefill_gate.open()
         p.transfer_gate.set()
+
+
+async def eventually_started(answer: Answer) -> None:
+    """Waits for the first token of every choice."""
+    await eventually(lambda: set(answer.tokens) == answer.choices)
 
 
 @asynccontextmanager

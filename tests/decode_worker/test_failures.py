@@ -5,8 +5,7 @@ import socket
 import pytest
 
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import State
-from tests.decode_worker.pair import assert_right, pair, reached, silent_server
+from tests.decode_worker.pair import Stage, assert_right, pair, reached, silent_server
 from tests.engine.fakes import expected, make_request, prompt
 from tests.waiting import eventually
 from tests.worker.cluster import running
@@ -123,7 +122,7 @@ async def test_the_next_candidate_goes_on_after_the_first_token_of_the_one_befor
 @pytest.mark.parametrize("n", [1, 3])
 async def test_what_is_short_by_now_is_computed_here(redis_url: str, n: int) -> None:
     """While the fill waits in the prefill worker's queue, somebody else's request brings the prefix."""
-    async with reached(redis_url, State.QUEUED, n, num_pages=256) as (p, answer):
+    async with reached(redis_url, Stage.QUEUED, n, num_pages=256) as (p, answer):
         await p.router.done(await p.router.submit(make_request("b", prompt(290)), 3))
         await p.prefill.stop()
         await p.router.done(answer)

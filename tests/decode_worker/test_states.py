@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import State
-from tests.decode_worker.pair import EVERY_STATE, TARGET, assert_right, reached
+from tests.decode_worker.pair import TARGET, Stage, assert_right, reached
 from tests.engine.fakes import expected, make_request, prompt
 from tests.waiting import eventually
 from tests.worker.client import Client
@@ -14,24 +13,24 @@ from tests.worker.fakes import MAX_MODEL_LEN
 
 
 class TestAbort:
-    @pytest.mark.parametrize("state", EVERY_STATE)
-    async def test_an_abort_frees_everything_on_both_sides(self, redis_url: str, state: State) -> None:
-        async with reached(redis_url, state) as (p, answer):
+    @pytest.mark.parametrize("stage", Stage)
+    async def test_an_abort_frees_everything_on_both_sides(self, redis_url: str, stage: Stage) -> None:
+        async with reached(redis_url, stage) as (p, answer):
             await p.router.abort(TARGET)
             p.prefill_gate.open()
             p.transfer_gate.set()
             await p.balanced()
             assert not answer.done
-            if state is not State.DECIDED:
+            if stage is not Stage.DECODING:
                 await eventually(lambda: p.router.load.fills["cancelled"] == 1)
 
-    @pytest.mark.parametrize("state", EVERY_STATE)
-    async def test_choices_can_be_aborted_one_by_one(self, redis_url: str, state: State) -> None:
-        async with reached(redis_url, state, n=3) as (p, answer):
+    @pytest.mark.parametrize("stage", Stage)
+    async def test_choices_can_be_aborted_one_by_one(self, redis_url: str, stage: Stage) -> None:
+        async with reached(redis_url, stage, n=3) as (p, answer):
             before = {choice: list(tokens) for choice, tokens in answer.tokens.items()}
             await p.router.abort(TARGET, [0])
             await p.router.abort(TARGET, [2])
-            if state in (State.CONNECTING, State.DECIDED):
+            if stage in (Stage.CONNECTING, Stage.DECODING):
                 await p.router.abort(TARGET, [1])
                 await p.balanced()
                 assert not answer.done
@@ -46,9 +45,9 @@ class TestAbort:
             }
             await p.balanced()
 
-    @pytest.mark.parametrize("state", EVERY_STATE)
-    async def test_the_end_of_the_session_is_an_abort(self, redis_url: str, state: State) -> None:
-        async with reached(redis_url, state) as (p, _), Client(p.decode.address, router_id="other") as other:
+    @pytest.mark.parametrize("stage", Stage)
+    async def test_the_end_of_the_session_is_an_abort(self, redis_url: str, stage: Stage) -> None:
+        async with reached(redis_url, stage) as (p, _), Client(p.decode.address, router_id="other") as other:
             await p.router.__aexit__()
             p.prefill_gate.open()
             p.transfer_gate.set()
@@ -57,25 +56,25 @@ class TestAbort:
 
 
 class TestEnd:
-    @pytest.mark.parametrize("state", EVERY_STATE)
-    async def test_the_prefill_worker_ends(self, redis_url: str, state: State) -> None:
-        async with reached(redis_url, state) as (p, answer):
+    @pytest.mark.parametrize("stage", Stage)
+    async def test_the_prefill_worker_ends(self, redis_url: str, stage: Stage) -> None:
+        async with reached(redis_url, stage) as (p, answer):
             stopping = asyncio.create_task(p.prefill.stop())
             await asyncio.sleep(0)
             p.prefill_gate.open()
-            if state is State.CONNECTING:
+            if stage is Stage.CONNECTING:
                 await p.router.abort(TARGET)
             else:
                 await p.router.done(answer)
                 if answer.refusal is None:  # what had left before the end was enough
                     assert_right(make_request("a", prompt(300), max_tokens=len(answer.tokens[0])), answer)
-                assert state is not State.FIRST or answer.refusal
+                assert stage is not Stage.LANDED_FIRST or answer.refusal
             await stopping
             await p.router.balanced()
 
-    @pytest.mark.parametrize("state", EVERY_STATE)
-    async def test_the_decode_worker_ends(self, redis_url: str, state: State) -> None:
-        async with reached(redis_url, state) as (p, answer):
+    @pytest.mark.parametrize("stage", Stage)
+    async def test_the_decode_worker_ends(self, redis_url: str, stage: Stage) -> None:
+        async with reached(redis_url, stage) as (p, answer):
             await p.decode.stop()
             assert answer.refusal is not None
             assert answer.refusal.kind == pb.Refusal.KIND_REROUTE

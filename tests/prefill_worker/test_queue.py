@@ -8,8 +8,16 @@ from cpd.errors import QueueFullError
 from prefill_worker.queue import FillQueue, Place
 
 
-def queue(max_tokens: int = 1000, slack_tokens: int = 100) -> FillQueue:
-    return FillQueue(max_tokens=max_tokens, slack_tokens=slack_tokens)
+def queue(max_tokens: int = 1000, slack_tokens: int = 100, early_pages: int = 100) -> FillQueue:
+    return FillQueue(max_tokens=max_tokens, slack_tokens=slack_tokens, early_pages=early_pages)
+
+
+async def test_a_fill_that_may_not_start_early_holds_back_only_its_decode_worker() -> None:
+    q = queue(early_pages=0)
+    stuck = q.enter("a", 300)
+    assert not stuck.early
+    same, other = q.enter("a", 50), q.enter("b", 50)
+    assert granted(same, other) == [False, True]
 
 
 def granted(*places: Place) -> list[bool]:
@@ -20,7 +28,7 @@ async def test_the_first_is_granted_at_once_and_the_next_when_work_runs_out() ->
     q = queue()
     first, second = q.enter("d", 300), q.enter("d", 300)
     assert granted(first, second) == [True, False]
-    q.started(first)
+    q.landed(first)
     q.computed(first, 100)
     assert not second.turn.done()
     q.computed(first, 99)
@@ -33,13 +41,22 @@ async def test_short_ones_are_granted_together_up_to_the_slack() -> None:
     assert granted(*places) == [True, True, True, False, False]
 
 
-async def test_one_that_waits_for_its_decode_workers_pages_holds_back_only_that_one() -> None:
+async def test_one_whose_decode_worker_does_not_answer_holds_back_only_that_ones() -> None:
     q = queue()
-    stuck, same, other = q.enter("a", 300), q.enter("a", 50), q.enter("b", 50)
-    assert granted(stuck, same, other) == [True, False, True]
-    q.started(stuck)
-    late = q.enter("b", 50)
-    assert granted(same, late) == [False, False]
+    stuck = q.enter("a", 300)
+    q.computed(stuck, 0)
+    same, other = q.enter("a", 50), q.enter("b", 50)
+    assert granted(same, other) == [False, True]
+    q.landed(stuck)
+    assert same.turn.done()
+
+
+async def test_pages_that_wait_for_a_landing_are_bounded() -> None:
+    q = queue(slack_tokens=1000, early_pages=10)
+    first, second, third = q.enter("a", 80), q.enter("b", 96), q.enter("c", 80)
+    assert [place.early for place in (first, second, third)] == [True, False, True]
+    q.landed(first)
+    assert q.enter("d", 80).early
 
 
 async def test_leaving_makes_room_from_every_state_and_may_be_repeated() -> None:
@@ -50,9 +67,8 @@ async def test_leaving_makes_room_from_every_state_and_may_be_repeated() -> None
     assert not third.turn.done()
     q.leave(first)
     assert third.turn.done()
-    q.started(third)
     q.leave(third)
-    assert q.outside_engine == []
+    assert q.waiting == []
 
 
 async def test_a_full_queue_refuses_but_an_empty_one_takes_anything() -> None:
@@ -63,15 +79,15 @@ async def test_a_full_queue_refuses_but_an_empty_one_takes_anything() -> None:
         q.enter("d", 1)
 
 
-async def test_what_the_engine_does_not_know_of_is_counted() -> None:
+async def test_those_who_wait_are_known() -> None:
     q = queue()
     first, second = q.enter("d", 300), q.enter("d", 20)
-    assert q.outside_engine == [second, first]
-    q.started(first)
-    assert q.outside_engine == [second]
+    assert q.waiting == [second]
+    q.leave(first)
+    assert q.waiting == []
 
 
-Action = st.tuples(st.sampled_from(["enter", "start", "compute", "leave"]), st.integers(0, 9), st.integers(1, 300))
+Action = st.tuples(st.sampled_from(["enter", "land", "compute", "leave"]), st.integers(0, 9), st.integers(1, 300))
 
 
 @given(st.lists(Action, max_size=60))
@@ -84,10 +100,10 @@ def test_whatever_happens_everyone_gets_a_turn_in_order(actions: list[tuple[str,
                 live.append(q.enter("ab"[which % 2], tokens))
             elif live:
                 place = live[which % len(live)]
-                if action == "start" and place.turn.done():
-                    q.started(place)
-                elif action == "compute" and place.computing:
-                    q.computed(place, min(tokens, place.tokens))
+                if action == "land" and place.turn.done():
+                    q.landed(place)
+                elif action == "compute" and place.turn.done():
+                    q.computed(place, min(tokens, place.left))
                 elif action == "leave":
                     q.leave(place)
                     live.remove(place)

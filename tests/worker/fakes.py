@@ -87,7 +87,7 @@ def fake_loader(
         return Loaded(
             engine=engine,
             memory=PoolMemory(runner.memory.ctypes.data, num_pages, runner.memory[0].nbytes),
-            limits=Limits(VOCAB, max_model_len),
+            limits=Limits(VOCAB, engine.max_model_len),
             fingerprint=fingerprint,
             dtype="int64",
         )
