@@ -60,6 +60,7 @@ class WorkerServicer:
     def Fill(self, request_iterator, context):
         """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
         The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
+        The prompt may be computed, and FirstTokens come, before the landing is known.
         Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -42,6 +42,7 @@ class WorkerStub:
     Fill: _grpc.StreamStreamMultiCallable[_cpd_pb2.FillRequest, _cpd_pb2.FillEvent]
     """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
     The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
+    The prompt may be computed, and FirstTokens come, before the landing is known.
     Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
     """
 
@@ -55,6 +56,7 @@ class WorkerAsyncStub(WorkerStub):
     Fill: _aio.StreamStreamMultiCallable[_cpd_pb2.FillRequest, _cpd_pb2.FillEvent]  # type: ignore[assignment]
     """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
     The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
+    The prompt may be computed, and FirstTokens come, before the landing is known.
     Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
     """
 
@@ -77,6 +79,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_cpd_pb2.FillEvent], _abc.AsyncIterator[_cpd_pb2.FillEvent]]:
         """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
         The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
+        The prompt may be computed, and FirstTokens come, before the landing is known.
         Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
         """
 
