@@ -3,10 +3,13 @@
 `python -m deploy.model DIR` does the check in a process of its own, which spares the caller loading torch.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from cpd.config import EngineSettings
 from cpd.errors import CheckpointError, CPDError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -27,17 +30,17 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
-def check_model(directory: Path) -> None:
+def check_model(directory: Path, settings: EngineSettings) -> None:
     """Reads configuration and tensor headers, no weights.
 
     Raises:
-        CheckpointError: The checkpoint can't be served; the message says why.
+        CheckpointError: The checkpoint can't be served with these settings; the message says why.
     """
     if not (directory / _TOKENIZER).is_file():
         raise CheckpointError(f"{directory / _TOKENIZER} is missing; give the directory of a Hugging Face checkpoint")
-    check = subprocess.run(
-        [sys.executable, "-P", "-m", "deploy.model", str(directory)], stderr=subprocess.PIPE, text=True
-    )
+    asked = {"dtype": settings.dtype, "kv_bytes": int(settings.kv_memory), "max_model_len": settings.max_model_len}
+    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), json.dumps(asked)]
+    check = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if check.returncode:
         lines = check.stderr.strip().splitlines() or ["the check of the checkpoint failed"]
         raise CheckpointError(lines[-1].removeprefix("error: "))
@@ -74,17 +77,18 @@ def _download(repository: str) -> Path:
         ) from None
 
 
-def _main(directory: Path) -> None:
+def _main(directory: Path, asked: dict[str, Any]) -> None:
     from engine.config import load_config
-    from engine.weights import Checkpoint, expected_tensors
+    from engine.fit import fit
+    from engine.weights import Checkpoint
 
     try:
         config = load_config(directory)
         with Checkpoint(directory) as checkpoint:
-            checkpoint.check(expected_tensors(config))
+            fit(config, checkpoint, **asked)
     except CPDError as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]), json.loads(sys.argv[2]))

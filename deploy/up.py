@@ -93,7 +93,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     port = pick_port(settings.host, settings.port)
     directory = resolve_model(settings.model)
     with console.status(f"Checking {directory}"):
-        check_model(directory)
+        check_model(directory, settings)
     is_id = not Path(settings.model).expanduser().is_dir()
     return settings.model_copy(
         update={

@@ -4,26 +4,22 @@ import logging
 import math
 import mmap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from cpd.blocks import BLOCK_SIZE
-from cpd.errors import CheckpointError, ConfigError
+from cpd.errors import ConfigError
 from engine.batch import Batch, Sampled
-from engine.config import DTYPE_BYTES, Dtype, ModelConfig, load_config
+from engine.config import load_config
+from engine.fit import fit
 from engine.model import Decoder
 from engine.ops import make_ops
 from engine.ops.base import DeviceBatch
 from engine.sampling import Sampler
-from engine.weights import Checkpoint, expected_tensors, model_fingerprint
+from engine.weights import Checkpoint, model_fingerprint
 
 log = logging.getLogger(__name__)
-
-_MIN_TOKENS = 64
-"""A pool that cannot hold this many is of no use."""
 
 
 class TorchRunner:
@@ -64,20 +60,13 @@ class TorchRunner:
         """
         config = load_config(model_dir)
         with Checkpoint(model_dir) as checkpoint:
-            if "lm_head.weight" in checkpoint:  # then it counts, whatever config.json says: as in transformers
-                config = replace(config, tie_embeddings=False)
-            expected = expected_tensors(config)
-            checkpoint.check(expected)
+            fitted = fit(config, checkpoint, dtype=dtype, kv_bytes=kv_bytes, max_model_len=max_model_len)
+            self.config = config = fitted.config
+            self.dtype = fitted.dtype
+            self.page_bytes, self.num_pages = fitted.page_bytes, fitted.num_pages
             self._device = _resolve_device(device)
-            self.dtype: Dtype = _resolve_dtype(dtype, config, checkpoint)
-            self.page_bytes = config.page_bytes(self.dtype)
-            self.num_pages = _count_pages(kv_bytes, self.page_bytes)
-            self.config = replace(
-                config, max_model_len=_resolve_length(max_model_len, config, self.num_pages * BLOCK_SIZE)
-            )
-            weight_bytes = DTYPE_BYTES[self.dtype] * sum(math.prod(shape) for shape in expected.values())
-            _check_memory(self._device, weight_bytes, kv_bytes)
-            if unused := checkpoint.unused(expected):
+            _check_memory(self._device, fitted.weight_bytes, kv_bytes)
+            if unused := checkpoint.unused(fitted.tensors):
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
             self.fingerprint = model_fingerprint(model_dir, config, self.dtype)
             torch_dtype: torch.dtype = getattr(torch, self.dtype)
@@ -148,39 +137,6 @@ def _resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda is not available here: torch finds no GPU; use --device cpu")
     return torch.device(name)
-
-
-def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dtype:
-    if name == "auto":
-        return config.dtype or checkpoint.dtype
-    for dtype in DTYPE_BYTES:
-        if name == dtype:
-            return dtype
-    raise ConfigError(f"dtype {name} is not known; use auto, {', '.join(DTYPE_BYTES)}")
-
-
-def _resolve_length(wanted: int, config: ModelConfig, pool_tokens: int) -> int:
-    limit = config.max_model_len
-    if wanted > limit:
-        raise ConfigError(f"--max-model-len {wanted} is over the checkpoint's limit of {limit} tokens")
-    length = wanted or limit
-    if config.sliding_window is not None and config.sliding_window < length:
-        raise CheckpointError(
-            f"the model uses sliding-window attention over {config.sliding_window} tokens, which is not supported; "
-            f"only with --max-model-len {config.sliding_window} or less it can be served"
-        )
-    if length > pool_tokens:
-        log.warning("the KV pool holds %d tokens: context cut from %d to that; see --kv-memory", pool_tokens, length)
-        length = pool_tokens
-    return length
-
-
-def _count_pages(kv_bytes: int, page_bytes: int) -> int:
-    pages = kv_bytes // page_bytes
-    if pages * BLOCK_SIZE < _MIN_TOKENS:
-        least = page_bytes * _MIN_TOKENS // BLOCK_SIZE
-        raise ConfigError(f"--kv-memory {kv_bytes} is too small for this model; give at least {least} bytes")
-    return pages
 
 
 def _check_memory(device: torch.device, weight_bytes: int, kv_bytes: int) -> None:

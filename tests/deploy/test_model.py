@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cpd.config import EngineSettings
 from cpd.errors import CheckpointError
 from deploy.model import check_model, resolve_model
 from models.tiny import CHECKPOINT
@@ -17,7 +18,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_directory_is_taken_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoint.parent)
     assert resolve_model("model") == checkpoint
-    check_model(checkpoint)
+    check_model(checkpoint, EngineSettings())
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nothing", "a/b/c", "~/nothing-here"])
@@ -42,15 +43,34 @@ def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated") as caught:
-        check_model(checkpoint)
+        check_model(checkpoint, EngineSettings())
     assert "\n" not in str(caught.value)
 
     weights.write_bytes(content)
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"hidden_size": 256, "head_dim": 64}))
     with pytest.raises(CheckpointError, match="shape"):
-        check_model(checkpoint)
+        check_model(checkpoint, EngineSettings())
 
     (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
-        check_model(checkpoint)
+        check_model(checkpoint, EngineSettings())
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [({"max_model_len": 999_999}, "over the checkpoint's limit"), ({"kv_memory": 1024}, "too small for this model")],
+)
+def test_settings_that_do_not_fit_the_checkpoint_are_refused(
+    checkpoint: Path, settings: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        check_model(checkpoint, EngineSettings.load(settings))
+
+
+def test_a_sliding_window_in_effect_is_refused(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}))
+    with pytest.raises(CheckpointError, match="sliding-window"):
+        check_model(checkpoint, EngineSettings())

@@ -1,0 +1,98 @@
+"""What the settings make of a checkpoint: its type, context length and page count, from the headers alone."""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+
+from cpd.blocks import BLOCK_SIZE
+from cpd.errors import CheckpointError, ConfigError
+from engine.config import DTYPE_BYTES, Dtype, ModelConfig
+from engine.weights import Checkpoint, expected_tensors
+
+log = logging.getLogger(__name__)
+
+_MIN_TOKENS = 64
+"""A pool that cannot hold this many is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a checkpoint will be served.
+
+    Attributes:
+        config: With `max_model_len` as it is served.
+        tensors: Shape of every tensor that is read.
+        dtype: Of weights and KV pool.
+        weight_bytes: All weights in that type.
+        page_bytes, num_pages: Of the KV pool.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, tuple[int, ...]]
+    dtype: Dtype
+    weight_bytes: int
+    page_bytes: int
+    num_pages: int
+
+
+def fit(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, kv_bytes: int, max_model_len: int) -> Fit:
+    """Checks a checkpoint against the settings. Reads no weights: a matter of milliseconds.
+
+    Args:
+        config: As read.
+        checkpoint: The tensors of the same directory.
+        dtype, kv_bytes, max_model_len: As in `engine.runner.TorchRunner`.
+
+    Raises:
+        CheckpointError: The directory cannot be served.
+        ConfigError: The settings do not fit the checkpoint.
+    """
+    if "lm_head.weight" in checkpoint:  # then it counts, whatever config.json says: as in transformers
+        config = replace(config, tie_embeddings=False)
+    tensors = expected_tensors(config)
+    checkpoint.check(tensors)
+    resolved = _resolve_dtype(dtype, config, checkpoint)
+    page_bytes = config.page_bytes(resolved)
+    num_pages = _count_pages(kv_bytes, page_bytes)
+    length = _resolve_length(max_model_len, config, num_pages * BLOCK_SIZE)
+    return Fit(
+        config=replace(config, max_model_len=length),
+        tensors=tensors,
+        dtype=resolved,
+        weight_bytes=DTYPE_BYTES[resolved] * sum(math.prod(shape) for shape in tensors.values()),
+        page_bytes=page_bytes,
+        num_pages=num_pages,
+    )
+
+
+def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dtype:
+    if name == "auto":
+        return config.dtype or checkpoint.dtype
+    for dtype in DTYPE_BYTES:
+        if name == dtype:
+            return dtype
+    raise ConfigError(f"dtype {name} is not known; use auto, {', '.join(DTYPE_BYTES)}")
+
+
+def _resolve_length(wanted: int, config: ModelConfig, pool_tokens: int) -> int:
+    limit = config.max_model_len
+    if wanted > limit:
+        raise ConfigError(f"--max-model-len {wanted} is over the checkpoint's limit of {limit} tokens")
+    length = wanted or limit
+    if config.sliding_window is not None and config.sliding_window < length:
+        raise CheckpointError(
+            f"the model uses sliding-window attention over {config.sliding_window} tokens, which is not supported; "
+            f"only with --max-model-len {config.sliding_window} or less it can be served"
+        )
+    if length > pool_tokens:
+        log.warning("the KV pool holds %d tokens: context cut from %d to that; see --kv-memory", pool_tokens, length)
+        length = pool_tokens
+    return length
+
+
+def _count_pages(kv_bytes: int, page_bytes: int) -> int:
+    pages = kv_bytes // page_bytes
+    if pages * BLOCK_SIZE < _MIN_TOKENS:
+        least = page_bytes * _MIN_TOKENS // BLOCK_SIZE
+        raise ConfigError(f"--kv-memory {kv_bytes} is too small for this model; give at least {least} bytes")
+    return pages
