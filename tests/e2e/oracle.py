@@ -31,12 +31,19 @@ class Oracle:
 
     @torch.inference_mode()
     def judge(
-        self, prompt: Sequence[int], output: Sequence[int], *, temperature: float = 0.0, seed: int = 0, choice: int = 0
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        choice: int = 0,
+        margin: float = MARGIN,
     ) -> None:
         """Checks every token of `output` against the model's choice after the tokens before it.
 
         Raises:
-            AssertionError: One is not the best choice within MARGIN.
+            AssertionError: One is not the best choice within `margin`.
         """
         tokens = torch.tensor([[*prompt, *output]])
         logits = self._model(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()
@@ -45,7 +52,7 @@ class Oracle:
             if temperature:
                 scores = scores / temperature + gumbel_noise(seed, choice, position, self.vocab_size)
             lost = float(scores.max() - scores[token])
-            assert lost < MARGIN, (
+            assert lost < margin, (
                 f"token {index} of {len(output)} after {len(prompt)}: {token} instead of {int(scores.argmax())},"
                 f" which is better by {lost:.4f}"
             )

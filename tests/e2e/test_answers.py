@@ -12,6 +12,8 @@ pytestmark = pytest.mark.e2e
 
 LONG = 64
 LENGTHS = [3, 16, 33, 64, 65, 80, 150, 257, 400, 1500]
+BF16_MARGIN = 0.25
+"""About three times what rounding costs here; a wrong page or position costs more than 1."""
 CROWD = [5 + 37 * index % 300 for index in range(16)]
 
 
@@ -43,6 +45,17 @@ async def test_greedy_answers_are_transformers(family: str, checkpoint: MakeChec
             oracle.judge(prompt, answer.token_ids)
             assert answer.route == expected_route(len(prompt))
         cluster.wait_until_idle()
+
+
+async def test_bfloat16_answers_are_within_its_tolerance(checkpoint: MakeCheckpoint) -> None:
+    directory = checkpoint("qwen3", dtype="bfloat16")
+    oracle = Oracle(directory)
+    with Cluster(model=str(directory), served_model_name=MODEL, long_prefill_tokens=LONG, dtype="auto") as cluster:
+        prompts = oracle.prompts(CROWD, seed=6)
+        for temperature in (0.0, 1.0):
+            answers = await complete_all(cluster.url, prompts, at_once=16, temperature=temperature, seed=99)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                oracle.judge(prompt, answer.token_ids, temperature=temperature, seed=99, margin=BF16_MARGIN)
 
 
 async def test_answers_are_right_when_pages_run_out(checkpoint: MakeCheckpoint) -> None:
