@@ -1,1 +1,0 @@
-"""The load generator. Knows only HTTP."""
