@@ -21,7 +21,7 @@ async def test_the_next_candidate_takes_over(redis_url: str) -> None:
         assert_right(request, answer)
         assert answer.prefilled[0].prefill_worker == p.prefill.worker.id
         await p.balanced()
-        assert dict(p.router.load.fills) == {"completed": 1, "failed": 1}
+        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1, "failed": 1})
 
 
 async def test_without_another_candidate_the_request_is_placed_anew(redis_url: str) -> None:
@@ -33,7 +33,7 @@ async def test_without_another_candidate_the_request_is_placed_anew(redis_url: s
         assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
         assert "dead" in answer.refusal.message
         await p.balanced()
-        assert dict(p.router.load.fills) == {"failed": 1, "rerouted": 1}
+        await eventually(lambda: dict(p.router.load.fills) == {"failed": 1, "rerouted": 1})
 
 
 async def test_other_weights_are_refused_with_a_clear_message(redis_url: str) -> None:
@@ -73,7 +73,7 @@ async def test_a_fill_that_only_waits_for_its_turn_is_not_given_up(redis_url: st
         await p.router.done(*answers)
         for request, answer in zip(requests, answers, strict=True):
             assert_right(request, answer)
-        assert p.router.load.fills["completed"] == 6
+        await eventually(lambda: p.router.load.fills["completed"] == 6)
 
 
 async def test_a_full_queue_there_is_the_next_ones_turn(redis_url: str) -> None:
@@ -116,7 +116,7 @@ async def test_the_next_candidate_goes_on_after_the_first_token_of_the_one_befor
         assert_right(request, answer)
         assert answer.prefilled[0].prefill_worker == p.prefill.worker.id
         await p.router.balanced()
-        assert dict(p.router.load.fills) == {"completed": 1, "failed": 1}
+        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1, "failed": 1})
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -129,7 +129,7 @@ async def test_what_is_short_by_now_is_computed_here(redis_url: str, n: int) -> 
         assert_right(make_request("a", prompt(300), max_tokens=20, n=n), answer)
         assert answer.prefilled[0] == pb.Prefilled(cached_tokens=288)
         await p.router.balanced()
-        assert p.router.load.fills["local_fallback"] == 1
+        await eventually(lambda: p.router.load.fills["local_fallback"] == 1)
 
 
 async def test_whoever_waits_for_a_failed_fill_goes_on_by_itself(redis_url: str) -> None:

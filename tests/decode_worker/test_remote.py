@@ -6,6 +6,7 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish
 from tests.decode_worker.pair import assert_right, pair
 from tests.engine.fakes import expected, make_request, prompt
+from tests.waiting import eventually
 from tests.worker.client import Client
 from tests.worker.cluster import running
 from tests.worker.fakes import MAX_MODEL_LEN
@@ -20,9 +21,9 @@ async def test_a_long_prompt_is_computed_there_and_decoded_here(redis_url: str) 
         assert answer.prefilled[0] == pb.Prefilled(cached_tokens=0, prefill_worker=p.prefill.worker.id)
         await p.balanced()
         assert p.router.load.prefill_tokens == 0
-        assert p.prefill_view.load.prefill_tokens == 300
-        assert dict(p.router.load.fills) == {"completed": 1}
-        assert dict(p.prefill_view.load.fills) == {"completed": 1}
+        await eventually(lambda: p.prefill_view.load.prefill_tokens == 300)
+        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1})
+        await eventually(lambda: dict(p.prefill_view.load.fills) == {"completed": 1})
 
 
 async def test_a_short_prompt_stays_here(redis_url: str) -> None:
@@ -54,7 +55,7 @@ async def test_only_what_is_missing_here_is_moved(redis_url: str) -> None:
         assert_right(request, answer)
         assert answer.prefilled[0].cached_tokens == 288
         await p.balanced()
-        assert p.prefill_view.load.prefill_tokens == 300 + 500 - 288
+        await eventually(lambda: p.prefill_view.load.prefill_tokens == 300 + 500 - 288)
 
 
 async def test_what_only_the_prefill_worker_has_cached_is_moved_too(redis_url: str) -> None:
@@ -87,7 +88,7 @@ async def test_first_tokens_that_are_the_last_cancel_the_push(redis_url: str, n:
         await p.router.done(answer)
         assert_right(request, answer)
         await p.balanced()
-        assert dict(p.router.load.fills) == {"completed": 1}
+        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1})
 
 
 async def test_a_choice_that_ends_with_its_first_token_does_not_stop_the_others(redis_url: str) -> None:
@@ -121,8 +122,8 @@ async def test_equal_prompts_at_once_are_filled_once(redis_url: str) -> None:
         for request, answer in zip(requests, answers, strict=True):
             assert_right(request, answer)
         await p.balanced()
-        assert p.prefill_view.load.prefill_tokens == 301
-        assert dict(p.router.load.fills) == {"completed": 1}
+        await eventually(lambda: p.prefill_view.load.prefill_tokens == 301)
+        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1})
 
 
 async def test_many_prompts_take_turns_when_pages_are_few(redis_url: str) -> None:
@@ -133,4 +134,4 @@ async def test_many_prompts_take_turns_when_pages_are_few(redis_url: str) -> Non
         for request, answer in zip(requests, answers, strict=True):
             assert_right(request, answer)
         await p.balanced()
-        assert dict(p.router.load.fills) == {"completed": 20}
+        await eventually(lambda: dict(p.router.load.fills) == {"completed": 20})
