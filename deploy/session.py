@@ -13,6 +13,7 @@ from cpd.errors import ConfigError
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's ports are open to every user of the machine, and run what they are sent
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill supervisors for the memory of others
+    "RAY_worker_niceness": "0",  # by default 15: whatever else runs here would go before the workers
 }
 _CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 80 << 20
