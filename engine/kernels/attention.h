@@ -58,7 +58,7 @@ struct AttentionMemory {
   int64_t part_floats, thread_floats;
   Buffer threads, parts;
 
-  AttentionMemory(const AttentionPlan& plan, int64_t team_size)
+  AttentionMemory(const AttentionPlan& plan, int team_size)
       : words(divide_up(plan.dim / kPerWord<T>, kLanes) * kLanes),
         width(words * kPerWord<T>),
         part_floats(State::floats(plan.part_rows, width)),
@@ -306,7 +306,7 @@ class Attention {
 
   const AttentionPlan& plan_;
   const AttentionMemory<T>& memory_;
-  const Pages<T>& pages_;
+  const Pages<T> pages_;
   const float scale_;
   const T* q_;
   int64_t q_stride_;

@@ -23,8 +23,8 @@ from cpd.errors import CPDError
 log = logging.getLogger(__name__)
 
 _FLAGS = (
-    *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-Wno-psabi", "-DAT_PARALLEL_OPENMP=1"),
+    *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-pthread"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-Wno-psabi"),
 )
 
 

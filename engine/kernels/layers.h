@@ -50,6 +50,17 @@ struct Activations {
   T *normed, *qkv, *attention, *residual_rows, *gate_up, *product;
 };
 
+// A step of a model, with all that is needed to go through it.
+template <typename T>
+struct Run {
+  Decoder<T> model;
+  Step<T> step;
+  Activations<T> buffer;
+  AttentionPlan plan;
+  std::vector<Tile> wanted;  // Tiles of the last layer.
+  AttentionMemory<T> memory;
+};
+
 template <typename T>
 void gather_rows(Team& team, const T* from, const int32_t* rows, int64_t count, int64_t n, T* to) {
   team.ranges(count, [&](int64_t begin, int64_t end) {
@@ -57,10 +68,10 @@ void gather_rows(Team& team, const T* from, const int32_t* rows, int64_t count, 
   });
 }
 
-// Runs on every thread of the team.
+// Called on every thread of the team.
 template <typename T>
-void run_layers(Team& team, const Decoder<T>& model, const Step<T>& step, const AttentionPlan& plan,
-                const std::vector<Tile>& wanted, const AttentionMemory<T>& memory, const Activations<T>& buffer) {
+void run_layers(Team& team, const Run<T>& run) {
+  const auto& [model, step, buffer, plan, wanted, memory] = run;
   const int64_t hidden = model.hidden, heads_width = model.heads * plan.dim;
   const int64_t qkv_width = heads_width + 2 * plan.kv_heads * plan.dim;
   T *residual = step.residual, *attention = buffer.attention;

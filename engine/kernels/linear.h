@@ -66,8 +66,8 @@ template <typename T>
 void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   const int64_t words = k / kPerWord<T>;
   const auto* from = reinterpret_cast<const uint32_t*>(weight);
-  run_team(true, [&](Team& team) {
-    team.each(divide_up(n, kPanel), [&](int64_t panel) {
+  run_team(true, [=](Team& team) {
+    team.each(divide_up(n, kPanel), [=](int64_t panel) {
       uint32_t* to = packed + panel * words * kPanel;
       const int64_t columns = std::min<int64_t>(kPanel, n - panel * kPanel);
       for (int64_t w = 0; w < words; ++w)

@@ -80,28 +80,30 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
     const uint32_t* packed = words<T>(weight);
     // Few rows take as long as it takes to read the weights.
     run_team(n * k * (m + 8) > kParallelWork,
-             [&](Team& team) { linear(team, from, m, k, packed, n, bias_data, to); });
+             [=](Team& team) { linear(team, from, m, k, packed, n, bias_data, to); });
   });
   return y;
 }
 
 Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
-  Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t m = x.size(0), n = x.size(1);
+  Tensor y = at::empty({m, n}, x.options());
   with_type(x, [&]<typename T>(T) {
     const T *from = data<T>(x), *scale = data<T>(weight);
     T* to = data<T>(y);
-    run_team(x.numel() * 32 > kParallelWork,
-             [&](Team& team) { rms_norm(team, from, x.size(0), x.size(1), scale, eps, to); });
+    run_team(m * n * 32 > kParallelWork,
+             [=](Team& team) { rms_norm(team, from, m, n, scale, eps, to); });
   });
   return y;
 }
 
 void add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  const int64_t m = x.size(0), n = x.size(1);
   with_type(x, [&]<typename T>(T) {
     T *in_place = data<T>(x), *sum = data<T>(residual);
     const T* scale = data<T>(weight);
-    run_team(x.numel() * 32 > kParallelWork,
-             [&](Team& team) { add_rms_norm(team, in_place, x.size(0), x.size(1), sum, scale, eps, in_place); });
+    run_team(m * n * 32 > kParallelWork,
+             [=](Team& team) { add_rms_norm(team, in_place, m, n, sum, scale, eps, in_place); });
   });
 }
 
@@ -111,7 +113,7 @@ Tensor silu_mul_op(const Tensor& gate_up) {
   with_type(gate_up, [&]<typename T>(T) {
     const T* from = data<T>(gate_up);
     T* to = data<T>(y);
-    run_team(m * n * 64 > kParallelWork, [&](Team& team) { silu_mul(team, from, m, n, to); });
+    run_team(m * n * 64 > kParallelWork, [=](Team& team) { silu_mul(team, from, m, n, to); });
   });
   return y;
 }
@@ -125,7 +127,7 @@ void rope_store_op(const Tensor& qkv, const Tensor& positions, const Tensor& slo
     const float* table = data<float>(cos_sin);
     const T *q_scale = data<T>(q_norm), *k_scale = data<T>(k_norm);
     T* in_place = data<T>(qkv);
-    run_team(qkv.numel() * 64 > kParallelWork, [&](Team& team) {
+    run_team(qkv.numel() * 64 > kParallelWork, [=](Team& team) {
       rope_store(team, in_place, m, heads, position, slot, table, q_scale, k_scale, eps, pages);
     });
   });
@@ -142,14 +144,15 @@ Tensor attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_start
   Tensor out = at::empty({m, heads * dim}, q.options());
   with_type(q, [&]<typename T>(T) {
     const auto pages = pages_of<T>(kv);
-    const AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), heads, pages.heads, dim,
-                             at::get_num_threads());
-    const bool parallel = plan.work * dim * 4 > kParallelWork;
-    const AttentionMemory<T> memory(plan, team_size(parallel));
+    const auto plan = std::make_shared<AttentionPlan>(sequences_of(query_start, context_lens, block_tables), heads,
+                                                      pages.heads, dim, at::get_num_threads());
+    const bool parallel = plan->work * dim * 4 > kParallelWork;
+    const auto memory = std::make_shared<AttentionMemory<T>>(*plan, team_size(parallel));
     const auto* from = static_cast<const T*>(q.data_ptr());
+    const int64_t stride = q.stride(0);
     T* to = data<T>(out);
-    run_team(parallel, [&](Team& team) {
-      Attention<T>(plan, memory, pages, scale).run(team, plan.tiles, from, q.stride(0), to);
+    run_team(parallel, [=](Team& team) {
+      Attention<T>(*plan, *memory, pages, scale).run(team, plan->tiles, from, stride, to);
     });
   });
   return out;
@@ -181,11 +184,6 @@ Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weight
     model.eps = eps;
     model.scale = scale;
 
-    const AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), model.heads, pages.heads, pages.dim,
-                             at::get_num_threads());
-    const int32_t* row_data = rows ? ints(*rows) : nullptr;
-    const auto wanted = rows ? plan.tiles_of(row_data, num_rows) : plan.tiles;
-    const AttentionMemory<T> memory(plan, team_size(true));
     auto buffer = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, residual.options()); };
     const Tensor normed = buffer(tokens, hidden), residual_rows = buffer(num_rows, hidden);
     const Tensor qkv = buffer(tokens, (model.heads + 2 * pages.heads) * pages.dim);
@@ -193,8 +191,16 @@ Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weight
     const Tensor gate_up = buffer(tokens, 2 * intermediate), product = buffer(tokens, intermediate);
     const Activations<T> activations{data<T>(normed),        data<T>(qkv),     data<T>(attention),
                                      data<T>(residual_rows), data<T>(gate_up), data<T>(product)};
+
+    AttentionPlan plan(sequences_of(query_start, context_lens, block_tables), model.heads, pages.heads, pages.dim,
+                       at::get_num_threads());
+    const int32_t* row_data = rows ? ints(*rows) : nullptr;
+    auto wanted = rows ? plan.tiles_of(row_data, num_rows) : plan.tiles;
+    AttentionMemory<T> memory(plan, team_size(true));
     const Step<T> step{tokens, ints(positions), ints(slots), row_data, num_rows, data<T>(residual), data<T>(logits)};
-    run_team(true, [&](Team& team) { run_layers(team, model, step, plan, wanted, memory, activations); });
+    const auto run = std::make_shared<const Run<T>>(
+        Run<T>{std::move(model), step, activations, std::move(plan), std::move(wanted), std::move(memory)});
+    run_team(true, [run](Team& team) { run_layers(team, *run); });
   });
   return logits;
 }

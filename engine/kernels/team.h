@@ -1,18 +1,26 @@
-// A team of threads that goes through a list of stages together.
+// A team of threads that goes through the stages of a job together: a leader, which is the calling thread, and helpers.
 //
-// Starting an OpenMP region costs 30 to 60 us where idle threads sleep (OMP_WAIT_POLICY=PASSIVE, which processes that
-// share cores need), more than most stages of a small model take. So a whole step is one region, and between its
-// stages the team meets at a barrier of its own (0.3 us): it spins for a moment and then sleeps, which gives the core
-// to whoever holds up the others. Work is claimed piece by piece, so that a thread that lost its core delays the team
-// by one piece at most.
+// Cores are shared with other processes, so any thread may lose its core at any moment, for milliseconds. Therefore
+// nobody waits for a thread, only for pieces of work: the leader opens a stage, everyone claims pieces of it, and when
+// all are claimed the leader waits for those that helpers still work on. A helper that is late finds less to do, or
+// nothing; then the leader has done it all, and may have returned: a job owns what it works on. (OpenMP waits for every
+// thread at the start and the end of each region. Where idle threads sleep, OMP_WAIT_POLICY=PASSIVE, that costs 30 to
+// 60 us, more than most stages of a small model take, and milliseconds when another process has the core.)
+//
+// Waiting is spinning for a moment and then sleeping, which gives the core to whoever is waited for.
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <omp.h>
+#include <pthread.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
 
 namespace cpd {
 
@@ -24,76 +32,195 @@ inline void relax() {
 #endif
 }
 
+// Returns the first value of `word` other than `old`.
+inline uint32_t await_change(const std::atomic<uint32_t>& word, uint32_t old) {
+  constexpr int kSpins = 1000;  // 20 to 50 us
+  for (int i = 0; i < kSpins; ++i) {
+    const uint32_t now = word.load(std::memory_order_acquire);
+    if (now != old) return now;
+    relax();
+  }
+  word.wait(old, std::memory_order_acquire);
+  return word.load(std::memory_order_acquire);
+}
+
+class Team;
+
+// Stages are numbered from 1. Helpers work on the leader's stage only, and go through earlier ones without a claim.
+struct Job {
+  static constexpr uint32_t kOver = UINT32_MAX;
+
+  explicit Job(int size) : size(size) {}
+  virtual ~Job() = default;
+  virtual void run(Team& team) = 0;
+
+  const int size;                                // threads at most
+  alignas(64) std::atomic<uint64_t> next{0};     // stage in the upper half, its next unclaimed piece in the lower
+  alignas(64) std::atomic<uint32_t> helped{0};   // pieces of the stage that helpers have completed
+  alignas(64) std::atomic<uint32_t> stage{0};    // the leader's stage
+};
+
+// One thread's view of a job.
 class Team {
  public:
-  struct Shared {
-    alignas(64) std::atomic<int64_t> next{0};
-    alignas(64) std::atomic<int> arrived{0};
-    alignas(64) std::atomic<uint32_t> phase{0};
-  };
-
-  Team(Shared& shared, int id, int size) : shared_(shared), id_(id), size_(size) {}
+  Team() = default;  // of one thread
+  Team(Job& job, int id) : job_(&job), id_(id), size_(job.size) {}
 
   int id() const { return id_; }
 
-  // Calls body(i) once for every i below n, on whichever thread is free, and returns on all threads when all is done.
+  // Calls body(i) once for every i below n. On the leader it returns when all of that is done, on a helper when there is
+  // nothing left to claim. Must be called in the same order and with the same n on all threads.
   template <typename Body>
   void each(int64_t n, Body&& body) {
     if (size_ == 1) {
       for (int64_t i = 0; i < n; ++i) body(i);
-      return;
+    } else if (id_ == 0) {
+      lead(n, body);
+    } else {
+      help(n, body);
     }
-    for (int64_t i; (i = shared_.next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
-    meet();
   }
 
   // The same in a few contiguous pieces, body(begin, end), for work too small to be claimed one by one.
   template <typename Body>
   void ranges(int64_t n, Body&& body) {
-    int64_t pieces = size_ == 1 ? 1 : std::min<int64_t>(n, 4 * size_);
+    const int64_t pieces = size_ == 1 ? 1 : std::min<int64_t>(n, 4 * size_);
     each(pieces, [&](int64_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
   }
 
  private:
-  void meet() {
-    constexpr int kSpins = 2000;
-    uint32_t phase = shared_.phase.load(std::memory_order_relaxed);
-    if (shared_.arrived.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-      shared_.arrived.store(0, std::memory_order_relaxed);
-      shared_.next.store(0, std::memory_order_relaxed);
-      shared_.phase.store(phase + 1, std::memory_order_release);
-      shared_.phase.notify_all();
-      return;
-    }
-    for (int i = 0; i < kSpins; ++i) {
-      if (shared_.phase.load(std::memory_order_acquire) != phase) return;
-      relax();
-    }
-    shared_.phase.wait(phase, std::memory_order_acquire);
+  template <typename Body>
+  void lead(int64_t n, Body& body) {
+    ++stage_;
+    job_->helped.store(0, std::memory_order_relaxed);
+    job_->next.store(uint64_t(stage_) << 32, std::memory_order_release);
+    job_->stage.store(stage_, std::memory_order_release);
+    job_->stage.notify_all();
+    const uint32_t by_helpers = n - claim_all(n, body);
+    for (uint32_t done = job_->helped.load(std::memory_order_acquire); done != by_helpers;)
+      done = await_change(job_->helped, done);
   }
 
-  Shared& shared_;
-  int id_, size_;
+  template <typename Body>
+  void help(int64_t n, Body& body) {
+    ++stage_;
+    uint32_t stage = job_->stage.load(std::memory_order_acquire);
+    while (stage < stage_) stage = await_change(job_->stage, stage);
+    if (stage > stage_) return;
+    claim_all(n, [&](int64_t i) {
+      body(i);
+      job_->helped.fetch_add(1, std::memory_order_release);
+      job_->helped.notify_one();
+    });
+  }
+
+  // Claims pieces of this thread's stage until there are none. Returns how many it got.
+  template <typename Body>
+  int64_t claim_all(int64_t n, Body&& body) {
+    int64_t claimed = 0;
+    uint64_t next = job_->next.load(std::memory_order_acquire);
+    while (next >> 32 == stage_ && int64_t(next & UINT32_MAX) < n)
+      if (job_->next.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel)) {
+        body(int64_t(next & UINT32_MAX));
+        ++claimed;
+        next = job_->next.load(std::memory_order_acquire);
+      }
+    return claimed;
+  }
+
+  Job* job_ = nullptr;
+  int id_ = 0, size_ = 1;
+  uint32_t stage_ = 0;
 };
 
+// The sleeping helpers of one thread that calls kernels. They end on their own when it does.
+class Helpers {
+ public:
+  explicit Helpers(int count) : count(count) {
+    // Signals are for the threads of the program.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (int id = 1; id <= count; ++id) std::thread(serve, desk_, id).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+  ~Helpers() { post(nullptr, true); }
+
+  void lead(const std::shared_ptr<Job>& job) {
+    post(job, false);
+    Team team(*job, 0);
+    job->run(team);
+    job->stage.store(Job::kOver, std::memory_order_release);
+    job->stage.notify_all();
+    const std::lock_guard lock(desk_->mutex);
+    desk_->job.reset();
+  }
+
+  const int count;
+
+ private:
+  // Where the leader leaves a job for its helpers.
+  struct Desk {
+    std::mutex mutex;
+    std::shared_ptr<Job> job;
+    bool closed = false;
+    std::atomic<uint32_t> posts{0};
+  };
+
+  void post(const std::shared_ptr<Job>& job, bool closed) {
+    {
+      const std::lock_guard lock(desk_->mutex);
+      desk_->job = job;
+      desk_->closed = closed;
+      desk_->posts.fetch_add(1, std::memory_order_release);
+    }
+    desk_->posts.notify_all();
+  }
+
+  static void serve(std::shared_ptr<Desk> desk, int id) {
+    for (uint32_t seen = 0;;) {
+      desk->posts.wait(seen, std::memory_order_acquire);
+      std::shared_ptr<Job> job;
+      {
+        const std::lock_guard lock(desk->mutex);
+        if (desk->closed) return;
+        seen = desk->posts.load(std::memory_order_relaxed);
+        job = desk->job;
+      }
+      if (!job) continue;
+      Team team(*job, id);
+      job->run(team);
+    }
+  }
+
+  std::shared_ptr<Desk> desk_ = std::make_shared<Desk>();
+};
+
+inline Helpers& helpers_of_this_thread(int count) {
+  thread_local std::unique_ptr<Helpers> helpers;
+  if (!helpers || helpers->count != count) helpers = std::make_unique<Helpers>(count);
+  return *helpers;
+}
+
+// Threads that a call uses here: torch's count, or one for work not worth waking others.
 inline int team_size(bool parallel) { return parallel ? at::get_num_threads() : 1; }
 
-// Runs body(team) on every thread of a team, as large as torch's thread count where `parallel`, else this thread alone:
-// for work not worth the start of one. Never more than `team_size(parallel)` threads. `body` must not throw.
+// Runs body(team) on this thread and, where `parallel`, on helpers as far as they come. `body` must not throw. When this
+// returns, a helper may still be on its way through it, without claims: what it reads between stages it must own.
 template <typename Body>
-void run_team(bool parallel, Body&& body) {
-  Team::Shared shared;
-  const int most = team_size(parallel);
-  if (most == 1) {
-    Team team(shared, 0, 1);
+void run_team(bool parallel, Body body) {
+  const int size = team_size(parallel);
+  if (size == 1) {
+    Team team;
     body(team);
     return;
   }
-#pragma omp parallel
-  {
-    Team team(shared, omp_get_thread_num(), std::min(most, omp_get_num_threads()));
-    if (team.id() < most) body(team);
-  }
+  struct BodyJob final : Job {
+    BodyJob(int size, Body&& body) : Job(size), body(std::move(body)) {}
+    void run(Team& team) override { body(team); }
+    Body body;
+  };
+  helpers_of_this_thread(size - 1).lead(std::make_shared<BodyJob>(size, std::move(body)));
 }
 
 }  // namespace cpd

@@ -4,7 +4,9 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -282,6 +284,29 @@ def test_a_token_has_the_same_bits_in_every_chunk_batch_and_team(ops: CpuOps, dt
             assert torch.equal(compute(list(range(530, length)), lambda i: i % 2 == 1), expected)
     finally:
         torch.set_num_threads(before)
+
+
+# --- Threads
+
+
+def test_threads_have_teams_of_their_own_which_end_with_them(ops: CpuOps) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = ops.pack(torch.randn(512, 512, generator=generator), None)
+    x = torch.randn(64, 512, generator=generator)
+    expected = linear(x)
+    before = len(os.listdir("/proc/self/task"))
+
+    def lane(threads: int) -> bool:
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        return all(torch.equal(linear(x), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(3) as lanes:
+        assert list(lanes.map(lane, (2, 3, 2))) == [True] * 3
+    deadline = time.monotonic() + 30
+    while len(os.listdir("/proc/self/task")) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # --- The build
