@@ -156,7 +156,11 @@ def report(name: str, fallback: Callable[[], object], kernels: Callable[[], obje
             results += measure(run, repeat)
     slow, fast = (1e3 * statistics.median(results) for results in times)
     best = 1e3 * min(times[1])
-    print(f"| {name} | {slow:.3g} | {fast:.3g} | {best:.3g} | {slow / fast:.1f} |", flush=True)
+    print(f"| {name} | {show(slow)} | {show(fast)} | {show(best)} | {slow / fast:.1f} |", flush=True)
+
+
+def show(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def head(title: str) -> None:

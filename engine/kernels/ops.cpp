@@ -16,7 +16,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// A region's start pays off for work of about this many float32 operations.
+// Waking helpers pays off for work of about this many float32 operations.
 constexpr int64_t kParallelWork = 1 << 23;
 
 template <typename T>
