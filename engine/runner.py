@@ -15,7 +15,7 @@ from engine.config import load_config
 from engine.fit import fit
 from engine.model import Decoder
 from engine.ops import make_ops
-from engine.ops.base import DeviceBatch
+from engine.ops.base import DeviceBatch, to_device
 from engine.sampling import Sampler
 from engine.weights import Checkpoint, model_fingerprint
 
@@ -92,13 +92,16 @@ class TorchRunner:
         unique, choice_rows = np.unique(rows, return_inverse=True)  # several choices may share one prompt's row
         every = len(unique) == len(batch.token_ids)
         logits = self._model.forward(
-            self._to_device(batch), self._kv, None if every else self._tensor(unique), len(unique)
+            DeviceBatch.of(batch, self._device),
+            self._kv,
+            None if every else to_device(unique, self._device),
+            len(unique),
         )
         if logits is None:
             self._sampled = []
             return
         if len(unique) != len(rows) or not np.array_equal(unique, rows):
-            logits = logits.index_select(0, self._tensor(choice_rows.astype(np.int32)))
+            logits = logits.index_select(0, to_device(choice_rows.astype(np.int32), self._device))
         self._sampled = self._sampler.sample(logits, batch.samples)
 
     def collect(self) -> list[Sampled]:
@@ -108,27 +111,6 @@ class TorchRunner:
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page's keys and values of all layers."""
         self.pool[target].copy_(self.pool[source])
-
-    def _to_device(self, batch: Batch) -> DeviceBatch:
-        queries = np.diff(batch.query_start)
-        return DeviceBatch(
-            token_ids=self._tensor(batch.token_ids),
-            positions=self._tensor(batch.positions),
-            slots=self._tensor(batch.slots),
-            query_start=self._tensor(batch.query_start),
-            context_lens=self._tensor(batch.context_lens),
-            block_tables=self._tensor(batch.block_tables),
-            num_tokens=len(batch.token_ids),
-            num_seqs=len(batch.context_lens),
-            num_decodes=batch.num_decodes,
-            max_query_len=int(queries.max()),
-            max_context_len=int(batch.context_lens.max()),
-            host=batch,
-        )
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        """On a CPU it shares the array's memory: the step ends before the batch can change."""
-        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(self._device)
 
 
 def _resolve_device(name: str) -> torch.device:

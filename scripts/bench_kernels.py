@@ -1,6 +1,6 @@
 """Measures the CPU kernels against the torch fallback, in one run: whole steps of two models, and single operations.
 
-Usage: python scripts/bench_kernels.py [--threads N] [--repeat N]
+Usage: `python -m scripts.bench_kernels [--threads N] [--repeat N]`, from the repository's root.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
-from engine.batch import Batch
 from engine.config import RopeConfig
 from engine.model import LayerByLayer
 from engine.ops.base import DeviceBatch, FusedStack, Layer, Linear, Ops, Stack
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.torch_ops import TorchOps
 from engine.rope import rope_table
+from tests.engine.steps import step_of
 
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
@@ -75,41 +75,10 @@ CONTEXTS = [
 
 def make_batch(case: Case, num_pages: int) -> tuple[DeviceBatch, torch.Tensor | None]:
     """A step over scattered pages, and the rows that sample where these are not all."""
-    lens, order = case.lens, iter(np.random.default_rng(0).permutation(num_pages))
-    tables = np.zeros((len(lens), max(blocks_for(context) for _, context in lens)), np.int32)
-    positions: list[int] = []
-    slots: list[int] = []
-    for row, (queries, context) in zip(tables, lens, strict=True):
-        row[: blocks_for(context)] = [next(order) for _ in range(blocks_for(context))]
-        span = range(context - queries, context)
-        positions += span
-        slots += [row[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
-    host = Batch(
-        token_ids=np.zeros(len(slots), np.int32),
-        positions=np.array(positions, np.int32),
-        slots=np.array(slots, np.int32),
-        query_start=np.cumsum([0, *(queries for queries, _ in lens)], dtype=np.int32),
-        context_lens=np.array([context for _, context in lens], np.int32),
-        block_tables=tables,
-        num_decodes=sum(queries == 1 for queries, _ in lens),
-        samples=[],
-    )
-    batch = DeviceBatch(
-        token_ids=torch.from_numpy(host.token_ids),
-        positions=torch.from_numpy(host.positions),
-        slots=torch.from_numpy(host.slots),
-        query_start=torch.from_numpy(host.query_start),
-        context_lens=torch.from_numpy(host.context_lens),
-        block_tables=torch.from_numpy(host.block_tables),
-        num_tokens=len(slots),
-        num_seqs=len(lens),
-        num_decodes=host.num_decodes,
-        max_query_len=max(queries for queries, _ in lens),
-        max_context_len=max(context for _, context in lens),
-        host=host,
-    )
-    every = len(slots) == len(lens)
-    return batch, None if every else torch.from_numpy(host.query_start[1:] - 1)
+    free = iter(np.random.default_rng(0).permutation(num_pages).tolist())
+    batch = step_of(case.lens, [[next(free) for _ in range(blocks_for(context))] for _, context in case.lens])
+    every = batch.num_tokens == batch.num_seqs
+    return batch, None if every else batch.query_start[1:] - 1
 
 
 def make_stack(ops: Ops, shape: Shape) -> Stack:

@@ -9,11 +9,12 @@ one page. Index 0 of the second dimension is keys, 1 is values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
+import numpy as np
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, IntArray
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [T, in] -> x @ weight.T + bias, [T, out]."""
@@ -50,6 +51,29 @@ class DeviceBatch:
     max_query_len: int
     max_context_len: int
     host: Batch
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Self:
+        """The batch on a device; on a CPU it shares the batch's memory, which must not change meanwhile."""
+        return cls(
+            token_ids=to_device(batch.token_ids, device),
+            positions=to_device(batch.positions, device),
+            slots=to_device(batch.slots, device),
+            query_start=to_device(batch.query_start, device),
+            context_lens=to_device(batch.context_lens, device),
+            block_tables=to_device(batch.block_tables, device),
+            num_tokens=len(batch.token_ids),
+            num_seqs=len(batch.context_lens),
+            num_decodes=batch.num_decodes,
+            max_query_len=int(np.diff(batch.query_start).max()),
+            max_context_len=int(batch.context_lens.max()),
+            host=batch,
+        )
+
+
+def to_device(array: IntArray, device: torch.device) -> torch.Tensor:
+    """int32 numbers on a device; on a CPU a view of the array."""
+    return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,17 +40,4 @@ def step_of(lens: Lens, pages: Sequence[Sequence[int]]) -> DeviceBatch:
         num_decodes=sum(queries == 1 for queries, _ in lens),
         samples=[],
     )
-    return DeviceBatch(
-        token_ids=torch.from_numpy(host.token_ids),
-        positions=torch.from_numpy(host.positions),
-        slots=torch.from_numpy(host.slots),
-        query_start=torch.from_numpy(host.query_start),
-        context_lens=torch.from_numpy(host.context_lens),
-        block_tables=torch.from_numpy(host.block_tables),
-        num_tokens=len(slots),
-        num_seqs=len(lens),
-        num_decodes=host.num_decodes,
-        max_query_len=max(queries for queries, _ in lens),
-        max_context_len=max(context for _, context in lens),
-        host=host,
-    )
+    return DeviceBatch.of(host, torch.device("cpu"))

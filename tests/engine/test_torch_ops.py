@@ -9,51 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
-from engine.batch import Batch
 from engine.config import RopeConfig
 from engine.ops.base import DeviceBatch
 from engine.ops.torch_ops import TorchOps
 from engine.rope import rope_table
+from tests.engine.steps import step_of
 
 LAYERS, LAYER, KV_HEADS, GROUP, DIM = 3, 1, 2, 3, 8
 
 
 def make_batch(rng: np.random.Generator, lens: Sequence[tuple[int, int]], num_pages: int) -> DeviceBatch:
     """Sequences of (query length, context length) over pages in random order, decodes first."""
+    free = iter(rng.permutation(num_pages).tolist())
     lens = sorted(lens, key=lambda pair: pair[0] != 1)
-    free = list(rng.permutation(num_pages))
-    tables = np.zeros((len(lens), max(blocks_for(context) for _, context in lens) + 1), np.int32)
-    slots: list[int] = []
-    positions: list[int] = []
-    for row, (queries, context) in zip(tables, lens, strict=True):
-        row[: blocks_for(context)] = [free.pop() for _ in range(blocks_for(context))]
-        span = range(context - queries, context)
-        positions += span
-        slots += [row[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
-    host = Batch(
-        token_ids=np.zeros(len(slots), np.int32),
-        positions=np.array(positions, np.int32),
-        slots=np.array(slots, np.int32),
-        query_start=np.cumsum([0, *(queries for queries, _ in lens)], dtype=np.int32),
-        context_lens=np.array([context for _, context in lens], np.int32),
-        block_tables=tables,
-        num_decodes=sum(queries == 1 for queries, _ in lens),
-        samples=[],
-    )
-    return DeviceBatch(
-        token_ids=torch.from_numpy(host.token_ids),
-        positions=torch.from_numpy(host.positions),
-        slots=torch.from_numpy(host.slots),
-        query_start=torch.from_numpy(host.query_start),
-        context_lens=torch.from_numpy(host.context_lens),
-        block_tables=torch.from_numpy(host.block_tables),
-        num_tokens=len(slots),
-        num_seqs=len(lens),
-        num_decodes=host.num_decodes,
-        max_query_len=max(queries for queries, _ in lens),
-        max_context_len=max(context for _, context in lens),
-        host=host,
-    )
+    return step_of(lens, [[next(free) for _ in range(blocks_for(context))] for _, context in lens])
 
 
 def attend(q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
