@@ -13,7 +13,6 @@ from cpd.config import EngineSettings
 from cpd.errors import CheckpointError, CPDError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-_TOKENIZER = "tokenizer.json"
 
 
 def resolve_model(model: str) -> Path:
@@ -31,13 +30,11 @@ def resolve_model(model: str) -> Path:
 
 
 def check_model(directory: Path, settings: EngineSettings) -> None:
-    """Reads configuration and tensor headers, no weights.
+    """Reads configuration, tensor headers, tokenizer and chat template, no weights.
 
     Raises:
         CheckpointError: The checkpoint can't be served with these settings; the message says why.
     """
-    if not (directory / _TOKENIZER).is_file():
-        raise CheckpointError(f"{directory / _TOKENIZER} is missing; give the directory of a Hugging Face checkpoint")
     asked = {"dtype": settings.dtype, "kv_bytes": int(settings.kv_memory), "max_model_len": settings.max_model_len}
     command = [sys.executable, "-P", "-m", "deploy.model", str(directory), json.dumps(asked)]
     check = subprocess.run(command, stderr=subprocess.PIPE, text=True)
@@ -81,8 +78,10 @@ def _main(directory: Path, asked: dict[str, Any]) -> None:
     from engine.config import load_config
     from engine.fit import fit
     from engine.weights import Checkpoint
+    from router.checkpoint import load_checkpoint
 
     try:
+        load_checkpoint(directory, served_name="")
         config = load_config(directory)
         with Checkpoint(directory) as checkpoint:
             fit(config, checkpoint, **asked)

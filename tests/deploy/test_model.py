@@ -52,8 +52,11 @@ def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="shape"):
         check_model(checkpoint, EngineSettings())
 
+    (checkpoint / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json can't be read"):
+        check_model(checkpoint, EngineSettings())
     (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         check_model(checkpoint, EngineSettings())
 
 

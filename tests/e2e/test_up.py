@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -138,11 +139,16 @@ def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
     assert command.run("status")[0] == 1
 
 
-def test_a_worker_that_refuses_its_settings_ends_the_command_with_its_sentence(command: Command) -> None:
-    with command.start("--max-model-len", "100000", "--prefill", "0") as up:
+def test_a_process_that_refuses_to_start_ends_the_command_with_its_sentence(command: Command) -> None:
+    port = pick_port("127.0.0.1", 0)
+    with command.start("--prefill", "0", "--port", str(port)) as up, socket.socket() as other:
+        eventually(lambda: any("raylet" in line for line in command.processes().values()), "Ray is starting")
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))  # somebody takes the port after it was found to be free
+        other.listen()
         assert up.wait(60) == 1
     last = command.errors().strip().splitlines()[-1]
-    assert last == "error: --max-model-len 100000 is over the checkpoint's limit of 4096 tokens"
+    assert last == f"error: can't listen on 127.0.0.1:{port}: Address already in use"
     command.assert_nothing_is_left()
 
 
