@@ -62,7 +62,14 @@ class LiveRequest:
             if output.finish is not None:
                 self.close({output.choice})
 
-    def refuse(self, kind: pb.Refusal.Kind.ValueType, message: str, retry_after_s: float = 0.0) -> None:
+    def refuse(
+        self,
+        kind: pb.Refusal.Kind.ValueType,
+        message: str,
+        *,
+        retry_after_s: float = 0.0,
+        failed_prefill_workers: Collection[str] = (),
+    ) -> None:
         """Ends all open choices with one refusal."""
         if not self._open:
             return
@@ -74,6 +81,7 @@ class LiveRequest:
                 kind=kind,
                 message=message,
                 retry_after_ms=round(retry_after_s * 1000),
+                failed_prefill_workers=failed_prefill_workers,
             )
         )
         self.close(self._open)

@@ -89,14 +89,14 @@ class Route:
         self._long_prefill_tokens = long_prefill_tokens
         self._routes = routes
         self._requests = [live.request]
-        self._failures: list[str] = []
+        self._failures: dict[str, str] = {}  # why, by prefill worker
 
     async def run(self) -> None:
         """Returns when the engine has the request, or it has ended."""
         try:
             await self._run()
         except QueueFullError as error:
-            self._live.refuse(pb.Refusal.KIND_QUEUE_FULL, str(error), error.retry_after_s)
+            self._live.refuse(pb.Refusal.KIND_QUEUE_FULL, str(error), retry_after_s=error.retry_after_s)
         except EngineDiedError as error:
             self._live.refuse(pb.Refusal.KIND_REROUTE, str(error))
         except ValueError as error:
@@ -116,11 +116,14 @@ class Route:
             if outcome.status is not Status.FAILED:
                 return
             log.warning("prefill of %s by %s failed: %s", self._live.trace_id, candidate.worker_id, outcome.reason)
-            self._failures.append(f"{candidate.worker_id}: {outcome.reason}")
+            self._failures[candidate.worker_id] = outcome.reason
             self._go_on_after(outcome.first)
         if (await self._look()).verdict is Verdict.TOO_LONG:
             self._routes.outcomes["rerouted"] += 1
-            self._live.refuse(pb.Refusal.KIND_REROUTE, "prefill failed: " + "; ".join(self._failures))
+            reasons = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in self._failures.items())
+            self._live.refuse(
+                pb.Refusal.KIND_REROUTE, f"prefill failed: {reasons}", failed_prefill_workers=self._failures
+            )
 
     # ---- here ----
 

@@ -180,7 +180,7 @@ def _refuse(session: Session, message: pb.Submit, kind: pb.Refusal.Kind.ValueTyp
 def _refuse_if_failed(live: LiveRequest, added: "asyncio.Future[None]") -> None:
     match added.exception():
         case QueueFullError() as error:
-            live.refuse(pb.Refusal.KIND_QUEUE_FULL, str(error), error.retry_after_s)
+            live.refuse(pb.Refusal.KIND_QUEUE_FULL, str(error), retry_after_s=error.retry_after_s)
         case EngineDiedError() as error:
             live.refuse(pb.Refusal.KIND_REROUTE, str(error))
         case BaseException() as error:

@@ -5,7 +5,7 @@ A request is one prompt with `n` choices. It travels in legs: one Submit each, k
     placed -> running -> done                 a choice is done with its finish reason, or when the consumer stops it
        ^         |
        |         +--- queue full              -> another worker; none left: 503, or parked after a replay
-       +---------+--- rerouted                -> another worker or this one, after some times without a prefill worker
+       +---------+--- rerouted                -> another worker or this one, without the prefill workers that failed
                  +--- worker lost             -> replayed: prompt and the tokens so far, a leg for every choice
                  +--- failed                  -> the request fails
 
@@ -37,8 +37,8 @@ PARK_S = 30.0
 MAX_LOSSES = 4
 """A request that lost so many workers may be what ends them: it fails."""
 
-MAX_REROUTES = 2
-"""After so many failed remote prefills the decode worker computes the prompt."""
+IMMEDIATE_REROUTES = 3
+"""A request that was given back more often than this is not placed again without a pause."""
 
 RETRY_S = 1.0
 """When to try again where a worker did not say."""
@@ -115,6 +115,7 @@ class _Leg:
         session: Where it runs; None while parked.
         tokens: Counted in `session.tokens`, until its first output.
         refused_by: Workers that gave it back in this round; they come last.
+        failed_prefill: Prefill workers that were tried in vain; they are not offered again.
         deadline: Loop time until which it may be parked; None before it is.
     """
 
@@ -125,6 +126,7 @@ class _Leg:
     session: Session | None = None
     tokens: int = 0
     refused_by: set[str] = field(default_factory=set)
+    failed_prefill: set[str] = field(default_factory=set)
     losses: int = 0
     reroutes: int = 0
     deadline: float | None = None
@@ -210,8 +212,9 @@ class Dispatcher:
         elif refusal.kind == pb.Refusal.KIND_REROUTE:
             log.warning("request %s is placed anew: %s", leg.request.trace_id, refusal.message)
             leg.reroutes += 1
+            leg.failed_prefill.update(refusal.failed_prefill_workers)
             # the same worker may take it at once, unless it goes on refusing: then it drains
-            self._place_again(leg, 0 if leg.reroutes <= MAX_REROUTES + 1 else retry_after_s)
+            self._place_again(leg, 0 if leg.reroutes <= IMMEDIATE_REROUTES else retry_after_s)
         else:
             log.error("worker %s failed request %s: %s", session.id, leg.request.trace_id, refusal.message)
             self._fail(leg.request, failed(f"The worker could not finish the request: {refusal.message}"))
@@ -260,7 +263,9 @@ class Dispatcher:
         hashes = _hashes(request, token_ids)
         cached = self._workers.index.cached_prefixes(hashes)
         combined = [one for one in self._workers.candidates("combined", cached) if one.worker_id not in leg.refused_by]
-        prefill = self._workers.candidates("prefill", cached) if leg.reroutes <= MAX_REROUTES else []
+        prefill = [
+            one for one in self._workers.candidates("prefill", cached) if one.worker_id not in leg.failed_prefill
+        ]
         placement = place(
             len(token_ids), combined, prefill, long_prefill_tokens=self._long_prefill_tokens, rng=self._rng
         )
@@ -332,6 +337,7 @@ class Dispatcher:
         if origin is not None:
             leg.attempt, leg.deadline = origin.attempt, origin.deadline
             leg.losses, leg.reroutes = origin.losses, origin.reroutes
+            leg.failed_prefill = set(origin.failed_prefill)
         self._legs[leg.id] = leg
         request.legs.add(leg)
         return leg

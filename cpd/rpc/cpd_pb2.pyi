@@ -750,11 +750,16 @@ class Refusal(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    FAILED_PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     attempt: _builtins.int
     kind: Global___Refusal.Kind.ValueType
     message: _builtins.str
     retry_after_ms: _builtins.int
+    @_builtins.property
+    def failed_prefill_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """candidates that were tried in vain: not to be offered again"""
+
     def __init__(
         self,
         *,
@@ -763,10 +768,11 @@ class Refusal(_message.Message):
         kind: Global___Refusal.Kind.ValueType = ...,
         message: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
+        failed_prefill_workers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "kind", b"kind", "message", b"message", "request", b"request", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failed_prefill_workers", b"failed_prefill_workers", "kind", b"kind", "message", b"message", "request", b"request", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

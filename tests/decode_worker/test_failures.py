@@ -32,6 +32,7 @@ async def test_without_another_candidate_the_request_is_placed_anew(redis_url: s
         assert answer.refusal is not None
         assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
         assert "dead" in answer.refusal.message
+        assert list(answer.refusal.failed_prefill_workers) == ["dead"]
         await p.balanced()
         await eventually(lambda: dict(p.router.load.fills) == {"failed": 1, "rerouted": 1})
 

@@ -109,14 +109,22 @@ class TestRefusals:
         assert response.status_code == 503
         assert len(draining.submits) < 10
 
-    async def test_after_some_reroutes_no_prefill_worker_is_tried(
+    async def test_a_prefill_worker_that_failed_a_request_is_not_offered_again(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
-        worker = await start_worker(_refuses(pb.Refusal.KIND_REROUTE, says(REPLY), times=3))
-        prefill = await start_worker(worker_id="prefill-0", kind="prefill")
-        router = await start_router(worker, prefill, long_prefill_tokens=0)
+        async def fails_the_first(submit: pb.Submit) -> AsyncIterator[Answer]:
+            if submit.prefill_candidates:
+                first = submit.prefill_candidates[0].worker_id
+                yield pb.Refusal(kind=pb.Refusal.KIND_REROUTE, failed_prefill_workers=[first])
+            else:
+                async for output in says(REPLY)(submit):
+                    yield output
+
+        worker = await start_worker(fails_the_first)
+        prefill = [await start_worker(worker_id=f"prefill-{i}", kind="prefill") for i in range(2)]
+        router = await start_router(worker, *prefill, long_prefill_tokens=0)
         assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == REPLY
-        assert [len(submit.prefill_candidates) for submit in worker.submits] == [1, 1, 1, 0]
+        assert [len(submit.prefill_candidates) for submit in worker.submits] == [2, 1, 0]
 
     async def test_a_failure_is_an_error(self, start_router: StartRouter, start_worker: StartWorker) -> None:
         router = await start_router(await start_worker(_refuses(pb.Refusal.KIND_FAILED)))
