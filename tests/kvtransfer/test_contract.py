@@ -38,6 +38,12 @@ class Pair:
     def arrived(self, own: Sequence[int], pages: Sequence[int]) -> bool:
         return bool((self.target.pages[list(pages)] == self.source.pages[list(own)]).all())
 
+    async def begun(self) -> None:
+        """Returns as soon as the first page has begun to change, which leaves the rest of a push under way."""
+        async with asyncio.timeout(DEADLINE_S):
+            while self.target.untouched([0]):  # noqa: ASYNC110 - a pause would let a fast push end meanwhile
+                await asyncio.sleep(0)
+
     def untouched_but(self, pages: Sequence[int]) -> bool:
         return self.target.untouched(sorted(set(range(len(self.target.pages))) - set(pages)))
 
@@ -339,7 +345,7 @@ async def test_a_cancelled_transfer_ends_in_an_error_and_reads_its_pages_no_more
     pair = await connected(network, num_pages=128, page_bytes=1 << 20)
     landing = pair.receiver.expect(1, 1, range(128))
     transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(128)), pairs(range(128)[::-1]))
-    await eventually(lambda: not pair.target.untouched([0]))
+    await pair.begun()
     transfer.cancel()
     with pytest.raises(TransferError, match="cancelled"):
         await within(transfer.done())
@@ -377,7 +383,7 @@ async def test_a_landing_revoked_in_mid_air_settles_and_then_stays_as_it_is(netw
     pair = await connected(network, num_pages=128, page_bytes=1 << 20)
     landing = pair.receiver.expect(1, 1, range(128))
     transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(128)), pairs(range(128)[::-1]))
-    await eventually(lambda: not pair.target.untouched([0]))
+    await pair.begun()
     if not landing.revoke():
         await within(landing.peer_gone())
         assert landing.revoke()
@@ -408,7 +414,7 @@ async def test_a_receiver_that_closes_fails_what_is_under_way(network: Network) 
     pair = await connected(network, num_pages=64, page_bytes=1 << 20)
     landing = pair.receiver.expect(1, 1, range(64))
     transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(64)), pairs(range(64)))
-    await eventually(lambda: not pair.target.untouched([0]))
+    await pair.begun()
     await pair.receiver.close()
     pair.target.pages[:] = EMPTY
     with pytest.raises(TransferError):
