@@ -5,7 +5,7 @@ Precedence: flag, then environment (`CPD_TOKEN_BUDGET`), then the YAML file, the
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
@@ -54,7 +54,7 @@ class Settings(BaseSettings):
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"]) or "settings"
             raise ConfigError(f"{name.replace('_', '-')}: {first['msg']} (got {first.get('input')!r})") from None
-        return cast(Self, merged)
+        return cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields})
 
 
 class EngineSettings(Settings):

@@ -4,10 +4,10 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from cpd.config import Settings
@@ -30,7 +30,7 @@ def command(settings: type[S], run: Callable[[S], None]) -> Callable[..., None]:
     config_option = typer.Option("--config", help="YAML file with any of these settings.")
     parameters = [
         _parameter("config", Annotated[Path | None, config_option]),
-        *(_parameter(name, _annotation(name, field)) for name, field in settings.model_fields.items()),
+        *(_parameter(name, _annotation(settings, name)) for name in settings.model_fields),
     ]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__doc__ = run.__doc__
@@ -52,20 +52,32 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _annotation(name: str, field: FieldInfo) -> Any:
+def _annotation(settings: type[Settings], name: str) -> Any:
+    field = settings.model_fields[name]
     shown = "" if field.default is PydanticUndefined else _show(field.default)
     default = f" [default: {shown}]" if shown else ""
-    env = f" [env: CPD_{name.upper()}]"
+    env = f" [env: {settings.model_config['env_prefix']}{name.upper()}]"
     help_text = f"{field.description}{default}{env}"
     flag = "--" + name.replace("_", "-")
-    kind: Any = field.annotation
+    if isinstance(field.json_schema_extra, dict):
+        flag = str(field.json_schema_extra["flag"])
+    kind: Any = _without_none(field.annotation)
     if get_origin(kind) is Literal:
-        help_text = f"{'|'.join(get_args(kind))}. {help_text}"
+        help_text = f"{'|'.join(filter(None, get_args(kind)))}. {help_text}"
     base = {int: int, float: float, bool: bool}.get(kind, str)
     if get_origin(kind) is list:
         return Annotated[list[str] | None, typer.Option(flag, help=help_text)]
     return Annotated[base | None, typer.Option(flag, help=help_text)]
 
 
+def _without_none(kind: Any) -> Any:
+    """X of `X | None`."""
+    if get_origin(kind) is UnionType:
+        (kind,) = (part for part in get_args(kind) if part is not NoneType)
+    return kind
+
+
 def _show(value: Any) -> str:
+    if value is None:
+        return ""
     return value.human_readable() if hasattr(value, "human_readable") else str(value)

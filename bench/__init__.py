@@ -1,0 +1,1 @@
+"""`cpd bench`: a load generator for any server with an OpenAI-compatible HTTP endpoint. It knows only HTTP."""

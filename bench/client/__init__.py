@@ -1,0 +1,1 @@
+"""The HTTP client: one connection a stream, a time stamp a read."""

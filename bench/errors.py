@@ -1,0 +1,7 @@
+"""Errors of the load generator."""
+
+from cpd.errors import CPDError
+
+
+class BenchError(CPDError):
+    """A run cannot start or go on; the message tells the user what to do."""

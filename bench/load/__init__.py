@@ -1,0 +1,1 @@
+"""Sending a workload: arrivals, client processes and their health."""

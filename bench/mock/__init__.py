@@ -1,0 +1,1 @@
+"""A server of known behaviour, to measure the client with."""

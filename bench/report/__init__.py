@@ -1,0 +1,1 @@
+"""What a person sees of a result: progress, tables, one HTML file."""
