@@ -5,7 +5,7 @@ Precedence: flag, then environment (`CPD_TOKEN_BUDGET`), then the YAML file, the
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
@@ -54,7 +54,8 @@ class Settings(BaseSettings):
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"]) or "settings"
             raise ConfigError(f"{name.replace('_', '-')}: {first['msg']} (got {first.get('input')!r})") from None
-        return cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields})
+        # An instance of the named class: those of a local one cannot be sent to another process.
+        return cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
 
 
 class EngineSettings(Settings):
