@@ -55,7 +55,7 @@ class Workload(Protocol):
 
     @property
     def times_s(self) -> Sequence[float] | None:
-        """When each session is due, in seconds from the start, where the workload itself says so (a trace)."""
+        """When each session is due, in seconds from the start, ascending, where the workload says so (a trace)."""
         ...
 
     def session(self, index: int) -> Session:
