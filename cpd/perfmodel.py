@@ -1,0 +1,230 @@
+"""The performance model: how long a step takes on a device, for everyone who must predict it.
+
+A step runs its kernels one after the other, so its time is a sum, whose parts grow with what bounds each of them:
+
+    linear layers   a curve over the step's tokens: flat while reading the weights bounds them, then a straight line
+                    while arithmetic does; straight lines between its knots
+    sequences       sampling and whatever else is done once for each
+    attention       reading the context (bounds decodes), and every query with every key (bounds prefills)
+
+Each measured share of the device has its own numbers. Between two of them time is a straight line over 1 / share, which
+is exact for work that scales and for work that does not. A lane with company is slower by a measured factor.
+
+Times are in ms, shares are of the device's compute units, 1 being all of them.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cpd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step computes, as far as its time goes. Works add up: a mixed step is `decode + prefill`.
+
+    Attributes:
+        tokens: Tokens computed.
+        seqs: Sequences they belong to.
+        context: Tokens attended to, summed over the sequences.
+        pairs: Of a query and a key that it attends to, summed over the sequences.
+    """
+
+    tokens: int = 0
+    seqs: int = 0
+    context: int = 0
+    pairs: int = 0
+
+    @classmethod
+    def decode(cls, seqs: int, context: int) -> Self:
+        """One token for each of `seqs` sequences, which have `context` tokens in all."""
+        return cls(seqs, seqs, context, context)
+
+    @classmethod
+    def prefill(cls, tokens: int, before: int = 0) -> Self:
+        """A chunk of `tokens` tokens of one sequence, `before` of whose tokens are in the cache."""
+        return cls(tokens, 1, before + tokens, tokens * before + tokens * (tokens + 1) // 2)
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.tokens + other.tokens,
+            self.seqs + other.seqs,
+            self.context + other.context,
+            self.pairs + other.pairs,
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence computes one token."""
+        return self.tokens == self.seqs
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ShareProfile(_Part):
+    """One share of the device."""
+
+    share: float = Field(gt=0, le=1, description="Of the device's compute units.")
+    tokens: tuple[int, ...] = Field(min_length=1, description="Knots of the curve, ascending.")
+    tokens_ms: tuple[float, ...] = Field(description="Time of a step of that many tokens, without what follows.")
+    seq_ms: float = Field(ge=0, description="For each sequence.")
+    context_ms: float = Field(ge=0, description="For each token of context.")
+    pair_ms: float = Field(ge=0, description="For each pair of a query and a key.")
+    decode_slowdown: float = Field(1.0, gt=0, description="Factor of a decode while a prefill runs on the rest.")
+    prefill_slowdown: float = Field(1.0, gt=0, description="Factor of a prefill while decodes run on the rest.")
+
+    @model_validator(mode="after")
+    def _curve(self) -> Self:
+        if len(self.tokens) != len(self.tokens_ms):
+            raise ValueError(f"{len(self.tokens)} knots, but {len(self.tokens_ms)} times")
+        if self.tokens[0] != 1 or any(a >= b for a, b in pairwise(self.tokens)):
+            raise ValueError("the knots must begin with 1 and ascend")
+        if self.tokens_ms[0] < 0 or any(a > b for a, b in pairwise(self.tokens_ms)):
+            raise ValueError("the times at the knots must not fall")
+        return self
+
+
+class TransferProfile(_Part):
+    """Moving KV pages from worker to worker. The defaults are those of TCP on one host."""
+
+    fixed_ms: float = Field(0.5, ge=0, description="Of each transfer.")
+    bytes_per_ms: float = Field(1e6, gt=0, description="A gigabyte a second is 1e6.")
+
+
+class FitError(_Part):
+    """How far off the model was on samples that it was not fitted to. Errors are relative: 0.1 is 10 %."""
+
+    samples: int = Field(ge=0, description="Measured steps.")
+    median: float = Field(ge=0)
+    p95: float = Field(ge=0)
+
+
+class Profile(_Part):
+    """What a profile file holds."""
+
+    schema_name: Literal["cpd-profile/1"] = Field("cpd-profile/1", alias="schema")
+    source: Literal["measured", "roofline"] = Field(description="roofline: computed from data sheets, no evidence.")
+    device: str
+    model: str
+    shares: tuple[ShareProfile, ...] = Field(min_length=1, description="Ascending, the whole device last.")
+    transfer: TransferProfile = TransferProfile()
+    error: FitError | None = Field(None, description="Of a measured profile.")
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if any(a.share >= b.share for a, b in pairwise(self.shares)) or self.shares[-1].share != 1:
+            raise ValueError("the shares must ascend, and the last one must be 1")
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a profile.
+
+        Raises:
+            ConfigError: The file cannot be read, or is no profile; one sentence says where it is wrong.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(
+                f"{path} is not a profile that `cpd profile` wrote: {place and place + ': '}{first['msg']}"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        try:
+            path.write_text(self.model_dump_json(indent=2, by_alias=True) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from None
+
+
+class PerfModel:
+    """Predicts by a profile. A prediction takes about two microseconds.
+
+    Attributes:
+        profile: Where the numbers come from.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._shares = [part.share for part in profile.shares]
+        self._parts = [_Steps(part) for part in profile.shares]
+        self._transfer = profile.transfer.fixed_ms, 1 / profile.transfer.bytes_per_ms
+
+    def step_ms(self, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
+        """Time of one step.
+
+        Args:
+            work: What it computes; nothing takes no time.
+            share: How much of the device it has, in (0, 1].
+            beside: What the other lane runs meanwhile.
+        """
+        if not work.tokens:
+            return 0.0
+        shares = self._shares
+        upper = bisect_right(shares, share)
+        if upper and shares[upper - 1] == share:
+            return self._parts[upper - 1].ms(work, beside)
+        if len(shares) == 1:
+            return self._parts[0].ms(work, beside) / share
+        upper = max(upper, 1)
+        low, high = shares[upper - 1], shares[upper]
+        low_ms, high_ms = self._parts[upper - 1].ms(work, beside), self._parts[upper].ms(work, beside)
+        return high_ms + (low_ms - high_ms) * (1 / share - 1 / high) / (1 / low - 1 / high)
+
+    def transfer_ms(self, num_bytes: int) -> float:
+        """Time from the first byte's sending to the last one's arrival."""
+        fixed_ms, ms_per_byte = self._transfer
+        return fixed_ms + num_bytes * ms_per_byte
+
+
+class _Steps:
+    """One share's numbers, laid out for speed."""
+
+    __slots__ = ("_context_ms", "_knots", "_lines", "_pair_ms", "_seq_ms", "_slowdowns")
+
+    def __init__(self, part: ShareProfile) -> None:
+        self._knots = part.tokens[1:-1]
+        """Where one line ends and the next one begins; the last line goes on for ever."""
+        self._lines = _lines(part.tokens, part.tokens_ms)
+        self._seq_ms, self._context_ms, self._pair_ms = part.seq_ms, part.context_ms, part.pair_ms
+        self._slowdowns = part.decode_slowdown, part.prefill_slowdown
+
+    def ms(self, work: Work, beside: Work | None) -> float:
+        base, slope = self._lines[bisect_right(self._knots, work.tokens)]
+        ms = (
+            base
+            + slope * work.tokens
+            + self._seq_ms * work.seqs
+            + self._context_ms * work.context
+            + self._pair_ms * work.pairs
+        )
+        if beside is not None and beside.tokens:
+            ms *= self._slowdowns[0 if work.is_decode else 1]
+        return ms
+
+
+def _lines(knots: tuple[int, ...], values: tuple[float, ...]) -> list[tuple[float, float]]:
+    """Intercept and slope of the line from each knot to the next. Of a single knot: a constant."""
+    if len(knots) == 1:
+        return [(values[0], 0.0)]
+    lines = []
+    for (x, y), (next_x, next_y) in pairwise(zip(knots, values, strict=True)):
+        slope = (next_y - y) / (next_x - x)
+        lines.append((y - slope * x, slope))
+    return lines
