@@ -1,0 +1,191 @@
+"""A report page: one HTML file with everything inside, readable offline, on a phone and on a desk, light and dark.
+
+    page = Page("Interference", "model M at http://…")
+    page.add(Notice("good", "Decoding recovers after every burst"), Cards([Card("Baseline ITL", "9.1 ms")]))
+    page.section("Increase of ITL", "How much slower the decode streams become while prompts are injected.")
+    page.add(Chart("ITL increase, %", traces=[{"type": "heatmap", "z": z, "colorscale": "$heat"}], layout=axes))
+    page.write(Path("report.html"))
+
+A trace and a layout are plotly.js' own JSON; an axis of names needs `"type": "category"`. Colours in them are names too,
+since the system's theme may change while the page is open: "$1" to "$6" for series, "$text", "$muted", "$line", "$surface",
+"$good", "$warn", "$bad", and "$heat" for a colour scale from nothing to much.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from bench.errors import BenchError
+
+Tone = Literal["", "good", "warn", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One figure, large. `note` stands small below it."""
+
+    label: str
+    value: str
+    note: str = ""
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """Figures side by side."""
+
+    cards: Sequence[Card]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A coloured box: the verdict, or a warning."""
+
+    tone: Tone
+    title: str
+    lines: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values that a reader looks up rather than reads: a command, versions. Folded until opened."""
+
+    title: str
+    facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table. `note` stands small below the text."""
+
+    text: str
+    note: str = ""
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table. The first column names the rows and stays in sight while a narrow screen is scrolled sideways.
+
+    Args:
+        columns: Their headings.
+        rows: As many cells each as there are columns.
+        title: Heading of the table.
+        note: What a reader must know to read it.
+        prose: Columns, by index, that hold text and are aligned to the left; the others hold numbers.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    title: str = ""
+    note: str = ""
+    prose: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"every row of the table {self.title!r} needs {len(self.columns)} cells")
+
+    def cells(self) -> list[list[Cell]]:
+        """The rows, with every cell a Cell."""
+        return [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A plotly.js figure.
+
+    Args:
+        title: Says what is seen, with the unit.
+        traces: plotly.js traces.
+        layout: plotly.js layout; fonts, colours, margins and the legend's place come from the page.
+        note: How to read it.
+        height: In CSS pixels.
+        wide: Takes the whole width of a desktop screen, instead of half of it.
+    """
+
+    title: str
+    traces: Sequence[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    height: int = 300
+    wide: bool = False
+
+
+Block = Card | Cards | Notice | Facts | Table | Chart
+
+
+@dataclass(slots=True)
+class Section:
+    """A heading and the blocks under it."""
+
+    title: str
+    lead: str
+    blocks: list[Block] = field(default_factory=list)
+
+
+def series(index: int) -> str:
+    """The name of the colour of a series; after the sixth they repeat."""
+    return f"${index % 6 + 1}"
+
+
+class Page:
+    """Collects blocks and writes them as one file.
+
+    Args:
+        title: The page's heading.
+        subtitle: One line below it.
+    """
+
+    def __init__(self, title: str, subtitle: str = "") -> None:
+        self._title = title
+        self._subtitle = subtitle
+        self._sections = [Section("", "")]
+
+    def section(self, title: str, lead: str = "") -> None:
+        """Begins a section: what is added from now on stands under this heading."""
+        self._sections.append(Section(title, lead))
+
+    def add(self, *blocks: Block) -> None:
+        """Adds blocks to the section begun last, or to the page's head if none was."""
+        self._sections[-1].blocks.extend(blocks)
+
+    def html(self) -> str:
+        """The whole page."""
+        from plotly.offline import get_plotlyjs
+
+        sections = [section for section in self._sections if section.blocks]
+        charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        return environment.get_template("page.jinja").render(
+            title=self._title,
+            subtitle=self._subtitle,
+            sections=sections,
+            figures=_script_json([{"data": chart.traces, "layout": chart.layout} for chart in charts]),
+            plotly=Markup(get_plotlyjs()) if charts else "",
+            kind=lambda block: type(block).__name__,
+        )
+
+    def write(self, path: Path) -> None:
+        """Writes the page.
+
+        Raises:
+            BenchError: The file cannot be written.
+        """
+        try:
+            path.write_text(self.html(), encoding="utf-8")
+        except OSError as error:
+            raise BenchError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _script_json(value: Any) -> Markup:
+    """JSON that may stand in a script element: a text in it cannot end the element."""
+    text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    return Markup(text.replace("<", "\\u003c"))
