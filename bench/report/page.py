@@ -6,8 +6,8 @@
     page.add(Chart("ITL increase, %", traces=[{"type": "heatmap", "z": z, "colorscale": "$heat"}], layout=axes))
     page.write(Path("report.html"))
 
-A trace and a layout are plotly.js' own JSON; an axis of names needs `"type": "category"`. Colours in them are names too,
-since the system's theme may change while the page is open: "$1" to "$6" for series, "$text", "$muted", "$line", "$surface",
+A trace and a layout are plotly.js' own JSON; an axis of names needs `"type": "category"`. Colours are names too, since
+the system's theme may change while the page is open: "$1" to "$6" for series, "$text", "$muted", "$line", "$surface",
 "$good", "$warn", "$bad", and "$heat" for a colour scale from nothing to much.
 """
 
