@@ -1,0 +1,132 @@
+"""What a run looks like while it goes on.
+
+It shares the cores with the client that measures: it draws a few times a second whatever comes in, and keeps only the
+latest latencies.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from bench.record import Failure, Record
+
+_DRAW_EVERY_S = 0.25
+_PRINT_EVERY_S = 5.0  # where there is no terminal
+_RATE_OVER_S = 10.0
+_LATEST_REQUESTS = 1000
+_LATEST_GAPS = 10_000
+
+
+class LiveProgress:
+    """Shows a run: a live display in a terminal, else a line every few seconds.
+
+    A context manager; `begin` may be called again in it for the next run. It reads no clock: `update` tells the time.
+
+    Args:
+        console: Where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._every_s = _DRAW_EVERY_S if self._live else _PRINT_EVERY_S
+        self.begin(total=None, duration_s=None)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def begin(self, total: int | None, duration_s: float | None) -> None:
+        """A run begins.
+
+        Args:
+            total: Requests that it will send, if that is known.
+            duration_s: How long it sends, if that is limited.
+        """
+        self._total = total
+        self._duration_s = duration_s
+        self._finished = 0
+        self._errors: Counter[str] = Counter()
+        self._ttft_ms: deque[float] = deque(maxlen=_LATEST_REQUESTS)
+        self._gaps_ms: deque[float] = deque(maxlen=_LATEST_GAPS)
+        self._ends: deque[tuple[float, int]] = deque([(0.0, 0)])  # (elapsed, finished by then) of the last seconds
+        self._next_s = 0.0 if self._live else _PRINT_EVERY_S
+
+    def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
+        """The run goes on.
+
+        Args:
+            finished: Requests that ended since the last call.
+            in_flight: How many are being answered now.
+            elapsed_s: Since the run began.
+        """
+        for record in finished:
+            self._take(record)
+        if elapsed_s < self._next_s:
+            return
+        self._next_s = elapsed_s + self._every_s
+        self._ends.append((elapsed_s, self._finished))
+        while len(self._ends) > 2 and self._ends[1][0] <= elapsed_s - _RATE_OVER_S:
+            self._ends.popleft()
+        if self._live:
+            self._live.update(Group(*self._display(in_flight, elapsed_s)), refresh=True)
+        else:
+            self._console.print(" · ".join(self._facts(in_flight, elapsed_s)), highlight=False, soft_wrap=True)
+
+    def _take(self, record: Record) -> None:
+        if record.error == Failure.ABORTED:
+            return
+        self._finished += 1
+        if record.error:
+            self._errors[record.error] += 1
+            return
+        self._ttft_ms.append((record.content_s[0] - record.due_s) * 1e3)
+        self._gaps_ms.extend((np.diff(record.content_s[-_LATEST_GAPS - 1 :]) * 1e3).tolist())
+
+    def _display(self, in_flight: int, elapsed_s: float) -> Iterable[ProgressBar | Text]:
+        share = self._share(elapsed_s)
+        yield ProgressBar(total=1.0, completed=share or 0.0, width=60, pulse=share is None, animation_time=elapsed_s)
+        yield Text(" · ".join(self._facts(in_flight, elapsed_s)), style="red" if self._errors else "")
+
+    def _facts(self, in_flight: int, elapsed_s: float) -> Iterable[str]:
+        yield f"{elapsed_s:.0f} s"
+        yield f"{self._finished}{f'/{self._total}' if self._total else ''} done"
+        yield f"{self._rate():.2f}/s"
+        yield f"{in_flight} in flight"
+        for name, values in (("TTFT", self._ttft_ms), ("ITL", self._gaps_ms)):
+            if values:
+                p50, p99 = np.percentile(values, [50, 99])
+                yield f"{name} p50 {p50:.1f} p99 {p99:.1f} ms"
+        if self._errors:
+            yield "failed: " + ", ".join(f"{kind} {count}" for kind, count in self._errors.most_common())
+        share = self._share(elapsed_s)
+        if share:
+            yield f"{elapsed_s * (1 - share) / share:.0f} s left"
+
+    def _rate(self) -> float:
+        """Requests that ended a second, of late."""
+        (from_s, before), (to_s, after) = self._ends[0], self._ends[-1]
+        return (after - before) / (to_s - from_s) if to_s > from_s else 0.0
+
+    def _share(self, elapsed_s: float) -> float | None:
+        """How much of the run is over; None if nothing says when it ends."""
+        shares = []
+        if self._total:
+            shares.append(self._finished / self._total)
+        if self._duration_s:
+            shares.append(elapsed_s / self._duration_s)
+        return min(max(shares), 1.0) if shares else None

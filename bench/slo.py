@@ -1,0 +1,60 @@
+"""Latency targets that a request must meet to count as good."""
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from bench.result import Request
+from cpd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Upper limits in ms; None is no limit. `itl` is the limit of the 99th percentile of one request's own gaps."""
+
+    ttft: float | None = None
+    itl: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Slo":
+        """Reads `ttft=2000,itl=50`: names of limits, each with its milliseconds.
+
+        Raises:
+            ConfigError: Another form, an unknown name, one given twice, or a limit that is no positive number.
+        """
+        known = [field.name for field in fields(cls)]
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = (piece.strip() for piece in part.partition("="))
+            if name not in known:
+                raise ConfigError(f"slo: {part.strip()!r} is none of {', '.join(f'{name}=MS' for name in known)}")
+            if name in limits:
+                raise ConfigError(f"slo: {name} is given twice")
+            limits[name] = _milliseconds(name, value)
+        return cls(**limits)
+
+    def good(self, request: Request) -> bool:
+        """Whether `request` completed within every limit. A latency that it doesn't have (an answer of one token has
+        no gaps) breaks none."""
+        if request.error:
+            return False
+        measured = (
+            (request.ttft_ms, self.ttft),
+            (request.tpot_ms, self.tpot),
+            (request.e2e_ms, self.e2e),
+            (float(np.percentile(request.itl_ms, 99)) if self.itl and request.itl_ms else None, self.itl),
+        )
+        return all(value is None or limit is None or value <= limit for value, limit in measured)
+
+
+def _milliseconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"slo: {name}={text} is no positive number of milliseconds")
+    return value
