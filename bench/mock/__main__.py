@@ -1,0 +1,32 @@
+"""`python -m bench.mock`: the mock server; see --help."""
+
+import gc
+
+import typer
+
+from bench.mock.behaviour import Behaviour, MockSettings
+from bench.mock.server import Server
+from cpd.errors import ConfigError
+from cpd.options import command
+from cpd.process import end_with_supervisor
+
+
+def run(settings: MockSettings) -> None:
+    """Serves an OpenAI-compatible endpoint with known timing and mistakes. Prints its URL when it listens."""
+    end_with_supervisor()
+    behaviour = Behaviour.model_validate(settings.model_dump(include=set(Behaviour.model_fields)))
+    try:
+        server = Server(behaviour, settings.host, settings.port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from error
+    # Nothing here makes reference cycles, and a collection among thousands of streams is a pause for all of them.
+    gc.disable()
+    print(server.url, flush=True)
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        return
+
+
+if __name__ == "__main__":
+    typer.run(command(MockSettings, run))

@@ -1,0 +1,57 @@
+"""The mock server as a child process, for tests and the self-test."""
+
+import os
+import subprocess
+import sys
+from types import TracebackType
+from typing import Self
+
+from bench.errors import BenchError
+from bench.mock.behaviour import Behaviour
+
+END_S = 10.0
+
+
+class MockServer:
+    """Runs while its context is open, on a free port of 127.0.0.1; ends with this process however that dies.
+
+    Attributes:
+        url: Where it listens, without /v1.
+
+    Raises:
+        BenchError: It did not start.
+    """
+
+    url: str
+
+    def __init__(self, behaviour: Behaviour | None = None) -> None:
+        self._flags: list[str] = []
+        for name, value in (behaviour or Behaviour()).model_dump(exclude_defaults=True).items():
+            flag = "--" + name.replace("_", "-")
+            self._flags += [flag] if value is True else [flag, str(value)]
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.mock", *self._flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "CPD_SUPERVISED": "1"},
+        )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().decode().strip()  # an empty line: it has ended
+        if not self.url:
+            self._end()
+            raise BenchError(f"the mock server did not start (exit code {self._process.returncode}), see above")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._process.kill()  # it has nothing to tidy up
+        self._process.wait(END_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
