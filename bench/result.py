@@ -14,6 +14,20 @@ from bench.errors import BenchError
 SCHEMA: Literal["cpd-bench/1"] = "cpd-bench/1"
 
 
+def write_json(result: BaseModel, path: Path) -> None:
+    """Writes a result, its `schema_` as `schema` and first.
+
+    Raises:
+        BenchError: The file cannot be written.
+    """
+    fields = result.model_dump(mode="json")
+    fields = {"schema": fields.pop("schema_"), **fields}
+    try:
+        path.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+
+
 class Stat(BaseModel):
     """A distribution. `ci` has a 95 % bootstrap confidence interval [low, high] of each figure, by its name."""
 
@@ -159,12 +173,7 @@ class Result(BaseModel):
         Raises:
             BenchError: The file cannot be written.
         """
-        fields = self.model_dump(mode="json")
-        fields = {"schema": fields.pop("schema_"), **fields}
-        try:
-            path.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
-        except OSError as error:
-            raise BenchError(f"cannot write {path}: {error.strerror}") from error
+        write_json(self, path)
 
     @classmethod
     def load(cls, path: Path) -> "Result":
