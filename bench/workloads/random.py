@@ -1,0 +1,37 @@
+"""Independent prompts of random words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.tokens import Texts
+from bench.workloads.base import Session, Turn
+from bench.workloads.lengths import Distribution
+from bench.workloads.randomness import Stream, generator
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPrompts:
+    """As many sessions as wanted, of one turn each, that have nothing in common."""
+
+    texts: Texts
+    seed: int
+    input_len: Distribution
+    output_len: Distribution
+
+    @property
+    def size(self) -> None:
+        return None
+
+    @property
+    def times_s(self) -> None:
+        return None
+
+    def session(self, index: int) -> Session:
+        rng = generator(self.seed, Stream.SESSION, index)
+        input_len = max(self.input_len.tokens(rng), self.texts.overhead + 1)
+        output_len = self.output_len.tokens(rng)
+        text = self.texts.text(rng, input_len - self.texts.overhead)
+        return Session(index, (Turn(text, input_len, output_len),))
+
+    def priming(self) -> Sequence[Session]:
+        return ()
