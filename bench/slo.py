@@ -41,13 +41,9 @@ class Slo:
         no gaps) breaks none."""
         if request.error:
             return False
-        measured = (
-            (request.ttft_ms, self.ttft),
-            (request.tpot_ms, self.tpot),
-            (request.e2e_ms, self.e2e),
-            (float(np.percentile(request.itl_ms, 99)) if self.itl and request.itl_ms else None, self.itl),
-        )
-        return all(value is None or limit is None or value <= limit for value, limit in measured)
+        measured = ((request.ttft_ms, self.ttft), (request.tpot_ms, self.tpot), (request.e2e_ms, self.e2e))
+        within = all(value is None or limit is None or value <= limit for value, limit in measured)
+        return within and (self.itl is None or _p99_within(request.itl_ms, self.itl))
 
 
 def _milliseconds(name: str, text: str) -> float:
@@ -58,3 +54,8 @@ def _milliseconds(name: str, text: str) -> float:
     if not 0 < value < math.inf:
         raise ConfigError(f"slo: {name}={text} is no positive number of milliseconds")
     return value
+
+
+def _p99_within(gaps_ms: list[float], limit_ms: float) -> bool:
+    # The largest gap mostly settles it, and costs a hundredth of the percentile.
+    return max(gaps_ms, default=0.0) <= limit_ms or float(np.percentile(gaps_ms, 99)) <= limit_ms

@@ -1,0 +1,152 @@
+"""The result of a run in a terminal."""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from bench.record import Failure
+from bench.result import Client, Group, Result, Stat, Summary
+
+_COLUMNS = {"mean": "mean", "p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99", "p999": "p99.9"}
+_REMEDY = (
+    "So the figures would be the client's, not the server's, and are not shown. Run the client where no server takes "
+    "its cores, with more cores and --processes, or with less --concurrency or --rate."
+)
+
+
+def show(result: Result, console: Console) -> None:
+    """Prints `result`; of a run that the client limited only the reasons, since its figures would mislead."""
+    if result.client.limited:
+        lines = [*(f"- {reason}" for reason in result.client.reasons), _REMEDY]
+        console.print(Panel(Text("\n".join(lines)), title="The client could not keep up", style="red"))
+        return
+    summary = result.summary
+    parts: list[RenderableType] = [_outcome(result), _latencies(summary), _facts(summary, result.client)]
+    for name, groups in (("Turn", summary.by_turn), ("Route", summary.by_route)):
+        if groups:
+            parts.append(_groups(name, groups))
+    if summary.errors:
+        parts.append(_errors(result))
+    for part in parts:
+        console.print(part)
+        console.print()
+
+
+def _outcome(result: Result) -> Text:
+    summary = result.summary
+    text = Text(f"{result.label}: {summary.completed} completed", style="bold")
+    text.append(f", {summary.failed} failed", style="red" if summary.failed else "")
+    if summary.aborted:
+        text.append(f", {summary.aborted} aborted", style="yellow")
+    text.append(f" in {summary.duration_s:.1f} s")
+    if result.interrupted:
+        text.append(" (interrupted)", style="yellow")
+    return text
+
+
+def _latencies(summary: Summary) -> Table:
+    table = _table("ms", *_COLUMNS.values())
+    rows = [
+        ("TTFT", summary.ttft_ms),
+        ("First gap", summary.first_gap_ms),
+        ("ITL", summary.itl_ms),
+        ("TPOT", summary.tpot_ms),
+        ("E2E", summary.e2e_ms),
+    ]
+    if summary.offered_per_s is not None:
+        rows += [("TTFT (sent)", summary.service_ttft_ms), ("E2E (sent)", summary.service_e2e_ms)]
+    for name, stat in rows:
+        table.add_row(name, *(_figure(stat, figure) for figure in _COLUMNS))
+    return table
+
+
+def _facts(summary: Summary, client: Client) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _named_facts(summary, client):
+        grid.add_row(Text(name), Text(value))
+    return grid
+
+
+def _named_facts(summary: Summary, client: Client) -> Iterable[tuple[str, str]]:
+    yield "Output tokens/s", _number(summary.output_tokens_per_s)
+    yield "All tokens/s", _number(summary.total_tokens_per_s)
+    yield "Requests/s", _number(summary.requests_per_s)
+    if summary.goodput_per_s is not None:
+        yield "Goodput/s", f"{_number(summary.goodput_per_s)} ({_percent(summary.goodput_share)} of all requests)"
+    if summary.offered_per_s is not None:
+        offered, achieved = _number(summary.offered_per_s), _number(summary.achieved_per_s)
+        yield "Sessions/s", f"{achieved} sent, {offered} offered"
+    yield "Schedule lag p99, ms", _number(summary.schedule_lag_ms)
+    yield "Prompt tokens from cache", _percent(summary.cached_token_rate)
+    steady = summary.steady
+    if steady:
+        name = f"Steady, {steady.start_s:.1f} to {steady.end_s:.1f} s"
+        yield (
+            name,
+            f"{_number(steady.output_tokens_per_s)} output tokens/s, {_number(steady.requests_per_s)} requests/s",
+        )
+        yield "", f"TTFT {_p50_p99(steady.ttft_ms)}, ITL {_p50_p99(steady.itl_ms)} ms (p50/p99)"
+    yield "Client", f"processes {client.processes}, busiest {_percent(client.cpu_share)} of a core"
+    yield "", f"loop late by {_number(client.loop_lag_ms_p50)}/{_number(client.loop_lag_ms_p99)} ms (p50/p99)"
+
+
+def _groups(name: str, groups: Sequence[Group]) -> Table:
+    table = _table(name, "done", "failed", "TTFT p50/p99", "ITL p50/p99", "TPOT p50", "E2E p50", "cached")
+    for group in groups:
+        table.add_row(
+            group.name,
+            str(group.completed),
+            str(group.failed),
+            _p50_p99(group.ttft_ms),
+            _p50_p99(group.itl_ms),
+            _number(group.tpot_ms.p50),
+            _number(group.e2e_ms.p50),
+            _percent(group.cached_token_rate),
+        )
+    return table
+
+
+def _errors(result: Result) -> Table:
+    """How often each kind of failure happened, and what the first of its requests was told."""
+    details = {row.error: row.detail for row in reversed(result.requests) if row.error != Failure.ABORTED}
+    table = _table("Failure", "requests")
+    table.add_column("the first one's detail", overflow="fold")
+    for kind, count in result.summary.errors.items():
+        table.add_row(Text(kind, style="red"), str(count), Text(details.get(kind, "")))
+    return table
+
+
+def _table(name: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_edge=False)
+    table.add_column(name, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _figure(stat: Stat, name: str) -> Text:
+    """The figure above its confidence interval."""
+    text = Text(_number(getattr(stat, name)))
+    if name in stat.ci:
+        low, high = stat.ci[name]
+        text.append(f"\n{_number(low)}-{_number(high)}", style="dim")
+    return text
+
+
+def _p50_p99(stat: Stat) -> str:
+    return f"{_number(stat.p50)}/{_number(stat.p99)}"
+
+
+def _number(value: float | None) -> str:
+    """Three or more significant digits; "-" for a figure without a sample."""
+    if value is None:
+        return "-"
+    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share * 100:.1f} %"
