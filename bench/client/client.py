@@ -1,0 +1,175 @@
+"""The HTTP client of the load generator: streaming requests, measured at the socket."""
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from bench.client.connection import Connection
+from bench.client.errors import RequestError, StaleConnectionError
+from bench.client.response import PlainBody, Response, StreamedAnswer
+from bench.client.target import Target
+from bench.errors import BenchError
+from bench.record import Failure, Record
+from bench.workloads.base import Message
+
+
+class Client:
+    """Asks one server. Has as many connections as there are requests at a time; idle ones are used again.
+
+    Belongs to one event loop.
+
+    Args:
+        target: The server.
+        count: Tokens of a text. Used for `Record.output_tokens` where the server sends no usage.
+    """
+
+    def __init__(self, target: Target, count: Callable[[str], int] | None = None) -> None:
+        self._target = target
+        self._count = count
+        parts = urlsplit(target.url)
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = parts.path
+        self._headers = f"Host: {parts.netloc}\r\nUser-Agent: cpd-bench\r\nAccept-Encoding: identity\r\n"
+        if target.api_key:
+            self._headers += f"Authorization: Bearer {target.api_key}\r\n"
+        self._addresses: list[str] = []
+        self._resolving = asyncio.Lock()
+        self._connections: set[Connection] = set()
+        self._idle: list[Connection] = []
+
+    async def stream(self, record: Record, conversation: Sequence[Message]) -> str:
+        """Sends one streaming request for `record.output_len` tokens and fills `record` while the answer comes.
+
+        Never raises for what the server does: `record.error` says it. Cancelling closes the connection and sets
+        `Failure.ABORTED`.
+
+        Returns:
+            The text of the answer, as far as it came, without reasoning.
+        """
+        request = self._request("POST", self._target.path, self._target.body(conversation, record.output_len))
+        answer = self.answer(record)
+        failure: RequestError | None = None
+        record.sent_s = time.perf_counter()
+        try:
+            await self._exchange(request, answer)
+            answer.check(time.perf_counter())
+        except RequestError as error:
+            failure = error
+        except asyncio.CancelledError:
+            failure = None if answer.done else RequestError(Failure.ABORTED, "")
+            raise
+        finally:
+            answer.settle(time.perf_counter(), failure)
+        return answer.text
+
+    def answer(self, record: Record) -> StreamedAnswer:
+        """What takes the response of one request. A subclass may give one that sees more of each chunk."""
+        return StreamedAnswer(record, self._count)
+
+    async def get_json(self, path: str) -> tuple[int, Any]:
+        """Asks for a small document.
+
+        Args:
+            path: With its leading slash, under the server's URL.
+
+        Returns:
+            The HTTP status and the document; for a status other than 200 the text of the body, if it is no JSON.
+
+        Raises:
+            BenchError: The server cannot be reached, or its answer is not JSON.
+        """
+        response = PlainBody()
+        url = f"{self._target.url}{path}"
+        try:
+            await self._exchange(self._request("GET", path), response)
+        except RequestError as error:
+            raise BenchError(
+                f"{url} gives no answer ({error.detail}). Does the server run, and is --url right?"
+            ) from None
+        try:
+            return response.status, orjson.loads(response.data)
+        except orjson.JSONDecodeError:
+            text = response.data.decode(errors="replace")
+            if response.status != 200:
+                return response.status, text
+            raise BenchError(f"{url} answers with something else than JSON: {text[:100]!r}. Is --url right?") from None
+
+    async def close(self) -> None:
+        """Closes all connections. No request may be under way."""
+        for connection in self._connections:
+            connection.abort()
+        await asyncio.gather(*(connection.lost for connection in self._connections))
+
+    def _request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return f"{head}\r\n".encode() + body
+
+    async def _exchange(self, request: bytes, response: Response) -> None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.open:
+                try:
+                    return await self._use(connection, request, response)
+                except StaleConnectionError:
+                    break
+        return await self._use(await self._connect(), request, response)
+
+    async def _use(self, connection: Connection, request: bytes, response: Response) -> None:
+        await connection.exchange(request, response, self._target.timeout_s)
+        if connection.open:
+            self._idle.append(connection)
+
+    async def _connect(self) -> Connection:
+        """A new connection.
+
+        Raises:
+            RequestError: There is none to be had, at any of the host's addresses.
+        """
+        failure = RequestError(Failure.CONNECT, f"{self._host} has no address")
+        for address in await self._resolve():
+            try:
+                connection = await self._connect_to(address)
+            except OSError as error:
+                reason = str(error) or f"no connection within {self._target.timeout_s:g} s"
+                failure = RequestError(Failure.CONNECT, f"{address} port {self._port}: {reason}")
+                continue
+            if address != self._addresses[0]:  # such as localhost, where the server listens at one of two
+                self._addresses = [address]
+            return connection
+        raise failure
+
+    async def _connect_to(self, address: str) -> Connection:
+        async with asyncio.timeout(self._target.timeout_s):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                Connection,
+                address,
+                self._port,
+                ssl=self._tls,
+                server_hostname=self._host if self._tls else None,
+            )
+        self._connections.add(connection)
+        connection.lost.add_done_callback(lambda _: self._connections.discard(connection))
+        return connection
+
+    async def _resolve(self) -> list[str]:
+        """The host's addresses, looked up once: a look-up a connection would be part of what is measured."""
+        async with self._resolving:
+            if not self._addresses:
+                try:
+                    found = await asyncio.get_running_loop().getaddrinfo(
+                        self._host, self._port, type=socket.SOCK_STREAM
+                    )
+                except OSError as error:
+                    raise RequestError(Failure.CONNECT, f"{self._host}: {error}") from None
+                self._addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        return self._addresses

@@ -1,0 +1,173 @@
+"""One HTTP/1.1 connection: sends requests one after another, stamps what comes back, gives it to a response.
+
+Life: connected → exchange → idle → exchange → … → lost. It is lost as soon as anything happens that the next exchange
+could suffer from; `open` says whether it may be used again.
+"""
+
+import asyncio
+import socket
+import time
+from typing import cast
+
+import httptools
+
+from bench.client.errors import RequestError, StaleConnectionError
+from bench.client.response import Response
+from bench.record import Failure
+
+# A response that says everything and then doesn't end may take this much longer.
+_LINGER_S = 1.0
+# A used connection that is lost sooner than this after a request was closed before it. Later, it is the server's fault.
+_STALE_S = 1.0
+# Headers, interim responses and chunk extensions, without a byte of a body in between.
+_MAX_HEAD_BYTES = 256 << 10
+
+
+class Connection(asyncio.Protocol):
+    """A connection to the server; made by a loop's `create_connection`."""
+
+    def __init__(self) -> None:
+        self.lost = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport
+        self._response: Response | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: BaseException | None = None
+        self._timeout_s = 0.0
+        self._sent_s = 0.0
+        self._heard_s = 0.0
+        self._head_bytes = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._interim = False
+        self._satisfied = False
+        self._ends_with_connection = False
+        self._served = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether another exchange may be tried."""
+        return not self._transport.is_closing()
+
+    async def exchange(self, request: bytes, response: Response, timeout_s: float) -> None:
+        """Sends a request and returns when `response` has got all of the answer. Cancelling closes the connection.
+
+        Raises:
+            StaleConnectionError: It was closed while it was idle. Nothing has been given to `response`.
+            RequestError: Nothing came for `timeout_s`, the connection was lost, this is no HTTP, or `response`
+                raised it.
+        """
+        if not self.open:
+            raise self._failure or self._disconnected()
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        self._response = response
+        self._timeout_s = timeout_s
+        self._satisfied = False
+        self._sent_s = self._heard_s = time.perf_counter()
+        self._timer = loop.call_later(timeout_s, self._check_silence)
+        self._transport.write(request)
+        try:
+            await self._waiter
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        finally:
+            self._timer.cancel()
+            self._response = None
+            self._served += 1
+
+    def abort(self) -> None:
+        """Closes at once; `lost` is done soon after."""
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._transport = cast(asyncio.Transport, transport)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop. The time of everything in `data` is the time of this call."""
+        self._heard_s = time.perf_counter()
+        self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:  # whatever was raised in one of the methods below
+            self._end(error.__context__)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._end(RequestError(Failure.MALFORMED, f"the answer is not HTTP: {error}"))
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._end(RequestError(Failure.MALFORMED, f"more than {_MAX_HEAD_BYTES} bytes of HTTP headers"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self.lost.set_result(None)
+        if self._satisfied or (self._ends_with_connection and exc is None):
+            self._end(None)
+        elif self._heard_s > self._sent_s:
+            self._end(self._disconnected(exc))
+        elif self._served and time.perf_counter() - self._sent_s < _STALE_S:
+            self._end(StaleConnectionError(Failure.DISCONNECTED, "the server closed the kept-alive connection"))
+        else:
+            self._end(self._disconnected(exc))
+
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        if self._response is None:
+            raise RequestError(Failure.MALFORMED, "the server sent something without being asked")
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        status = self._parser.get_status_code()
+        self._interim = status < 200
+        if self._interim:
+            return
+        chunked = b"chunked" in self._headers.get(b"transfer-encoding", b"").lower()
+        self._ends_with_connection = not chunked and b"content-length" not in self._headers
+        if self._response is not None:
+            self._response.head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        """Called by the parser."""
+        self._head_bytes = 0
+        if self._response is not None and not self._satisfied and self._response.body(data, self._heard_s):
+            self._satisfied = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(_LINGER_S, self.abort)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        if not self._interim:
+            self._ends_with_connection = False
+            self._end(None)
+
+    def _end(self, failure: BaseException | None) -> None:
+        """Ends the exchange, if there is one. The connection stays open if all of both messages has gone over it."""
+        unfit = failure is not None or self._transport.get_write_buffer_size() or not self._parser.should_keep_alive()
+        if unfit:
+            self._failure = self._failure or failure
+            self._transport.abort()
+        self._response = None
+        self._head_bytes = 0
+        if self._waiter is not None and not self._waiter.done():
+            if failure is None:
+                self._waiter.set_result(None)
+            else:
+                self._waiter.set_exception(failure)
+
+    def _check_silence(self) -> None:
+        silent_s = time.perf_counter() - self._heard_s
+        if silent_s >= self._timeout_s:
+            self._end(RequestError(Failure.TIMEOUT, f"nothing came for {self._timeout_s:g} s"))
+        else:
+            left_s = self._timeout_s - silent_s
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)
+
+    def _disconnected(self, error: BaseException | None = None) -> RequestError:
+        return RequestError(Failure.DISCONNECTED, str(error or "the server closed the connection"))
