@@ -1,6 +1,7 @@
 """`python -m bench.mock`: the mock server; see --help."""
 
 import gc
+import resource
 
 import typer
 
@@ -15,6 +16,8 @@ def run(settings: MockSettings) -> None:
     """Serves an OpenAI-compatible endpoint with known timing and mistakes. Prints its URL when it listens."""
     end_with_supervisor()
     behaviour = Behaviour.model_validate(settings.model_dump(include=set(Behaviour.model_fields)))
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each connection is one
     try:
         server = Server(behaviour, settings.host, settings.port)
     except OSError as error:

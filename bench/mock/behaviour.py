@@ -46,9 +46,9 @@ class Behaviour(Answering):
     model: str = Field("mock", description="The one model; requests for another get 404.")
     api_key: str = Field("", description="Bearer token that requests must carry; empty: none.")
     stall_at_s: float = Field(0.0, ge=0, description="When the stall begins, in seconds from the first request.")
-    stall_s: float = Field(0.0, ge=0, description="For this long nothing is generated, once; 0: no stall.")
+    stall_s: float = Field(0.0, ge=0, description="For this long nothing is sent to anybody, once; 0: no stall.")
     prefill_us_per_token: float = Field(
-        0.0, ge=0, description="While a prompt is prefilled, which takes this long a token, nothing else is generated."
+        0.0, ge=0, description="While a prompt is prefilled, which takes this long a token, nothing is sent to anybody."
     )
     keep_sends: bool = Field(
         False, description="GET /sends answers when each chunk with text was sent, by the text of the prompt."

@@ -34,7 +34,7 @@ class Connection:
         self._epoll = epoll
         self._on_request = on_request
         self._on_close = on_close
-        self._unsent = b""
+        self._unsent = bytearray()
         self._closes_when_sent = False
         self._parser = httptools.HttpRequestParser(self)
         self.on_message_begin()
@@ -52,16 +52,8 @@ class Connection:
             return
         if self._unsent:
             self._unsent += data
-            return
-        try:
-            sent = self._socket.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self._end()
-            return
-        if sent < len(data):
-            self._unsent = data[sent:]
+        elif (sent := self._send(data)) < len(data):
+            self._unsent += data[sent:]
             self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
 
     def close(self, reset: bool = False) -> None:
@@ -88,11 +80,21 @@ class Connection:
             self._end()
 
     def _flush(self) -> None:
-        data, self._unsent = self._unsent, b""
-        self._epoll.modify(self._socket, select.EPOLLIN)
-        self.write(data)
-        if self._closes_when_sent and not self._unsent:
+        del self._unsent[: self._send(self._unsent)]
+        if not self._unsent and not self.closed:
+            self._epoll.modify(self._socket, select.EPOLLIN)
+            if self._closes_when_sent:
+                self._end()
+
+    def _send(self, data: bytes | bytearray) -> int:
+        """How many bytes of it the socket took."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
             self._end()
+            return len(data)
 
     def _end(self) -> None:
         if self.closed:

@@ -58,12 +58,13 @@ class _Stream:
 class _Stall:
     """The one stall."""
 
-    def __init__(self, clock: WorkClock, seconds: float) -> None:
+    def __init__(self, clock: WorkClock, due: float, seconds: float) -> None:
         self._clock = clock
+        self._due = due
         self._seconds = seconds
 
     def act(self, now: float) -> None:
-        self._clock.freeze(now, self._seconds)
+        self._clock.freeze(self._clock.wall(self._due), self._seconds)  # not from `now`, which may be a bit late
 
 
 class Server:
@@ -106,7 +107,7 @@ class Server:
         heap = self._heap
         for _ in range(BATCH):
             now = time.perf_counter()
-            if not heap or heap[0][0] > self._clock.work(now):
+            if not heap or heap[0][0] >= self._clock.work(now):
                 return
             _, order, timed = heap[0]
             again = timed.act(now)
@@ -144,7 +145,8 @@ class Server:
         """What a request for text does to everybody. Returns where to keep its times, if they are to be kept."""
         if self._stalls:
             self._stalls = False
-            self._plan(self._clock.work(now) + self._behaviour.stall_at_s, _Stall(self._clock, self._behaviour.stall_s))
+            due = self._clock.work(now) + self._behaviour.stall_at_s
+            self._plan(due, _Stall(self._clock, due, self._behaviour.stall_s))
         if self._behaviour.prefill_us_per_token:
             self._clock.freeze(now, request.prompt_tokens * self._behaviour.prefill_us_per_token / 1e6)
         if not self._behaviour.keep_sends:
