@@ -72,19 +72,21 @@ class Texts:
     def text(self, rng: np.random.Generator, tokens: int) -> str:
         """A text of this many tokens, of one word at least."""
         opener = self.openers[rng.integers(len(self.openers))]
-        return " ".join([opener, *self._draw(rng, tokens - self.tokens_per_word)])
+        return " ".join([opener, *self._draw(rng, self._number(tokens) - 1)])
 
     def more(self, rng: np.random.Generator, tokens: int) -> str:
-        """A text to put behind another one: it begins with a space, and their lengths add up. May be empty."""
-        return " ".join(["", *self._draw(rng, tokens)])
+        """A text to put behind another one: it begins with a space, and their lengths add up. One word at least."""
+        return " ".join(["", *self._draw(rng, self._number(tokens))])
 
     @property
     def count(self) -> Callable[[str], int] | None:
         """Counts the tokens of a text, without those that an endpoint adds; None without a tokenizer."""
         return partial(_tokens_in, self.tokenizer) if self.tokenizer else None
 
-    def _draw(self, rng: np.random.Generator, tokens: float) -> list[str]:
-        number = max(0, round(tokens / self.tokens_per_word))
+    def _number(self, tokens: int) -> int:
+        return max(1, round(tokens / self.tokens_per_word))
+
+    def _draw(self, rng: np.random.Generator, number: int) -> list[str]:
         words: list[str] = self.words[rng.integers(len(self.words), size=number)].tolist()
         return words
 

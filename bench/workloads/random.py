@@ -11,7 +11,7 @@ from bench.workloads.randomness import Stream, generator
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts:
-    """As many sessions as wanted, of one turn each, that have nothing in common."""
+    """Sessions without end, of one turn each, that have nothing in common."""
 
     texts: Texts
     seed: int
@@ -28,10 +28,9 @@ class RandomPrompts:
 
     def session(self, index: int) -> Session:
         rng = generator(self.seed, Stream.SESSION, index)
-        input_len = max(self.input_len.tokens(rng), self.texts.overhead + 1)
-        output_len = self.output_len.tokens(rng)
+        input_len = self.input_len.tokens(rng)
         text = self.texts.text(rng, input_len - self.texts.overhead)
-        return Session(index, (Turn(text, input_len, output_len),))
+        return Session(index, (Turn(text, input_len, self.output_len.tokens(rng)),))
 
     def priming(self) -> Sequence[Session]:
         return ()

@@ -1,0 +1,83 @@
+"""Replay of a trace in Mooncake's form: when requests came, how long they were, and what they had in common.
+
+A line is a JSON object with `timestamp` (ms), `input_length` and `output_length` (tokens) and `hash_ids`: one number
+for each 512 tokens of the prompt, the same where prompts have the same beginning. Here a number stands for a text,
+so that prompts share exactly what the traced ones shared. (Qin et al., "Mooncake: A KVCache-centric Disaggregated
+Architecture for LLM Serving", 2024.)
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from bench.errors import BenchError
+from bench.tokens import Texts
+from bench.workloads.base import Session, Turn
+from bench.workloads.randomness import Stream, generator
+from bench.workloads.reading import lines, read, validate
+
+BLOCK_TOKENS = 512
+
+
+class _Line(BaseModel):
+    timestamp: Annotated[float, Field(allow_inf_nan=False)]
+    input_length: Annotated[int, Field(ge=1)]
+    output_length: Annotated[int, Field(ge=1)]
+    hash_ids: list[Annotated[int, Field(ge=0)]] = []
+
+
+class Trace:
+    """The requests of a trace in the order of their times, each a session of one turn.
+
+    Args:
+        path: The file. It is read once, here.
+        speedup: Its time runs this many times faster.
+
+    Raises:
+        BenchError: It cannot be read, or a line is none of a trace.
+    """
+
+    def __init__(self, path: Path, texts: Texts, seed: int, speedup: float) -> None:
+        self._texts = texts
+        self._seed = seed
+        requests = [validate(where, _Line, value) for where, value in lines(path, read(path))]
+        if not requests:
+            raise BenchError(f"{path} has no requests")
+        self._requests = sorted(requests, key=lambda request: request.timestamp)
+        first_ms = self._requests[0].timestamp
+        self._times_s = [(request.timestamp - first_ms) / 1e3 / speedup for request in self._requests]
+
+    @property
+    def size(self) -> int:
+        return len(self._requests)
+
+    @property
+    def times_s(self) -> Sequence[float]:
+        return self._times_s
+
+    def session(self, index: int) -> Session:
+        request = self._requests[index]
+        turn = Turn(self._text(index, request), request.input_length, request.output_length)
+        return Session(index, (turn,))
+
+    def priming(self) -> Sequence[Session]:
+        return ()
+
+    def _text(self, index: int, request: _Line) -> str:
+        """Blocks of text by their numbers; what they don't reach to is the session's own."""
+        left = max(1, request.input_length - self._texts.overhead)
+        parts: list[str] = []
+        for hash_id in request.hash_ids:
+            tokens = min(left, BLOCK_TOKENS)
+            if tokens:
+                parts.append(self._piece(generator(self._seed, Stream.BLOCK, hash_id), tokens, follows=bool(parts)))
+            left -= tokens
+        if left:
+            parts.append(self._piece(generator(self._seed, Stream.SESSION, index), left, follows=bool(parts)))
+        return "".join(parts)
+
+    def _piece(self, rng: np.random.Generator, tokens: int, *, follows: bool) -> str:
+        return self._texts.more(rng, tokens) if follows else self._texts.text(rng, tokens)
