@@ -1,0 +1,114 @@
+"""One client process: an event loop that sends its share of the load.
+
+It makes workload and arrivals from the plan by itself, so that nothing large crosses a pipe. Over one pipe come its
+parent's orders: when to start, and perhaps to stop. Over the other go its reports.
+"""
+
+import asyncio
+import gc
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
+
+import uvloop
+
+from bench.arrivals import plan_arrivals
+from bench.client.client import Client
+from bench.errors import BenchError
+from bench.load.clock import Clock
+from bench.load.plan import Plan
+from bench.load.pulse import Pulse
+from bench.load.sender import Sender
+from bench.record import Record
+from bench.workloads.make import make_workload
+from cpd.errors import CPDError
+
+REPORT_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Everything is prepared; the parent answers with the start time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Requests that ended since the last report, and how many run now."""
+
+    finished: list[Record]
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last report of a process."""
+
+    lags_s: list[float]
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The process cannot do its part; the text tells the user why."""
+
+    message: str
+
+
+def main(plan: Plan, process: int, counter: "Synchronized[int]", orders: Connection, reports: Connection) -> None:
+    """Runs client process number `process`. `counter` is the number of the next session that no process has begun."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says what it means
+    try:
+        uvloop.run(_run(plan, process, counter, orders, reports))
+    except CPDError as error:
+        reports.send(Failed(str(error)))
+    except (BrokenPipeError, EOFError):
+        return  # the parent is gone, and nobody wants the rest
+
+
+async def _run(plan: Plan, process: int, counter: "Synchronized[int]", orders: Connection, reports: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    finished: list[Record] = []
+    settings = plan.settings
+    workload = make_workload(settings, plan.texts, plan.seed)
+    arrivals = plan_arrivals(settings, workload.size, workload.times_s, plan.seed)
+    client = Client(plan.target, plan.texts.count)
+    with Clock() as clock:
+        if process == 0:
+            for session in workload.priming():
+                await Sender(client, workload, clock, int, _must_succeed).play(session, time.perf_counter())
+        await loop.run_in_executor(None, reports.send, Ready())
+        start_s = await loop.run_in_executor(None, orders.recv)
+        gc.freeze()  # what was made so far stays: later collections need not look at it
+        sender = Sender(client, workload, clock, _taker(counter), finished.append)
+        sending = asyncio.create_task(sender.send(arrivals, start_s, settings.duration, process, plan.processes))
+        loop.add_reader(orders.fileno(), sending.cancel)  # any further order, or the parent's death, means stop
+        pulse = Pulse(clock)
+        over = False
+        while not over:
+            await asyncio.wait([sending], timeout=REPORT_INTERVAL_S)
+            over = sending.done()
+            report = Progress(finished.copy(), sender.in_flight)
+            finished.clear()
+            await loop.run_in_executor(None, reports.send, report)
+        loop.remove_reader(orders.fileno())
+        if not sending.cancelled():
+            sending.result()
+        reports.send(Done(list(pulse.lags_s), pulse.cpu_share))
+    await client.close()
+
+
+def _taker(counter: "Synchronized[int]") -> Callable[[], int]:
+    def take() -> int:
+        with counter.get_lock():
+            counter.value += 1
+            return counter.value - 1
+
+    return take
+
+
+def _must_succeed(record: Record) -> None:
+    if record.error:
+        raise BenchError(f"filling the server's cache before the run failed: {record.error} {record.detail}")

@@ -1,0 +1,159 @@
+"""Runs a plan: starts the client processes, starts them together, and gathers what they saw."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Protocol
+
+from bench.errors import BenchError
+from bench.load.plan import Health, LoadReport, Plan
+from bench.load.process import Done, Failed, Progress, Ready, main
+from bench.load.pulse import percentile_ms
+from bench.record import Record
+
+STREAMS_A_PROCESS = 512  # at 200 chunks a second each, about what one core reads and stamps
+START_DELAY_S = 0.05
+WATCH_INTERVAL_S = 0.25
+
+
+class Watch(Protocol):
+    """Who is told how a run goes."""
+
+    def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
+        """`finished` are the requests that ended since the last call."""
+        ...
+
+
+def enough_processes(streams: int) -> int:
+    """Client processes for so many streams at a time."""
+    return max(1, min(os.cpu_count() or 1, -(-streams // STREAMS_A_PROCESS)))
+
+
+@dataclass
+class _Child:
+    process: SpawnProcess
+    orders: Connection
+    reports: Connection
+    in_flight: int = 0
+    done: Done | None = None
+
+
+def run_load(plan: Plan, watch: Watch) -> LoadReport:
+    """Sends the plan's load and returns when every request has ended. Ctrl-C ends it early: what runs is aborted.
+
+    Raises:
+        BenchError: A client process failed.
+    """
+    with _children(plan) as children:
+        for child in children:
+            _expect_ready(child)
+        return _run(children, watch)
+
+
+def _run(children: Sequence["_Child"], watch: Watch) -> LoadReport:
+    records: list[Record] = []
+    with _interrupt() as interrupted:
+        start_s = time.perf_counter() + START_DELAY_S
+        for child in children:
+            child.orders.send(start_s)
+        told = False
+        while running := [child for child in children if child.done is None]:
+            finished: list[Record] = []
+            ready = wait([child.reports for child in running], timeout=WATCH_INTERVAL_S)
+            for child in running:
+                if child.reports in ready:
+                    finished += _read(child)
+            if interrupted and not told:
+                told = True
+                for child in running:
+                    child.orders.send("stop")
+            watch.update(finished, sum(child.in_flight for child in running), time.perf_counter() - start_s)
+            records += finished
+    records.sort(key=lambda record: record.due_s)
+    reports = [child.done for child in children if child.done]
+    health = Health(
+        len(children),
+        max(report.cpu_share for report in reports),
+        max(percentile_ms(report.lags_s, 50) for report in reports),
+        max(percentile_ms(report.lags_s, 99) for report in reports),
+    )
+    return LoadReport(records, start_s, health, bool(interrupted))
+
+
+def _expect_ready(child: _Child) -> None:
+    message = _receive(child)
+    if isinstance(message, Failed):
+        raise BenchError(message.message)
+    if not isinstance(message, Ready):
+        raise TypeError(f"a client process began with {message!r}")
+
+
+def _read(child: _Child) -> list[Record]:
+    """Takes one report; the requests that ended."""
+    match _receive(child):
+        case Progress(finished, in_flight):
+            child.in_flight = in_flight
+            return finished
+        case Done() as done:
+            child.done = done
+        case Failed(message):
+            raise BenchError(message)
+    return []
+
+
+def _receive(child: _Child) -> object:
+    try:
+        return child.reports.recv()
+    except EOFError:
+        child.process.join(1)
+        raise BenchError(f"a client process died (exit code {child.process.exitcode}); its output is above") from None
+
+
+@contextmanager
+def _children(plan: Plan) -> Iterator[list[_Child]]:
+    """The plan's client processes; gone at the end, whatever happens."""
+    spawn = multiprocessing.get_context("spawn")
+    counter = spawn.Value("q", 0)
+    children: list[_Child] = []
+    try:
+        for number in range(plan.processes):
+            their_orders, orders = spawn.Pipe(duplex=False)
+            reports, their_reports = spawn.Pipe(duplex=False)
+            process = spawn.Process(target=main, args=(plan, number, counter, their_orders, their_reports))
+            process.start()
+            their_orders.close()
+            their_reports.close()
+            children.append(_Child(process, orders, reports))
+        yield children
+        for child in children:
+            child.process.join()
+    finally:
+        for child in children:
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+            child.orders.close()
+            child.reports.close()
+
+
+@contextmanager
+def _interrupt() -> Iterator[list[bool]]:
+    """A list that is empty until Ctrl-C; the second Ctrl-C is an ordinary KeyboardInterrupt."""
+    pressed: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(number: int, frame: object) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,143 @@
+"""`cpd bench run`: one load against one server, from the settings to the exit code."""
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+from rich.console import Console
+
+from bench.arrivals import ClosedLoop, OpenLoop, plan_arrivals
+from bench.errors import BenchError
+from bench.load.plan import Plan
+from bench.load.run import enough_processes, run_load
+from bench.metrics import summarise
+from bench.prepare import Prepared, cluster_snapshot, prepare
+from bench.report.html import write_html
+from bench.report.progress import LiveProgress
+from bench.report.table import show
+from bench.result import Accuracy, Client, Result
+from bench.selftest import selftest
+from bench.settings import RunSettings, TargetSettings
+from bench.slo import Slo
+from bench.verdict import why_limited
+from bench.workloads.make import make_workload
+
+EXIT_NOTHING_COMPLETED = 1
+EXIT_CLIENT_LIMITED = 3
+EXIT_INTERRUPTED = 130
+
+_UNKNOWN_STREAMS = 64  # of an open loop, for the self-test
+
+
+def run(settings: RunSettings) -> int:
+    """Runs, saves and shows; the exit code."""
+    check_writable(settings)
+    messages = Console(stderr=True)
+    slo = Slo.parse(settings.slo) if settings.slo else None
+    prepared = prepare(settings)
+    for warning in prepared.warnings:
+        messages.print(f"warning: {warning}", style="yellow", markup=False)
+    accuracy = check_client(settings, messages)
+    with LiveProgress(messages) as progress:
+        result = measure(settings, prepared, slo, accuracy, progress)
+    if settings.json_file:
+        result.save(settings.json_file)
+    if settings.html_file:
+        write_html([result], settings.html_file)
+    show(result, Console())
+    return exit_code(result)
+
+
+def measure(
+    settings: RunSettings, prepared: Prepared, slo: Slo | None, accuracy: Accuracy | None, progress: LiveProgress
+) -> Result:
+    """One run against a server that was prepared for it."""
+    workload = make_workload(settings, prepared.texts, prepared.seed)
+    arrivals = plan_arrivals(settings, workload.size, workload.times_s, prepared.seed)
+    if isinstance(arrivals, ClosedLoop):
+        progress.begin(arrivals.sessions, arrivals.duration_s)
+    else:
+        progress.begin(len(arrivals.due_s), None)
+    plan = Plan(prepared.target, settings, prepared.texts, prepared.seed, _processes(settings))
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    before = cluster_snapshot(prepared.target)
+    report = run_load(plan, progress)
+    offered_per_s = arrivals.offered_per_s if isinstance(arrivals, OpenLoop) else None
+    summary, requests = summarise(report.records, start_s=report.start_s, slo=slo, offered_per_s=offered_per_s)
+    reasons = why_limited(summary, report.health, accuracy)
+    return Result(
+        label=f"{prepared.target.model} {settings.workload} {load_name(settings)}",
+        command=command_line(sys.argv),
+        started_at=started_at,
+        versions={"cpd": version("cpd"), "python": platform.python_version(), "system": platform.platform()},
+        settings=settings.model_dump(mode="json"),
+        seed=prepared.seed,
+        interrupted=report.interrupted,
+        cluster_before=before,
+        cluster_after=cluster_snapshot(prepared.target),
+        client=Client(
+            limited=bool(reasons),
+            reasons=reasons,
+            processes=report.health.processes,
+            cpu_share=report.health.cpu_share,
+            loop_lag_ms_p50=report.health.loop_lag_ms_p50,
+            loop_lag_ms_p99=report.health.loop_lag_ms_p99,
+            selftest=accuracy,
+        ),
+        summary=summary,
+        requests=requests,
+    )
+
+
+def check_client(settings: RunSettings, messages: Console) -> Accuracy | None:
+    """The self-test before a run, at the run's number of streams."""
+    if not settings.selftest:
+        return None
+    with messages.status("Measuring the client itself"):
+        return selftest(settings.concurrency or settings.users or _UNKNOWN_STREAMS, _processes(settings))
+
+
+def exit_code(result: Result) -> int:
+    """What a run's process says of it."""
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    if result.client.limited:
+        return EXIT_CLIENT_LIMITED
+    return 0 if result.summary.completed else EXIT_NOTHING_COMPLETED
+
+
+def load_name(settings: RunSettings) -> str:
+    """Such as `concurrency 16`."""
+    for name in ("concurrency", "rate", "users"):
+        if getattr(settings, name) is not None:
+            return f"{name} {getattr(settings, name):g}"
+    return f"speedup {settings.speedup:g}"
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """The command without its secret."""
+    shown = [os.path.basename(arguments[0]), *arguments[1:]]
+    for index, argument in enumerate(shown):
+        if argument == "--api-key" and index + 1 < len(shown):
+            shown[index + 1] = "***"
+        elif argument.startswith("--api-key="):
+            shown[index] = "--api-key=***"
+    return shown
+
+
+def check_writable(settings: TargetSettings) -> None:
+    """Says before a run, not after it, that its result could not be written.
+
+    Raises:
+        BenchError: The directory of an output file is not there or not writable.
+    """
+    for path in (settings.json_file, settings.html_file):
+        if path and not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise BenchError(f"cannot write {path}: its directory is not there or not writable")
+
+
+def _processes(settings: RunSettings) -> int:
+    return settings.processes or enough_processes(settings.concurrency or settings.users or 1)
