@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from bench.record import Failure, Record
@@ -83,7 +84,7 @@ class LiveProgress:
         while len(self._ends) > 2 and self._ends[1][0] <= elapsed_s - _RATE_OVER_S:
             self._ends.popleft()
         if self._live:
-            self._live.update(Group(*self._display(in_flight, elapsed_s)), refresh=True)
+            self._live.update(self._display(in_flight, elapsed_s), refresh=True)
         else:
             self._console.print(" · ".join(self._facts(in_flight, elapsed_s)), highlight=False, soft_wrap=True)
 
@@ -97,10 +98,14 @@ class LiveProgress:
         self._ttft_ms.append((record.content_s[0] - record.due_s) * 1e3)
         self._gaps_ms.extend((np.diff(record.content_s[-_LATEST_GAPS - 1 :]) * 1e3).tolist())
 
-    def _display(self, in_flight: int, elapsed_s: float) -> Iterable[ProgressBar | Text]:
+    def _display(self, in_flight: int, elapsed_s: float) -> Table:
         share = self._share(elapsed_s)
-        yield ProgressBar(total=1.0, completed=share or 0.0, width=60, pulse=share is None, animation_time=elapsed_s)
-        yield Text(" · ".join(self._facts(in_flight, elapsed_s)), style="red" if self._errors else "")
+        bar = ProgressBar(total=1.0, completed=share or 0.0, width=60, pulse=share is None, animation_time=elapsed_s)
+        facts = Text(" · ".join(self._facts(in_flight, elapsed_s)), style="red" if self._errors else "")
+        display = Table.grid()
+        display.add_row(bar)
+        display.add_row(facts)
+        return display
 
     def _facts(self, in_flight: int, elapsed_s: float) -> Iterable[str]:
         yield f"{elapsed_s:.0f} s"
@@ -114,7 +119,7 @@ class LiveProgress:
         if self._errors:
             yield "failed: " + ", ".join(f"{kind} {count}" for kind, count in self._errors.most_common())
         share = self._share(elapsed_s)
-        if share:
+        if share and share < 1:
             yield f"{elapsed_s * (1 - share) / share:.0f} s left"
 
     def _rate(self) -> float:
