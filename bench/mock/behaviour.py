@@ -51,7 +51,8 @@ class Behaviour(Answering):
         0.0, ge=0, description="While a prompt is prefilled, which takes this long a token, nothing is sent to anybody."
     )
     keep_sends: bool = Field(
-        False, description="GET /sends answers when each chunk with text was sent, by the text of the prompt."
+        False,
+        description="GET /sends answers when each prompt was read and each of its chunks with text sent, in seconds.",
     )
 
 

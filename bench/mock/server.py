@@ -83,7 +83,7 @@ class Server:
         self._heap: list[tuple[float, int, _Timed]] = []
         self._order = itertools.count()  # decides between equal times
         self._stalls = behaviour.stall_s > 0  # the stall is still to come
-        self._sends: dict[str, array[float]] = {}
+        self._times: dict[str, array[float]] = {}
 
     @property
     def url(self) -> str:
@@ -133,7 +133,7 @@ class Server:
     def _request(self, connection: Connection, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         now = time.perf_counter()
         if (method, path) == ("GET", "/sends") and self._behaviour.keep_sends:
-            sends = {prompt: list(times) for prompt, times in self._sends.items()}
+            sends = {prompt: list(times) for prompt, times in self._times.items()}
             connection.write(json_response(200, sends))
             return
         start = self._clock.work(now)
@@ -142,7 +142,7 @@ class Server:
         self._plan(start, _Stream(connection, answered.steps, start, times))
 
     def _begin(self, request: Request, now: float) -> "array[float] | None":
-        """What a request for text does to everybody. Returns where to keep its times, if they are to be kept."""
+        """What a request for text, read at `now`, does to everybody. Returns where its times are kept, if they are."""
         if self._stalls:
             self._stalls = False
             due = self._clock.work(now) + self._behaviour.stall_at_s
@@ -151,7 +151,7 @@ class Server:
             self._clock.freeze(now, request.prompt_tokens * self._behaviour.prefill_us_per_token / 1e6)
         if not self._behaviour.keep_sends:
             return None
-        times = self._sends[request.prompt] = array("d")
+        times = self._times[request.prompt] = array("d", [now])
         return times
 
     def _plan(self, due: float, timed: _Timed) -> None:

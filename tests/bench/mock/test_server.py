@@ -28,8 +28,10 @@ def ask(server: MockServer, prompt: str = "one two", **fields: Any) -> httpx.Res
 
 
 def sends(mock: MockServer) -> dict[str, list[float]]:
+    """By prompt, when each chunk was sent."""
     times: dict[str, list[float]] = httpx.get(f"{mock.url}/sends", timeout=PATIENT).json()
-    return times
+    assert all(sorted(stamps) == stamps for stamps in times.values())
+    return {prompt: sent for prompt, (_read, *sent) in times.items()}
 
 
 def listens(url: str) -> bool:

@@ -1,0 +1,153 @@
+"""`cpd bench selftest`: how far the load generator is off against a server of known timing.
+
+The real load path (client processes, arrivals, workload, HTTP client) sends to a mock server that notes when it read
+each request and sent each chunk. `time.perf_counter()` is one clock for all processes of a machine, so what is compared
+is the client alone: also a mock server that is late itself does not count against it.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import ArrayLike
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.client.client import Client
+from bench.client.target import Target
+from bench.errors import BenchError
+from bench.load.plan import Plan
+from bench.load.run import run_load
+from bench.mock.behaviour import Behaviour
+from bench.mock.process import MockServer
+from bench.record import Record
+from bench.report.text import count, milliseconds, number, percent
+from bench.result import Accuracy
+from bench.settings import RunSettings
+from bench.tokens import Texts
+from bench.workloads.make import make_workload
+
+_TTFT_S = 0.05
+_ITL_S = 0.005
+_MOST_CHUNKS_PER_S = 40_000  # the mock server has to keep up on what cores the client leaves it
+_MOST_REQUESTS_PER_S = 600  # a client that sends that many is limited by other things than its streams
+_REQUEST_S = 0.25
+_TEST_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A load that has `streams` at a time: each request takes `request_s`, and they begin evenly spread."""
+
+    rate: float
+    requests: int
+    itl_s: float
+    chunks: int
+
+    @classmethod
+    def of(cls, streams: int) -> "_Shape":
+        itl_s = max(_ITL_S, streams / _MOST_CHUNKS_PER_S)
+        request_s = max(_REQUEST_S, streams / _MOST_REQUESTS_PER_S, _TTFT_S + 2 * itl_s)
+        rounds = max(1, round(_TEST_S / request_s) - 1)  # and as long again until the last have ended
+        return cls(streams / request_s, streams * rounds, itl_s, round((request_s - _TTFT_S) / itl_s))
+
+
+class _Silent:
+    """Nobody watches."""
+
+    def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
+        """Called while the load runs; see bench.load.run.Watch."""
+
+
+def selftest(streams: int, processes: int) -> Accuracy:
+    """Measures a mock server for two seconds (more beyond 600 streams), so many of them at a time, and compares.
+
+    Raises:
+        BenchError: The mock server did not start, or a request to it failed.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    shape = _Shape.of(streams)
+    with MockServer(Behaviour(ttft_ms=_TTFT_S * 1e3, itl_ms=shape.itl_s * 1e3, keep_sends=True)) as mock:
+        # Not from the environment, which is about the server that is to be measured.
+        settings = RunSettings.model_construct(
+            url=mock.url,
+            rate=shape.rate,
+            arrival="constant",
+            num_requests=shape.requests,
+            input_len="16",
+            output_len=str(shape.chunks),
+        )
+        plan = Plan(Target.of(settings, "mock"), settings, Texts.measured(1.0, 0), seed=0, processes=processes)
+        report = run_load(plan, _Silent())
+        if report.interrupted:
+            raise KeyboardInterrupt
+        workload = make_workload(settings, plan.texts, plan.seed)
+        sends = asyncio.run(_sends(plan.target))
+    failed = [record for record in report.records if record.error]
+    if failed:
+        raise BenchError(
+            f"self-test: {len(failed)} of {len(report.records)} requests to a mock server on this machine failed, "
+            f"the first with {failed[0].error}: {failed[0].detail or 'no detail'}"
+        )
+    prompts = {record.session: workload.session(record.session).turns[0].text for record in report.records}
+    return compare(streams, report.records, {session: sends[prompt] for session, prompt in prompts.items()})
+
+
+def compare(streams: int, records: Sequence[Record], sends: Mapping[int, Sequence[float]]) -> Accuracy:
+    """The client's error.
+
+    Args:
+        streams: Streams at a time.
+        records: Completed requests, as the client saw them.
+        sends: By session, when the server read its request and when it sent each chunk with text, in seconds.
+    """
+    sent = [np.asarray(sends[record.session]) for record in records]
+    came = [np.asarray(record.content_s) for record in records]
+    if any(len(stamps) != len(times) - 1 for stamps, times in zip(came, sent, strict=True)):
+        raise BenchError("self-test: the client did not count each chunk of the mock server once")
+    delays_ms = 1e3 * np.concatenate([stamps - times[1:] for stamps, times in zip(came, sent, strict=True)])
+    all_sent = np.concatenate([times[1:] for times in sent])
+    return Accuracy(
+        streams=streams,
+        chunks_per_s=len(all_sent) / float(np.ptp(all_sent)),
+        ttft_error=_error(
+            [stamps[0] - record.due_s for stamps, record in zip(came, records, strict=True)],
+            [times[1] - times[0] for times in sent],
+        ),
+        itl_error=_error(
+            np.concatenate([np.diff(stamps) for stamps in came]),
+            np.concatenate([np.diff(times[1:]) for times in sent]),
+        ),
+        delay_ms_p50=float(np.percentile(delays_ms, 50)),
+        delay_ms_p99=float(np.percentile(delays_ms, 99)),
+    )
+
+
+def report(accuracy: Accuracy, console: Console) -> None:
+    """Prints what the self-test found."""
+    table = Table(title=f"The client at {count(accuracy.streams, 'stream')}", box=box.SIMPLE, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("chunks read a second", number(accuracy.chunks_per_s))
+    table.add_row("error of the median TTFT", percent(accuracy.ttft_error))
+    table.add_row("error of the median ITL", percent(accuracy.itl_error))
+    table.add_row("from a chunk's sending to its time stamp, median", milliseconds(accuracy.delay_ms_p50))
+    table.add_row("the same, 99th percentile", milliseconds(accuracy.delay_ms_p99))
+    console.print(table)
+
+
+def _error(measured: ArrayLike, true: ArrayLike) -> float:
+    """Relative error of the median."""
+    return abs(float(np.median(np.asarray(measured)) / np.median(np.asarray(true))) - 1)
+
+
+async def _sends(target: Target) -> dict[str, list[float]]:
+    client = Client(target)
+    try:
+        _, sends = await client.get_json("/sends")
+    finally:
+        await client.close()
+    return cast(dict[str, list[float]], sends)
