@@ -30,7 +30,9 @@ class TargetSettings(Settings):
         description="Directory with the model's tokenizer.json: makes prompts of exact length, counts without usage.",
     )
     seed: int | None = Field(
-        None, description="Repeats a run byte for byte; by default every run has new prompts, so that no cache helps."
+        None,
+        ge=0,
+        description="Repeats a run byte for byte; by default every run has new prompts, so that no cache helps.",
     )
     selftest: bool = Field(True, description="Measure the client itself first, for about two seconds.")
     json_file: Path | None = Field(
