@@ -55,12 +55,13 @@ class LiveProgress:
         """A run begins.
 
         Args:
-            total: Requests that it will send, if that is known.
+            total: Sessions that it will send, if that is known.
             duration_s: How long it sends, if that is limited.
         """
         self._total = total
         self._duration_s = duration_s
         self._finished = 0
+        self._sessions = 0  # whose first turn is over
         self._errors: Counter[str] = Counter()
         self._ttft_ms: deque[float] = deque(maxlen=_LATEST_REQUESTS)
         self._gaps_ms: deque[float] = deque(maxlen=_LATEST_GAPS)
@@ -92,6 +93,7 @@ class LiveProgress:
         if record.error == Failure.ABORTED:
             return
         self._finished += 1
+        self._sessions += record.turn == 0
         if record.error:
             self._errors[record.error] += 1
             return
@@ -109,7 +111,11 @@ class LiveProgress:
 
     def _facts(self, in_flight: int, elapsed_s: float) -> Iterable[str]:
         yield f"{elapsed_s:.0f} s"
-        yield f"{self._finished}{f'/{self._total}' if self._total else ''} done"
+        of_total = f"/{self._total}" if self._total else ""
+        if self._finished == self._sessions:
+            yield f"{self._finished}{of_total} done"
+        else:
+            yield f"{self._finished} done in {self._sessions}{of_total} sessions"
         yield f"{self._rate():.2f}/s"
         yield f"{in_flight} in flight"
         for name, values in (("TTFT", self._ttft_ms), ("ITL", self._gaps_ms)):
@@ -131,7 +137,7 @@ class LiveProgress:
         """How much of the run is over; None if nothing says when it ends."""
         shares = []
         if self._total:
-            shares.append(self._finished / self._total)
+            shares.append(self._sessions / self._total)
         if self._duration_s:
             shares.append(elapsed_s / self._duration_s)
         return min(max(shares), 1.0) if shares else None

@@ -38,6 +38,15 @@ def test_a_run_says_what_failed_and_in_no_latency() -> None:
     assert output(plain) == "5 s · 3 done · 0.60/s · 0 in flight · failed: http_500 2, timeout 1 · 15 s left\n"
 
 
+def test_of_conversations_it_counts_the_sessions_too() -> None:
+    plain = console()
+    with LiveProgress(plain) as progress:
+        progress.begin(total=8, duration_s=None)
+        progress.update([completed(turn=turn, gaps_s=[]) for turn in (0, 1, 2, 0)], 2, 5.0)
+    assert output(plain).startswith("5 s · 4 done in 2/8 sessions · ")
+    assert output(plain).endswith(" · 15 s left\n")
+
+
 def test_aborted_requests_are_neither_done_nor_failed() -> None:
     plain = console()
     with LiveProgress(plain) as progress:
