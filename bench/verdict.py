@@ -1,5 +1,7 @@
 """Whether the client itself was fast enough for the figures to be the server's."""
 
+from collections.abc import Mapping
+
 from bench.load.plan import Health
 from bench.result import Accuracy, Summary
 
@@ -11,6 +13,18 @@ _RATE_SHARE = 0.95
 
 def why_limited(summary: Summary, health: Health, accuracy: Accuracy | None) -> list[str]:
     """The reasons why the figures are the client's rather than the server's; none if they are the server's."""
+    medians_ms = {"TTFT": summary.service_ttft_ms.p50, "ITL": summary.itl_ms.p50}
+    reasons = slow_client(health, accuracy, medians_ms)
+    lag_ms = summary.schedule_lag_ms
+    if lag_ms is not None and lag_ms > max(_LAG_MS, _TOLERANCE * (summary.ttft_ms.p50 or 0.0)):
+        reasons.append(f"requests left {lag_ms:.0f} ms (p99) after they were due")
+    if summary.offered_per_s and summary.achieved_per_s < _RATE_SHARE * summary.offered_per_s:
+        reasons.append(f"it sent {summary.achieved_per_s:.2f} requests/s where {summary.offered_per_s:.2f} were due")
+    return reasons
+
+
+def slow_client(health: Health, accuracy: Accuracy | None, medians_ms: Mapping[str, float | None]) -> list[str]:
+    """Those of them that hold whatever was sent. `medians_ms`: what was measured, by name."""
     reasons = []
     if accuracy and max(accuracy.ttft_error, accuracy.itl_error) > _TOLERANCE:
         reasons.append(
@@ -19,15 +33,10 @@ def why_limited(summary: Summary, health: Health, accuracy: Accuracy | None) -> 
         )
     if health.cpu_share > _BUSY_SHARE:
         reasons.append(f"a client process was busy for {health.cpu_share:.0%} of the time")
-    for name, stat in (("TTFT", summary.service_ttft_ms), ("ITL", summary.itl_ms)):
-        if stat.p50 and health.loop_lag_ms_p50 > _TOLERANCE * stat.p50:
+    for name, median_ms in medians_ms.items():
+        if median_ms and health.loop_lag_ms_p50 > _TOLERANCE * median_ms:
             reasons.append(
                 f"what arrived waited {health.loop_lag_ms_p50:.2f} ms (median) for the client to look at it: "
                 f"more than {_TOLERANCE:.0%} of the median {name}"
             )
-    lag_ms = summary.schedule_lag_ms
-    if lag_ms is not None and lag_ms > max(_LAG_MS, _TOLERANCE * (summary.ttft_ms.p50 or 0.0)):
-        reasons.append(f"requests left {lag_ms:.0f} ms (p99) after they were due")
-    if summary.offered_per_s and summary.achieved_per_s < _RATE_SHARE * summary.offered_per_s:
-        reasons.append(f"it sent {summary.achieved_per_s:.2f} requests/s where {summary.offered_per_s:.2f} were due")
     return reasons
