@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.record import Failure
+from bench.report.text import number, percent
 from bench.result import Client, Group, Result, Stat, Summary
 
 _COLUMNS = {"mean": "mean", "p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99", "p999": "p99.9"}
@@ -49,7 +50,8 @@ def _outcome(result: Result) -> Text:
 
 
 def _latencies(summary: Summary) -> Table:
-    table = _table("ms", *_COLUMNS.values())
+    table = _table("", *_COLUMNS.values())
+    table.caption, table.caption_justify = "Below each figure its 95 % confidence interval.", "left"
     rows = [
         ("TTFT", summary.ttft_ms),
         ("First gap", summary.first_gap_ms),
@@ -58,9 +60,10 @@ def _latencies(summary: Summary) -> Table:
         ("E2E", summary.e2e_ms),
     ]
     if summary.offered_per_s is not None:
-        rows += [("TTFT (sent)", summary.service_ttft_ms), ("E2E (sent)", summary.service_e2e_ms)]
+        rows += [("TTFT sent", summary.service_ttft_ms), ("E2E sent", summary.service_e2e_ms)]
     for name, stat in rows:
-        table.add_row(name, *(_figure(stat, figure) for figure in _COLUMNS))
+        unit, unit_ms = ("s", 1000) if stat.p999 is not None and stat.p999 >= 10_000 else ("ms", 1)
+        table.add_row(f"{name}, {unit}", *(_figure(stat, figure, unit_ms) for figure in _COLUMNS))
     return table
 
 
@@ -72,26 +75,26 @@ def _facts(summary: Summary, client: Client) -> Table:
 
 
 def _named_facts(summary: Summary, client: Client) -> Iterable[tuple[str, str]]:
-    yield "Output tokens/s", _number(summary.output_tokens_per_s)
-    yield "All tokens/s", _number(summary.total_tokens_per_s)
-    yield "Requests/s", _number(summary.requests_per_s)
+    yield "Output tokens/s", number(summary.output_tokens_per_s)
+    yield "All tokens/s", number(summary.total_tokens_per_s)
+    yield "Requests/s", number(summary.requests_per_s)
     if summary.goodput_per_s is not None:
-        yield "Goodput/s", f"{_number(summary.goodput_per_s)} ({_percent(summary.goodput_share)} of all requests)"
+        yield "Goodput/s", f"{number(summary.goodput_per_s)} ({percent(summary.goodput_share)} of all requests)"
     if summary.offered_per_s is not None:
-        offered, achieved = _number(summary.offered_per_s), _number(summary.achieved_per_s)
+        offered, achieved = number(summary.offered_per_s), number(summary.achieved_per_s)
         yield "Sessions/s", f"{achieved} sent, {offered} offered"
-    yield "Schedule lag p99, ms", _number(summary.schedule_lag_ms)
-    yield "Prompt tokens from cache", _percent(summary.cached_token_rate)
+    yield "Schedule lag p99, ms", number(summary.schedule_lag_ms)
+    yield "Prompt tokens from cache", percent(summary.cached_token_rate)
     steady = summary.steady
     if steady:
         name = f"Steady, {steady.start_s:.1f} to {steady.end_s:.1f} s"
         yield (
             name,
-            f"{_number(steady.output_tokens_per_s)} output tokens/s, {_number(steady.requests_per_s)} requests/s",
+            f"{number(steady.output_tokens_per_s)} output tokens/s, {number(steady.requests_per_s)} requests/s",
         )
         yield "", f"TTFT {_p50_p99(steady.ttft_ms)}, ITL {_p50_p99(steady.itl_ms)} ms (p50/p99)"
-    yield "Client", f"processes {client.processes}, busiest {_percent(client.cpu_share)} of a core"
-    yield "", f"loop late by {_number(client.loop_lag_ms_p50)}/{_number(client.loop_lag_ms_p99)} ms (p50/p99)"
+    yield "Client", f"processes {client.processes}, busiest {percent(client.cpu_share)} of a core"
+    yield "", f"loop late by {number(client.loop_lag_ms_p50)}/{number(client.loop_lag_ms_p99)} ms (p50/p99)"
 
 
 def _groups(name: str, groups: Sequence[Group]) -> Table:
@@ -103,9 +106,9 @@ def _groups(name: str, groups: Sequence[Group]) -> Table:
             str(group.failed),
             _p50_p99(group.ttft_ms),
             _p50_p99(group.itl_ms),
-            _number(group.tpot_ms.p50),
-            _number(group.e2e_ms.p50),
-            _percent(group.cached_token_rate),
+            number(group.tpot_ms.p50),
+            number(group.e2e_ms.p50),
+            percent(group.cached_token_rate),
         )
     return table
 
@@ -121,32 +124,27 @@ def _errors(result: Result) -> Table:
 
 
 def _table(name: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, show_edge=False, pad_edge=False)
     table.add_column(name, no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _figure(stat: Stat, name: str) -> Text:
+def _figure(stat: Stat, name: str, unit_ms: float) -> Text:
     """The figure above its confidence interval."""
-    text = Text(_number(getattr(stat, name)))
+    value: float | None = getattr(stat, name)
+    text = Text(_narrow(value and value / unit_ms))
     if name in stat.ci:
         low, high = stat.ci[name]
-        text.append(f"\n{_number(low)}-{_number(high)}", style="dim")
+        text.append(f"\n{_narrow(low / unit_ms)}-{_narrow(high / unit_ms)}", style="dim")
     return text
 
 
 def _p50_p99(stat: Stat) -> str:
-    return f"{_number(stat.p50)}/{_number(stat.p99)}"
+    return f"{_narrow(stat.p50)}/{_narrow(stat.p99)}"
 
 
-def _number(value: float | None) -> str:
-    """Three or more significant digits; "-" for a figure without a sample."""
-    if value is None:
-        return "-"
-    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share * 100:.1f} %"
+def _narrow(value: float | None) -> str:
+    """Without commas: six columns of figures and their intervals fit into a terminal of 80 columns."""
+    return number(value).replace(",", "")
