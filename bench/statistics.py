@@ -18,7 +18,7 @@ CONFIDENCE = 0.95
 _FRACTIONS = np.array(list(PERCENTILES.values())) / 100
 _SEED = 0  # the same values have the same intervals
 _RESAMPLES = (100, 1000)  # at least, at most
-_VALUES_DRAWN = 100_000_000  # in all resamples together, which takes well under a second
+_VALUES_DRAWN = 100_000_000  # in all resamples together; under a second for a million values
 
 
 def stat(values: ArrayLike, clusters: ArrayLike) -> Stat:
