@@ -143,7 +143,7 @@ class StreamedAnswer:
             self._done_s = self._done_s or now_s
         if not self.done:
             if rest and not (record.finish_reason or record.content_s):
-                raise _malformed("no stream of events (does the server know `stream`?)", rest)
+                raise _malformed("no server-sent events (does the server know `stream`?)", rest)
             missing = [] if record.finish_reason else ["finish_reason"]
             missing += [] if self._done_s else ["[DONE]"]
             raise RequestError(Failure.INCOMPLETE, f"the stream ended without {' and without '.join(missing)}")

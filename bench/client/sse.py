@@ -59,7 +59,7 @@ def _parse(block: bytes) -> tuple[bytes, bytes] | None:
             name = value.removeprefix(b" ")
         elif field and field not in _OTHER_FIELDS:  # a line that begins with a colon is a comment
             # The standard skips unknown fields. Here they mean that something else than events is sent.
-            raise ValueError(f"no server-sent event: {_quoted(line)}")
+            raise ValueError(f"no server-sent event: {_quoted(block)}")
     return (name, b"\n".join(data)) if any(data) else None
 
 
