@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.settings import RunSettings
+from bench.workloads.lengths import Distribution
+from bench.workloads.randomness import Stream, generator
 from cpd.errors import ConfigError
 
 DEFAULT_SESSIONS = 200
@@ -32,15 +34,25 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """`streams` at a time. With `think`, each is a user who pauses before every session, the first one included.
+    """A number of streams at a time, each beginning a session when its last one has ended.
 
-    `sessions` is how many there are in all, `duration_s` for how long new ones begin; None is no limit.
+    Args:
+        streams: How many.
+        sessions: How many sessions there are in all; None is no limit.
+        duration_s: For how long new ones begin; None is no limit.
+        pause: Makes each stream a user who pauses before every session, the first one included.
+        seed: Of the pauses.
     """
 
     streams: int
-    think: bool
     sessions: int | None
     duration_s: float | None
+    pause: Distribution | None
+    seed: int
+
+    def pause_s(self, session: int) -> float:
+        """How long the user of this session pauses before it, in seconds."""
+        return self.pause.draw(generator(self.seed, Stream.PAUSE, session)) if self.pause else 0.0
 
 
 Arrivals = OpenLoop | ClosedLoop
@@ -62,7 +74,8 @@ def plan_arrivals(settings: RunSettings, size: int | None, times_s: Sequence[flo
         limit = size if limit is None else min(limit, size)
     streams = settings.concurrency or settings.users
     if streams:
-        return ClosedLoop(streams, settings.users is not None, limit, settings.duration)
+        pause = Distribution.parse(settings.think_s, "--think-s", least=0) if settings.users else None
+        return ClosedLoop(streams, limit, settings.duration, pause, seed)
     if settings.rate:
         due_s = _scheduled(settings, settings.rate, limit, np.random.default_rng(seed))
     else:

@@ -64,8 +64,8 @@ class Sender:
                 return
             session = self._workload.session(index)
             due_s = time.perf_counter()
-            if loop.think and session.turns[0].think_s:
-                due_s += session.turns[0].think_s
+            if pause_s := loop.pause_s(index):
+                due_s += pause_s
                 if due_s >= self._end_s:
                     return
                 await self._clock.until(due_s)

@@ -12,6 +12,7 @@ class Stream(IntEnum):
     GROUP = 1  # one for each group of prompts that begin alike
     BLOCK = 2  # one for each block of a trace's prompts
     SALT = 3  # one for a run
+    PAUSE = 4  # one for the pause before each session of a user
 
 
 def generator(seed: int, stream: Stream, index: int = 0) -> np.random.Generator:

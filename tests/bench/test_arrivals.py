@@ -93,12 +93,20 @@ def test_a_closed_loop_ends_with_its_requests_its_file_or_its_time(
 ) -> None:
     arrivals = plan_arrivals(settings(**values), size, None, 0)
     duration_s = 3 if "duration" in values else None
-    assert arrivals == ClosedLoop(streams=4, think=False, sessions=sessions, duration_s=duration_s)
+    assert arrivals == ClosedLoop(streams=4, sessions=sessions, duration_s=duration_s, pause=None, seed=0)
 
 
-def test_users_think() -> None:
-    arrivals = plan_arrivals(settings(users=3), None, None, 0)
-    assert arrivals == ClosedLoop(streams=3, think=True, sessions=200, duration_s=None)
+def test_users_pause_and_a_seed_repeats_their_pauses() -> None:
+    first, again, other = (
+        plan_arrivals(settings(users=3, think_s="uniform:1,2"), None, None, seed) for seed in (5, 5, 6)
+    )
+    assert isinstance(first, ClosedLoop)
+    assert isinstance(again, ClosedLoop)
+    assert isinstance(other, ClosedLoop)
+    pauses = [first.pause_s(session) for session in range(50)]
+    assert all(1 <= pause_s <= 2 for pause_s in pauses)
+    assert pauses == [again.pause_s(session) for session in range(50)]
+    assert pauses != [other.pause_s(session) for session in range(50)]
 
 
 @pytest.mark.parametrize(

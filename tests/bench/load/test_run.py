@@ -1,0 +1,147 @@
+"""The load path with real client processes against the mock server."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import orjson
+import pytest
+
+from bench.errors import BenchError
+from bench.load.plan import LoadReport, Plan
+from bench.load.run import run_load
+from bench.mock.behaviour import Behaviour
+from bench.mock.process import MockServer
+from bench.prepare import prepare
+from bench.record import Failure, Record
+from bench.settings import RunSettings
+
+
+class Collected:
+    """A watch that remembers."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.most_in_flight = 0
+        self.begun = threading.Event()
+
+    def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
+        self.records += finished
+        self.most_in_flight = max(self.most_in_flight, in_flight)
+        if in_flight:
+            self.begun.set()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MockServer]:
+    with MockServer(Behaviour(ttft_ms=20, itl_ms=2)) as server:
+        yield server
+
+
+def load(url: str, watch: Collected | None = None, processes: int = 1, **values: object) -> LoadReport:
+    settings = RunSettings.load({"url": url, "input_len": "16", "output_len": "8", "seed": 1, **values})
+    prepared = prepare(settings)
+    plan = Plan(prepared.target, settings, prepared.texts, prepared.seed, processes)
+    return run_load(plan, watch or Collected())
+
+
+def most_at_a_time(records: Sequence[Record]) -> int:
+    changes = sorted([(r.sent_s, 1) for r in records] + [(r.ended_s, -1) for r in records])
+    running, most = 0, 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return most
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_closed_loop_sends_every_session_once_and_no_more_than_its_streams_at_a_time(
+    server: MockServer, processes: int
+) -> None:
+    watch = Collected()
+    report = load(server.url, watch, processes, concurrency=6, num_requests=30)
+    assert sorted(record.session for record in report.records) == list(range(30))
+    assert {record.error for record in report.records} == {""}
+    assert all(record.output_tokens == 8 and len(record.content_s) == 8 for record in report.records)
+    assert most_at_a_time(report.records) == 6
+    assert watch.records == report.records or len(watch.records) == 30
+    assert report.health.processes == processes
+    assert not report.interrupted
+
+
+def test_an_open_loop_keeps_its_times_whatever_the_server_does() -> None:
+    with MockServer(Behaviour(ttft_ms=20, itl_ms=2, stall_at_s=1.5, stall_s=0.6)) as stalling:
+        report = load(stalling.url, rate=50, arrival="constant", num_requests=150)
+    due = [record.due_s - report.start_s for record in report.records]
+    assert due == pytest.approx([index / 50 for index in range(150)])
+    assert all(0 <= record.sent_s - record.due_s < 0.5 for record in report.records)
+    longest = max(record.content_s[0] - record.due_s for record in report.records)
+    assert longest > 0.5  # those that were due in the stall waited for its end, and are seen to
+
+
+def test_the_sessions_of_several_processes_are_those_of_one(server: MockServer) -> None:
+    one, two = (load(server.url, None, processes, rate=200, num_requests=20) for processes in (1, 2))
+    lengths = [[(r.session, r.prompt_tokens) for r in report.records] for report in (one, two)]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_duration_ends_a_closed_loop_and_lets_what_runs_finish(server: MockServer) -> None:
+    report = load(server.url, concurrency=3, duration=0.5)
+    assert report.records
+    assert {record.error for record in report.records} == {""}
+    assert all(record.sent_s - report.start_s < 0.5 for record in report.records)
+
+
+def test_turns_follow_one_another_and_carry_the_answers_before(server: MockServer) -> None:
+    report = load(
+        server.url, concurrency=2, num_requests=4, workload="multi-turn", turns=3, input_len="24", later_len="12"
+    )
+    assert len(report.records) == 12
+    for session in range(4):
+        turns = sorted((r for r in report.records if r.session == session), key=lambda record: record.turn)
+        assert [record.turn for record in turns] == [0, 1, 2]
+        for before, after in pairwise(turns):
+            assert after.sent_s >= before.ended_s
+            assert before.prompt_tokens is not None
+            assert after.prompt_tokens is not None
+            # what was said before, the answer's 8 words, and 12 new ones
+            assert after.prompt_tokens - before.prompt_tokens == pytest.approx(20, abs=1)
+
+
+def test_a_failed_turn_ends_its_session() -> None:
+    with MockServer(Behaviour(ttft_ms=5, itl_ms=1, fault="cut", fault_after=3)) as cutting:
+        report = load(cutting.url, concurrency=2, num_requests=4, workload="multi-turn", turns=3)
+    assert [(record.turn, record.error) for record in report.records] == [(0, Failure.DISCONNECTED)] * 4
+
+
+def test_users_pause_between_their_sessions(server: MockServer) -> None:
+    report = load(server.url, users=2, num_requests=6, think_s="0.2")
+    assert min(record.due_s - report.start_s for record in report.records) >= 0.2
+    assert most_at_a_time(report.records) <= 2
+
+
+def test_ctrl_c_aborts_what_runs_and_keeps_what_there_is() -> None:
+    with MockServer(Behaviour(ttft_ms=20, itl_ms=20)) as slow:
+        watch = Collected()
+        press = threading.Thread(target=lambda: (watch.begun.wait(60), os.kill(os.getpid(), signal.SIGINT)))
+        press.start()
+        report = load(slow.url, watch, 2, concurrency=4, num_requests=100, output_len="500")
+        press.join()
+    assert report.interrupted
+    assert {record.error for record in report.records} == {Failure.ABORTED}
+    assert len(report.records) == 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_client_process_cannot_read_is_said_by_the_parent(
+    server: MockServer, tmp_path: os.PathLike[str]
+) -> None:
+    path = os.path.join(tmp_path, "trace.jsonl")
+    with open(path, "wb") as file:
+        file.write(
+            orjson.dumps({"timestamp": 0, "input_length": 8, "output_length": 2, "hash_ids": [1]}) + b"\nnonsense\n"
+        )
+    with pytest.raises(BenchError, match=r"trace\.jsonl:2"):
+        load(server.url, workload="trace", file=path)
