@@ -84,14 +84,9 @@ def selftest(streams: int, processes: int) -> Accuracy:
         report = run_load(plan, _Silent())
         if report.interrupted:
             raise KeyboardInterrupt
-        workload = make_workload(settings, plan.texts, plan.seed)
+        _check(report.records)
         sends = asyncio.run(_sends(plan.target))
-    failed = [record for record in report.records if record.error]
-    if failed:
-        raise BenchError(
-            f"self-test: {len(failed)} of {len(report.records)} requests to a mock server on this machine failed, "
-            f"the first with {failed[0].error}: {failed[0].detail or 'no detail'}"
-        )
+    workload = make_workload(settings, plan.texts, plan.seed)
     prompts = {record.session: workload.session(record.session).turns[0].text for record in report.records}
     return compare(streams, report.records, {session: sends[prompt] for session, prompt in prompts.items()})
 
@@ -137,6 +132,15 @@ def report(accuracy: Accuracy, console: Console) -> None:
     table.add_row("from a chunk's sending to its time stamp, median", milliseconds(accuracy.delay_ms_p50))
     table.add_row("the same, 99th percentile", milliseconds(accuracy.delay_ms_p99))
     console.print(table)
+
+
+def _check(records: Sequence[Record]) -> None:
+    failed = [record for record in records if record.error]
+    if failed:
+        raise BenchError(
+            f"self-test: {len(failed)} of {len(records)} requests to a mock server on this machine failed, "
+            f"the first with {failed[0].error}: {failed[0].detail or 'no detail'}"
+        )
 
 
 def _error(measured: ArrayLike, true: ArrayLike) -> float:

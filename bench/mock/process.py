@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from bench.errors import BenchError
-from bench.mock.behaviour import Behaviour
+from bench.mock.behaviour import Behaviour, MockSettings
 
 END_S = 10.0
 
@@ -31,11 +31,13 @@ class MockServer:
             self._flags += [flag] if value is True else [flag, str(value)]
 
     def __enter__(self) -> Self:
+        prefix = MockSettings.model_config["env_prefix"]
+        others = {name: value for name, value in os.environ.items() if not name.upper().startswith(prefix)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.mock", *self._flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "CPD_SUPERVISED": "1"},
+            env={**others, "CPD_SUPERVISED": "1"},
         )
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().decode().strip()  # an empty line: it has ended
