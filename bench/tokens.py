@@ -54,15 +54,10 @@ class Texts:
             BenchError: There is none, it cannot be read, or it is of a kind that no exact texts can be made for.
         """
         tokenizer = _read_tokenizer(directory)
-        words = [
-            word for word in _all_words() if _tokens_in(tokenizer, f"the {word}") - _tokens_in(tokenizer, "the") == 1
-        ]
-        openers = [word for word in words if _tokens_in(tokenizer, word) == 1]
-        if (
-            len(words) < _FEWEST
-            or not openers
-            or _tokens_in(tokenizer, " ".join((openers[0], *words))) != 1 + len(words)
-        ):
+        count = partial(_tokens_in, tokenizer)
+        words = [word for word in _all_words() if count(f"the {word}") - count("the") == 1]
+        openers = [word for word in words if count(word) == 1]
+        if len(words) < _FEWEST or not openers or count(" ".join((openers[0], *words))) != 1 + len(words):
             raise BenchError(
                 f"{directory}/tokenizer.json has too few English words as single tokens for prompts of exact length; "
                 "leave out --tokenizer: then the server's own counts are used"
@@ -113,15 +108,14 @@ async def measure(ask: Callable[[str], Awaitable[int | None]], tokenizer: Path |
             "the server does not say how many tokens a prompt has (no usage.prompt_tokens); "
             "give the directory of the model's tokenizer with --tokenizer"
         )
-    if texts.tokenizer:
-        overhead = for_short - _tokens_in(texts.tokenizer, short)
-        if overhead < 0 or overhead != for_long - _tokens_in(texts.tokenizer, long):
+    if texts.count:
+        own_short, own_long = texts.count(short), texts.count(long)
+        if not 0 <= for_short - own_short == for_long - own_long:
             raise BenchError(
                 f"{tokenizer}/tokenizer.json is not the server's tokenizer: for the same two texts the server counts "
-                f"{for_short} and {for_long} tokens, this one {_tokens_in(texts.tokenizer, short)} and "
-                f"{_tokens_in(texts.tokenizer, long)}"
+                f"{for_short} and {for_long} tokens, this one {own_short} and {own_long}"
             )
-        return replace(texts, overhead=overhead)
+        return replace(texts, overhead=for_short - own_short)
     if for_long <= for_short:
         raise BenchError(
             f"the server counts {for_short} tokens for a text and {for_long} for twice that text; "
