@@ -8,11 +8,12 @@ farther it is off, so that a few disturbed measurements change little.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cpd.perfmodel import FitError, PerfModel, Profile, ShareProfile, TransferProfile, Work
+from cpd.perfmodel import FitError, PerfModel, Profile, ShareProfile, Work
 
 KNOT_RATIO = 1.9
 """Knots of the curve over the tokens are at least this far apart."""
@@ -44,15 +45,12 @@ class Sample:
     beside: Work | None = None
 
 
-def fit_profile(
-    samples: Sequence[Sample], *, device: str, model: str, transfer: TransferProfile | None = None
-) -> Profile:
+def fit_profile(samples: Sequence[Sample], **about: Any) -> Profile:
     """The profile that predicts these samples best, with its error on samples that it was not fitted to.
 
     Args:
         samples: In any order: at least two of every share with the lane alone, and some on the whole device.
-        device, model: What was measured.
-        transfer: Of KV pages, where that was measured.
+        about: What else the profile says: at least `device` and `model`.
 
     Raises:
         ValueError: There are fewer samples than that.
@@ -61,8 +59,8 @@ def fit_profile(
     errors: list[float] = []
     for fold in range(FOLDS):
         known = [sample for index, sample in enumerate(ordered) if index % FOLDS != fold]
-        errors += prediction_errors(PerfModel(_fit(known, device, model, transfer)), ordered[fold::FOLDS])
-    profile = _fit(ordered, device, model, transfer)
+        errors += prediction_errors(PerfModel(_fit(known, about)), ordered[fold::FOLDS])
+    profile = _fit(ordered, about)
     median, p95 = np.quantile(errors, (0.5, 0.95)).tolist()
     return profile.model_copy(update={"error": FitError(samples=len(samples), median=median, p95=p95)})
 
@@ -72,14 +70,12 @@ def prediction_errors(model: PerfModel, samples: Sequence[Sample]) -> list[float
     return [abs(model.step_ms(s.work, s.share, s.beside) / s.ms - 1) for s in samples]
 
 
-def _fit(samples: Sequence[Sample], device: str, model: str, transfer: TransferProfile | None) -> Profile:
+def _fit(samples: Sequence[Sample], about: dict[str, Any]) -> Profile:
     shares = sorted({sample.share for sample in samples})
     alone = Profile(
         source="measured",
-        device=device,
-        model=model,
         shares=tuple(_fit_share(share, [s for s in samples if s.share == share and not s.beside]) for share in shares),
-        transfer=transfer or TransferProfile(),
+        **about,
     )
     predict = PerfModel(alone).step_ms
 

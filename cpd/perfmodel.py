@@ -113,6 +113,8 @@ class Profile(_Part):
     source: Literal["measured", "roofline"] = Field(description="roofline: computed from data sheets, no evidence.")
     device: str
     model: str
+    units: int = Field(1, ge=1, description="Compute units of the device: cores, or SMs.")
+    unit_step: int = Field(1, ge=1, description="It is cut into parts of this many units, and a remainder.")
     shares: tuple[ShareProfile, ...] = Field(min_length=1, description="Ascending, the whole device last.")
     transfer: TransferProfile = TransferProfile()
     error: FitError | None = Field(None, description="Of a measured profile.")
