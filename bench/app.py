@@ -1,9 +1,14 @@
 """`cpd bench …`: the commands. What they do is imported when one is used."""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
+from bench.interference.settings import InterferenceSettings
 from bench.settings import RunSettings
-from cpd.options import command
+from bench.sweep.settings import SweepSettings
+from cpd.options import clean_exit, command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,4 +29,59 @@ def _run(settings: RunSettings) -> None:
     raise typer.Exit(run(settings))
 
 
+def _sweep(settings: SweepSettings) -> None:
+    """Run one workload at several loads, or find the highest rate that keeps a latency target.
+
+    Exit codes are those of `run`.
+    """
+    from bench.sweep.run import sweep
+
+    raise typer.Exit(sweep(settings))
+
+
+def _interference(settings: InterferenceSettings) -> None:
+    """Measure how much prompts that arrive slow running streams down."""
+    from bench.interference.run import interference
+
+    raise typer.Exit(interference(settings))
+
+
 app.command("run")(command(RunSettings, _run))
+app.command("sweep")(command(SweepSettings, _sweep))
+app.command("interference")(command(InterferenceSettings, _interference))
+
+
+@app.command()
+def compare(
+    results: Annotated[list[Path], typer.Argument(help="Result files of `cpd bench run --json`.", show_default=False)],
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report with charts here.")] = None,
+) -> None:
+    """Compare runs with the first of them: ratios, and whether the confidence intervals overlap."""
+    from rich.console import Console
+
+    from bench.compare import compare as compare_results
+
+    with clean_exit():
+        compare_results(results, html, Console())
+
+
+@app.command()
+def selftest(
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Streams at a time.")] = 64,
+    processes: Annotated[int, typer.Option("--processes", min=0, help="Client processes; 0: as many as needed.")] = 0,
+) -> None:
+    """Measure the client itself, against a server of known timing. Exit code 3: it is too slow for so many streams."""
+    from rich.console import Console
+
+    from bench.load.run import enough_processes
+    from bench.run import EXIT_CLIENT_LIMITED
+    from bench.selftest import report
+    from bench.selftest import selftest as measure_client
+    from bench.verdict import inaccurate
+
+    with clean_exit():
+        accuracy = measure_client(streams, processes or enough_processes(streams))
+    report(accuracy, Console())
+    if reasons := inaccurate(accuracy):
+        Console().print(*reasons, style="red")
+        raise typer.Exit(EXIT_CLIENT_LIMITED)

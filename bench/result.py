@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from bench.errors import BenchError
 
@@ -15,15 +15,15 @@ SCHEMA: Literal["cpd-bench/1"] = "cpd-bench/1"
 
 
 def write_json(result: BaseModel, path: Path) -> None:
-    """Writes a result, its `schema_` as `schema` and first.
+    """Writes a result.
 
     Raises:
         BenchError: The file cannot be written.
     """
-    fields = result.model_dump(mode="json")
-    fields = {"schema": fields.pop("schema_"), **fields}
     try:
-        path.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
+        path.write_bytes(
+            orjson.dumps(result.model_dump(mode="json", by_alias=True), option=orjson.OPT_INDENT_2) + b"\n"
+        )
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}") from error
 
@@ -153,7 +153,7 @@ class Client(BaseModel):
 class Result(BaseModel):
     """One run, whole."""
 
-    schema_: Literal["cpd-bench/1"] = SCHEMA
+    schema_: Literal["cpd-bench/1"] = Field(SCHEMA, alias="schema")
     label: str
     command: list[str]
     started_at: str
@@ -184,7 +184,7 @@ class Result(BaseModel):
         """
         try:
             fields = orjson.loads(path.read_bytes())
-            if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
+            if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
                 raise BenchError(f"{path} is no result of `cpd bench run --json`")
             return cls.model_validate(fields)
         except OSError as error:

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from bench.arrivals import ClosedLoop, OpenLoop, plan_arrivals
 from bench.errors import BenchError
+from bench.load.overload import Overload
 from bench.load.plan import Plan
-from bench.load.run import enough_processes, run_load
+from bench.load.run import Both, enough_processes, run_load
 from bench.metrics import summarise
 from bench.prepare import Prepared, cluster_snapshot, prepare
 from bench.report.html import write_html
@@ -52,9 +53,14 @@ def run(settings: RunSettings) -> int:
 
 
 def measure(
-    settings: RunSettings, prepared: Prepared, slo: Slo | None, accuracy: Accuracy | None, progress: LiveProgress
+    settings: RunSettings,
+    prepared: Prepared,
+    slo: Slo | None,
+    accuracy: Accuracy | None,
+    progress: LiveProgress,
+    overload: Overload | None = None,
 ) -> Result:
-    """One run against a server that was prepared for it."""
+    """One run against a server that was prepared for it. Once `overload` is seen, the run ends."""
     workload = make_workload(settings, prepared.texts, prepared.seed)
     arrivals = plan_arrivals(settings, workload.size, workload.times_s, prepared.seed)
     if isinstance(arrivals, ClosedLoop):
@@ -64,7 +70,8 @@ def measure(
     plan = Plan(prepared.target, settings, prepared.texts, prepared.seed, _processes(settings))
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     before = cluster_snapshot(prepared.target)
-    report = run_load(plan, progress)
+    watch = Both(progress, overload) if overload else progress
+    report = run_load(plan, watch, lambda: overload is not None and overload.seen)
     offered_per_s = arrivals.offered_per_s if isinstance(arrivals, OpenLoop) else None
     summary, requests = summarise(report.records, start_s=report.start_s, slo=slo, offered_per_s=offered_per_s)
     reasons = why_limited(summary, report.health, accuracy)

@@ -25,12 +25,7 @@ def why_limited(summary: Summary, health: Health, accuracy: Accuracy | None) -> 
 
 def slow_client(health: Health, accuracy: Accuracy | None, medians_ms: Mapping[str, float | None]) -> list[str]:
     """Those of them that hold whatever was sent. `medians_ms`: what was measured, by name."""
-    reasons = []
-    if accuracy and max(accuracy.ttft_error, accuracy.itl_error) > _TOLERANCE:
-        reasons.append(
-            f"against a server of known timing, {accuracy.streams} streams at {accuracy.chunks_per_s:.0f} chunks/s, "
-            f"its median TTFT was {accuracy.ttft_error:.0%} off and its median ITL {accuracy.itl_error:.0%}"
-        )
+    reasons = inaccurate(accuracy) if accuracy else []
     if health.cpu_share > _BUSY_SHARE:
         reasons.append(f"a client process was busy for {health.cpu_share:.0%} of the time")
     for name, median_ms in medians_ms.items():
@@ -40,3 +35,13 @@ def slow_client(health: Health, accuracy: Accuracy | None, medians_ms: Mapping[s
                 f"more than {_TOLERANCE:.0%} of the median {name}"
             )
     return reasons
+
+
+def inaccurate(accuracy: Accuracy) -> list[str]:
+    """The reason among them that a self-test alone can show."""
+    if max(accuracy.ttft_error, accuracy.itl_error) <= _TOLERANCE:
+        return []
+    return [
+        f"against a server of known timing, {accuracy.streams} streams at {accuracy.chunks_per_s:.0f} chunks/s, "
+        f"its median TTFT was {accuracy.ttft_error:.0%} off and its median ITL {accuracy.itl_error:.0%}"
+    ]

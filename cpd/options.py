@@ -64,6 +64,8 @@ def _annotation(settings: type[Settings], name: str) -> Any:
     kind: Any = _without_none(field.annotation)
     if get_origin(kind) is Literal:
         help_text = f"{'|'.join(filter(None, get_args(kind)))}. {help_text}"
+    if kind is bool:
+        flag += "/--no-" + flag.removeprefix("--")
     base = {int: int, float: float, bool: bool}.get(kind, str)
     if get_origin(kind) is list:
         return Annotated[list[str] | None, typer.Option(flag, help=help_text)]

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -30,6 +30,18 @@ class Watch(Protocol):
         ...
 
 
+class Both:
+    """Tells two watches."""
+
+    def __init__(self, first: Watch, second: Watch) -> None:
+        self._watches = (first, second)
+
+    def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
+        """See `Watch`."""
+        for watch in self._watches:
+            watch.update(finished, in_flight, elapsed_s)
+
+
 def enough_processes(streams: int) -> int:
     """Client processes for so many streams at a time."""
     return max(1, min(os.cpu_count() or 1, -(-streams // STREAMS_A_PROCESS)))
@@ -44,8 +56,10 @@ class _Child:
     done: Done | None = None
 
 
-def run_load(plan: Plan, watch: Watch) -> LoadReport:
-    """Sends the plan's load and returns when every request has ended. Ctrl-C ends it early: what runs is aborted.
+def run_load(plan: Plan, watch: Watch, enough: Callable[[], bool] = lambda: False) -> LoadReport:
+    """Sends the plan's load and returns when every request has ended.
+
+    Ctrl-C ends it early, and so does `enough` once it is true: requests that run then are aborted.
 
     Raises:
         BenchError: A client process failed.
@@ -53,10 +67,10 @@ def run_load(plan: Plan, watch: Watch) -> LoadReport:
     with _children(plan) as children:
         for child in children:
             _expect_ready(child)
-        return _run(children, watch)
+        return _run(children, watch, enough)
 
 
-def _run(children: Sequence["_Child"], watch: Watch) -> LoadReport:
+def _run(children: Sequence["_Child"], watch: Watch, enough: Callable[[], bool]) -> LoadReport:
     records: list[Record] = []
     with _interrupt() as interrupted:
         start_s = time.perf_counter() + START_DELAY_S
@@ -69,7 +83,7 @@ def _run(children: Sequence["_Child"], watch: Watch) -> LoadReport:
             for child in running:
                 if child.reports in ready:
                     finished += _read(child)
-            if interrupted and not told:
+            if (interrupted or enough()) and not told:
                 told = True
                 for child in running:
                     child.orders.send("stop")

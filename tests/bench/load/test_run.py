@@ -125,7 +125,12 @@ def test_users_pause_between_their_sessions(server: MockServer) -> None:
 def test_ctrl_c_aborts_what_runs_and_keeps_what_there_is() -> None:
     with MockServer(Behaviour(ttft_ms=20, itl_ms=20)) as slow:
         watch = Collected()
-        press = threading.Thread(target=lambda: (watch.begun.wait(60), os.kill(os.getpid(), signal.SIGINT)))
+
+        def press_when_begun() -> None:
+            watch.begun.wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        press = threading.Thread(target=press_when_begun)
         press.start()
         report = load(slow.url, watch, 2, concurrency=4, num_requests=100, output_len="500")
         press.join()

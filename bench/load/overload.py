@@ -1,0 +1,43 @@
+"""Noticing early that a server cannot keep up with an open loop: its queue grows, and with it the latency."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from bench.record import Record
+
+_OBSERVE_S = 6.0
+_QUARTERS = 4
+_GROWTH = 1.3  # from each quarter to the next: what a queue that is stable doesn't do three times in a row
+_FEWEST = 8  # requests in flight, below which growth is chance
+
+
+class Overload:
+    """Told what a run's watch is told; `seen` once requests in flight and latency have kept growing."""
+
+    def __init__(self) -> None:
+        self._in_flight: list[tuple[float, int]] = []
+        self._latency: list[tuple[float, float]] = []
+
+    def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
+        """See `bench.load.run.Watch`."""
+        self._in_flight.append((elapsed_s, in_flight))
+        self._latency += [(elapsed_s, record.content_s[0] - record.due_s) for record in finished if record.content_s]
+
+    @property
+    def seen(self) -> bool:
+        """Whether the run so far shows a queue that grows without end."""
+        if not self._in_flight or self._in_flight[-1][0] < _OBSERVE_S or self._in_flight[-1][1] < _FEWEST:
+            return False
+        return _keeps_growing(self._in_flight) and _keeps_growing(self._latency)
+
+
+def _keeps_growing(samples: Sequence[tuple[float, float]]) -> bool:
+    """Whether the mean of every quarter of the time is well over that of the quarter before."""
+    end_s = samples[-1][0] if samples else 0.0
+    quarters: list[list[float]] = [[] for _ in range(_QUARTERS)]
+    for at_s, value in samples:
+        quarters[min(int(at_s / end_s * _QUARTERS), _QUARTERS - 1)].append(value)
+    if not all(quarters):
+        return False
+    means = [sum(quarter) / len(quarter) for quarter in quarters]
+    return all(after > before * _GROWTH for before, after in pairwise(means))

@@ -1,0 +1,183 @@
+"""Runs the points of a sweep, or of the search for the highest rate."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+
+from bench.load.overload import Overload
+from bench.prepare import Prepared, prepare
+from bench.report.progress import LiveProgress
+from bench.result import Accuracy, Result
+from bench.run import (
+    EXIT_CLIENT_LIMITED,
+    EXIT_INTERRUPTED,
+    EXIT_NOTHING_COMPLETED,
+    check_client,
+    check_writable,
+    command_line,
+    measure,
+)
+from bench.slo import Slo
+from bench.sweep.report import show, write_html
+from bench.sweep.result import Point, Sweep
+from bench.sweep.search import MaxRate, is_enough, share_interval
+from bench.sweep.settings import SweepSettings
+from cpd.errors import ConfigError
+
+_DURATION_S = 20.0  # of a point, if neither --duration nor --num-requests is given
+_RUNS = 3  # of one rate, while the share of good requests is too close to the target to tell
+
+
+def sweep(settings: SweepSettings) -> int:
+    """Runs, saves and shows; the exit code."""
+    check_writable(settings)
+    loads = _loads(settings)
+    slo = Slo.parse(settings.slo) if settings.slo else None
+    if settings.duration is None and settings.num_requests is None:
+        settings = settings.model_copy(update={"duration": _DURATION_S})
+    messages = Console(stderr=True)
+    prepared = prepare(settings)
+    for warning in prepared.warnings:
+        messages.print(f"warning: {warning}", style="yellow", markup=False)
+    accuracy = check_client(settings, messages)
+    with LiveProgress(messages) as progress:
+        driver = _Driver(settings, prepared, slo, accuracy, progress, messages)
+        search = MaxRate(settings.rate or 1.0, settings.precision) if settings.find_max_rate else None
+        points = list(driver.search(search) if search else driver.sweep(loads))
+    found = Sweep(
+        command=command_line(sys.argv),
+        settings=settings.model_dump(mode="json"),
+        interrupted=any(point.result.interrupted for point in points),
+        points=sorted(points, key=lambda point: point.load),
+        max_rate=search.kept if search else None,
+        too_much=search.failed if search else None,
+    )
+    if settings.json_file:
+        found.save(settings.json_file)
+    if settings.html_file:
+        write_html(found, settings.html_file)
+    show(found, Console())
+    return _exit_code(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    way: Literal["rate", "concurrency"]
+    value: float
+
+    def of(self, settings: SweepSettings) -> SweepSettings:
+        """The settings at this load."""
+        value = int(self.value) if self.way == "concurrency" else self.value
+        return settings.model_copy(update={"rate": None, "concurrency": None, "users": None, self.way: value})
+
+
+class _Driver:
+    def __init__(
+        self,
+        settings: SweepSettings,
+        prepared: Prepared,
+        slo: Slo | None,
+        accuracy: Accuracy | None,
+        progress: LiveProgress,
+        messages: Console,
+    ) -> None:
+        self._settings = settings
+        self._prepared = prepared
+        self._slo = slo
+        self._accuracy = accuracy
+        self._progress = progress
+        self._messages = messages
+        self._runs = 0
+
+    def sweep(self, loads: list[_Load]) -> Iterator[Point]:
+        """A point for each load."""
+        for load in loads:
+            overload = Overload()
+            result = self._measure(load, overload)
+            point = self._point(load, overload.seen, [result])
+            yield point
+            if result.interrupted:
+                return
+
+    def search(self, search: MaxRate) -> Iterator[Point]:
+        """Points until the search is over; each tells it whether the rate was kept."""
+        while (rate := search.next()) is not None:
+            load = _Load("rate", rate)
+            results: list[Result] = []
+            while len(results) < _RUNS:
+                overload = Overload()
+                results.append(self._measure(load, overload))
+                point = self._point(load, overload.seen, results)
+                if point.kept is not None or results[-1].interrupted:
+                    break
+            if results[-1].interrupted:
+                yield point
+                return
+            if point.kept is None:  # as good as on the border: the share itself decides
+                point = point.model_copy(update={"kept": (point.share or 0.0) >= self._settings.slo_share})
+            yield point
+            if point.result.client.limited:
+                return
+            search.tell(rate, bool(point.kept))
+
+    def _measure(self, load: _Load, overload: Overload) -> Result:
+        self._messages.print(f"{load.way} {load.value:g}", style="bold")
+        # A seed for each run: a point must not find its prompts in the cache of the one before.
+        prepared = Prepared(self._prepared.target, self._prepared.texts, self._prepared.seed + self._runs, ())
+        self._runs += 1
+        return measure(load.of(self._settings), prepared, self._slo, self._accuracy, self._progress, overload)
+
+    def _point(self, load: _Load, overloaded: bool, results: list[Result]) -> Point:
+        point = Point(load=load.value, overloaded=overloaded, kept=None, share=None, share_ci=None, result=results[-1])
+        if self._slo is None:
+            return point
+        judged = [request for result in results for request in result.requests if request.good is not None]
+        good = sum(request.good is True for request in judged)
+        enough = False if overloaded else is_enough(good, len(judged), self._settings.slo_share)
+        return point.model_copy(
+            update={
+                "kept": enough,
+                "share": good / len(judged) if judged else None,
+                "share_ci": share_interval(good, len(judged)),
+            }
+        )
+
+
+def _loads(settings: SweepSettings) -> list[_Load]:
+    """The points of a sweep; none for a search, which finds its own.
+
+    Raises:
+        ConfigError: None or more than one of the ways is chosen, or a list holds something else than numbers.
+    """
+    ways = [bool(settings.rates), bool(settings.concurrencies), settings.find_max_rate]
+    if sum(ways) != 1:
+        raise ConfigError("a sweep needs one of --rates, --concurrencies and --find-max-rate")
+    if settings.concurrency or settings.users or (settings.rate and not settings.find_max_rate):
+        raise ConfigError("--concurrency, --rate and --users are for one run: a sweep takes --concurrencies or --rates")
+    if settings.find_max_rate:
+        if not settings.slo:
+            raise ConfigError("--find-max-rate needs --slo, such as ttft=2000,itl=50")
+        return []
+    try:
+        if settings.rates:
+            rates = [float(text) for text in settings.rates.split(",")]
+            if min(rates) > 0:
+                return [_Load("rate", rate) for rate in rates]
+        else:
+            streams = [int(text) for text in settings.concurrencies.split(",")]
+            if min(streams) > 0:
+                return [_Load("concurrency", number) for number in streams]
+    except ValueError:
+        pass
+    raise ConfigError("--rates and --concurrencies take positive numbers with commas between them, such as 1,2,4")
+
+
+def _exit_code(found: Sweep) -> int:
+    if found.interrupted:
+        return EXIT_INTERRUPTED
+    if any(point.result.client.limited for point in found.points):
+        return EXIT_CLIENT_LIMITED
+    return 0 if any(point.result.summary.completed for point in found.points) else EXIT_NOTHING_COMPLETED

@@ -1,0 +1,17 @@
+"""The settings of `cpd bench sweep`."""
+
+from pydantic import Field
+
+from bench.settings import RunSettings
+
+
+class SweepSettings(RunSettings):
+    """One workload at several loads."""
+
+    rates: str = Field("", description="Open loops at these rates, such as 1,2,4,8.")
+    concurrencies: str = Field("", description="Closed loops with this many streams, such as 1,4,16,64.")
+    find_max_rate: bool = Field(
+        False, description="Search the highest rate at which --slo-share of the requests keep --slo, from --rate on."
+    )
+    slo_share: float = Field(0.99, gt=0, lt=1, description="find-max-rate: share of the requests that must be good.")
+    precision: float = Field(0.05, gt=0, lt=1, description="find-max-rate: how exactly the rate is wanted.")

@@ -1,0 +1,68 @@
+"""Sweeps against the mock server, through the command line."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner, Result
+
+from bench.mock.behaviour import Behaviour
+from bench.mock.process import MockServer
+from cpd.cli import app
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MockServer]:
+    with MockServer(Behaviour(ttft_ms=100, itl_ms=50)) as server:
+        yield server
+
+
+def sweep(*arguments: str) -> Result:
+    lengths = ["--input-len", "16", "--output-len", "3", "--no-selftest"]
+    return CliRunner().invoke(app, ["bench", "sweep", *lengths, *arguments])
+
+
+def test_a_sweep_has_a_point_for_each_load_and_a_page(server: MockServer, tmp_path: Path) -> None:
+    file, page = tmp_path / "sweep.json", tmp_path / "sweep.html"
+    done = sweep(
+        "--url", server.url, "--concurrencies", "1,4", "--num-requests", "12", "--json", str(file), "--html", str(page)
+    )
+    assert done.exit_code == 0, done.output
+    found = orjson.loads(file.read_bytes())
+    assert found["schema"] == "cpd-bench-sweep/1"
+    assert [point["load"] for point in found["points"]] == [1, 4]
+    assert [point["result"]["summary"]["completed"] for point in found["points"]] == [12, 12]
+    assert len({point["result"]["seed"] for point in found["points"]}) == 2
+    assert "Output tokens/s" in page.read_text()
+
+
+def test_a_search_ends_below_the_rate_that_the_target_allows(tmp_path: Path) -> None:
+    # While a prompt is prefilled nobody else is served: 16 words take 160 ms, so 6.25 requests/s are the limit.
+    with MockServer(Behaviour(ttft_ms=1, itl_ms=50, prefill_us_per_token=10_000)) as slow:
+        file = tmp_path / "sweep.json"
+        done = sweep(
+            *("--url", slow.url, "--find-max-rate", "--rate", "2", "--slo", "ttft=600", "--slo-share", "0.9"),
+            *("--precision", "0.5", "--duration", "4", "--json", str(file)),
+        )
+    assert done.exit_code == 0, done.output
+    found = orjson.loads(file.read_bytes())
+    assert 1 <= found["max_rate"] <= 6.25
+    assert found["too_much"] <= found["max_rate"] * 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs one of"),
+        (["--rates", "1,2", "--concurrencies", "1"], "needs one of"),
+        (["--rates", "1,x"], "positive numbers"),
+        (["--concurrencies", "0"], "positive numbers"),
+        (["--find-max-rate"], "--slo"),
+        (["--rates", "1", "--concurrency", "4"], "for one run"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_sent(arguments: list[str], message: str) -> None:
+    done = sweep("--url", "http://127.0.0.1:9", *arguments)
+    assert done.exit_code == 1
+    assert message in done.stderr
