@@ -1,8 +1,8 @@
 """Checks the load generator against a mock server with a TTFT of 50 ms and an ITL of 5 ms.
 
 Usage: `python -m scripts.bench_client [--streams 1,64,512,1000]`, from the repository's root. Each number of streams is
-one `cpd bench run` as a person would start it. Beside what it reports stands what the mock server really did, by its own
-stamps, since it may be late too where cores are few. A run that finds its client limited reports nothing: that is right.
+one `cpd bench run` as a person would start it. Beside what it reports stands what the mock server really did, by its
+own stamps: where cores are few it may be late too. A run that finds its client limited reports nothing: that is right.
 """
 
 import argparse
