@@ -1,0 +1,111 @@
+"""`cpd bench interference`: a study of one server, from the settings to the exit code."""
+
+import asyncio
+import platform
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from statistics import median
+
+import uvloop
+from rich.console import Console
+
+from bench.client.client import Client
+from bench.interference.page import write_page
+from bench.interference.result import Cell, InterferenceResult
+from bench.interference.settings import InterferenceSettings
+from bench.interference.study import Study, StudyError
+from bench.interference.table import show
+from bench.interference.verdicts import is_blurred, shape, verdicts
+from bench.prepare import Prepared, prepare
+from bench.result import Accuracy
+from bench.result import Client as ClientPart
+from bench.run import EXIT_CLIENT_LIMITED, EXIT_INTERRUPTED, EXIT_NOTHING_COMPLETED, check_writable, command_line
+from bench.selftest import selftest
+from bench.verdict import slow_client
+
+
+def interference(settings: InterferenceSettings) -> int:
+    """Runs the study, saves and shows it; the exit code.
+
+    Raises:
+        BenchError: The study cannot start, or its result cannot be written.
+        ConfigError: A setting makes no sense.
+    """
+    settings.grid()  # a malformed one is refused before anything is sent
+    check_writable(settings)
+    messages = Console(stderr=True)
+    prepared = prepare(settings)
+    for warning in prepared.warnings:
+        messages.print(f"warning: {warning}", style="yellow", markup=False)
+    accuracy = None
+    if settings.selftest:
+        with messages.status("Measuring the client itself"):
+            accuracy = selftest(settings.decodes, processes=1)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        result = runner.run(measure(settings, prepared, accuracy, messages))
+    if settings.json_file:
+        result.save(settings.json_file)
+    if settings.html_file:
+        write_page(result, settings.html_file)
+    show(result, Console())
+    return _exit_code(result)
+
+
+async def measure(
+    settings: InterferenceSettings, prepared: Prepared, accuracy: Accuracy | None, messages: Console
+) -> InterferenceResult:
+    """The study of a server that was prepared for it. Cancelling ends it with what there is."""
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    error, interrupted = "", False
+    client = Client(prepared.target, prepared.texts.count)
+    with messages.status("Starting") as status:
+        study = Study(client, prepared.texts, settings, prepared.seed, status.update)
+        try:
+            await study.run(lambda cell: messages.print(_line(cell), highlight=False, markup=False))
+        except StudyError as failure:
+            error = str(failure)
+        except asyncio.CancelledError:
+            interrupted = True
+    await client.close()
+    found = shape(study.cells)
+    return InterferenceResult(
+        label=f"{prepared.target.model}, {settings.decodes} decode streams",
+        command=command_line(sys.argv),
+        started_at=started_at,
+        versions={"cpd": version("cpd"), "python": platform.python_version(), "system": platform.platform()},
+        settings=settings.model_dump(mode="json"),
+        seed=prepared.seed,
+        interrupted=interrupted,
+        error=error,
+        client=_client(study, accuracy),
+        cells=study.cells,
+        shape=found,
+        verdicts=verdicts(study.cells, found),
+    )
+
+
+def _client(study: Study, accuracy: Accuracy | None) -> ClientPart:
+    bursts = [burst for cell in study.cells for burst in cell.bursts]
+    # Gaps are differences of stamps, in which a usual delay cancels out; TTFT are not.
+    ttft_ms = [time_ms for burst in bursts for time_ms in burst.ttft_ms]
+    reasons = slow_client(study.health, accuracy, {"TTFT": median(ttft_ms) if ttft_ms else None})
+    blurred = sum(is_blurred(burst) for burst in bursts)
+    if blurred > len(bursts) / 2:
+        reasons.append(f"in {blurred} of {len(bursts)} bursts its own delays make up much of the longest gap")
+    return ClientPart(limited=bool(reasons), reasons=reasons, selftest=accuracy, **asdict(study.health))
+
+
+def _line(cell: Cell) -> str:
+    if cell.increase_percent is None:
+        return f"{cell.name}: {cell.error}"
+    return f"{cell.name}: {cell.increase_percent.median:+,.0f} %"
+
+
+def _exit_code(result: InterferenceResult) -> int:
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    if result.client.limited:
+        return EXIT_CLIENT_LIMITED
+    return 0 if any(cell.bursts for cell in result.cells) and not result.error else EXIT_NOTHING_COMPLETED

@@ -1,0 +1,237 @@
+"""The choreography of a study. One burst goes
+
+    drain     wait until the server is as quick as before the study
+    idle      as many prompts, alone: what they cost without decoding
+    start     decode streams; all decode, steadily, for the length of a window: before
+    burst     the prompts at one moment, each for one token: during
+    recover   until a window is within 5 % of before
+    stop      the decode streams
+
+Every burst has decode streams of its own, so that their contexts are as long in each.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import numpy as np
+
+from bench.client.client import Client
+from bench.errors import BenchError
+from bench.interference.decodes import Decodes
+from bench.interference.gaps import gaps_ms, is_steady, mean_gap_ms, timeline
+from bench.interference.result import Burst, Cell, Window
+from bench.interference.settings import InterferenceSettings
+from bench.load.clock import Clock
+from bench.load.plan import Health
+from bench.load.pulse import Pulse, percentile_ms
+from bench.record import Failure, Record
+from bench.tokens import Texts
+from bench.workloads.base import Message
+
+POLL_S = 0.02
+PROBES = 5
+PROBE_TOKENS = 16
+DRAINED_RATIO, DRAINED_SLACK_S = 1.5, 0.002
+STEADY_RATIO = 1.1
+RECOVERED_RATIO = 1.05
+TIMELINE_POINTS = 120
+
+
+class StudyError(BenchError):
+    """No burst can be measured, whatever its size."""
+
+
+class Study:
+    """Measures the bursts of a grid one after the other.
+
+    Args:
+        client: Sends all requests.
+        texts: Makes prompts.
+        settings: The grid and its times.
+        seed: Of all prompts.
+        say: Is told what happens now.
+
+    Attributes:
+        cells: What was measured so far; kinds of burst that were not reached are not in it.
+    """
+
+    def __init__(
+        self, client: Client, texts: Texts, settings: InterferenceSettings, seed: int, say: Callable[[str], None]
+    ) -> None:
+        self.cells: list[Cell] = []
+        self._client = client
+        self._texts = texts
+        self._settings = settings
+        self._rng = np.random.default_rng(np.random.SeedSequence([seed]))
+        self._say = say
+        self._idle_s = 0.0
+        self._lags_s: list[float] = []
+        self._cpu_share = 0.0
+
+    @property
+    def health(self) -> Health:
+        """How the client fared while decode streams ran, in the worst burst and over all."""
+        lags_s = self._lags_s
+        return Health(1, self._cpu_share, percentile_ms(lags_s, 50), percentile_ms(lags_s, 99))
+
+    async def run(self, done: Callable[[Cell], None]) -> None:
+        """Measures everything; `done` gets each kind of burst when it is complete.
+
+        Raises:
+            StudyError: The server doesn't answer any more, or its decode streams are of no use.
+        """
+        self._say("how quick the idle server is")
+        self._idle_s = median([await self._probe() for _ in range(PROBES)])
+        for count, length in self._settings.grid():
+            cell = Cell(prefills=count, prefill_len=length)
+            self.cells.append(cell)
+            try:
+                for number in range(1, self._settings.repeats + 1):
+                    self._say(f"{cell.name} tokens, burst {number} of {self._settings.repeats}")
+                    cell.bursts.append(await self._burst(count, length))
+            except StudyError:
+                raise
+            except BenchError as error:
+                cell.error = str(error)
+            done(cell)
+
+    async def _burst(self, count: int, length: int) -> Burst:
+        settings = self._settings
+        drained = await self._drain()
+        idle = await self._inject(self._prompts(count, length), length)
+        prompts = self._prompts(count, length)
+        decodes = Decodes(self._client, settings.decodes, self._prompt, settings.decode_len, settings.decode_output_len)
+        with Clock() as clock:
+            pulse = Pulse(clock)
+            async with decodes:
+                begin_s, steady = await self._steady(decodes)
+                before = _window(decodes, begin_s, begin_s + settings.window_s)
+                beats = len(pulse.lags_s)
+                records = await self._inject(prompts, length)
+                late_s = max(pulse.lags_s[beats:], default=0.0)
+                burst_s, end_s = records[0].due_s, max(_first_s(record) for record in records if _served(record))
+                recovery_s, after_ms = await self._recovery(decodes, end_s, before.mean_ms)
+                over_s = time.perf_counter()
+            self._lags_s += pulse.lags_s
+            self._cpu_share = max(self._cpu_share, pulse.cpu_share)
+        return Burst(
+            before=before,
+            during=_window(decodes, burst_s, end_s),
+            after_ms=after_ms,
+            burst_ms=(end_s - burst_s) * 1e3,
+            recovery_s=recovery_s,
+            ttft_ms=_ttft_ms(records),
+            idle_ttft_ms=_ttft_ms(idle),
+            prompt_tokens=sum(record.prompt_tokens or record.input_len for record in records),
+            failed=Counter(record.error for record in records if not _served(record)),
+            routes=Counter(record.route for record in records if record.route),
+            client_late_ms=late_s * 1e3,
+            restarts=decodes.restarts(burst_s, over_s),
+            steady=steady,
+            drained=drained,
+            timeline=timeline(decodes.stamps, begin_s, over_s, burst_s, TIMELINE_POINTS),
+        )
+
+    async def _drain(self) -> bool:
+        """Waits until a short prompt is answered as quickly as before the study; False if it never is."""
+        deadline_s = time.perf_counter() + self._settings.settle_s
+        while time.perf_counter() < deadline_s:
+            if await self._probe() <= self._idle_s * DRAINED_RATIO + DRAINED_SLACK_S:
+                return True
+        return False
+
+    async def _probe(self) -> float:
+        """Time to first token of a short prompt, in seconds."""
+        try:
+            (record,) = await self._inject(self._prompts(1, PROBE_TOKENS), PROBE_TOKENS)
+        except BenchError as error:
+            raise StudyError(f"the server doesn't answer a short prompt: {error}") from error
+        return _first_s(record) - record.due_s
+
+    async def _inject(self, prompts: Sequence[str], length: int) -> Sequence[Record]:
+        """Sends prompts at one moment, each for one token, and returns when all are answered."""
+        now_s = time.perf_counter()
+        records = [Record(number, 0, length, 1, now_s, now_s) for number in range(len(prompts))]
+        requests = zip(records, prompts, strict=True)
+        await asyncio.gather(*(self._client.stream(record, [Message("user", text)]) for record, text in requests))
+        if not any(_served(record) for record in records):
+            raise BenchError(f"no injected prompt was served: {records[0].error} {records[0].detail}".strip())
+        return records
+
+    async def _steady(self, decodes: Decodes) -> tuple[float, bool]:
+        """Waits until all streams have decoded steadily for a window; its begin, and False if it isn't steady."""
+        window_s = self._settings.window_s
+        deadline_s = time.perf_counter() + self._settings.timeout_s
+        begun = False
+        while True:
+            try:
+                begin_s = decodes.seen_until_s() - window_s
+                together = decodes.decoding_since_s() <= begin_s
+            except BenchError as error:
+                raise StudyError(str(error)) from error
+            late = time.perf_counter() >= deadline_s
+            if together:
+                steady = is_steady(decodes.stamps, begin_s, begin_s + window_s, STEADY_RATIO)
+                if steady or late:
+                    return begin_s, steady
+            elif late:
+                raise StudyError(
+                    "the decode streams don't decode together for as long as --window-s: they end too early (a larger "
+                    "--decode-output-len, or a server that knows ignore_eos, helps) or begin too late (fewer --decodes)"
+                )
+            elif decodes.begun and not begun:
+                begun = True
+                deadline_s = time.perf_counter() + window_s + self._settings.settle_s
+            await asyncio.sleep(POLL_S)
+
+    async def _recovery(self, decodes: Decodes, end_s: float, before_ms: float) -> tuple[float | None, float | None]:
+        """Waits for the first window after `end_s` that is like before; seconds until it begins, and its mean gap.
+
+        Windows in which a stream is started again are left out: its prompt disturbs the others.
+        """
+        window_s = self._settings.window_s
+        deadline_s = time.perf_counter() + window_s + self._settings.settle_s
+        begin_s, after_ms = end_s, None
+        while time.perf_counter() < deadline_s:
+            if decodes.seen_until_s() < begin_s + window_s:
+                await asyncio.sleep(POLL_S)
+                continue
+            since_s = decodes.decoding_since_s()
+            if since_s > begin_s:
+                begin_s = since_s
+                continue
+            after_ms = mean_gap_ms(decodes.stamps, begin_s, begin_s + window_s)
+            if after_ms is not None and after_ms <= RECOVERED_RATIO * before_ms:
+                return begin_s - end_s, after_ms
+            begin_s += window_s / 10
+        return None, after_ms
+
+    def _prompts(self, count: int, length: int) -> Sequence[str]:
+        return [self._prompt(length) for _ in range(count)]
+
+    def _prompt(self, length: int) -> str:
+        return self._texts.text(self._rng, max(1, length - self._texts.overhead))
+
+
+def _window(decodes: Decodes, start_s: float, end_s: float) -> Window:
+    mean_ms = mean_gap_ms(decodes.stamps, start_s, end_s)
+    if mean_ms is None:
+        raise BenchError("the decode streams stood still")
+    gaps = gaps_ms(decodes.stamps, start_s, end_s)
+    return Window(mean_ms=mean_ms, p99_ms=float(np.percentile(gaps, 99)), max_ms=float(gaps.max()))
+
+
+def _served(record: Record) -> bool:
+    """Whether the prompt was computed: one token may well have no text."""
+    return record.error in ("", Failure.EMPTY)
+
+
+def _first_s(record: Record) -> float:
+    return record.content_s[0] if record.content_s else record.ended_s
+
+
+def _ttft_ms(records: Sequence[Record]) -> list[float]:
+    return [(_first_s(record) - record.due_s) * 1e3 for record in records if _served(record)]
