@@ -58,8 +58,8 @@ class Settings(BaseSettings):
         return cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
 
 
-class EngineSettings(Settings):
-    """What the engine of a worker needs to know."""
+class ModelSettings(Settings):
+    """A model on a device."""
 
     model: str = Field("", description="Checkpoint directory (config.json, safetensors) or Hugging Face id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -70,8 +70,13 @@ class EngineSettings(Settings):
         0, ge=0, description="Longest prompt plus output, in tokens; 0 takes the checkpoint's limit."
     )
     kv_memory: ByteSize = Field(ByteSize(1 << 30), description="Memory of the KV page pool, such as 2GiB.")
-    token_budget: int = Field(512, ge=16, description="Most tokens that one engine step computes.")
     max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
+
+
+class EngineSettings(ModelSettings):
+    """What the engine of a worker needs to know."""
+
+    token_budget: int = Field(512, ge=16, description="Most tokens that one engine step computes.")
     max_queue_tokens: int = Field(
         262_144, ge=1, description="Most prompt tokens that wait in a worker's queue before it refuses more."
     )

@@ -1,0 +1,1 @@
+"""What `cpd profile` measures: how long the steps of one model take on this device."""
