@@ -139,10 +139,17 @@ class Accuracy(BaseModel):
 
 
 class Client(BaseModel):
-    """The client's own part in the figures. `limited`: it was too slow for them to be the server's."""
+    """The client's own part in the figures.
+
+    Attributes:
+        limited: It was too slow for them to be the server's.
+        reasons: Why.
+        warnings: What a reader has to know of figures that are good otherwise.
+    """
 
     limited: bool
     reasons: list[str]
+    warnings: list[str] = []
     processes: int
     cpu_share: float
     loop_lag_ms_p50: float

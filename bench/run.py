@@ -23,7 +23,7 @@ from bench.result import Accuracy, Client, Result
 from bench.selftest import selftest
 from bench.settings import RunSettings, TargetSettings
 from bench.slo import Slo
-from bench.verdict import why_limited
+from bench.verdict import doubts, why_limited
 from bench.workloads.make import make_workload
 
 EXIT_NOTHING_COMPLETED = 1
@@ -39,8 +39,6 @@ def run(settings: RunSettings) -> int:
     messages = Console(stderr=True)
     slo = Slo.parse(settings.slo) if settings.slo else None
     prepared = prepare(settings)
-    for warning in prepared.warnings:
-        messages.print(f"warning: {warning}", style="yellow", markup=False)
     accuracy = check_client(settings, messages)
     with LiveProgress(messages) as progress:
         result = measure(settings, prepared, slo, accuracy, progress)
@@ -88,6 +86,7 @@ def measure(
         client=Client(
             limited=bool(reasons),
             reasons=reasons,
+            warnings=[*prepared.warnings, *doubts(summary, report.health)],
             processes=report.health.processes,
             cpu_share=report.health.cpu_share,
             loop_lag_ms_p50=report.health.loop_lag_ms_p50,

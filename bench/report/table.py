@@ -32,6 +32,7 @@ def show(result: Result, console: Console) -> None:
             parts.append(_groups(name, groups))
     if summary.errors:
         parts.append(_errors(result))
+    parts += [Text(f"Warning: {warning}.", style="yellow") for warning in result.client.warnings]
     for part in parts:
         console.print(part)
         console.print()

@@ -4,7 +4,7 @@ from bench.load.plan import Health
 from bench.metrics import summarise
 from bench.record import Record
 from bench.result import Accuracy, Summary
-from bench.verdict import why_limited
+from bench.verdict import doubts, why_limited
 
 HEALTHY = Health(processes=1, cpu_share=0.4, loop_lag_ms_p50=0.05, loop_lag_ms_p99=0.4)
 ACCURATE = Accuracy(streams=16, chunks_per_s=3000, ttft_error=0.01, itl_error=0.0, delay_ms_p50=0.05, delay_ms_p99=0.5)
@@ -31,7 +31,7 @@ def test_a_healthy_client_has_no_reasons() -> None:
     ("health", "accuracy", "run", "reason"),
     [
         (Health(1, 0.97, 0.05, 0.4), ACCURATE, summary(), "97%"),
-        (Health(1, 0.4, 0.8, 9.0), ACCURATE, summary(), "median ITL"),
+        (Health(1, 0.4, 2.1, 9.0), ACCURATE, summary(), "median ITL"),
         (HEALTHY, ACCURATE.model_copy(update={"itl_error": 0.2}), summary(), "20%"),
         (HEALTHY, ACCURATE.model_copy(update={"ttft_error": 0.07}), summary(), "7%"),
         (HEALTHY, ACCURATE, summary(lag_s=0.2), "after they were due"),
@@ -42,3 +42,10 @@ def test_a_client_that_falls_behind_says_in_what(health: Health, accuracy: Accur
     reasons = why_limited(run, health, accuracy)
     assert len(reasons) == 1
     assert reason in reasons[0]
+
+
+def test_a_late_loop_makes_the_tail_doubtful_without_a_refusal() -> None:
+    late = Health(processes=1, cpu_share=0.4, loop_lag_ms_p50=0.1, loop_lag_ms_p99=6.0)
+    assert why_limited(summary(), late, ACCURATE) == []
+    assert len(doubts(summary(), late)) == 1
+    assert doubts(summary(), HEALTHY) == []
