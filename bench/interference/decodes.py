@@ -23,6 +23,9 @@ class Decodes:
         prompt: Makes a prompt of so many tokens.
         input_len: Tokens of a prompt.
         output_len: Tokens after which a stream ends.
+
+    Attributes:
+        records: Every request so far; those that run are filled while they do.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class Decodes:
         self._client = client
         self._prompt = prompt
         self._lengths = input_len, output_len
-        self._records: list[Record] = []
+        self.records: list[Record] = []
         self._current: list[Record | None] = [None] * count
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -49,13 +52,13 @@ class Decodes:
     @property
     def begun(self) -> bool:
         """Every stream has had a chunk, even if it has ended since."""
-        firsts = self._records[: len(self._current)]  # in the order in which the tasks were made
+        firsts = self.records[: len(self._current)]  # in the order in which the tasks were made
         return len(firsts) == len(self._current) and all(record.content_s for record in firsts)
 
     @property
     def stamps(self) -> Sequence[Sequence[float]]:
         """When each chunk came, by stream; one that was started again counts as another stream."""
-        return [record.content_s for record in self._records]
+        return [record.content_s for record in self.records]
 
     def decoding_since_s(self) -> float:
         """Since when all streams decode without one being started again; infinity while one waits for its first chunk.
@@ -77,7 +80,7 @@ class Decodes:
 
     def restarts(self, start_s: float, end_s: float) -> int:
         """How many streams were (re)started in this time."""
-        return sum(start_s < record.sent_s <= end_s for record in self._records)
+        return sum(start_s < record.sent_s <= end_s for record in self.records)
 
     def _check(self) -> None:
         for task in self._tasks:
@@ -90,7 +93,7 @@ class Decodes:
             message = Message("user", self._prompt(input_len))
             now_s = time.perf_counter()
             record = Record(stream, 0, input_len, output_len, now_s, now_s)
-            self._records.append(record)
+            self.records.append(record)
             self._current[stream] = record
             await self._client.stream(record, [message])
             if not record.content_s:

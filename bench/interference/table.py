@@ -41,20 +41,21 @@ def show(result: InterferenceResult, console: Console) -> None:
 
 
 def _bursts(cells: Sequence[Cell]) -> Table:
-    table = _table("burst", "ITL before", "during", "increase", "range", "longest", "TTFT", "idle", "recovery")
-    table.caption = "Medians over the bursts of a kind, in ms; recovery in s."
+    table = _table("burst", "ITL before", "during", "increase", "longest", "TTFT", "idle", "recovery")
+    table.caption = (
+        "ITL before and during a burst, and the longest gap; TTFT beside decoding and on the idle server: in ms.\n"
+        "Recovery in s. Medians over the bursts of a kind."
+    )
     for cell in cells:
-        increase, recovery = cell.increase_percent, cell.recovery_s
         table.add_row(
             cell.name,
             _median(cell.before_ms),
             _median(cell.during_ms),
             _increase(cell),
-            f"{increase.low:+,.0f} {increase.high:+,.0f}" if increase else "",
             _median(cell.longest_gap_ms),
             _median(cell.ttft_ms),
             _median(cell.idle_ttft_ms),
-            _median(recovery) if recovery else Text("never", style="red"),
+            _median(cell.recovery_s) if cell.recovery_s else Text("never", style="red"),
         )
     return table
 

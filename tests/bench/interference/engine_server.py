@@ -7,8 +7,9 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import Any
 
 CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "m"}
@@ -25,7 +26,7 @@ class Engine:
         lanes: Prompts are computed beside the steps, which they don't slow down.
         answer: Most output tokens, whatever is asked for.
         longest: More prompt tokens are refused.
-        worn_by: After a prompt of so many tokens every step takes twice as long for ever.
+        worn_by: After a prompt of so many tokens beside decoding every step takes twice as long for ever.
         keeps_running: Requests go on after their client has gone, and slow other prompts down tenfold.
     """
 
@@ -55,10 +56,10 @@ class _Server:
         self._decoding: list[_Request] = []
         self._work = asyncio.Event()
 
-    async def serve(self, started: "asyncio.Future[int]", stop: asyncio.Event) -> None:
+    async def serve(self, started: Queue[int], stop: asyncio.Event) -> None:
         server = await asyncio.start_server(self._handle, "127.0.0.1", 0, limit=1 << 22)
+        started.put(server.sockets[0].getsockname()[1])
         stepping = asyncio.create_task(self._steps())
-        started.set_result(server.sockets[0].getsockname()[1])
         await stop.wait()
         stepping.cancel()
         server.close()
@@ -79,7 +80,7 @@ class _Server:
                     finished.append(request)
             self._waiting = [request for request in self._waiting if request.left]
             prefill_ms = (engine.budget - room) * engine.ms_per_1000 / 1000
-            if any(request.prompt >= engine.worn_by for request in finished):
+            if self._decoding and any(request.prompt >= engine.worn_by for request in finished):
                 self._step_ms = engine.step_ms * 2
             if engine.lanes:
                 for request in finished:
@@ -104,7 +105,7 @@ class _Server:
             self._decoding.remove(request)
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+        try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 length = int(head.split("content-length:")[1].split("\r\n")[0]) if "content-length:" in head else 0
@@ -113,7 +114,10 @@ class _Server:
                     _write(writer, 200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
                 else:
                     await self._answer(body, reader, writer)
-        writer.close()
+        except (asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
+            return  # the client or the test is over
+        finally:
+            writer.transport.abort()
 
     async def _answer(self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         prompt = len(" ".join(message["content"] for message in body["messages"]).split())
@@ -163,25 +167,19 @@ def _write(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> N
 @contextmanager
 def engine_server(engine: Engine) -> Iterator[str]:
     """Runs such a server in a thread; its URL."""
-    loop = asyncio.new_event_loop()
-    started: asyncio.Future[int] = loop.create_future()
-    stop = asyncio.Event()
-    ready = threading.Event()
-    started.add_done_callback(lambda _: ready.set())
+    started: Queue[int] = Queue()
+    running: Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
 
-    def run() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(_Server(engine).serve(started, stop))
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True))
-        loop.close()
+    async def serve() -> None:
+        stop = asyncio.Event()
+        running.put((asyncio.get_running_loop(), stop))
+        await _Server(engine).serve(started, stop)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
+    loop, stop = running.get(timeout=10)
     try:
-        assert ready.wait(10)
-        yield f"http://127.0.0.1:{started.result()}"
+        yield f"http://127.0.0.1:{started.get(timeout=10)}"
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

@@ -1,4 +1,5 @@
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_a_budget_that_hides_small_prompts_is_a_step() -> None:
 @pytest.mark.parametrize("kind", ["linear", "plateau", "step"])
 def test_noise_of_a_tenth_does_not_hide_the_shape(kind: str) -> None:
     rng = random.Random(kind)
-    curves = {
+    curves: dict[str, Callable[[int], float]] = {
         "linear": lambda tokens: tokens * 0.05,
         "plateau": lambda tokens: min(tokens, 2048) * 0.1,
         "step": lambda tokens: 6.0 if tokens <= 2048 else 330.0,
