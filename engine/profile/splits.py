@@ -1,0 +1,88 @@
+"""How the two lanes would share a profiled device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpd.errors import ConfigError
+from cpd.perfmodel import PerfModel, Profile, Work
+from engine.split import Device, LaneLoad, LaneSplit, lane_split, lane_splits, prepared_splits
+
+DECODES = (1, 4, 16, 64, 128)
+CONTEXTS = (256, 1024, 4096)
+"""Loads for which splits are prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRow:
+    """One split.
+
+    Attributes:
+        split: Units of each lane.
+        prefill_ms: The prompt on its lane, beside the decodes.
+        decode_ms: A decode step on the other, beside the prompt.
+        keeps_target: Whether decode does.
+        prepared: Whether it is one of the few prepared at start.
+    """
+
+    split: LaneSplit
+    prefill_ms: float
+    decode_ms: float
+    keeps_target: bool
+    prepared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTable:
+    """All splits for one load.
+
+    Attributes:
+        rows: Smallest decode lane first.
+        choice: The best of all for this load.
+        target_ms: Longest decode step wanted.
+        alone_ms: Prompt and decode step, each on the whole device and undisturbed.
+    """
+
+    rows: list[SplitRow]
+    choice: LaneSplit
+    target_ms: float
+    alone_ms: tuple[float, float]
+
+
+def split_table(
+    profile: Profile, *, prompt: int, decodes: int, context: int, itl_ms: float, prepared: int
+) -> SplitTable:
+    """Predicts every split.
+
+    Args:
+        prompt: Tokens prefilled.
+        decodes, context: Decoding sequences, and the tokens of each.
+        itl_ms: Target of a decode step; 0: twice what it takes on the whole device.
+        prepared: How many splits are prepared.
+
+    Raises:
+        ConfigError: The device cannot be split.
+    """
+    model = PerfModel(profile)
+    device = Device(profile.units, profile.unit_step, profile.unit_step)
+    splits = lane_splits(device)
+    if not splits:
+        raise ConfigError(f"a device of {profile.units} units cannot be split; lanes need at least two parts")
+    prefill = Work.prefill(prompt)
+    load = _load(model, device, prefill, Work.decode(decodes, decodes * context), itl_ms)
+    loads = [_load(model, device, prefill, Work.decode(n, n * each), itl_ms) for n in DECODES for each in CONTEXTS]
+    few = prepared_splits(loads, splits, prepared)
+    return SplitTable(
+        rows=[_row(load, split, few) for split in splits],
+        choice=lane_split(load, splits),
+        target_ms=load.target_ms,
+        alone_ms=(model.step_ms(prefill), model.step_ms(Work.decode(decodes, decodes * context))),
+    )
+
+
+def _load(model: PerfModel, device: Device, prefill: Work, decode: Work, itl_ms: float) -> LaneLoad:
+    return LaneLoad.predicted(model, device, prefill, decode, itl_ms or 2 * model.step_ms(decode))
+
+
+def _row(load: LaneLoad, split: LaneSplit, prepared: Sequence[LaneSplit]) -> SplitRow:
+    prefill_ms, decode_ms = load.prefill_ms(split.prefill), load.decode_ms(split.decode)
+    return SplitRow(split, prefill_ms, decode_ms, decode_ms <= load.target_ms, split in prepared)
