@@ -5,6 +5,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,7 +56,7 @@ class Client:
             The text of the answer, as far as it came, without reasoning.
         """
         request = self._request("POST", self._target.path, self._target.body(conversation, record.output_len))
-        answer = self.answer(record)
+        answer = StreamedAnswer(record, self._count)
         failure: RequestError | None = None
         record.sent_s = time.perf_counter()
         try:
@@ -69,10 +70,6 @@ class Client:
         finally:
             answer.settle(time.perf_counter(), failure)
         return answer.text
-
-    def answer(self, record: Record) -> StreamedAnswer:
-        """What takes the response of one request. A subclass may give one that sees more of each chunk."""
-        return StreamedAnswer(record, self._count)
 
     async def get_json(self, path: str) -> tuple[int, Any]:
         """Asks for a small document.
@@ -115,19 +112,14 @@ class Client:
         return f"{head}\r\n".encode() + body
 
     async def _exchange(self, request: bytes, response: Response) -> None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.open:
-                try:
-                    return await self._use(connection, request, response)
-                except StaleConnectionError:
-                    break
+        if self._idle:
+            with suppress(StaleConnectionError):
+                return await self._use(self._idle.pop(), request, response)
         return await self._use(await self._connect(), request, response)
 
     async def _use(self, connection: Connection, request: bytes, response: Response) -> None:
         await connection.exchange(request, response, self._target.timeout_s)
-        if connection.open:
-            self._idle.append(connection)
+        self._idle.append(connection)
 
     async def _connect(self) -> Connection:
         """A new connection.
@@ -169,7 +161,7 @@ class Client:
                     found = await asyncio.get_running_loop().getaddrinfo(
                         self._host, self._port, type=socket.SOCK_STREAM
                     )
-                except OSError as error:
+                except (OSError, UnicodeError) as error:  # the latter for a name that cannot be one
                     raise RequestError(Failure.CONNECT, f"{self._host}: {error}") from None
-                self._addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+                self._addresses = [str(address[0]) for *_, address in found]
         return self._addresses

@@ -1,11 +1,10 @@
 """One HTTP/1.1 connection: sends requests one after another, stamps what comes back, gives it to a response.
 
-Life: connected → exchange → idle → exchange → … → lost. It is lost as soon as anything happens that the next exchange
-could suffer from; `open` says whether it may be used again.
+Life: connected → exchange → idle → exchange → … → lost. It is closed as soon as anything happens that the next exchange
+could suffer from; an exchange on a lost connection is refused.
 """
 
 import asyncio
-import socket
 import time
 from typing import cast
 
@@ -17,8 +16,9 @@ from bench.record import Failure
 
 # A response that says everything and then doesn't end may take this much longer.
 _LINGER_S = 1.0
-# A used connection that is lost sooner than this after a request was closed before it. Later, it is the server's fault.
+# A connection that is lost sooner than this after a request was closed before it came. Later, it is lost with it.
 _STALE_S = 1.0
+_CLOSED = "the server closed the connection"
 # Headers, interim responses and chunk extensions, without a byte of a body in between.
 _MAX_HEAD_BYTES = 256 << 10
 
@@ -33,7 +33,6 @@ class Connection(asyncio.Protocol):
         self._response: Response | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._failure: BaseException | None = None
         self._timeout_s = 0.0
         self._sent_s = 0.0
         self._heard_s = 0.0
@@ -42,28 +41,24 @@ class Connection(asyncio.Protocol):
         self._interim = False
         self._satisfied = False
         self._ends_with_connection = False
-        self._served = 0
-
-    @property
-    def open(self) -> bool:
-        """Whether another exchange may be tried."""
-        return not self._transport.is_closing()
 
     async def exchange(self, request: bytes, response: Response, timeout_s: float) -> None:
         """Sends a request and returns when `response` has got all of the answer. Cancelling closes the connection.
 
         Raises:
-            StaleConnectionError: It was closed while it was idle. Nothing has been given to `response`.
+            StaleConnectionError: It was lost before or as soon as it was used. Nothing has been given to
+                `response`.
             RequestError: Nothing came for `timeout_s`, the connection was lost, this is no HTTP, or `response`
                 raised it.
         """
-        if not self.open:
-            raise self._failure or self._disconnected()
+        if self._transport.is_closing():
+            raise StaleConnectionError(Failure.DISCONNECTED, _CLOSED)
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         self._response = response
         self._timeout_s = timeout_s
-        self._satisfied = False
+        self._satisfied = self._ends_with_connection = False
+        self._head_bytes = 0
         self._sent_s = self._heard_s = time.perf_counter()
         self._timer = loop.call_later(timeout_s, self._check_silence)
         self._transport.write(request)
@@ -75,7 +70,6 @@ class Connection(asyncio.Protocol):
         finally:
             self._timer.cancel()
             self._response = None
-            self._served += 1
 
     def abort(self) -> None:
         """Closes at once; `lost` is done soon after."""
@@ -84,7 +78,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
         self._transport = cast(asyncio.Transport, transport)
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop. The time of everything in `data` is the time of this call."""
@@ -102,14 +95,13 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop."""
         self.lost.set_result(None)
+        detail = str(exc or _CLOSED)
         if self._satisfied or (self._ends_with_connection and exc is None):
             self._end(None)
-        elif self._heard_s > self._sent_s:
-            self._end(self._disconnected(exc))
-        elif self._served and time.perf_counter() - self._sent_s < _STALE_S:
-            self._end(StaleConnectionError(Failure.DISCONNECTED, "the server closed the kept-alive connection"))
+        elif self._heard_s == self._sent_s and time.perf_counter() - self._sent_s < _STALE_S:
+            self._end(StaleConnectionError(Failure.DISCONNECTED, detail))
         else:
-            self._end(self._disconnected(exc))
+            self._end(RequestError(Failure.DISCONNECTED, detail))
 
     def on_message_begin(self) -> None:
         """Called by the parser."""
@@ -144,17 +136,13 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Called by the parser."""
         if not self._interim:
-            self._ends_with_connection = False
             self._end(None)
 
     def _end(self, failure: BaseException | None) -> None:
         """Ends the exchange, if there is one. The connection stays open if all of both messages has gone over it."""
-        unfit = failure is not None or self._transport.get_write_buffer_size() or not self._parser.should_keep_alive()
-        if unfit:
-            self._failure = self._failure or failure
+        if failure is not None or self._transport.get_write_buffer_size() or not self._parser.should_keep_alive():
             self._transport.abort()
         self._response = None
-        self._head_bytes = 0
         if self._waiter is not None and not self._waiter.done():
             if failure is None:
                 self._waiter.set_result(None)
@@ -168,6 +156,3 @@ class Connection(asyncio.Protocol):
         else:
             left_s = self._timeout_s - silent_s
             self._timer = asyncio.get_running_loop().call_later(left_s, self._check_silence)
-
-    def _disconnected(self, error: BaseException | None = None) -> RequestError:
-        return RequestError(Failure.DISCONNECTED, str(error or "the server closed the connection"))

@@ -18,4 +18,4 @@ class RequestError(BenchError):
 
 
 class StaleConnectionError(RequestError):
-    """The server had closed the kept-alive connection before the request came; another connection may do."""
+    """The connection was lost as soon as it was used. If it was a kept-alive one, another may do."""

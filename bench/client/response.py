@@ -86,15 +86,11 @@ class StreamedAnswer:
                 raise _malformed(f"an event is no JSON ({error})", payload) from None
             if not isinstance(chunk, dict):
                 raise _malformed("an event is no JSON object", payload)
-            self.chunk(chunk, now_s)
+            self._take(chunk, now_s)
         return False
 
-    def chunk(self, chunk: dict[str, Any], now_s: float) -> None:
-        """Takes one event of the stream, which came at `now_s`.
-
-        Raises:
-            RequestError: It is an error, or not shaped as the API says.
-        """
+    def _take(self, chunk: dict[str, Any], now_s: float) -> None:
+        """Takes one event of the stream, which came at `now_s`."""
         usage = chunk.get("usage")
         if usage and isinstance(usage, dict):
             self._usage = usage
@@ -114,7 +110,7 @@ class StreamedAnswer:
                 text = choice.get("text")
             elif isinstance(delta, dict):
                 text = delta.get("content")
-                generated |= self._take_unsaid(delta)
+                generated |= not text and self._take_unsaid(delta)
             else:
                 raise _malformed("a delta that is no object", orjson.dumps(chunk))
             if text:
@@ -154,7 +150,7 @@ class StreamedAnswer:
         """Writes what is known at the end, in order or not, into the record."""
         record = self.record
         if failure is not None:
-            record.error, record.detail = failure.kind, failure.detail[:_MAX_DETAIL]
+            record.error, record.detail = failure.kind, failure.detail
         record.ended_s = now_s if self._done_s is None else self._done_s
         record.prompt_tokens = _whole(self._usage.get("prompt_tokens"))
         record.output_tokens = _whole(self._usage.get("completion_tokens"))

@@ -37,7 +37,8 @@ class EventSplitter:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if self._pending:
             data = self._pending + data
-        *blocks, self._pending = data.split(b"\n\n")
+        blocks = data.split(b"\n\n")
+        self._pending = blocks.pop()
         if len(self._pending) > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes: {_quoted(self._pending)}")
         events = []

@@ -51,8 +51,21 @@ def sized(body: bytes, status: str = "200 OK", headers: bytes = b"") -> bytes:
         EVENT_STREAM + b"Connection: close\r\n\r\n" + BODY,
         b"HTTP/1.1 100 Continue\r\n\r\n" + chunked(),
         chunked().replace(b"\r\n\r\n", b"\r\nTrailer: x\r\n\r\n", 1).removesuffix(b"\r\n") + b"x: 1\r\n\r\n",
+        chunked((*HELLO, b"nonsense\n\n")),
+        chunked((*[b": wait\n\n"] * 50_000, *HELLO)),
     ],
-    ids=["chunked", "one-chunk", "content-length", "close", "http-1.0", "asked-to-close", "continue", "trailer"],
+    ids=[
+        "chunked",
+        "one-chunk",
+        "content-length",
+        "close",
+        "http-1.0",
+        "asked-to-close",
+        "continue",
+        "trailer",
+        "more",
+        "long",
+    ],
 )
 async def test_every_form_of_a_body(response: bytes) -> None:
     record, text = await ask(once(response))
@@ -135,11 +148,16 @@ async def test_a_body_that_goes_on_after_done_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "start",
-    [b"HTTP/1.1 200 OK\r\nX: ", EVENT_STREAM + b"Transfer-Encoding: chunked\r\n\r\n5;", EVENT_STREAM + b"\r\n"],
-    ids=["header", "chunk-extension", "event"],
+    ("start", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX: ", Failure.MALFORMED),
+        (EVENT_STREAM + b"Transfer-Encoding: chunked\r\n\r\n5;", Failure.MALFORMED),
+        (EVENT_STREAM + b"\r\n", Failure.MALFORMED),
+        (b"HTTP/1.1 500 Oops\r\n\r\n", "http_500"),
+    ],
+    ids=["header", "chunk-extension", "event", "error-page"],
 )
-async def test_garbage_without_end_is_malformed(start: bytes) -> None:
+async def test_garbage_without_end(start: bytes, error: str) -> None:
     async def script(reader: Reader, writer: Writer) -> None:
         await request(reader)
         writer.write(start)
@@ -147,7 +165,7 @@ async def test_garbage_without_end_is_malformed(start: bytes) -> None:
             writer.write(b"x" * 65536)
             await writer.drain()
 
-    assert (await ask(script))[0].error == Failure.MALFORMED
+    assert (await ask(script))[0].error == error
 
 
 @pytest.mark.parametrize("start", [b"", EVENT_STREAM, EVENT_STREAM + b"\r\n" + HELLO[0]])
@@ -215,6 +233,33 @@ async def test_an_answer_before_the_whole_prompt_was_read() -> None:
     async with serving(script) as url, asking(url, "completions") as client:
         await client.stream(record, (Message("user", "word " * 4_000_000),))
     assert (record.error, record.detail) == ("http_413", "Too long.")
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        sized(b"{}", "413 Content Too Large"),
+        sized(b"{}", "413 Content Too Large", b"Connection: close\r\n"),
+    ],
+    ids=["the-prompt-is-still-being-sent", "the-server-says-so"],
+)
+async def test_a_connection_that_cannot_be_used_again_is_not(response: bytes) -> None:
+    connections = 0
+
+    async def script(reader: Reader, writer: Writer) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(response)
+        await asyncio.sleep(60)  # neither reads on nor closes
+
+    long = (Message("user", "word " * 4_000_000),)
+    async with serving(script) as url, asking(url) as client:
+        for prompt in (ASK if b"close" in response else long, ASK):
+            record = new_record()
+            await client.stream(record, prompt)
+            assert record.error == "http_413"
+    assert connections == 2
 
 
 async def test_nagle_is_off() -> None:
