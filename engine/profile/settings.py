@@ -6,6 +6,7 @@ from pydantic import Field
 
 from cpd.config import ModelSettings, Settings
 
+
 class ProfileSettings(ModelSettings):
     """Measuring a model on this device."""
 

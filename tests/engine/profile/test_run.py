@@ -1,0 +1,96 @@
+"""Profiling a real model, if only for a second, and what is shown of it."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cpd.errors import ConfigError
+from cpd.perffit import Sample, fit_profile
+from cpd.perfmodel import PerfModel, Profile, Work
+from engine.profile.budget import sweep_budget
+from engine.profile.measure import Limits
+from engine.profile.plots import Plot, budget_plot, profile_plots, split_plot
+from engine.profile.report import show_budget, show_profile, show_splits
+from engine.profile.run import device_name, measure_samples, run_budget
+from engine.profile.settings import BudgetSettings
+from engine.profile.splits import split_table
+from engine.profile.steps import Step
+from engine.runner import TorchRunner
+from tests.conftest import MakeCheckpoint
+
+
+@pytest.fixture(scope="module")
+def profiled(checkpoint: MakeCheckpoint) -> tuple[Profile, list[Sample]]:
+    runner = TorchRunner(checkpoint("qwen3"), dtype="auto", device="cpu", kv_bytes=8 << 20, max_model_len=0)
+    limits = Limits(seqs=16, length=runner.config.max_model_len, pages=runner.num_pages)
+    told: list[float] = []
+    samples = measure_samples(runner, limits, 1.0, lambda what, fraction: told.append(fraction))
+    assert told[-1] == 1
+    return fit_profile(samples, device=device_name(), model="m", units=2), samples
+
+
+def text_of(show: object, *arguments: object) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    show(*arguments, console)  # type: ignore[operator]
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def check(plots: list[Plot]) -> None:
+    """Everything can be written as JSON, and points have both coordinates."""
+    for plot in plots:
+        json.dumps([plot.traces, plot.layout])
+        assert plot.traces
+        assert all(len(trace["x"]) == len(trace["y"]) > 0 for trace in plot.traces)
+
+
+def test_a_real_model_gets_a_profile(profiled: tuple[Profile, list[Sample]]) -> None:
+    profile, samples = profiled
+    assert profile.source == "measured"
+    assert len(samples) > 20
+    assert {sample.work.is_decode for sample in samples} == {True, False}
+    model = PerfModel(profile)
+    assert model.step_ms(Work.prefill(256)) > model.step_ms(Work.decode(1, 16)) > 0
+
+
+def test_a_profile_is_shown_with_its_error(profiled: tuple[Profile, list[Sample]]) -> None:
+    profile, samples = profiled
+    text = text_of(show_profile, profile)
+    assert profile.error is not None
+    assert f"median {profile.error.median:.1%}" in text
+    assert "no evidence" not in text
+    assert "no evidence" in text_of(show_profile, profile.model_copy(update={"source": "roofline"}))
+    check(profile_plots(profile, samples))
+
+
+def test_shares_are_shown_side_by_side(profiled: tuple[Profile, list[Sample]]) -> None:
+    profile, samples = profiled
+    half = profile.shares[0].model_copy(update={"share": 0.5, "decode_slowdown": 1.25})
+    both = profile.model_copy(update={"shares": (half, *profile.shares)})
+    text = text_of(show_profile, both)
+    assert "1 of 2" in text
+    assert "x 1.25" in text
+    check(profile_plots(both, samples))
+    found = split_table(both, prompt=512, decodes=8, context=128, itl_ms=0, prepared=3)
+    assert "1 + 1" in text_of(show_splits, found)
+    check([split_plot(found)])
+
+
+def test_the_sweep_is_shown_with_its_knee() -> None:
+    def run(step: Step) -> float:
+        return 5 + step.work.tokens / 50
+
+    sweep = sweep_budget(run, decodes=8, context=64, prompt=2000, seconds=1, on_progress=lambda fraction: None)
+    text = text_of(show_budget, sweep)
+    assert f"--token-budget {sweep.knee.token_budget}" in text
+    assert text.count("the knee") == 1
+    check([budget_plot(sweep)])
+
+
+def test_a_sweep_that_does_not_fit_is_refused(checkpoint: MakeCheckpoint) -> None:
+    settings = BudgetSettings.load({"kv_memory": "1MiB", "decodes": 90})
+    with pytest.raises(ConfigError, match="raise --kv-memory"):
+        run_budget(settings, Path(checkpoint("qwen3")), lambda what, fraction: None)
