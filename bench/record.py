@@ -38,8 +38,8 @@ class Record:
         status: HTTP status, 0 without a response.
         error: "" for a completed request, else a Failure or `http_<status>`.
         detail: What the server or the socket said about it.
-        prompt_tokens: From the server's usage, else counted with the given tokenizer, else unknown; like the next two.
-        output_tokens: Tokens of the output.
+        prompt_tokens: From the server's usage, else unknown.
+        output_tokens: From the server's usage, else counted with the given tokenizer, else unknown.
         cached_tokens: Prompt tokens that the server took from a cache; only the server knows.
         finish_reason: The server's.
         route: The response's `x-cpd-route` header, if any.
