@@ -15,7 +15,7 @@ _LEAD = (
     "Mean gap between the chunks of all decode streams, from the moment of the burst to its last first token, against "
     "the same streams just before it."
 )
-_TOKENS_AXIS = {"type": "log", "title": {"text": "prompt tokens of the burst"}, "dtick": "D2", "tickformat": ",.4~g"}
+_TOKENS_AXIS = {"type": "log", "title": {"text": "prompt tokens of the burst"}, "dtick": "D2", "tickformat": "~s"}
 _TIMELINES = 4
 
 

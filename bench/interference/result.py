@@ -1,4 +1,4 @@
-"""The result of an interference study: what `--json` holds. Definitions are in docs/metrics.md."""
+"""The result of an interference study: what `--json` holds. docs/bench.md explains it."""
 
 from pathlib import Path
 from statistics import median

@@ -132,7 +132,9 @@ class Study:
             restarts=decodes.restarts(burst_s, over_s),
             steady=steady,
             drained=drained,
-            timeline=timeline(decodes.stamps, begin_s, over_s, burst_s, TIMELINE_POINTS),
+            timeline=timeline(
+                decodes.stamps, begin_s, min(over_s, end_s + 2 * settings.window_s), burst_s, TIMELINE_POINTS
+            ),
         )
 
     async def _drain(self) -> bool:

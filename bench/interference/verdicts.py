@@ -24,6 +24,7 @@ CALM_PERCENT = 10.0
 RECOVERED_PERCENT = 5.0
 LARGE_PERCENT = 100.0
 BLURRED_SHARE = 0.5
+NOISY_RATIO = 1.2
 
 _MIN_SIZES = 4  # fewer sizes fit everything
 _NOISE = 0.03  # cells are not known better than this, so no fit is better either
@@ -150,7 +151,7 @@ def _shape_verdict(cells: Sequence[Cell], found: Shape) -> Verdict:
         else f"Even the smallest burst, {found.above:,} tokens, costs more than +{CALM_PERCENT:.0f} %."
     )
     return Verdict(
-        tone="bad" if peak > LARGE_PERCENT else "warn", text=f"{how} {threshold} The largest is {peak:+.0f} %."
+        tone="bad" if peak > LARGE_PERCENT else "warn", text=f"{how} {threshold} The largest is {peak:+,.0f} %."
     )
 
 
@@ -181,6 +182,25 @@ def _prefill(cells: Sequence[Cell]) -> Verdict:
 
 
 def _doubts(cells: Sequence[Cell]) -> list[Verdict]:
+    return [*_noise(cells), *_odd_bursts(cells)]
+
+
+def _noise(cells: Sequence[Cell]) -> list[Verdict]:
+    """Decode streams are as many and as long before every burst, so their gaps should be too."""
+    before_ms = [burst.before.mean_ms for cell in cells for burst in cell.bursts]
+    low_ms, high_ms = (float(value) for value in np.percentile(before_ms, [10, 90]))
+    if high_ms <= NOISY_RATIO * low_ms:
+        return []
+    return [
+        Verdict(
+            tone="bad",
+            text=f"Without any burst the mean gap was {low_ms:.2f} ms one time and {high_ms:.2f} ms another (10th and "
+            "90th percentile): something else disturbs the server, and smaller effects than that mean nothing.",
+        )
+    ]
+
+
+def _odd_bursts(cells: Sequence[Cell]) -> list[Verdict]:
     bursts = [burst for cell in cells for burst in cell.bursts]
     doubts = {
         "the server was still busy with requests whose clients had gone": sum(not burst.drained for burst in bursts),

@@ -105,6 +105,14 @@ def test_what_to_doubt_is_said() -> None:
     assert len(doubts) == 5
 
 
+def test_a_baseline_that_wanders_is_said() -> None:
+    cells = grid(lambda tokens: 4.0)
+    assert not any("Without any burst" in verdict.text for verdict in verdicts(cells, shape(cells)))
+    for cell in cells[::2]:
+        cell.bursts[0].before.mean_ms *= 1.5
+    assert "10.00 ms one time and 15.00 ms another" in find(verdicts(cells, shape(cells)), "Without any burst").text
+
+
 def test_without_bursts_nothing_is_claimed() -> None:
     cells = [Cell(prefills=1, prefill_len=1, error="refused")]
     assert [verdict.text for verdict in verdicts(cells, shape(cells))] == ["Nothing was measured."]
