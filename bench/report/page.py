@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -150,9 +151,9 @@ class Page:
         """Begins a section: what is added from now on stands under this heading."""
         self._sections.append(Section(title, lead))
 
-    def add(self, *blocks: Block) -> None:
-        """Adds blocks to the section begun last, or to the page's head if none was."""
-        self._sections[-1].blocks.extend(blocks)
+    def add(self, *blocks: Block | None) -> None:
+        """Adds blocks to the section begun last, or to the page's head if none was. None is left out."""
+        self._sections[-1].blocks.extend(block for block in blocks if block)
 
     def html(self) -> str:
         """The whole page."""
@@ -187,5 +188,5 @@ class Page:
 
 def _script_json(value: Any) -> Markup:
     """JSON that may stand in a script element: a text in it cannot end the element."""
-    text = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    text = orjson.dumps(value, default=np.ndarray.tolist, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     return Markup(text.replace("<", "\\u003c"))

@@ -1,0 +1,158 @@
+"""Where the time goes: phases, routes, turns; and what failed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.report.curves import Series
+from bench.report.page import Cell, Chart, Table, series
+from bench.report.text import interval, milliseconds, number, percent
+from bench.result import Group, Request, Result, Stat
+
+_PHASES = (("until sent", "$muted"), ("until the first token", series(0)), ("until the end", series(1)))
+_SLOWEST = 0.01
+
+
+def phase_chart(groups: Sequence[Series]) -> Chart | None:
+    """Mean E2E latency of each group, divided into what the client, the first token and the rest took."""
+    rows = [(one.name, _phases_ms(requests)) for one in groups if (requests := _phased(one.requests))]
+    if not rows:
+        return None
+    rows.reverse()  # plotly draws upwards
+    totals = [milliseconds(sum(phases)) for _, phases in rows]
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": [name for name, _ in rows],
+            "x": [round(phases[index], 3) for _, phases in rows],
+            "name": phase,
+            "marker": {"color": colour, "line": {"color": "$surface", "width": 1}},
+            "hovertemplate": "%{x:,.4~g} ms " + phase + "<extra></extra>",
+        }
+        for index, (phase, colour) in enumerate(_PHASES)
+    ]
+    traces[-1] |= {"text": totals, "textposition": "outside", "cliponaxis": False, "textfont": {"color": "$text"}}
+    longest_ms = max(sum(phases) for _, phases in rows)
+    layout = {
+        "barmode": "stack",
+        "bargap": 0.35,
+        "xaxis": {"title": {"text": "mean, ms"}, "range": [0, 1.35 * longest_ms]},
+        "yaxis": {"type": "category", "showgrid": False, "tickfont": {"color": "$text"}},
+        "hovermode": "y unified",
+        "legend": {"traceorder": "normal"},
+    }
+    return Chart("Phases of a request", traces, layout, height=110 + 44 * len(rows))
+
+
+def slowest(name: str, requests: Sequence[Request]) -> Series:
+    """The completed requests with the longest E2E latency: one in a hundred, at least one."""
+    completed = sorted(_phased(requests), key=lambda request: request.e2e_ms or 0.0, reverse=True)
+    return Series(name, "", completed[: max(1, round(_SLOWEST * len(completed)))])
+
+
+def group_table(title: str, groups: Sequence[tuple[str, Group]]) -> Table | None:
+    """A row a turn or route; None if there are none.
+
+    Args:
+        title: Of the table.
+        groups: Each with the name of its run, which may be empty.
+    """
+    if not groups:
+        return None
+    columns = [
+        "requests",
+        "TTFT p50, ms",
+        "TTFT p99",
+        "ITL p50, ms",
+        "ITL p99",
+        "TPOT p50, ms",
+        "E2E p50, ms",
+        "cached",
+    ]
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(group.name, run),
+            Cell(f"{group.completed:,}", f"{group.failed:,} failed" if group.failed else ""),
+            _figure(group.ttft_ms, "p50"),
+            _figure(group.ttft_ms, "p99"),
+            _figure(group.itl_ms, "p50"),
+            _figure(group.itl_ms, "p99"),
+            _figure(group.tpot_ms, "p50"),
+            _figure(group.e2e_ms, "p50"),
+            percent(group.cached_token_rate),
+        ]
+        for run, group in groups
+    ]
+    return Table(["", *columns], rows, title)
+
+
+def turn_chart(results: Sequence[Result]) -> Chart | None:
+    """TTFT of each turn of the conversations."""
+    traces = []
+    for index, result in enumerate(results):
+        groups = [group for group in result.summary.by_turn if group.ttft_ms.p50 is not None]
+        if not groups:
+            continue
+        medians = [group.ttft_ms.p50 or 0.0 for group in groups]
+        lows, highs = zip(
+            *(group.ttft_ms.ci.get("p50", (p50, p50)) for group, p50 in zip(groups, medians, strict=True)), strict=True
+        )
+        traces.append(
+            {
+                "x": [group.name for group in groups],
+                "y": np.round(medians, 3),
+                "name": result.label,
+                "mode": "lines+markers",
+                "line": {"color": series(index), "width": 2},
+                "error_y": {
+                    "array": np.round(np.subtract(highs, medians), 3),
+                    "arrayminus": np.round(np.subtract(medians, lows), 3),
+                    "thickness": 1,
+                    "width": 4,
+                },
+                "hovertemplate": "%{y:,.4~g} ms<extra>%{fullData.name}</extra>",
+            }
+        )
+    if not traces:
+        return None
+    layout = {
+        "xaxis": {"type": "category"},
+        "yaxis": {"title": {"text": "TTFT p50, ms"}, "rangemode": "tozero"},
+        "showlegend": len(traces) > 1,
+    }
+    return Chart("TTFT of each turn", traces, layout, note="With 95 % confidence intervals.")
+
+
+def error_table(results: Sequence[Result]) -> Table | None:
+    """How often each kind of failure happened, when, and what the first one said."""
+    rows = []
+    for result in results:
+        for kind, amount in result.summary.errors.items():
+            failed = [request for request in result.requests if request.error == kind]
+            detail = next((request.detail for request in failed if request.detail), "")
+            counted = result.summary.completed + result.summary.failed
+            name = [result.label] if len(results) > 1 else []
+            ended = [request.ended_s for request in failed]
+            when = f"{min(ended):.1f} s" if len(ended) == 1 else f"{min(ended):.1f} to {max(ended):.1f} s"
+            rows.append([kind, *name, f"{amount:,}", percent(amount / counted), when, detail or "-"])
+    if not rows:
+        return None
+    columns = ["kind", *(["run"] if len(results) > 1 else []), "requests", "of all", "when", "the first one's detail"]
+    return Table(columns, rows, prose=[len(columns) - 1])
+
+
+def _phased(requests: Sequence[Request]) -> list[Request]:
+    return [request for request in requests if not request.error and request.e2e_ms is not None]
+
+
+def _phases_ms(requests: Sequence[Request]) -> list[float]:
+    lag = float(np.mean([1e3 * (request.sent_s - request.due_s) for request in requests]))
+    ttft = float(np.mean([request.service_ttft_ms or 0.0 for request in requests]))
+    rest = float(np.mean([(request.e2e_ms or 0.0) - (request.ttft_ms or 0.0) for request in requests]))
+    return [lag, ttft, rest]
+
+
+def _figure(stat: Stat, name: str) -> Cell:
+    return Cell(number(getattr(stat, name)), interval(stat.ci.get(name)))
