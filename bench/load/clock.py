@@ -1,19 +1,28 @@
 """Waking at exact times.
 
 Event loops round their timers to whole milliseconds, which is too coarse for a schedule that latencies are counted
-from. A thread's wait is exact to about 0.1 ms, so one thread holds the alarms of an event loop.
+from. Linux' timer file descriptors are exact, and an event loop waits for them as it does for sockets.
 """
 
 import asyncio
+import ctypes
 import heapq
-import sys
-import threading
+import os
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-SWITCH_INTERVAL_S = 1e-4  # how long the alarm thread may wait for the interpreter lock
+_CLOCK_MONOTONIC = 1  # the clock of time.perf_counter()
+_TFD_TIMER_ABSTIME = 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
 
 
 class Clock:
@@ -21,32 +30,29 @@ class Clock:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
+        self._alarms: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="clock", daemon=True)
+        self._libc = ctypes.CDLL(None, use_errno=True)  # Python has these calls from 3.13 on
+        self._timer = self._libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._timer < 0:
+            raise OSError(ctypes.get_errno(), "no timer")
 
     def __enter__(self) -> Self:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._thread.start()
+        self._loop.add_reader(self._timer, self._ring)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        self._loop.remove_reader(self._timer)
+        os.close(self._timer)
 
-    def call_at(self, due_s: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` in the event loop at `due_s`, or at once if that is past."""
-        with self._changed:
-            self._count += 1
-            heapq.heappush(self._alarms, (due_s, self._count, callback))
-            if self._alarms[0][1] == self._count:
-                self._changed.notify()
+    def call_at(self, due_s: float, callback: Callable[[], object]) -> None:
+        """Calls `callback` in the event loop at `due_s`, or soon if that is past."""
+        self._count += 1
+        heapq.heappush(self._alarms, (due_s, self._count, callback))
+        if self._alarms[0][1] == self._count:
+            self._set()
 
     async def until(self, due_s: float) -> None:
         """Returns at `due_s`."""
@@ -54,11 +60,19 @@ class Clock:
         self.call_at(due_s, woken.set)
         await woken.wait()
 
-    def _run(self) -> None:
-        with self._changed:
-            while not self._closed:
-                wait_s = self._alarms[0][0] - time.perf_counter() if self._alarms else None
-                if wait_s is None or wait_s > 0:
-                    self._changed.wait(wait_s)
-                else:
-                    self._loop.call_soon_threadsafe(heapq.heappop(self._alarms)[2])
+    def _set(self) -> None:
+        """Sets the timer to the first alarm."""
+        seconds, nanoseconds = divmod(max(1, round(self._alarms[0][0] * 1e9)), 1_000_000_000)
+        spec = _TimerSpec(_TimeSpec(0, 0), _TimeSpec(seconds, nanoseconds))
+        self._libc.timerfd_settime(self._timer, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None)
+
+    def _ring(self) -> None:
+        try:
+            os.read(self._timer, 8)
+        except BlockingIOError:
+            return  # it was set anew since
+        now_s = time.perf_counter()
+        while self._alarms and self._alarms[0][0] <= now_s:
+            heapq.heappop(self._alarms)[2]()
+        if self._alarms:
+            self._set()

@@ -36,12 +36,16 @@ class Health:
         cpu_share: CPU time over wall time of the busiest one.
         loop_lag_ms_p50: How long a ready event waits before the process looks at it, median.
         loop_lag_ms_p99: The same, 99th percentile.
+        machine_share: CPU time of all of them over that of all cores of the machine.
+        machine_idle: Share of that time in which a core had nothing to do.
     """
 
     processes: int
     cpu_share: float
     loop_lag_ms_p50: float
     loop_lag_ms_p99: float
+    machine_share: float = 0.0
+    machine_idle: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.console import Console
@@ -126,7 +126,7 @@ class _Driver:
     def _measure(self, load: _Load, overload: Overload) -> Result:
         self._messages.print(f"{load.way} {load.value:g}", style="bold")
         # A seed for each run: a point must not find its prompts in the cache of the one before.
-        prepared = Prepared(self._prepared.target, self._prepared.texts, self._prepared.seed + self._runs, self._prepared.warnings)
+        prepared = replace(self._prepared, seed=self._prepared.seed + self._runs)
         self._runs += 1
         return measure(load.of(self._settings), prepared, self._slo, self._accuracy, self._progress, overload)
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from bench.load.plan import Health
@@ -32,6 +34,7 @@ def test_a_healthy_client_has_no_reasons() -> None:
     [
         (Health(1, 0.97, 0.05, 0.4), ACCURATE, summary(), "97%"),
         (Health(1, 0.4, 2.1, 9.0), ACCURATE, summary(), "median ITL"),
+        (replace(HEALTHY, machine_share=0.2, machine_idle=0.01), ACCURATE, summary(), "no core"),
         (HEALTHY, ACCURATE.model_copy(update={"itl_error": 0.2}), summary(), "20%"),
         (HEALTHY, ACCURATE.model_copy(update={"ttft_error": 0.07}), summary(), "7%"),
         (HEALTHY, ACCURATE, summary(lag_s=0.2), "after they were due"),
@@ -42,6 +45,10 @@ def test_a_client_that_falls_behind_says_in_what(health: Health, accuracy: Accur
     reasons = why_limited(run, health, accuracy)
     assert len(reasons) == 1
     assert reason in reasons[0]
+
+
+def test_a_light_client_on_a_full_machine_is_no_reason() -> None:
+    assert why_limited(summary(), replace(HEALTHY, machine_share=0.04, machine_idle=0.0), ACCURATE) == []
 
 
 def test_a_late_loop_makes_the_tail_doubtful_without_a_refusal() -> None:
