@@ -61,16 +61,7 @@ def group_table(title: str, groups: Sequence[tuple[str, Group]]) -> Table | None
     """
     if not groups:
         return None
-    columns = [
-        "requests",
-        "TTFT p50, ms",
-        "TTFT p99",
-        "ITL p50, ms",
-        "ITL p99",
-        "TPOT p50, ms",
-        "E2E p50, ms",
-        "cached",
-    ]
+    columns = ["requests", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "TPOT p50", "E2E p50", "cached"]
     rows: list[list[str | Cell]] = [
         [
             Cell(group.name, run),
@@ -85,7 +76,7 @@ def group_table(title: str, groups: Sequence[tuple[str, Group]]) -> Table | None
         ]
         for run, group in groups
     ]
-    return Table(["", *columns], rows, title)
+    return Table(["", *columns], rows, title, "Latencies in ms; below each its 95 % confidence interval.")
 
 
 def turn_chart(results: Sequence[Result]) -> Chart | None:

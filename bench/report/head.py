@@ -50,7 +50,7 @@ def _troubles(result: Result) -> list[str]:
     if summary.failed:
         kinds = ", ".join(f"{amount:,} {kind}" for kind, amount in summary.errors.items())
         troubles.append(f"{count(summary.failed, 'request')} failed: {kinds}.")
-    return troubles
+    return [*troubles, *(f"Warning: {warning}." for warning in result.client.warnings)]
 
 
 def _health(client: Client) -> str:

@@ -46,7 +46,8 @@ def synthetic_result(
                 _fail(record, rng)
             records.append(record)
             begin_s = record.ended_s + 2.0
-    summary, rows = summarise(records, start_s=0.0, slo=Slo.parse("ttft=800,itl=50"), offered_per_s=rate)
+    offered_per_s = (requests - 1) / float(due_s[-1] - due_s[0]) if requests > 1 else None
+    summary, rows = summarise(records, start_s=0.0, slo=Slo.parse("ttft=800,itl=50"), offered_per_s=offered_per_s)
     command = f"cpd bench run --rate {rate:g} --num-requests {requests} --slo ttft=800,itl=50"
     return Result(
         label=label,

@@ -122,6 +122,13 @@ def test_an_interrupted_run_says_so() -> None:
     assert any(text.startswith("Interrupted") for text in page.texts)
 
 
+def test_warnings_about_the_figures_are_shown() -> None:
+    result = synthetic_result(requests=20)
+    result.client.warnings = ["the highest percentiles may be the client's"]
+    assert "Warning: the highest percentiles may be the client's." in _read(report([result])).texts
+    assert any("percentiles may be" in text for text in _read(report([result, result])).texts)
+
+
 def test_a_run_without_trouble_has_no_errors_section() -> None:
     assert "Errors" not in _titles(_read(report([synthetic_result(requests=20, server=Server(failures=0))])))
 
