@@ -43,9 +43,10 @@ class Figure:
         return first[0] <= other[1] and other[0] <= first[1]
 
     def better(self, run: int) -> bool | None:
-        """Whether `run` is better than the first one; None unless the intervals say that it is no chance."""
+        """Whether `run` is better than the first one; None unless the intervals say that it is no chance, and for less
+        than a percent."""
         ratio = self.ratio(run)
-        if self.lower_is_better is None or ratio is None or self.overlap(run) is not False:
+        if self.lower_is_better is None or ratio is None or self.overlap(run) is not False or abs(ratio - 1) < 0.01:
             return None
         return (ratio < 1) == self.lower_is_better
 

@@ -22,6 +22,12 @@ def test_only_intervals_that_are_apart_make_a_difference() -> None:
     assert [_figure().better(run) for run in range(1, 5)] == [True, None, False, None]
 
 
+def test_less_than_a_percent_is_no_difference() -> None:
+    figure = Figure("ITL p50, ms", True, [8.00, 8.04], [(7.99, 8.01), (8.03, 8.05)])
+    assert figure.overlap(1) is False
+    assert figure.better(1) is None
+
+
 def test_more_throughput_is_better() -> None:
     assert [_figure(lower_is_better=False).better(run) for run in (1, 3)] == [False, True]
 
