@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpd.perfmodel import FitError, PerfModel, Profile, ShareProfile, Work
+from cpd.perfmodel import FitError, PerfModel, Profile, ShareProfile, StepCost, Work
 
 KNOT_RATIO = 1.9
 """Knots of the curve over the tokens are at least this far apart."""
@@ -49,13 +49,14 @@ def fit_profile(samples: Sequence[Sample], **about: Any) -> Profile:
     """The profile that predicts these samples best, with its error on samples that it was not fitted to.
 
     Args:
-        samples: In any order: at least two of every share with the lane alone, and some on the whole device.
+        samples: In any order: at least two of each kind, decodes and prefills, on every share without company, and
+            some on the whole device.
         about: What else the profile says: at least `device` and `model`.
 
     Raises:
         ValueError: There are fewer samples than that.
     """
-    ordered = sorted(samples, key=lambda sample: (sample.share, sample.beside is not None))
+    ordered = sorted(samples, key=lambda sample: (sample.share, sample.beside is not None, sample.work.is_decode))
     errors: list[float] = []
     for fold in range(FOLDS):
         known = [sample for index, sample in enumerate(ordered) if index % FOLDS != fold]
@@ -72,51 +73,41 @@ def prediction_errors(model: PerfModel, samples: Sequence[Sample]) -> list[float
 
 def _fit(samples: Sequence[Sample], about: dict[str, Any]) -> Profile:
     shares = sorted({sample.share for sample in samples})
-    alone = Profile(
-        source="measured",
-        shares=tuple(_fit_share(share, [s for s in samples if s.share == share and not s.beside]) for share in shares),
-        **about,
-    )
-    predict = PerfModel(alone).step_ms
-
-    def slowdown(share: float, is_decode: bool) -> float:
-        ratios = [
-            s.ms / predict(s.work, share)
-            for s in samples
-            if s.share == share and s.beside and s.work.is_decode == is_decode
-        ]
-        return float(np.median(ratios)) if ratios else 1.0
-
-    together = (
-        part.model_copy(
-            update={"decode_slowdown": slowdown(part.share, True), "prefill_slowdown": slowdown(part.share, False)}
-        )
-        for part in alone.shares
-    )
-    return alone.model_copy(update={"shares": tuple(together)})
+    by_share = [[sample for sample in samples if sample.share == share] for share in shares]
+    parts = [
+        ShareProfile(share=share, decode=_fit_cost(some, is_decode=True), prefill=_fit_cost(some, is_decode=False))
+        for share, some in zip(shares, by_share, strict=True)
+    ]
+    return Profile(source="measured", shares=tuple(parts), **about)
 
 
-def _fit_share(share: float, samples: Sequence[Sample]) -> ShareProfile:
-    if not samples:
-        raise ValueError(f"too few steps were measured alone on the share {share:.3g} of the device")
-    knots = _knots([sample.work.tokens for sample in samples])
-    numbers = _robust_fit(_design(samples, knots), np.array([sample.ms for sample in samples]))
+def _fit_cost(samples: Sequence[Sample], *, is_decode: bool) -> StepCost:
+    """Costs of one kind of steps, from all samples of a share."""
+    alone = [s for s in samples if s.work.is_decode == is_decode and not s.beside]
+    together = [s for s in samples if s.work.is_decode == is_decode and s.beside]
+    if not alone:
+        kind, share = "decode" if is_decode else "prefill", samples[0].share
+        raise ValueError(f"too few {kind} steps were measured without company on the share {share:.3g} of the device")
+    knots = _knots([sample.work.tokens for sample in alone])
+    numbers = _robust_fit(_design(alone, knots), np.array([sample.ms for sample in alone]))
     seq_ms, context_ms, pair_ms = numbers[len(knots) :].tolist()
-    return ShareProfile(
-        share=share,
+    predicted = (_design(together, knots) @ numbers).tolist()
+    slowdowns = [sample.ms / ms for sample, ms in zip(together, predicted, strict=True) if ms > 0]
+    return StepCost(
         tokens=tuple(knots),
         tokens_ms=tuple(np.cumsum(numbers[: len(knots)]).tolist()),
         seq_ms=seq_ms,
         context_ms=context_ms,
         pair_ms=pair_ms,
+        slowdown=float(np.median(slowdowns)) if slowdowns else 1.0,
     )
 
 
 def _knots(token_counts: Sequence[int]) -> list[int]:
-    """1, and measured counts that are far enough apart."""
-    knots = [1]
+    """1, and measured counts that are far enough apart; something must have been measured within each two of them."""
+    least, knots = min(token_counts), [1]
     for count in sorted(set(token_counts)):
-        if count >= knots[-1] * KNOT_RATIO:
+        if count >= KNOT_RATIO * max(knots[-1], least):
             knots.append(count)
     return knots
 
@@ -125,15 +116,16 @@ def _design(samples: Sequence[Sample], knots: Sequence[int]) -> FloatArray:
     """What each number of the model counts for in each sample: [samples, numbers].
 
     The curve's numbers are its value at the first knot and its rise to each next one, so that it never falls. The
-    last line goes on beyond its knot.
+    last line goes on beyond its knot. In decodes, sequences and pairs say nothing that tokens and context don't say.
     """
-    tokens = np.array([sample.work.tokens for sample in samples], float)
+    works = [sample.work for sample in samples]
+    tokens = np.array([work.tokens for work in works], float)
     columns = [np.ones_like(tokens)]
     for low, high in pairwise(knots):
         end = np.inf if high == knots[-1] else 1.0
         columns.append(np.clip((tokens - low) / (high - low), 0.0, end))
-    rest = [(sample.work.seqs, sample.work.context, sample.work.pairs) for sample in samples]
-    return np.column_stack([*columns, np.array(rest, float)])
+    rest = [(0, work.context, 0) if work.is_decode else (work.seqs, work.context, work.pairs) for work in works]
+    return np.column_stack([*columns, np.array(rest, float).reshape(-1, 3)])
 
 
 def _robust_fit(design: FloatArray, ms: FloatArray) -> FloatArray:

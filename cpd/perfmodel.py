@@ -2,13 +2,14 @@
 
 A step runs its kernels one after the other, so its time is a sum, whose parts grow with what bounds each of them:
 
-    linear layers   a curve over the step's tokens: flat while reading the weights bounds them, then a straight line
-                    while arithmetic does; straight lines between its knots
-    sequences       sampling and whatever else is done once for each
+    linear layers   a curve over the step's tokens: about flat while reading the weights bounds them, about a straight
+                    line while arithmetic does; straight lines between its knots
+    sequences       sampling, and whatever else is done once for each
     attention       reading the context (bounds decodes), and every query with every key (bounds prefills)
 
-Each measured share of the device has its own numbers. Between two of them time is a straight line over 1 / share, which
-is exact for work that scales and for work that does not. A lane with company is slower by a measured factor.
+Steps of decodes alone have numbers of their own: on a GPU they are replayed graphs, and others are launched kernel by
+kernel. So has each measured share of the device. Between two shares time is a straight line over 1 / share, which is
+exact for work that scales and for work that does not. A lane with company is slower by a measured factor.
 
 Times are in ms, shares are of the device's compute units, 1 being all of them.
 """
@@ -68,17 +69,15 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ShareProfile(_Part):
-    """One share of the device."""
+class StepCost(_Part):
+    """What one kind of steps costs."""
 
-    share: float = Field(gt=0, le=1, description="Of the device's compute units.")
-    tokens: tuple[int, ...] = Field(min_length=1, description="Knots of the curve, ascending.")
+    tokens: tuple[int, ...] = Field(min_length=1, description="Knots of the curve: 1, and then ascending.")
     tokens_ms: tuple[float, ...] = Field(description="Time of a step of that many tokens, without what follows.")
-    seq_ms: float = Field(ge=0, description="For each sequence.")
-    context_ms: float = Field(ge=0, description="For each token of context.")
-    pair_ms: float = Field(ge=0, description="For each pair of a query and a key.")
-    decode_slowdown: float = Field(1.0, gt=0, description="Factor of a decode while a prefill runs on the rest.")
-    prefill_slowdown: float = Field(1.0, gt=0, description="Factor of a prefill while decodes run on the rest.")
+    seq_ms: float = Field(0.0, ge=0, description="For each sequence.")
+    context_ms: float = Field(0.0, ge=0, description="For each token of context.")
+    pair_ms: float = Field(0.0, ge=0, description="For each pair of a query and a key.")
+    slowdown: float = Field(1.0, gt=0, description="Factor while the other lane runs on the rest of the device.")
 
     @model_validator(mode="after")
     def _curve(self) -> Self:
@@ -89,6 +88,14 @@ class ShareProfile(_Part):
         if self.tokens_ms[0] < 0 or any(a > b for a, b in pairwise(self.tokens_ms)):
             raise ValueError("the times at the knots must not fall")
         return self
+
+
+class ShareProfile(_Part):
+    """One share of the device."""
+
+    share: float = Field(gt=0, le=1, description="Of the device's compute units.")
+    decode: StepCost = Field(description="Steps in which every sequence computes one token.")
+    prefill: StepCost = Field(description="Steps with a prefill, mixed ones included.")
 
 
 class TransferProfile(_Part):
@@ -156,7 +163,7 @@ class Profile(_Part):
 
 
 class PerfModel:
-    """Predicts by a profile. A prediction takes about two microseconds.
+    """Predicts by a profile, in about a microsecond.
 
     Attributes:
         profile: Where the numbers come from.
@@ -165,7 +172,7 @@ class PerfModel:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._shares = [part.share for part in profile.shares]
-        self._parts = [_Steps(part) for part in profile.shares]
+        self._costs = [(_Cost(part.decode), _Cost(part.prefill)) for part in profile.shares]
         self._transfer = profile.transfer.fixed_ms, 1 / profile.transfer.bytes_per_ms
 
     def step_ms(self, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
@@ -176,17 +183,20 @@ class PerfModel:
             share: How much of the device it has, in (0, 1].
             beside: What the other lane runs meanwhile.
         """
-        if not work.tokens:
+        tokens = work.tokens
+        if not tokens:
             return 0.0
-        shares = self._shares
+        kind = 0 if tokens == work.seqs else 1
+        company = beside is not None and beside.tokens > 0
+        shares, costs = self._shares, self._costs
         upper = bisect_right(shares, share)
         if upper and shares[upper - 1] == share:
-            return self._parts[upper - 1].ms(work, beside)
+            return costs[upper - 1][kind].ms(work, company)
         if len(shares) == 1:
-            return self._parts[0].ms(work, beside) / share
+            return costs[0][kind].ms(work, company) / share
         upper = max(upper, 1)
         low, high = shares[upper - 1], shares[upper]
-        low_ms, high_ms = self._parts[upper - 1].ms(work, beside), self._parts[upper].ms(work, beside)
+        low_ms, high_ms = costs[upper - 1][kind].ms(work, company), costs[upper][kind].ms(work, company)
         return high_ms + (low_ms - high_ms) * (1 / share - 1 / high) / (1 / low - 1 / high)
 
     def transfer_ms(self, num_bytes: int) -> float:
@@ -195,34 +205,31 @@ class PerfModel:
         return fixed_ms + num_bytes * ms_per_byte
 
 
-class _Steps:
-    """One share's numbers, laid out for speed."""
+class _Cost:
+    """A StepCost, laid out for speed."""
 
-    __slots__ = ("_context_ms", "_knots", "_lines", "_pair_ms", "_seq_ms", "_slowdowns")
+    __slots__ = ("_bends", "_context_ms", "_lines", "_pair_ms", "_seq_ms", "_slowdown")
 
-    def __init__(self, part: ShareProfile) -> None:
-        self._knots = part.tokens[1:-1]
-        """Where one line ends and the next one begins; the last line goes on for ever."""
-        self._lines = _lines(part.tokens, part.tokens_ms)
-        self._seq_ms, self._context_ms, self._pair_ms = part.seq_ms, part.context_ms, part.pair_ms
-        self._slowdowns = part.decode_slowdown, part.prefill_slowdown
+    def __init__(self, cost: StepCost) -> None:
+        self._bends = cost.tokens[1:-1]  # where one line ends and the next one begins; the last one goes on for ever
+        self._lines = _lines(cost.tokens, cost.tokens_ms)
+        self._seq_ms, self._context_ms, self._pair_ms = cost.seq_ms, cost.context_ms, cost.pair_ms
+        self._slowdown = cost.slowdown
 
-    def ms(self, work: Work, beside: Work | None) -> float:
-        base, slope = self._lines[bisect_right(self._knots, work.tokens)]
+    def ms(self, work: Work, company: bool) -> float:
+        start, slope = self._lines[bisect_right(self._bends, work.tokens)]
         ms = (
-            base
+            start
             + slope * work.tokens
             + self._seq_ms * work.seqs
             + self._context_ms * work.context
             + self._pair_ms * work.pairs
         )
-        if beside is not None and beside.tokens:
-            ms *= self._slowdowns[0 if work.is_decode else 1]
-        return ms
+        return ms * self._slowdown if company else ms
 
 
 def _lines(knots: tuple[int, ...], values: tuple[float, ...]) -> list[tuple[float, float]]:
-    """Intercept and slope of the line from each knot to the next. Of a single knot: a constant."""
+    """Value at 0 and slope of the line from each knot to the next; a constant if there is one knot."""
     if len(knots) == 1:
         return [(values[0], 0.0)]
     lines = []

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE
 from engine.profile.steps import Step
 
 RunStep = Callable[[Step], float]
@@ -20,10 +19,11 @@ Progress = Callable[[str, float], None]
 
 CONTEXTS = (16, 256, 1024, 4096, 16_384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CHUNKS = (2, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BEFORES = (0, 1024, 4096, 16_384)
-MIXED = ((4, 64), (4, 256), (4, 1024), (32, 64), (32, 256), (32, 1024))
-"""Decodes and the chunk beside them in one batch."""
+MIXED_BATCHES = ((4, 256), (4, 2048), (16, 512), (64, 256), (64, 2048))
+"""Decodes, and tokens of each, that run with a chunk in one batch."""
+MIXED_CHUNKS = (32, 128, 512, 2048)
 
 _LONGEST = 1 / 40
 """A series of growing steps ends with the first one that takes more than this part of all the time."""
@@ -64,9 +64,14 @@ def prefill_series(limits: Limits) -> list[list[Step]]:
 
 
 def mixed_series(limits: Limits) -> list[list[Step]]:
-    """Decodes and a chunk in one batch."""
-    context = min(32 * BLOCK_SIZE, limits.length)
-    return _allowed(limits, [[Step.decode(batch, context) + Step.prefill(chunk) for batch, chunk in MIXED]])
+    """Decodes and a growing chunk in one batch."""
+    return _allowed(
+        limits,
+        [
+            [Step.decode(batch, context) + Step.prefill(chunk) for chunk in MIXED_CHUNKS]
+            for batch, context in MIXED_BATCHES
+        ],
+    )
 
 
 def _allowed(limits: Limits, series: Sequence[Sequence[Step]]) -> list[list[Step]]:

@@ -34,8 +34,8 @@ def show_profile(profile: Profile, console: Console) -> None:
         table.add_row(name, *(_ms(model.step_ms(work, part.share)) for part in profile.shares))
     if any(part.share < 1 for part in profile.shares):
         table.add_section()
-        table.add_row("decode beside a prefill", *(f"x {part.decode_slowdown:.2f}" for part in profile.shares[:-1]), "")
-        table.add_row("prefill beside decodes", *(f"x {part.prefill_slowdown:.2f}" for part in profile.shares[:-1]), "")
+        table.add_row("decode beside a prefill", *(f"x {part.decode.slowdown:.2f}" for part in profile.shares[:-1]), "")
+        table.add_row("prefill beside decodes", *(f"x {part.prefill.slowdown:.2f}" for part in profile.shares[:-1]), "")
     console.print(table)
 
 

@@ -4,6 +4,7 @@ import os
 import platform
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,9 @@ from engine.runner import TorchRunner
 
 QUICK_S, THOROUGH_S = 60.0, 240.0
 BUDGET_S = 60.0
+
+SM_STEP = 8
+"""Partitions of a GPU of compute capability 9.0 have a multiple of so many SMs."""
 
 
 def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progress) -> tuple[Profile, list[Sample]]:
@@ -39,7 +43,7 @@ def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progres
     seconds = QUICK_S if settings.quick else THOROUGH_S
     samples = measure_samples(runner, _limits(settings, runner), seconds, on_progress)
     model = f"{model_dir.name}, {runner.dtype}"
-    return fit_profile(samples, device=device_name(), model=model, units=torch.get_num_threads()), samples
+    return fit_profile(samples, model=model, **describe_device(runner.pool.device)), samples
 
 
 def measure_samples(runner: Runner, limits: Limits, seconds: float, on_progress: Progress) -> list[Sample]:
@@ -78,15 +82,18 @@ def run_budget(settings: BudgetSettings, model_dir: Path, on_progress: Progress)
     )
 
 
-def device_name() -> str:
-    """The processor and how many of its cores are ours."""
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """What a profile says about the device: its name, its units, and in which steps they can be divided."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"device": properties.name, "units": properties.multi_processor_count, "unit_step": SM_STEP}
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as cpuinfo:
             name = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), name)
     except OSError:
         pass
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+    return {"device": name, "units": len(os.sched_getaffinity(0)), "unit_step": 1}
 
 
 def _load(settings: ModelSettings, model_dir: Path, on_progress: Progress) -> TorchRunner:

@@ -24,9 +24,9 @@ class Step:
     chunks: tuple[tuple[int, int], ...]
 
     @classmethod
-    def decode(cls, seqs: int, context: int) -> Self:
-        """One token for each of `seqs` sequences, of `context` tokens each, the new one included."""
-        return cls(((1, context - 1),) * seqs)
+    def decode(cls, seqs: int, context_each: int) -> Self:
+        """One token for each of `seqs` sequences, each of which then has `context_each` tokens."""
+        return cls(((1, context_each - 1),) * seqs)
 
     @classmethod
     def prefill(cls, tokens: int, before: int = 0) -> Self:

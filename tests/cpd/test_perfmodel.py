@@ -11,21 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpd.errors import ConfigError
-from cpd.perfmodel import PerfModel, Profile, ShareProfile, TransferProfile, Work
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
 
 COUNTS = st.integers(0, 20_000)
 
 
-def share(of: float, **changes: Any) -> ShareProfile:
+def cost(of: float, **changes: Any) -> StepCost:
     fields = {
-        "share": of,
         "tokens": (1, 100, 1100),
         "tokens_ms": (4 / of, 4 / of, 104 / of),
         "seq_ms": 0.01,
         "context_ms": 1e-5,
         "pair_ms": 1e-6,
     }
-    return ShareProfile(**(fields | changes))
+    return StepCost(**(fields | changes))
+
+
+def share(of: float, **changes: Any) -> ShareProfile:
+    return ShareProfile(share=of, decode=cost(of, **changes), prefill=cost(of, **changes))
 
 
 def profile(*shares: ShareProfile) -> Profile:
@@ -62,6 +65,14 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert model.step_ms(step) == pytest.approx(4 + 0.01 * 9 + 1e-5 * 8500 + 1e-6 * (8000 + 92 * 408 + 92 * 93 / 2))
 
 
+def test_decodes_have_numbers_of_their_own() -> None:
+    both = ShareProfile(share=1, decode=cost(1, tokens_ms=(2, 2, 52)), prefill=cost(1))
+    model, decode = PerfModel(profile(both)), Work.decode(8, 8000)
+    assert model.step_ms(decode) == pytest.approx(PerfModel(profile()).step_ms(decode) - 2)
+    mixed = decode + Work.prefill(100)
+    assert model.step_ms(mixed) == PerfModel(profile()).step_ms(mixed)
+
+
 def test_a_curve_of_one_knot_is_flat() -> None:
     model = PerfModel(profile(share(1, tokens=(1,), tokens_ms=(5.0,), pair_ms=0, context_ms=0, seq_ms=0)))
     assert model.step_ms(Work.prefill(1)) == model.step_ms(Work.prefill(1000)) == 5
@@ -83,7 +94,8 @@ def test_of_a_device_that_was_measured_as_a_whole_everything_scales() -> None:
 
 
 def test_company_slows_down() -> None:
-    model = PerfModel(profile(share(0.5, decode_slowdown=1.2, prefill_slowdown=1.5), share(1)))
+    half = ShareProfile(share=0.5, decode=cost(0.5, slowdown=1.2), prefill=cost(0.5, slowdown=1.5))
+    model = PerfModel(profile(half, share(1)))
     decode, prefill = Work.decode(8, 8000), Work.prefill(512)
     assert model.step_ms(decode, 0.5, prefill) == pytest.approx(1.2 * model.step_ms(decode, 0.5))
     assert model.step_ms(prefill, 0.5, decode) == pytest.approx(1.5 * model.step_ms(prefill, 0.5))
@@ -113,6 +125,11 @@ def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
     assert (fields["schema"], fields["source"]) == ("cpd-profile/1", "roofline")
 
 
+def damaged(**changes: Any) -> dict[str, Any]:
+    whole = share(1).model_dump()
+    return whole | {"decode": whole["decode"] | changes}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -122,11 +139,11 @@ def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
         ({"extra": 1}, "extra"),
         ({"shares": [share(0.5).model_dump()]}, "the last one must be 1"),
         ({"shares": [share(1).model_dump(), share(0.5).model_dump()]}, "must ascend"),
-        ({"shares": [share(1).model_dump() | {"tokens": [1, 5]}]}, "2 knots, but 3 times"),
-        ({"shares": [share(1).model_dump() | {"tokens": [2, 5, 9]}]}, "begin with 1"),
-        ({"shares": [share(1).model_dump() | {"tokens": [1, 5, 5]}]}, "ascend"),
-        ({"shares": [share(1).model_dump() | {"tokens_ms": [3, 2, 5]}]}, "must not fall"),
-        ({"shares": [share(1).model_dump() | {"pair_ms": -1}]}, "shares.0.pair_ms"),
+        ({"shares": [damaged(tokens=[1, 5])]}, "2 knots, but 3 times"),
+        ({"shares": [damaged(tokens=[2, 5, 9])]}, "begin with 1"),
+        ({"shares": [damaged(tokens=[1, 5, 5])]}, "ascend"),
+        ({"shares": [damaged(tokens_ms=[3, 2, 5])]}, "must not fall"),
+        ({"shares": [damaged(pair_ms=-1)]}, "shares.0.decode.pair_ms"),
         ({"shares": [share(1).model_dump() | {"share": 1.5}]}, "shares.0.share"),
     ],
 )

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from cpd.perfmodel import PerfModel, Profile, ShareProfile, Work
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from engine.split import (
     Curve,
     Device,
@@ -189,16 +189,8 @@ def test_decode_gets_all_it_can_use_where_its_target_is_out_of_reach() -> None:
 
 def test_a_split_follows_the_performance_model() -> None:
     def part(share: float) -> ShareProfile:  # decode is flat from half of the device on, prefill scales
-        decode_ms = 10 * max(1.0, 0.5 / share)
-        return ShareProfile(
-            share=share,
-            tokens=(1, 64, 1064),
-            tokens_ms=(decode_ms, decode_ms, decode_ms + 100 / share),
-            seq_ms=0,
-            context_ms=0,
-            pair_ms=0,
-            decode_slowdown=1.2,
-        )
+        decode = StepCost(tokens=(1,), tokens_ms=(10 * max(1.0, 0.5 / share),), slowdown=1.2)
+        return ShareProfile(share=share, decode=decode, prefill=StepCost(tokens=(1, 1001), tokens_ms=(0, 100 / share)))
 
     shares = (0.25, 0.5, 0.75, 1.0)
     model = PerfModel(Profile(source="roofline", device="d", model="m", shares=tuple(part(s) for s in shares)))

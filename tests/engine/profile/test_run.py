@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from cpd.errors import ConfigError
@@ -14,7 +16,7 @@ from engine.profile.budget import sweep_budget
 from engine.profile.measure import Limits
 from engine.profile.plots import Plot, budget_plot, profile_plots, split_plot
 from engine.profile.report import show_budget, show_profile, show_splits
-from engine.profile.run import device_name, measure_samples, run_budget
+from engine.profile.run import describe_device, measure_samples, run_budget
 from engine.profile.settings import BudgetSettings
 from engine.profile.splits import split_table
 from engine.profile.steps import Step
@@ -29,7 +31,7 @@ def profiled(checkpoint: MakeCheckpoint) -> tuple[Profile, list[Sample]]:
     told: list[float] = []
     samples = measure_samples(runner, limits, 1.0, lambda what, fraction: told.append(fraction))
     assert told[-1] == 1
-    return fit_profile(samples, device=device_name(), model="m", units=2), samples
+    return fit_profile(samples, model="m", device="d", units=2), samples
 
 
 def text_of(show: object, *arguments: object) -> str:
@@ -56,6 +58,12 @@ def test_a_real_model_gets_a_profile(profiled: tuple[Profile, list[Sample]]) -> 
     assert model.step_ms(Work.prefill(256)) > model.step_ms(Work.decode(1, 16)) > 0
 
 
+def test_a_processor_is_described_by_its_cores() -> None:
+    about = describe_device(torch.device("cpu"))
+    assert about["device"]
+    assert (about["units"], about["unit_step"]) == (len(os.sched_getaffinity(0)), 1)
+
+
 def test_a_profile_is_shown_with_its_error(profiled: tuple[Profile, list[Sample]]) -> None:
     profile, samples = profiled
     text = text_of(show_profile, profile)
@@ -68,7 +76,8 @@ def test_a_profile_is_shown_with_its_error(profiled: tuple[Profile, list[Sample]
 
 def test_shares_are_shown_side_by_side(profiled: tuple[Profile, list[Sample]]) -> None:
     profile, samples = profiled
-    half = profile.shares[0].model_copy(update={"share": 0.5, "decode_slowdown": 1.25})
+    whole = profile.shares[0]
+    half = whole.model_copy(update={"share": 0.5, "decode": whole.decode.model_copy(update={"slowdown": 1.25})})
     both = profile.model_copy(update={"shares": (half, *profile.shares)})
     text = text_of(show_profile, both)
     assert "1 of 2" in text

@@ -3,7 +3,7 @@
 import pytest
 
 from cpd.errors import ConfigError
-from cpd.perfmodel import Profile, ShareProfile
+from cpd.perfmodel import Profile, ShareProfile, StepCost
 from engine.profile.splits import SplitTable, split_table
 from engine.split import LaneSplit
 
@@ -12,15 +12,8 @@ def profile(units: int, unit_step: int) -> Profile:
     """Decodes need a half of the device, prefills all of it."""
 
     def part(share: float) -> ShareProfile:
-        decode_ms = 10 * max(1.0, 0.5 / share)
-        return ShareProfile(
-            share=share,
-            tokens=(1, 200, 1200),
-            tokens_ms=(decode_ms, decode_ms, decode_ms + 100 / share),
-            seq_ms=0,
-            context_ms=1e-5,
-            pair_ms=0,
-        )
+        decode = StepCost(tokens=(1,), tokens_ms=(10 * max(1.0, 0.5 / share),), context_ms=1e-5)
+        return ShareProfile(share=share, decode=decode, prefill=StepCost(tokens=(1, 1001), tokens_ms=(0, 100 / share)))
 
     shares = tuple(part(share) for share in (0.125, 0.25, 0.5, 0.75, 1.0))
     return Profile(source="roofline", device="d", model="m", units=units, unit_step=unit_step, shares=shares)
