@@ -23,7 +23,7 @@ from bench.result import Accuracy
 from bench.result import Client as ClientPart
 from bench.run import EXIT_CLIENT_LIMITED, EXIT_INTERRUPTED, EXIT_NOTHING_COMPLETED, check_writable, command_line
 from bench.selftest import selftest
-from bench.verdict import slow_client
+from bench.verdict import inaccurate, slow_client
 
 
 def interference(settings: InterferenceSettings) -> int:
@@ -43,6 +43,8 @@ def interference(settings: InterferenceSettings) -> int:
     if settings.selftest:
         with messages.status("Measuring the client itself"):
             accuracy = selftest(settings.decodes, processes=1)
+        for reason in inaccurate(accuracy):
+            messages.print(f"warning: there will be no figures: {reason}", style="red", markup=False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(settings, prepared, accuracy, messages))
     if settings.json_file:

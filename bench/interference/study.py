@@ -167,7 +167,7 @@ class Study:
         """Waits until all streams have decoded steadily for a window; its begin, and False if it isn't steady."""
         window_s = self._settings.window_s
         deadline_s = time.perf_counter() + self._settings.timeout_s
-        begun = False
+        begun = met = False
         while True:
             try:
                 begin_s = decodes.seen_until_s() - window_s
@@ -176,9 +176,13 @@ class Study:
                 raise StudyError(str(error)) from error
             late = time.perf_counter() >= deadline_s
             if together:
+                met = True
                 steady = is_steady(decodes.stamps, begin_s, begin_s + window_s, STEADY_RATIO)
                 if steady or late:
                     return begin_s, steady
+            elif late and met:  # one is just being started again
+                met = False
+                deadline_s += window_s + self._settings.settle_s
             elif late:
                 raise StudyError(
                     "the decode streams don't decode together for as long as --window-s: they end too early (a larger "

@@ -143,7 +143,8 @@ def _shape_verdict(cells: Sequence[Cell], found: Shape) -> Verdict:
         "step": f"The gaps jump between {found.jump[0]:,} and {found.jump[1]:,} tokens, to +{level}."
         if found.jump
         else "",
-        "unclear": "How the gaps grow with the burst is unclear: neither in proportion, nor in a step.",
+        "unclear": "How the gaps grow with the burst is unclear: "
+        + ("no curve fits." if len({cell.size for cell in cells}) >= _MIN_SIZES else "the grid has too few sizes."),
     }[found.kind]
     threshold = (
         f"Bursts of up to {found.below:,} tokens stay within +{CALM_PERCENT:.0f} %."
