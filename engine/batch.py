@@ -1,5 +1,6 @@
 """The one contract between scheduler and runner: which tokens a step computes, and where their keys and values go."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,18 +65,71 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that has been computed.
+
+    Attributes:
+        sampled: One a sample row, in order.
+        start_s: When it began to run, by `time.perf_counter`.
+        ms: How long it ran.
+    """
+
+    sampled: list[Sampled]
+    start_s: float
+    ms: float
+
+
+class Lane(Protocol):
+    """A share of the device that runs one batch at a time, with a stream, buffers and workspaces of its own.
+
+    A lane may compute a step in `launch` (a CPU lane on the caller's thread) or meanwhile (any other).
+    """
+
+    @property
+    def share(self) -> float:
+        """Of the device's compute units; 1: all of them."""
+
+    def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        """Starts a step. The batch belongs to the lane until `collect` has returned or raised.
+
+        Args:
+            on_done: Called when the step has been computed or has failed, on any thread.
+        """
+
+    def done(self) -> bool:
+        """Whether `collect` would not wait."""
+
+    def collect(self) -> Ran:
+        """Waits for the launched step. Raises what went wrong in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Two disjoint shares of the device, whose lanes may run at the same time."""
+
+    prefill: Lane
+    decode: Lane
+
+
 class Runner(Protocol):
     """Runs batches on a device that holds the weights and the KV pool.
 
-    `launch` starts a step and `collect` waits for its tokens (one `Sampled` a sample row, in order), so that the
-    next step can be prepared in between. On a CPU `launch` computes it all.
+    `full` runs only while no lane of a split does, and lanes of two splits never run at the same time.
     """
 
-    num_pages: int
+    @property
+    def num_pages(self) -> int:
+        """Of the pool."""
 
-    def launch(self, batch: Batch) -> None: ...
+    @property
+    def full(self) -> Lane:
+        """The whole device."""
 
-    def collect(self) -> list[Sampled]: ...
+    @property
+    def splits(self) -> Sequence[Split]:
+        """Prepared ones, from the smallest decode lane to the largest; none where the device can't be divided."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies one page's keys and values, ordered after the last collected step."""
+        """Copies one page's keys and values, ordered after the last collected step. No lane may write to `source`
+        or use `target`."""

@@ -1,20 +1,26 @@
 """The engine: requests in, tokens out, one step at a time.
 
-    add ──▶ scheduler ──plan──▶ build_batch ──▶ runner.launch … collect ──▶ tokens appended, blocks published, outputs
+    add ──▶ scheduler ──plan──▶ build_batch ──▶ lane.launch … collect ──▶ tokens appended, blocks published, outputs
+
+A step's batch runs on the whole device, or on the decode lane while the prefill lane computes something else
+(`engine/aside.py`); what goes where is `engine/colocation.py`'s to say.
 
 Runs on one thread and never reads a clock. Whatever is called between two steps sees a consistent state: pages are
 released and blocks published only when the step that touches them has been collected.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from cpd.errors import QueueFullError
+from cpd.perfmodel import Work
+from engine.aside import Aside
 from engine.batch import Runner
-from engine.plan import build_batch
+from engine.colocation import Colocation
+from engine.plan import Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
 from engine.reservations import Reservations
@@ -31,7 +37,7 @@ class Engine:
     Args:
         runner: Runs the batches.
         max_model_len: Tokens of the longest sequence. The pool's size may limit it further.
-        token_budget: Tokens a step computes at most.
+        colocation: Where prefills go while there are decodes.
         max_num_seqs: Sequences that run at the same time, at most.
         max_queue_tokens: Tokens of requests that wait for their first turn, at most.
 
@@ -40,7 +46,13 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, *, max_model_len: int, token_budget: int, max_num_seqs: int, max_queue_tokens: int
+        self,
+        runner: Runner,
+        *,
+        max_model_len: int,
+        colocation: Colocation,
+        max_num_seqs: int,
+        max_queue_tokens: int,
     ) -> None:
         self.max_model_len = min(max_model_len, runner.num_pages * BLOCK_SIZE)
         self._runner = runner
@@ -49,10 +61,12 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool,
             max_len=self.max_model_len,
-            token_budget=token_budget,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=min(max_num_seqs, colocation.token_budget),  # so that each advances in each step
             copy_page=runner.copy_page,
         )
+        self._colocation = colocation
+        self._aside = Aside(self._pool, self._scheduler.table)
+        self._on_aside_done: Callable[[], None] = lambda: None
         self._reservations = Reservations(self._scheduler)
         self._requests = LiveRequests(self._scheduler, self.max_model_len)
         self._pins: Counter[int] = Counter()
@@ -85,19 +99,36 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do something.
 
-        False also when everything waits for pages that others hold (reservations, pins): ask again after the next
-        call that changes the engine.
+        False also when everything waits for pages that others hold (reservations, pins) or for the prefill lane: ask
+        again after the next call that changes the engine, and when `on_lane_done` was called.
         """
-        return bool(self._requests.shown) or (bool(self._requests) and not self._stalled)
+        return bool(self._requests.shown) or self._aside.done or (bool(self._requests) and not self._stalled)
+
+    def on_lane_done(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called, on any thread, whenever the prefill lane has something for the next step."""
+        self._on_aside_done = callback
 
     def step(self) -> StepOutput:
-        """Computes one batch. Pin the pages of `computed` before the next call."""
+        """Computes one batch, and sees to the prefill lane. Pin the pages of `computed` before the next call."""
         self._requests.release_shown()
-        plan = self._scheduler.schedule()
-        if not plan.chunks:
-            return self._without_plan()
-        self._runner.launch(build_batch(plan, self._scheduler.table))
-        return self._requests.process(plan, self._runner.collect())
+        output = StepOutput()
+        plan = self._scheduler.decodes()
+        if self._scheduler.wants_prefill:
+            self._prefill(plan)
+        if plan:
+            lane = self._aside.split.decode if self._aside.split else self._runner.full
+            lane.launch(build_batch(plan, self._scheduler.table))
+            self._requests.process(plan, lane.collect().sampled, output)
+        elif self._aside.split is None:
+            self._without_plan(output)
+        else:
+            self._stalled = True
+        # Last, because the pages of `computed` must be as they are when the caller sees them.
+        if self._aside.done:
+            self._stalled = False
+            aside, ran = self._aside.collect()
+            self._requests.process(aside, ran.sampled, output)
+        return output
 
     def uncached_tokens(self, request: Request) -> int:
         """Tokens that a prefill of this request would compute now."""
@@ -213,6 +244,7 @@ class Engine:
         self._scheduler.check_integrity()
         self._reservations.check_integrity()
         held = self._scheduler.held_pages() + self._reservations.held_pages() + self._requests.shown
+        held += self._aside.held_pages()
         held += self._pins.elements()
         holders = np.bincount(np.array(held, dtype=np.int64), minlength=self._pool.num_pages)
         if (holders != self._pool.refcounts()).any():
@@ -221,19 +253,26 @@ class Engine:
         if {id(seq) for seq in self._requests.seqs()} != {id(seq) for seq in self._scheduler.seqs()}:
             raise AssertionError("the scheduler and the live requests have different sequences")
 
-    def _without_plan(self) -> StepOutput:
+    def _prefill(self, plan: Plan) -> None:
+        """Adds prefills to the step, and starts the prefill lane if it is its turn."""
+        decodes = Work.decode(len(plan.singles), sum(chunk.start + 1 for chunk in plan.singles))
+        room, split = self._colocation.room(decodes, self._aside.split)
+        aside = self._scheduler.prefills(plan, room)
+        if aside:
+            assert split is not None
+            self._aside.launch(split, aside, self._on_aside_done)
+
+    def _without_plan(self, output: StepOutput) -> None:
         """Nothing can be computed. Waits if somebody may give pages back, else fails the first in line."""
         seq = self._scheduler.first_in_line()
         if seq is None or self._reservations.any_live or self._pins:
             self._stalled = True
-            return StepOutput()
+            return
         self._requests.end_choices(seq.request.id, None)
-        return StepOutput(
-            failed=[
-                (
-                    seq.request.id,
-                    f"it needs {blocks_for(seq.num_tokens)} KV pages, and of {self._pool.num_pages} there are "
-                    f"{self._pool.counts().quarantined} in quarantine after broken transfers",
-                )
-            ]
+        output.failed.append(
+            (
+                seq.request.id,
+                f"it needs {blocks_for(seq.num_tokens)} KV pages, and of {self._pool.num_pages} there are "
+                f"{self._pool.counts().quarantined} in quarantine after broken transfers",
+            )
         )

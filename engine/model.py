@@ -4,7 +4,9 @@ The order of operations and of roundings is transformers', so that in float32 bo
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -95,9 +97,17 @@ class Decoder:
         norm = read("model.norm.weight")
         head = self._embedding if config.tie_embeddings else read("lm_head.weight")
         cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
-        stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)
-        self._run_layers = ops.fuse(stack) or LayerByLayer(ops, stack)
+        self._ops = ops
+        self._stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)
+        self._run_layers = ops.fuse(self._stack) or LayerByLayer(ops, self._stack)
         on_progress(1.0)
+
+    def beside(self) -> Self:
+        """The same weights with workspaces of its own, so that both can run at the same time."""
+        other = copy(self)
+        other._ops = self._ops.beside()
+        other._run_layers = other._ops.fuse(self._stack) or LayerByLayer(other._ops, self._stack)
+        return other
 
     def forward(
         self, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None, num_rows: int

@@ -11,11 +11,16 @@ from engine.sequence import Seq, SeqTable
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens `start .. start + count - 1` of a sequence."""
+    """Tokens `start .. start + count - 1` of a sequence.
+
+    Attributes:
+        choices: The sequence's, as of the launch: some may be ended while the chunk runs.
+    """
 
     seq: Seq
     start: int
     count: int
+    choices: list[int]
 
     @property
     def samples(self) -> bool:
@@ -25,19 +30,37 @@ class Chunk:
 
 @dataclass(slots=True)
 class Plan:
-    """One step: chunks of one token first, then longer ones."""
+    """What a lane computes in one step: chunks of one token first, then longer ones."""
 
     singles: list[Chunk] = field(default_factory=list)
     longer: list[Chunk] = field(default_factory=list)
 
     def add(self, seq: Seq, count: int) -> None:
         """Computes the next `count` tokens of a sequence."""
-        (self.singles if count == 1 else self.longer).append(Chunk(seq, seq.num_computed, count))
+        (self.singles if count == 1 else self.longer).append(Chunk(seq, seq.num_computed, count, seq.choices))
 
     @property
     def chunks(self) -> list[Chunk]:
         """All of them, in the batch's order."""
         return self.singles + self.longer if self.longer else self.singles
+
+    def __bool__(self) -> bool:
+        return bool(self.singles or self.longer)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many prefill tokens may be computed now.
+
+    Attributes:
+        along: In one batch with the decodes.
+        aside: On the prefill lane; 0: it is busy, or there is none.
+        cut: Whether a prompt that is longer than `along` goes along in pieces. Otherwise it goes aside, or waits.
+    """
+
+    along: int
+    aside: int = 0
+    cut: bool = False
 
 
 def build_batch(plan: Plan, table: SeqTable) -> Batch:
@@ -63,7 +86,7 @@ def build_batch(plan: Plan, table: SeqTable) -> Batch:
         if chunk.samples:
             seq, request = chunk.seq, chunk.seq.request
             tokens, position = table.tokens_of(seq), seq.num_tokens
-            for choice in seq.choices:
+            for choice in chunk.choices:
                 samples.append(SampleRow(after - 1, request.params, choice, position, tokens, request.prompt_len))
         else:  # it holds the pages of its later chunks already
             block_tables[s, blocks_for(chunk.start + chunk.count) :] = 0

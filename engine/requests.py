@@ -1,6 +1,6 @@
 """The live requests: the sequences of each, and what newly chosen tokens make of them."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -9,7 +9,7 @@ from cpd.blocks import BLOCK_SIZE, blocks_for
 from engine.batch import Sampled
 from engine.plan import Plan
 from engine.scheduler import Scheduler
-from engine.sequence import Seq
+from engine.sequence import Seq, State
 from engine.types import Computed, Finish, Output, Request, StepOutput
 
 
@@ -76,16 +76,21 @@ class LiveRequests:
             if not seq.choices:
                 self._scheduler.pool.release(self._close(seq))
 
-    def process(self, plan: Plan, sampled: Sequence[Sampled]) -> StepOutput:
-        """A step has been computed.
+    def process(self, plan: Plan, sampled: Sequence[Sampled], step: StepOutput) -> None:
+        """A lane has computed a plan.
 
         Args:
             sampled: In the order of the batch's samples.
+            step: Takes what that brought.
         """
-        step = StepOutput()
         tokens = iter(sampled)
         for chunk in plan.chunks:
             seq = chunk.seq
+            chosen: list[tuple[int, Sampled]] = []
+            if chunk.samples:
+                chosen = [pair for pair in zip(chunk.choices, tokens, strict=False) if pair[0] in seq.choices]
+            if seq.state is State.FINISHED:  # aborted while the lane computed it
+                continue
             self._scheduler.advance(chunk)
             if seq.reported and chunk.count == 1:
                 self.decode_tokens += 1
@@ -94,9 +99,8 @@ class LiveRequests:
             if seq.request.prefill_only:
                 pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
                 step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
-            if chunk.samples:
-                step.outputs += self._continue(seq, tokens)
-        return step
+            if chosen:
+                step.outputs += self._continue(seq, chosen)
 
     def branch(self, seq: Seq, token_ids: Mapping[int, Sequence[int]]) -> None:
         """Goes on with the choices that are in `token_ids`, which has the next tokens of each.
@@ -135,11 +139,11 @@ class LiveRequests:
         self._scheduler.pool.release(self._shown)
         self._shown = []
 
-    def _continue(self, seq: Seq, tokens: Iterator[Sampled]) -> list[Output]:
-        """Appends the next token of each choice of a sequence, or ends it. Takes one of `tokens` a choice."""
+    def _continue(self, seq: Seq, chosen: Sequence[tuple[int, Sampled]]) -> list[Output]:
+        """Appends the next token of each choice of a sequence, or ends it."""
         request, outputs = seq.request, []
         cached = None if seq.reported else seq.cached_tokens
-        for choice, sampled in zip(seq.choices, tokens, strict=False):
+        for choice, sampled in chosen:
             finish = self.finish_of(request, seq.num_tokens + 1, sampled.token_id)
             logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
             outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached))

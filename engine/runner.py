@@ -3,7 +3,7 @@
 import logging
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from cpd.errors import ConfigError
 from engine.batch import Batch, Sampled
 from engine.config import load_config
+from engine.cpu_lanes import CallerLane, make_splits
 from engine.fit import fit
 from engine.model import Decoder
 from engine.ops import make_ops
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class TorchRunner:
-    """See `engine.batch.Runner`. Used by one thread at a time.
+    """See `engine.batch.Runner`. Used by one thread at a time; on a CPU, the lanes share torch's threads of its maker.
 
     Attributes:
         config: With `max_model_len` as it is served.
@@ -32,6 +33,7 @@ class TorchRunner:
         page_bytes: Size of one.
         pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D]
         fingerprint: Equal on workers that can exchange pages.
+        full, splits: See `engine.batch.Runner`.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class TorchRunner:
             torch_dtype: torch.dtype = getattr(torch, self.dtype)
             progress = on_progress or (lambda _what, _fraction: None)
             with torch.inference_mode():
-                self._model = Decoder(
+                model = Decoder(
                     self.config,
                     checkpoint,
                     make_ops(self._device, torch_dtype),
@@ -81,13 +83,33 @@ class TorchRunner:
                     lambda fraction: progress("loading weights", fraction),
                 )
         self.pool = _zeros((self.num_pages, *config.page_shape), torch_dtype, self._device)
-        self._kv = [self.pool[:, layer] for layer in range(config.num_layers)]
-        self._sampler = Sampler(config.vocab_size, self._device)
-        self._sampled: list[Sampled] = []
+        kv = [self.pool[:, layer] for layer in range(config.num_layers)]
+        sampler = Sampler(config.vocab_size, self._device)
+        compute = _Steps(model, kv, sampler, self._device)
+        if self._device.type == "cpu":
+            cores = torch.get_num_threads()
+            self.full = CallerLane(compute, cores)
+            self.splits = make_splits(compute, _Steps(model.beside(), kv, sampler, self._device), cores)
+        else:
+            self.full, self.splits = CallerLane(compute), []
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies one page's keys and values of all layers."""
+        self.pool[target].copy_(self.pool[source])
+
+
+class _Steps:
+    """Computes steps, one at a time. What several of these share, no step changes, but for pages that differ."""
+
+    def __init__(self, model: Decoder, kv: Sequence[torch.Tensor], sampler: Sampler, device: torch.device) -> None:
+        self._model = model
+        self._kv = kv
+        self._sampler = sampler
+        self._device = device
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> None:
-        """Computes the step."""
+    def __call__(self, batch: Batch) -> list[Sampled]:
+        """The tokens of a step, one a sample row."""
         rows = np.fromiter((sample.row for sample in batch.samples), np.int32, len(batch.samples))
         unique, choice_rows = np.unique(rows, return_inverse=True)  # several choices may share one prompt's row
         every = len(unique) == len(batch.token_ids)
@@ -98,19 +120,10 @@ class TorchRunner:
             len(unique),
         )
         if logits is None:
-            self._sampled = []
-            return
+            return []
         if len(unique) != len(rows) or not np.array_equal(unique, rows):
             logits = logits.index_select(0, to_device(choice_rows.astype(np.int32), self._device))
-        self._sampled = self._sampler.sample(logits, batch.samples)
-
-    def collect(self) -> list[Sampled]:
-        """The tokens of the last launched step, one a sample row."""
-        return self._sampled
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copies one page's keys and values of all layers."""
-        self.pool[target].copy_(self.pool[source])
+        return self._sampler.sample(logits, batch.samples)
 
 
 def _resolve_device(name: str) -> torch.device:

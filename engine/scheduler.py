@@ -1,8 +1,8 @@
 """The scheduler: which tokens a step computes, and in which pages.
 
-There are no phases: every sequence has `num_computed` tokens and catches up with `num_tokens` under one token budget a
-step. Running sequences go before waiting ones, and those with one token to compute before those with more. Among
-themselves, older ones go first.
+There are no phases: every sequence has `num_computed` tokens and catches up with `num_tokens`. Running sequences go
+before waiting ones, and those with one token to compute before those with more. Among themselves, older ones go first.
+How many tokens the others may have, and where, is for others to say (`engine.plan.Room`).
 
 A sequence is admitted when there are pages for all its tokens and, beside them, one for each running sequence and
 reservation to grow by. When pages run out all the same, the newest running sequence is preempted: its pages go to the
@@ -17,7 +17,7 @@ import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
 from engine.pending import PendingBlocks
-from engine.plan import Chunk, Plan
+from engine.plan import Chunk, Plan, Room
 from engine.pool import BlockPool
 from engine.sequence import Seq, SeqTable, State
 from engine.waiting import Line
@@ -29,8 +29,7 @@ class Scheduler:
     Args:
         pool: Where pages come from.
         max_len: Tokens of the longest sequence.
-        token_budget: Tokens a step computes at most.
-        max_num_seqs: Running sequences at most (and never more than the budget, so that each advances in each step).
+        max_num_seqs: Running sequences at most.
         copy_page: Copies a page's content, source to target, before the next step runs.
 
     Attributes:
@@ -45,12 +44,11 @@ class Scheduler:
         pool: BlockPool,
         *,
         max_len: int,
-        token_budget: int,
         max_num_seqs: int,
         copy_page: Callable[[int, int], None],
     ) -> None:
         self.pool = pool
-        self.table = SeqTable(min(max_num_seqs, token_budget), max_len)
+        self.table = SeqTable(max_num_seqs, max_len)
         self.pending = PendingBlocks[Seq]()
         self.running: list[Seq] = []
         self.line = Line()
@@ -58,7 +56,7 @@ class Scheduler:
         self.queued_tokens = 0
         self.preemptions = 0
         self.cached_tokens = 0
-        self._token_budget = token_budget
+        self._behind: list[Seq] = []
         self._copy_page = copy_page
 
     def add(self, seq: Seq) -> None:
@@ -67,29 +65,49 @@ class Scheduler:
         self.queued_tokens += seq.num_tokens
         self.line.queue.push(seq)
 
-    def schedule(self) -> Plan:
-        """Chooses what the next step computes, and admits, parks and preempts accordingly."""
+    def decodes(self) -> Plan:
+        """Begins a step: one token of each running sequence that lacks just one. Preempts for the pages they need."""
         plan = Plan()
-        budget = self._token_budget
-        behind: list[Seq] = []
+        self._behind = []
         for seq in tuple(self.running):
-            if seq.state is not State.RUNNING:  # preempted for an older one
+            if seq.state is not State.RUNNING or seq.aside:  # preempted for an older one, or busy
                 continue
             if seq.num_pages * BLOCK_SIZE < seq.num_tokens and not self._grow(seq):
                 continue
             if seq.num_tokens - seq.num_computed == 1:
                 plan.add(seq, 1)
-                budget -= 1
             else:
-                behind.append(seq)
-        while budget:
-            next_seq = behind.pop(0) if behind else self._admit_next()
-            if next_seq is None:
-                break
-            count = min(budget, next_seq.num_tokens - next_seq.num_computed)
-            plan.add(next_seq, count)
-            budget -= count
+                self._behind.append(seq)
         return plan
+
+    @property
+    def wants_prefill(self) -> bool:
+        """Whether `prefills` may find something to do."""
+        return bool(self._behind) or self.line.first() is not None
+
+    def prefills(self, step: Plan, room: Room) -> Plan:
+        """Adds prefills to the step that `decodes` began, as far as there is room, and admits and parks accordingly.
+
+        Returns:
+            What goes to the prefill lane.
+        """
+        aside = Plan()
+        along, left = room.along, room.aside
+        while along or left:
+            longest = self.table.max_len if left or room.cut else along
+            seq = self._next_behind(longest) or self._admit_next(longest)
+            if seq is None:
+                break
+            count = seq.num_tokens - seq.num_computed
+            if count <= along or room.cut:
+                count = min(count, along)
+                step.add(seq, count)
+                along -= count
+            else:
+                count = min(count, left)
+                aside.add(seq, count)
+                left -= count
+        return aside
 
     def first_in_line(self) -> Seq | None:
         """Who can't go on or start, when the plan is empty."""
@@ -202,8 +220,18 @@ class Scheduler:
             if self.pool.is_cached(block_hash) or (isinstance(filler, Seq) and filler.state is not State.RUNNING):
                 raise AssertionError("a block is pending that is in the cache, or that nobody fills")
 
-    def _admit_next(self) -> Seq | None:
-        """Admits the next in line, parking those whose next block somebody is filling. None: nobody can start now."""
+    def _next_behind(self, longest: int) -> Seq | None:
+        """Takes the next running sequence out that lacks no more tokens than `longest`."""
+        for index, seq in enumerate(self._behind):
+            if seq.num_tokens - seq.num_computed <= longest:
+                return self._behind.pop(index)
+        return None
+
+    def _admit_next(self, longest: int) -> Seq | None:
+        """Admits the next in line, parking those whose next block somebody is filling.
+
+        None: nobody can start now, or whose turn it is lacks more tokens than `longest`.
+        """
         while (seq := self.line.first()) is not None:
             if not self.rows_left:
                 self.line.short(seq, -1, 0)
@@ -213,7 +241,8 @@ class Scheduler:
             found = self.pool.find(seq.hashes)
             awaited = self.pending.last_shared(seq.hashes, len(found))
             if awaited is None:
-                return seq if self._admit(seq, found) else None
+                short = seq.num_tokens - len(found) * BLOCK_SIZE <= longest
+                return seq if short and self._admit(seq, found) else None
             self.line.remove(seq)
             seq.state = State.PARKED
             self.pending.wait(seq, awaited)
@@ -257,6 +286,8 @@ class Scheduler:
                 self.table.add_pages(seq, own)
                 continue
             newest = self.running[-1]
+            if newest.aside:  # the lane still uses its pages; they can be had when its chunk is computed
+                return False
             if len(self.running) > 1:
                 self._preempt(newest)
             if newest is seq:

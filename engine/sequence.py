@@ -42,6 +42,7 @@ class Seq:
         num_tokens: Known tokens.
         reported: Whether its first output went out.
         queued: Never admitted so far; counts against the queue's bound.
+        aside: The prefill lane computes a chunk of it.
         row: In the table, while running.
         num_computed: Tokens whose keys and values are in the pages.
         num_pages: Pages it holds.
@@ -58,6 +59,7 @@ class Seq:
     reported: bool = False
     state: State = State.QUEUED
     queued: bool = False
+    aside: bool = False
     row: int = -1
     num_computed: int = 0
     num_pages: int = 0
@@ -69,12 +71,14 @@ class SeqTable:
     """Tokens and pages of the running sequences, one row each, so that batches are built by array operations.
 
     Attributes:
-        tokens: [rows, longest sequence] int32
+        max_len: Tokens of the longest sequence.
+        tokens: [rows, max_len] int32
         pages: In block order, zero beyond a sequence's last page. [rows, blocks of the longest sequence] int32
     """
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self.num_rows = num_rows
+        self.max_len = max_len
         self.tokens: IntArray = np.zeros((num_rows, max_len), dtype=np.int32)
         self.pages: IntArray = np.zeros((num_rows, blocks_for(max_len)), dtype=np.int32)
         self._free_rows = list(range(num_rows - 1, -1, -1))

@@ -1,15 +1,14 @@
 """Checkpoint in, engine out."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from cpd.config import WorkerSettings
 from cpd.errors import ConfigError
+from engine.colocation import Colocation
+from engine.cpu_lanes import own_cores, use_threads
 from engine.engine import Engine
 from engine.runner import TorchRunner
 from kvtransfer.base import PoolMemory
@@ -44,7 +43,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     directory = Path(settings.model)
     if not settings.model or not directory.is_dir():
         raise ConfigError(f"--model must name a checkpoint directory; {settings.model!r} is none")
-    _use_own_cores()
+    use_threads(own_cores())
     runner = TorchRunner(
         directory,
         dtype=settings.dtype,
@@ -56,7 +55,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     engine = Engine(
         runner,
         max_model_len=runner.config.max_model_len,
-        token_budget=settings.token_budget,
+        colocation=Colocation(settings.token_budget),
         max_num_seqs=settings.max_num_seqs,
         max_queue_tokens=settings.max_queue_tokens,
     )
@@ -67,15 +66,6 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         fingerprint=runner.fingerprint,
         dtype=runner.dtype,
     )
-
-
-def _use_own_cores() -> None:
-    """As many threads as the supervisor left us cores, in this thread's parallel regions."""
-    cores = len(os.sched_getaffinity(0))
-    torch.get_num_threads()  # a thread that never asked can take over another thread's count later
-    torch.set_num_threads(cores)
-    if torch.get_num_threads() != cores:
-        raise ConfigError(f"torch refuses {cores} threads; is OMP_NUM_THREADS or OMP_THREAD_LIMIT set?")
 
 
 def _log_progress() -> Callable[[str, float], None]:

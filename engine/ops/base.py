@@ -141,6 +141,9 @@ class Ops(Protocol):
     `torch.inference_mode()`, by one thread, one step at a time.
     """
 
+    def beside(self) -> Self:
+        """Ops for steps that run at the same time: what they share, no step changes."""
+
     def prepare(self, batch: DeviceBatch) -> None:
         """Plans a step, once for all layers. Before the first `rope_store` and `attention` of a batch."""
 

@@ -7,6 +7,7 @@ order that depends on nothing but the token's own position.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,9 @@ class CpuOps:
             KernelsUnavailableError: That is not possible here.
         """
         kernels.load()
+
+    def beside(self) -> Self:
+        return self
 
     def prepare(self, batch: DeviceBatch) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,9 @@ class TorchOps:
 
     def __init__(self) -> None:
         self._plan: _Plan | None = None
+
+    def beside(self) -> Self:
+        return type(self)()
 
     def prepare(self, batch: DeviceBatch) -> None:
         slots = batch.slots.long()

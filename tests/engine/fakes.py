@@ -5,13 +5,15 @@ says that it is; the next token depends on the numbers of the whole context. So 
 border, or a page that was reused too early, shows as a wrong token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
-from engine.batch import Batch, Sampled, SampleRow
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
+from engine.batch import Batch, Ran, Sampled, SampleRow, Split
+from engine.colocation import Colocation, Mode
 from engine.engine import Engine
 from engine.types import Finish, Output, Request, Reservation, SamplingParams, StepOutput
 
@@ -74,50 +76,112 @@ def expected(request: Request, choice: int, max_model_len: int) -> Expected:
         all_states, all_tokens = digest([state], all_states), digest([token_id], all_tokens)
 
 
-class FakeRunner:
-    """See the module. `pages[page][offset]` is what a slot holds."""
+@dataclass
+class FakeStep:
+    """A step that runs: what it reads must stay as it is, what it writes appears when it ends."""
 
-    def __init__(self, num_pages: int) -> None:
+    sampled: list[Sampled]
+    pages: set[int]
+    reads: dict[int, int]
+    writes: dict[int, int]
+
+
+class FakeLane:
+    """A lane of a FakeRunner. One that is run by hand computes until `finish` is called."""
+
+    def __init__(self, runner: "FakeRunner", share: float, by_hand: bool = False) -> None:
+        self.share = share
+        self._runner = runner
+        self._by_hand = by_hand
+        self._step: FakeStep | None = None
+        self._done = False
+        self._on_done: Callable[[], None] | None = None
+
+    def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        assert self._step is None, "the last step was not collected"
+        self._step, self._on_done = self._runner.begin(batch), on_done
+        if not self._by_hand:
+            self.finish()
+
+    @property
+    def running(self) -> bool:
+        return self._step is not None and not self._done
+
+    def finish(self) -> None:
+        """The step has been computed."""
+        assert self._step is not None
+        self._runner.end(self._step)
+        self._done = True
+        if self._on_done is not None:
+            self._on_done()
+
+    def done(self) -> bool:
+        return self._done
+
+    def collect(self) -> Ran:
+        step, self._step = self._step, None
+        assert step is not None, "no step was launched"
+        assert self._done, "it would wait"
+        self._done = False
+        return Ran(step.sampled, 0.0, 1.0)
+
+
+class FakeRunner:
+    """See the module. `pages[page][offset]` is what a slot holds.
+
+    Args:
+        lanes: Whether there are prefill lanes, which run by hand.
+    """
+
+    def __init__(self, num_pages: int, lanes: bool = False) -> None:
         self.num_pages = num_pages
         self.pages = [[GARBAGE] * BLOCK_SIZE for _ in range(num_pages)]
         self.batches: list[Batch] = []
         self.copies: list[tuple[int, int]] = []
-        self._sampled: list[Sampled] | None = None
+        self.full = FakeLane(self, 1.0)
+        self.prefill_lane = FakeLane(self, 0.5, by_hand=True)
+        self.splits = [Split(self.prefill_lane, FakeLane(self, 0.5))] if lanes else []
+        self._running: list[FakeStep] = []
 
-    def launch(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> FakeStep:
         """Reads only what was there before the step, and what the same sequence computes in it."""
-        assert self._sampled is None, "the last step was not collected"
         self.batches.append(batch)
         check_batch(batch, self.num_pages)
-        writes: dict[int, int] = {}
+        step = FakeStep([], {page for row in _tables(batch) for page in row}, {}, {})
         contexts = []
-        for s in range(len(batch.context_lens)):
+        for s, pages in enumerate(_tables(batch)):
             start, end = int(batch.query_start[s]), int(batch.query_start[s + 1])
-            context = int(batch.context_lens[s])
-            states = [
-                self.pages[int(batch.block_tables[s, i // BLOCK_SIZE])][i % BLOCK_SIZE]
-                for i in range(context - (end - start))
-            ]
+            slots = [page * BLOCK_SIZE + offset for page in pages for offset in range(BLOCK_SIZE)]
+            states = []
+            for slot in slots[: int(batch.context_lens[s]) - (end - start)]:
+                states.append(self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE])
+                step.reads[slot] = states[-1]
             for t in range(start, end):
-                position = int(batch.positions[t])
+                position, slot = int(batch.positions[t]), int(batch.slots[t])
                 states.append(next_state(states[-1] if states else 0, int(batch.token_ids[t]), position))
-                slot = int(batch.slots[t])
-                assert slot not in writes, "two tokens are written to one slot"
-                assert slot // BLOCK_SIZE == batch.block_tables[s, position // BLOCK_SIZE]
-                assert slot % BLOCK_SIZE == position % BLOCK_SIZE
-                writes[slot] = states[-1]
+                assert slot not in step.writes, "two tokens are written to one slot"
+                assert slot == slots[position]
+                step.writes[slot] = states[-1]
             contexts.append(states)
-        self._sampled = [Sampled(self._token(row, batch, contexts)) for row in batch.samples]
-        for slot, state in writes.items():
+        for other in self._running:
+            assert not {slot // BLOCK_SIZE for slot in step.writes} & other.pages, "a lane writes to another's pages"
+            assert not {slot // BLOCK_SIZE for slot in other.writes} & step.pages, "a lane reads what another writes"
+        step.sampled = [Sampled(self._token(row, batch, contexts)) for row in batch.samples]
+        self._running.append(step)
+        return step
+
+    def end(self, step: FakeStep) -> None:
+        """What a step has computed appears in the pages."""
+        self._running.remove(step)
+        for slot, state in step.reads.items():
+            assert self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] == state, "a page changed under a running step"
+        for slot, state in step.writes.items():
             self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] = state
 
-    def collect(self) -> list[Sampled]:
-        sampled, self._sampled = self._sampled, None
-        assert sampled is not None, "no step was launched"
-        return sampled
-
     def copy_page(self, source: int, target: int) -> None:
-        assert self._sampled is None, "a page is copied while a step runs"
+        for step in self._running:
+            assert target not in step.pages, "a page is copied to where a lane works"
+            assert source not in {slot // BLOCK_SIZE for slot in step.writes}, "a page is copied while it is written"
         self.copies.append((source, target))
         self.pages[target] = list(self.pages[source])
 
@@ -126,6 +190,14 @@ class FakeRunner:
         assert row.row == batch.query_start[s + 1] - 1, "a row in the middle of a chunk is sampled"
         assert row.position == batch.context_lens[s] == len(row.tokens)
         return choose(digest(contexts[s]), digest(row.tokens.tolist()), row.params, row.choice, row.prompt_len)
+
+
+def _tables(batch: Batch) -> list[list[int]]:
+    """The pages of each sequence's context."""
+    return [
+        table[: blocks_for(int(context))].tolist()
+        for table, context in zip(batch.block_tables, batch.context_lens, strict=True)
+    ]
 
 
 def check_batch(batch: Batch, num_pages: int) -> None:
@@ -229,24 +301,42 @@ def arrive(engine: Engine, runner: FakeRunner, reservation: Reservation, request
     assert engine.activate(reservation, request, first) == []
 
 
-def make_engine(
-    num_pages: int = 64,
+COST = StepCost(tokens=(1, 8, 108), tokens_ms=(1, 1, 101))
+MODEL = PerfModel(
+    Profile(
+        schema="cpd-profile/1",
+        source="roofline",
+        device="none",
+        model="none",
+        shares=(ShareProfile(share=1, decode=COST, prefill=COST),),
+    )
+)
+"""Up to 8 tokens take 1 ms, each further one 1 ms more."""
+
+
+def engine_of(
+    runner: FakeRunner,
     *,
     max_model_len: int = 512,
     token_budget: int = 64,
     max_num_seqs: int = 8,
     max_queue_tokens: int = 100_000,
-) -> tuple[Engine, FakeRunner]:
-    """A small engine and its runner."""
-    runner = FakeRunner(num_pages)
-    engine = Engine(
+    colocate: Mode = "mixed",
+) -> Engine:
+    """A small engine."""
+    return Engine(
         runner,
         max_model_len=max_model_len,
-        token_budget=token_budget,
+        colocation=Colocation(token_budget, colocate, runner.splits, MODEL),
         max_num_seqs=max_num_seqs,
         max_queue_tokens=max_queue_tokens,
     )
-    return engine, runner
+
+
+def make_engine(num_pages: int = 64, *, colocate: Mode = "mixed", **options: int) -> tuple[Engine, FakeRunner]:
+    """A small engine and its runner; options as in `engine_of`."""
+    runner = FakeRunner(num_pages, lanes=colocate != "mixed")
+    return engine_of(runner, colocate=colocate, **options), runner
 
 
 def assert_as_expected(served: Served, engine: Engine, *requests: Request) -> None:

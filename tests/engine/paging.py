@@ -49,8 +49,8 @@ class Pager:
     def step(self, parts: Sequence[tuple[Running, int]], padding: int = 0) -> list[Sampled]:
         """Computes the next `n` tokens of each sequence in one batch; one that is complete then gets a new token."""
         batch = self.batch(parts, padding)
-        self._runner.launch(batch)
-        sampled = self._runner.collect()
+        self._runner.full.launch(batch)
+        sampled = self._runner.full.collect().sampled
         ready = [sequence for sequence, _ in self._ordered(parts) if sequence.remaining == 0]
         for sequence, token in zip(ready, sampled, strict=True):
             sequence.tokens.append(token.token_id)

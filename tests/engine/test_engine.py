@@ -2,16 +2,17 @@ import pytest
 
 from cpd.errors import QueueFullError
 from engine.batch import Batch
-from engine.engine import Engine
 from engine.types import Computed, Finish, Output, Request
 from tests.engine.fakes import (
     GARBAGE,
     FakeRunner,
+    FakeStep,
     Served,
     arrive,
     assert_all_released,
     assert_as_expected,
     drain,
+    engine_of,
     expected,
     make_engine,
     make_request,
@@ -255,11 +256,11 @@ class TestPrefixCache:
         seen: list[int] = []
 
         class Observer(FakeRunner):
-            def launch(self, batch: Batch) -> None:
-                super().launch(batch)
+            def begin(self, batch: Batch) -> FakeStep:
                 seen.append(len(engine.cached_hashes()))
+                return super().begin(batch)
 
-        engine = Engine(Observer(64), max_model_len=512, token_budget=32, max_num_seqs=8, max_queue_tokens=1000)
+        engine = engine_of(Observer(64), token_budget=32)
         engine.add(make_request("a", prompt(100), max_tokens=1))
         drain(engine)
         assert seen == [0, 2, 4, 6]

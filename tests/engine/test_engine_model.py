@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from engine.colocation import Colocation
 from engine.config import load_config
 from engine.engine import Engine
 from engine.runner import TorchRunner
@@ -24,7 +25,9 @@ def make_engine(directory: Path, num_pages: int, token_budget: int = 64) -> Engi
     """Float32, on the back end that this machine would choose."""
     kv_bytes = num_pages * load_config(directory).page_bytes("float32")
     runner = TorchRunner(directory, dtype="float32", device="cpu", kv_bytes=kv_bytes, max_model_len=300)
-    return Engine(runner, max_model_len=300, token_budget=token_budget, max_num_seqs=16, max_queue_tokens=100_000)
+    return Engine(
+        runner, max_model_len=300, colocation=Colocation(token_budget), max_num_seqs=16, max_queue_tokens=100_000
+    )
 
 
 def make_request(name: str, token_ids: list[int], params: SamplingParams, n: int = 1) -> Request:

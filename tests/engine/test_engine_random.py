@@ -1,9 +1,12 @@
 """The engine under any order of events: whatever happens, the tokens are right and no page is lost."""
 
+from collections.abc import Sequence
+
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.colocation import Mode
 from engine.types import Computed, Request, Reservation
 from tests.engine.fakes import (
     GARBAGE,
@@ -21,13 +24,21 @@ from tests.engine.fakes import (
 class EngineMachine(RuleBasedStateMachine):
     """A few pages, short prompts that share beginnings, and everything that can happen to a request."""
 
-    @initialize(
-        num_pages=st.integers(6, 14), budget=st.sampled_from([5, 16, 40, 100]), max_num_seqs=st.sampled_from([1, 2, 5])
-    )
-    def start(self, num_pages: int, budget: int, max_num_seqs: int) -> None:
+    modes: Sequence[Mode] = ("mixed",)
+    num_pages = st.integers(6, 14)
+    max_num_seqs: Sequence[int] = (1, 2, 5)
+    max_tokens: Sequence[int] = (1, 4, 18, 40)
+
+    @initialize(data=st.data(), budget=st.sampled_from([5, 16, 40, 100]))
+    def start(self, data: st.DataObject, budget: int) -> None:
         self.engine, self.runner = make_engine(
-            num_pages, max_model_len=150, token_budget=budget, max_num_seqs=max_num_seqs
+            data.draw(self.num_pages),
+            max_model_len=150,
+            token_budget=budget,
+            max_num_seqs=data.draw(st.sampled_from(self.max_num_seqs)),
+            colocate=data.draw(st.sampled_from(self.modes)),
         )
+        self.lane = self.runner.prefill_lane
         self.served = Served()
         self.names = iter(range(1_000_000))
         self.requests: dict[str, Request] = {}
@@ -47,7 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
             str(next(self.names)),
             token_ids,
             n=data.draw(st.sampled_from([1, 1, 1, 2, 4])),
-            max_tokens=data.draw(st.sampled_from([1, 4, 18, 40])),
+            max_tokens=data.draw(st.sampled_from(self.max_tokens)),
             stop=data.draw(st.sampled_from([(), (3, 17)])),
             seed=data.draw(st.integers(0, 2)),
             **options,
@@ -156,7 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
         stats = self.engine.stats()
         if stats.running + stats.waiting and not self.engine.has_work:
-            assert self.landings or self.pinned, "waits for nobody"
+            assert self.landings or self.pinned or self.lane.running, "waits for nobody"
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -166,8 +177,10 @@ class EngineMachine(RuleBasedStateMachine):
         while self.quarantined:
             self.end_quarantine()
         for _ in range(10_000):
-            if not (self.pinned or self.engine.has_work):
+            if not (self.pinned or self.engine.has_work or self.lane.running):
                 break
+            if self.lane.running:
+                self.lane.finish()
             if self.engine.has_work:
                 self.take_step()
             if self.pinned:
@@ -202,5 +215,38 @@ class EngineMachine(RuleBasedStateMachine):
                 assert served.token_ids["again", 0] == expected(again, 0, self.engine.max_model_len).token_ids
 
 
+class LaneMachine(EngineMachine):
+    """The same beside a prefill lane, which is done whenever it likes."""
+
+    modes = ("lanes", "auto")
+    num_pages = st.integers(8, 30)
+    max_num_seqs = (2, 3, 5)
+    max_tokens = (4, 18, 40)
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule()
+    def one_step(self) -> None:
+        self.step(1)
+
+    @rule(data=st.data(), ended=st.booleans())
+    def added_and_gets_going(self, data: st.DataObject, ended: bool) -> None:
+        """A request that may be aside when some of it is ended."""
+        request = self.new_request(data)
+        self.engine.add(request)
+        self.step(2)
+        if ended:
+            choices = data.draw(st.one_of(st.none(), st.lists(st.integers(0, 3), unique=True)))
+            self.engine.abort(request.id, choices)
+            self.aborted.update((request.id, choice) for choice in (range(4) if choices is None else choices))
+
+    @precondition(lambda self: self.lane.running)
+    @rule()
+    def lane_is_done(self) -> None:
+        self.lane.finish()
+        assert self.engine.has_work
+
+
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestLaneMachine = LaneMachine.TestCase
+TestLaneMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -142,8 +142,8 @@ def test_choices_of_one_prompt_share_its_row(checkpoint: MakeCheckpoint, load: L
     batch = pager.batch([(pager.start(prompt), 20) for prompt in prompts])
     a, b, c = batch.samples
     batch.samples = [b, a, a, c, b]
-    runner.launch(batch)
-    tokens = [sampled.token_id for sampled in runner.collect()]
+    runner.full.launch(batch)
+    tokens = [sampled.token_id for sampled in runner.full.collect().sampled]
     oracle = [oracle_generate(directory, prompt, 1).token_ids[0] for prompt in prompts]
     assert tokens == [oracle[1], oracle[0], oracle[0], oracle[2], oracle[1]]
 

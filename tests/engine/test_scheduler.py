@@ -5,21 +5,33 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan import Plan, build_batch
+from engine.plan import Plan, Room, build_batch
 from engine.pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Seq, State
 from tests.engine.fakes import check_batch, make_request, prompt
 
 
-def create_scheduler(num_pages: int = 64, *, token_budget: int = 64, max_num_seqs: int = 8) -> Scheduler:
-    return Scheduler(
-        BlockPool(num_pages),
-        max_len=num_pages * 16,
-        token_budget=token_budget,
-        max_num_seqs=max_num_seqs,
-        copy_page=lambda source, target: None,
-    )
+class MixedScheduler(Scheduler):
+    """Puts everything into one batch."""
+
+    def __init__(self, num_pages: int, token_budget: int, max_num_seqs: int) -> None:
+        super().__init__(
+            BlockPool(num_pages),
+            max_len=num_pages * 16,
+            max_num_seqs=min(max_num_seqs, token_budget),
+            copy_page=lambda source, target: None,
+        )
+        self._token_budget = token_budget
+
+    def schedule(self) -> Plan:
+        plan = self.decodes()
+        assert not self.prefills(plan, Room(self._token_budget - len(plan.singles), cut=True))
+        return plan
+
+
+def create_scheduler(num_pages: int = 64, *, token_budget: int = 64, max_num_seqs: int = 8) -> MixedScheduler:
+    return MixedScheduler(num_pages, token_budget, max_num_seqs)
 
 
 def add(scheduler: Scheduler, length: int, start: int = 0, number: int = 0) -> Seq:
@@ -54,7 +66,7 @@ def compute(scheduler: Scheduler, plan: Plan) -> None:
             scheduler.table.add_token(chunk.seq, 1)
 
 
-def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+def step(scheduler: MixedScheduler) -> list[tuple[str, int, int]]:
     plan = scheduler.schedule()
     compute(scheduler, plan)
     scheduler.check_integrity()

@@ -10,9 +10,10 @@ import numpy as np
 from cpd.config import WorkerSettings
 from cpd.errors import TransferError
 from engine.batch import Batch
+from engine.colocation import Colocation
 from engine.engine import Engine
 from kvtransfer.base import Landing, Peer, PoolMemory, Ticket, Transfer, Transport
-from tests.engine.fakes import GARBAGE, VOCAB, FakeRunner
+from tests.engine.fakes import GARBAGE, VOCAB, FakeRunner, FakeStep
 from worker.convert import Limits
 from worker.loading import Loaded
 
@@ -60,10 +61,10 @@ class SharedRunner(FakeRunner):
         self.pages = _Pages(self.memory)  # type: ignore[assignment]
         self._before_step = before_step
 
-    def launch(self, batch: Batch) -> None:
+    def begin(self, batch: Batch) -> FakeStep:
         if self._before_step is not None:
             self._before_step()
-        super().launch(batch)
+        return super().begin(batch)
 
 
 def fake_loader(
@@ -80,7 +81,7 @@ def fake_loader(
         engine = Engine(
             runner,
             max_model_len=max_model_len,
-            token_budget=settings.token_budget,
+            colocation=Colocation(settings.token_budget),
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
         )

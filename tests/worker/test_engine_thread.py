@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 
+from engine.batch import Batch
 from engine.engine import Engine
 from engine.types import Output, StepOutput
-from tests.engine.fakes import FakeRunner, expected, make_engine, make_request, prompt
+from tests.engine.fakes import FakeRunner, FakeStep, engine_of, expected, make_engine, make_request, prompt
 from tests.waiting import eventually
 from worker.engine_thread import EngineDiedError, EngineThread, Update
 
@@ -105,13 +106,13 @@ async def test_calls_run_in_the_order_of_calling_even_if_awaited_late() -> None:
 
 
 class BrokenRunner(FakeRunner):
-    def launch(self, batch: object) -> None:
+    def begin(self, batch: Batch) -> FakeStep:
         raise RuntimeError("device lost")
 
 
 async def test_a_failing_step_is_told_and_nothing_hangs() -> None:
     runner = BrokenRunner(64)
-    engine = Engine(runner, max_model_len=512, token_budget=64, max_num_seqs=8, max_queue_tokens=1000)
+    engine = engine_of(runner)
     async with bridge(engine) as b:
         never = b.thread.poll(_not_yet)
         await b.thread.call(lambda engine: engine.add(make_request("a", prompt(20))))
@@ -180,12 +181,12 @@ async def test_results_of_commands_do_not_wait_for_the_step() -> None:
     hold, held = threading.Event(), threading.Event()
 
     class SlowRunner(FakeRunner):
-        def launch(self, batch: object) -> None:
+        def begin(self, batch: Batch) -> FakeStep:
             held.set()
             assert hold.wait(20)
-            super().launch(batch)  # type: ignore[arg-type]
+            return super().begin(batch)
 
-    engine = Engine(SlowRunner(64), max_model_len=512, token_budget=64, max_num_seqs=8, max_queue_tokens=1000)
+    engine = engine_of(SlowRunner(64))
     async with bridge(engine) as b:
         await b.thread.call(lambda engine: engine.add(make_request("a", prompt(20), max_tokens=1)))
         await asyncio.to_thread(held.wait, 20)

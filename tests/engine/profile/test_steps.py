@@ -1,11 +1,13 @@
 """Steps as batches: what a runner gets, and that a real one takes it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from cpd.blocks import BLOCK_SIZE
 from cpd.perfmodel import Work
-from engine.batch import Batch, Sampled
+from engine.batch import Lane, Split
 from engine.profile.steps import Step, StepBatches, StepTimer
 from engine.runner import TorchRunner
 from tests.conftest import MakeCheckpoint
@@ -15,14 +17,13 @@ class Pool:
     """A runner that only counts copies."""
 
     num_pages = 40
+    splits: Sequence[Split] = ()
 
     def __init__(self) -> None:
         self.copied: list[int] = []
 
-    def launch(self, batch: Batch) -> None:
-        raise NotImplementedError
-
-    def collect(self) -> list[Sampled]:
+    @property
+    def full(self) -> Lane:
         raise NotImplementedError
 
     def copy_page(self, source: int, target: int) -> None:
@@ -75,7 +76,8 @@ def test_a_step_that_does_not_fit_is_refused() -> None:
 
 def test_a_real_runner_takes_the_batches(checkpoint: MakeCheckpoint) -> None:
     runner = TorchRunner(checkpoint("qwen3"), dtype="auto", device="cpu", kv_bytes=8 << 20, max_model_len=0)
-    timer = StepTimer(runner)
+    timer, batches = StepTimer(runner), StepBatches(runner)
     for step in (Step.decode(4, 90), Step.prefill(64, 100), Step.decode(3, 40) + Step.prefill(50)):
         assert timer(step) > 0
-        assert len(runner.collect()) == len(step.chunks)
+        runner.full.launch(batches.make(step))
+        assert len(runner.full.collect().sampled) == len(step.chunks)

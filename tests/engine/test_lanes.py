@@ -1,0 +1,237 @@
+"""Decodes beside a prefill lane that computes for as long as the test says."""
+
+import pytest
+
+from engine.batch import Ran
+from engine.engine import Engine
+from tests.engine.fakes import (
+    FakeRunner,
+    Served,
+    assert_all_released,
+    assert_as_expected,
+    drain,
+    engine_of,
+    expected,
+    make_engine,
+    make_request,
+    prompt,
+)
+
+
+def decoding(engine: Engine, count: int = 2, max_tokens: int = 40) -> Served:
+    """Has this many streams decode."""
+    served = Served()
+    for i in range(count):
+        engine.add(make_request(f"d{i}", prompt(8, i + 5), max_tokens=max_tokens))
+    while len(served.token_ids) < count:
+        served.take(engine.step())
+    return served
+
+
+def finish(engine: Engine, runner: FakeRunner, served: Served) -> None:
+    """Lets every chunk be done as soon as nothing else is to do."""
+    while engine.has_work or runner.prefill_lane.running:
+        drain(engine, served)
+        if runner.prefill_lane.running:
+            runner.prefill_lane.finish()
+
+
+def test_a_prefill_is_computed_aside_and_joins_the_decodes_when_it_is_done() -> None:
+    engine, runner = make_engine(colocate="lanes")
+    served = decoding(engine)
+    request = make_request("long", prompt(60, 1))
+    engine.add(request)
+    cached = set(engine.cached_hashes())
+    for _ in range(5):
+        step = engine.step()
+        assert {output.request_id for output in step.outputs} == {"d0", "d1"}
+        served.take(step)
+        assert not set(request.block_hashes) & set(engine.cached_hashes())
+    runner.prefill_lane.finish()
+    assert set(engine.cached_hashes()) == cached  # nothing happens between steps
+    first = engine.step()
+    assert {output.request_id for output in first.outputs} == {"d0", "d1", "long"}
+    assert set(request.block_hashes) <= set(engine.cached_hashes())
+    served.take(first)
+    assert engine.step().outputs[0].request_id == "d0"
+    assert runner.batches[-1].num_decodes == 3
+
+
+def test_while_nothing_decodes_everything_runs_on_the_whole_device() -> None:
+    engine, runner = make_engine(colocate="lanes", token_budget=32)
+    request = make_request("a", prompt(100))
+    engine.add(request)
+    served = drain(engine)
+    assert_as_expected(served, engine, request)
+    assert [len(batch.token_ids) for batch in runner.batches][:4] == [32, 32, 32, 4]
+
+
+def test_a_long_prompt_goes_back_to_the_whole_device_when_the_decodes_end() -> None:
+    engine, runner = make_engine(colocate="lanes", token_budget=48)
+    served = decoding(engine, max_tokens=3)
+    request = make_request("long", prompt(300, 1))
+    engine.add(request)
+    drain(engine, served)  # all decodes are done, and the lane is waited for
+    assert runner.prefill_lane.running
+    runner.batches.clear()
+    runner.prefill_lane.finish()
+    assert_as_expected(drain(engine, served), engine, request)
+    assert [len(batch.token_ids) for batch in runner.batches][:5] == [48, 48, 48, 48, 300 - 64 - 4 * 48]
+
+
+def test_somebody_is_told_when_the_lane_is_done() -> None:
+    told: list[bool] = []
+    engine, runner = make_engine(colocate="lanes")
+    engine.on_lane_done(lambda: told.append(engine.has_work))
+    decoding(engine)
+    engine.add(make_request("long", prompt(60, 1)))
+    engine.step()
+    assert told == []
+    runner.prefill_lane.finish()
+    assert told == [True]
+
+
+def test_pages_of_an_aborted_prompt_stay_until_its_chunk_is_computed() -> None:
+    engine, runner = make_engine(num_pages=16, colocate="lanes")
+    served = decoding(engine)
+    engine.add(make_request("long", prompt(100, 1)))
+    served.take(engine.step())
+    for name in ("long", "d0", "d1"):
+        engine.abort(name)
+    assert engine.stats().pages.used == len(runner.batches[-2].token_ids) // 16
+    engine.check_integrity()
+    waits = make_request("next", prompt(200, 2), max_tokens=1)
+    engine.add(waits)
+    drain(engine, served)
+    assert ("next", 0) not in served.token_ids  # there are not enough pages yet
+    runner.prefill_lane.finish()
+    assert_as_expected(drain(engine, served), engine, waits)
+    assert ("long", 0) not in served.token_ids
+    assert_all_released(engine)
+
+
+def test_a_request_may_come_again_while_its_aborted_chunk_runs() -> None:
+    engine, runner = make_engine(colocate="lanes")
+    served = decoding(engine)
+    request = make_request("long", prompt(60, 1))
+    engine.add(request)
+    engine.step()
+    engine.abort("long")
+    engine.add(request)
+    finish(engine, runner, served)
+    assert_as_expected(served, engine, request)
+
+
+@pytest.mark.parametrize("ended", [[0], [1, 2], [3]])
+def test_some_choices_are_ended_while_the_prompt_is_computed(ended: list[int]) -> None:
+    engine, runner = make_engine(colocate="lanes")
+    served = decoding(engine)
+    request = make_request("long", prompt(60, 1), n=4)
+    engine.add(request)
+    served.take(engine.step())
+    engine.abort("long", ended)
+    finish(engine, runner, served)
+    for choice in range(4):
+        want = [] if choice in ended else expected(request, choice, engine.max_model_len).token_ids
+        assert served.token_ids.get(("long", choice), []) == want
+    assert_all_released(engine)
+
+
+def test_a_stream_that_needs_a_page_of_the_prompt_aside_waits_for_its_chunk() -> None:
+    engine, runner = make_engine(num_pages=12, colocate="lanes")
+    served = decoding(engine, count=2, max_tokens=60)
+    request = make_request("long", prompt(100, 1), max_tokens=3)  # 7 pages, and 3 for the others to grow
+    engine.add(request)
+    for _ in range(100):
+        if not engine.has_work:
+            break
+        served.take(engine.step())
+        engine.check_integrity()
+    assert engine.stats().preemptions == 0
+    assert all(len(served.token_ids[name, 0]) < 60 for name in ("d0", "d1"))
+    finish(engine, runner, served)
+    assert engine.stats().preemptions > 0
+    assert_as_expected(served, engine, request)
+    assert_all_released(engine)
+
+
+def test_a_prompt_that_is_cached_whole_waits_for_no_lane() -> None:
+    engine, _ = make_engine(colocate="lanes")
+    known = make_request("known", prompt(64, 3), max_tokens=1)
+    engine.add(known)
+    drain(engine)
+    decoding(engine)
+    engine.add(make_request("long", prompt(100, 1)))
+    engine.step()
+    engine.add(make_request("again", prompt(64, 3), max_tokens=1))
+    assert "again" in {output.request_id for output in engine.step().outputs}
+
+
+def test_pages_of_a_prefill_only_request_can_be_pinned_when_it_was_computed_aside() -> None:
+    engine, runner = make_engine(colocate="lanes")
+    decoding(engine)
+    request = make_request("p", prompt(60, 1), prefill_only=True)
+    engine.add(request)
+    assert engine.step().computed == []
+    runner.prefill_lane.finish()
+    (computed,) = engine.step().computed
+    assert computed.num_tokens == 60
+    engine.pin(computed.pages)
+    engine.step()
+    engine.check_integrity()
+    engine.unpin(computed.pages)
+
+
+class TestAuto:
+    def test_a_short_prompt_rides_along(self) -> None:
+        engine, runner = make_engine(colocate="auto")
+        served = decoding(engine)
+        engine.add(make_request("short", prompt(6, 1)))
+        served.take(engine.step())
+        assert ("short", 0) in served.token_ids
+        assert not runner.prefill_lane.running
+
+    def test_a_long_prompt_goes_aside_and_a_short_one_passes_it(self) -> None:
+        engine, runner = make_engine(colocate="auto")
+        served = decoding(engine)
+        engine.add(make_request("long", prompt(60, 1)))
+        engine.add(make_request("short", prompt(6, 2)))
+        served.take(engine.step())
+        assert runner.prefill_lane.running
+        assert ("short", 0) in served.token_ids
+        finish(engine, runner, served)
+
+    def test_no_split_for_a_single_stream(self) -> None:
+        engine, runner = make_engine(colocate="auto", token_budget=32)
+        served = decoding(engine, count=1)
+        engine.add(make_request("long", prompt(60, 1)))
+        served.take(engine.step())
+        assert not runner.prefill_lane.running
+        assert len(runner.batches[-1].token_ids) == 32
+
+
+def test_what_fails_on_the_lane_fails_the_engine_and_frees_nothing() -> None:
+    runner = FakeRunner(64, lanes=True)
+
+    def fail() -> Ran:
+        raise RuntimeError("device lost")
+
+    engine = engine_of(runner, colocate="lanes")
+    decoding(engine)
+    engine.add(make_request("long", prompt(60, 1)))
+    engine.step()
+    runner.prefill_lane.collect = fail  # type: ignore[method-assign]
+    runner.prefill_lane.finish()
+    used = engine.stats().pages.used
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.step()
+    assert engine.stats().pages.used >= used
+
+
+def test_without_splits_every_mode_is_mixed() -> None:
+    runner = FakeRunner(64)
+    engine = engine_of(runner, colocate="lanes", token_budget=32)
+    served = decoding(engine)
+    engine.add(make_request("long", prompt(60, 1)))
+    served.take(engine.step())
+    assert len(runner.batches[-1].token_ids) == 32
