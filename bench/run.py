@@ -19,7 +19,8 @@ from bench.prepare import Prepared, cluster_snapshot, prepare
 from bench.report.html import write_html
 from bench.report.progress import LiveProgress
 from bench.report.table import show
-from bench.result import Accuracy, Client, Result
+from bench.report.text import milliseconds
+from bench.result import Accuracy, Client, Result, Summary
 from bench.selftest import selftest
 from bench.settings import RunSettings, TargetSettings
 from bench.slo import Slo
@@ -86,7 +87,7 @@ def measure(
         client=Client(
             limited=bool(reasons),
             reasons=reasons,
-            warnings=[*prepared.warnings, *doubts(summary, report.health)],
+            warnings=[*prepared.warnings, *doubts(summary, report.health), *_hopeless(summary, settings.slo)],
             processes=report.health.processes,
             cpu_share=report.health.cpu_share,
             loop_lag_ms_p50=report.health.loop_lag_ms_p50,
@@ -143,6 +144,13 @@ def check_writable(settings: TargetSettings) -> None:
     for path in (settings.json_file, settings.html_file):
         if path and not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
             raise BenchError(f"cannot write {path}: its directory is not there or not writable")
+
+
+def _hopeless(summary: Summary, slo: str) -> list[str]:
+    """A latency target that nothing met says little of the server."""
+    if summary.goodput_share != 0 or not summary.completed:
+        return []
+    return [f"not one request kept the target {slo}; TTFT p50 is {milliseconds(summary.ttft_ms.p50)}, see above"]
 
 
 def _processes(settings: RunSettings) -> int:
