@@ -55,17 +55,17 @@ class Limits:
 
 def decode_series(limits: Limits) -> list[list[Step]]:
     """Decode batches, growing, for each context."""
-    return _allowed(limits, [[Step.decode(batch, context) for batch in BATCHES] for context in CONTEXTS])
+    return allowed(limits, [[Step.decode(batch, context) for batch in BATCHES] for context in CONTEXTS])
 
 
 def prefill_series(limits: Limits) -> list[list[Step]]:
     """Prefill chunks, growing, behind each number of tokens in the cache."""
-    return _allowed(limits, [[Step.prefill(chunk, before) for chunk in CHUNKS] for before in BEFORES])
+    return allowed(limits, [[Step.prefill(chunk, before) for chunk in CHUNKS] for before in BEFORES])
 
 
 def mixed_series(limits: Limits) -> list[list[Step]]:
     """Decodes and a growing chunk in one batch."""
-    return _allowed(
+    return allowed(
         limits,
         [
             [Step.decode(batch, context) + Step.prefill(chunk) for chunk in MIXED_CHUNKS]
@@ -74,7 +74,8 @@ def mixed_series(limits: Limits) -> list[list[Step]]:
     )
 
 
-def _allowed(limits: Limits, series: Sequence[Sequence[Step]]) -> list[list[Step]]:
+def allowed(limits: Limits, series: Sequence[Sequence[Step]]) -> list[list[Step]]:
+    """What of the series is within the limits."""
     return [kept for steps in series if (kept := [step for step in steps if limits.allow(step)])]
 
 

@@ -1,6 +1,5 @@
 """What `cpd profile` does: loads a model as a worker does, measures it, and fits the performance model."""
 
-import os
 import platform
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,12 @@ from cpd.config import ModelSettings
 from cpd.errors import ConfigError
 from cpd.perffit import Sample, fit_profile
 from cpd.perfmodel import Profile
-from engine.batch import Runner
+from engine.cpu_lanes import own_cores, use_threads
 from engine.profile.budget import BudgetSweep, sweep_budget
-from engine.profile.measure import Limits, Progress, decode_series, measure, mixed_series, prefill_series
+from engine.profile.lanes import measure_samples
+from engine.profile.measure import Limits, Progress
 from engine.profile.settings import BudgetSettings, ProfileSettings
-from engine.profile.steps import Step, StepTimer
+from engine.profile.steps import Step, StepBatches, StepTimer
 from engine.runner import TorchRunner
 
 QUICK_S, THOROUGH_S = 60.0, 240.0
@@ -46,18 +46,6 @@ def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progres
     return fit_profile(samples, model=model, **describe_device(runner.pool.device)), samples
 
 
-def measure_samples(runner: Runner, limits: Limits, seconds: float, on_progress: Progress) -> list[Sample]:
-    """Measures what a profile is fitted to.
-
-    Args:
-        runner: Used by this thread alone.
-        seconds: To spend.
-    """
-    series = decode_series(limits) + prefill_series(limits) + mixed_series(limits)
-    measured = measure(StepTimer(runner), series, seconds, partial(on_progress, "measuring"))
-    return [Sample(step.work, ms) for step, ms in measured]
-
-
 def run_budget(settings: BudgetSettings, model_dir: Path, on_progress: Progress) -> BudgetSweep:
     """Sweeps the token budget of mixed batches.
 
@@ -73,7 +61,7 @@ def run_budget(settings: BudgetSettings, model_dir: Path, on_progress: Progress)
             "raise --kv-memory, --max-num-seqs or --max-model-len, or ask for less"
         )
     return sweep_budget(
-        StepTimer(runner),
+        StepTimer(runner.full, StepBatches(runner)),
         decodes=settings.decodes,
         context=settings.context,
         prompt=settings.prompt,
@@ -93,11 +81,11 @@ def describe_device(device: torch.device) -> dict[str, Any]:
             name = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), name)
     except OSError:
         pass
-    return {"device": name, "units": len(os.sched_getaffinity(0)), "unit_step": 1}
+    return {"device": name, "units": own_cores(), "unit_step": 1}
 
 
 def _load(settings: ModelSettings, model_dir: Path, on_progress: Progress) -> TorchRunner:
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    use_threads(own_cores())
     return TorchRunner(
         model_dir,
         dtype=settings.dtype,

@@ -1,6 +1,5 @@
 """Steps to be measured, and the batches that a runner takes."""
 
-import time
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
@@ -9,7 +8,7 @@ import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from cpd.perfmodel import Work
-from engine.batch import Batch, Runner, SampleRow
+from engine.batch import Batch, Lane, Runner, SampleRow
 from engine.types import SamplingParams
 
 
@@ -48,11 +47,15 @@ class Step:
 
 
 class StepBatches:
-    """Makes batches over scattered pages of a runner's pool, whose content does not matter."""
+    """Makes batches over scattered pages of a runner's pool, whose content does not matter.
 
-    def __init__(self, runner: Runner) -> None:
+    Args:
+        skip: Pages that are left to the other lane.
+    """
+
+    def __init__(self, runner: Runner, skip: int = 0) -> None:
         self._runner = runner
-        self._order = np.random.default_rng(0).permutation(runner.num_pages).astype(np.int32)
+        self._order = np.random.default_rng(0).permutation(runner.num_pages).astype(np.int32)[skip:]
         self._touched = 1
 
     def make(self, step: Step) -> Batch:
@@ -61,8 +64,8 @@ class StepBatches:
         Raises:
             ValueError: The pool has too few pages.
         """
-        if step.pages > self._runner.num_pages:
-            raise ValueError(f"a step over {step.pages} pages does not fit into a pool of {self._runner.num_pages}")
+        if step.pages > len(self._order):
+            raise ValueError(f"a step over {step.pages} pages does not fit into {len(self._order)} of them")
         self._touch(step.pages)
         counts, befores = np.array(step.chunks, np.int32).T
         contexts = befores + counts
@@ -97,20 +100,13 @@ class StepBatches:
 
 
 class StepTimer:
-    """Runs steps on the whole device, and takes the time.
+    """Runs steps on one lane, and takes the time."""
 
-    Args:
-        runner: Used by this thread alone.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._batches = StepBatches(runner)
+    def __init__(self, lane: Lane, batches: StepBatches) -> None:
+        self._lane = lane
+        self._batches = batches
 
     def __call__(self, step: Step) -> float:
-        """ms from the launch of `step` until its tokens are there."""
-        batch = self._batches.make(step)
-        start = time.perf_counter()
-        self._runner.full.launch(batch)
-        self._runner.full.collect()
-        return 1e3 * (time.perf_counter() - start)
+        """ms that it ran."""
+        self._lane.launch(self._batches.make(step))
+        return self._lane.collect().ms

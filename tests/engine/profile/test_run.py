@@ -13,10 +13,11 @@ from cpd.errors import ConfigError
 from cpd.perffit import Sample, fit_profile
 from cpd.perfmodel import PerfModel, Profile, Work
 from engine.profile.budget import sweep_budget
+from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits
 from engine.profile.plots import Plot, budget_plot, profile_plots, split_plot
 from engine.profile.report import show_budget, show_profile, show_splits
-from engine.profile.run import describe_device, measure_samples, run_budget
+from engine.profile.run import describe_device, run_budget
 from engine.profile.settings import BudgetSettings
 from engine.profile.splits import split_table
 from engine.profile.steps import Step

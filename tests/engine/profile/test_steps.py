@@ -69,14 +69,21 @@ def test_pages_are_written_to_once_before_they_are_read() -> None:
     assert len(pool.copied) == len(set(pool.copied)) == 4 * 7 - 1
 
 
+def test_two_lanes_get_different_pages() -> None:
+    pool, step = Pool(), Step.prefill(200)
+    own, other = (StepBatches(pool, skip).make(step).block_tables for skip in (0, step.pages))
+    assert not set(own.ravel().tolist()) & set(other.ravel().tolist())
+
+
 def test_a_step_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="41 pages does not fit"):
+    with pytest.raises(ValueError, match="41 pages does not fit into 40"):
         StepBatches(Pool()).make(Step.prefill(41 * BLOCK_SIZE))
 
 
 def test_a_real_runner_takes_the_batches(checkpoint: MakeCheckpoint) -> None:
     runner = TorchRunner(checkpoint("qwen3"), dtype="auto", device="cpu", kv_bytes=8 << 20, max_model_len=0)
-    timer, batches = StepTimer(runner), StepBatches(runner)
+    batches = StepBatches(runner)
+    timer = StepTimer(runner.full, batches)
     for step in (Step.decode(4, 90), Step.prefill(64, 100), Step.decode(3, 40) + Step.prefill(50)):
         assert timer(step) > 0
         runner.full.launch(batches.make(step))
