@@ -5,12 +5,14 @@ from typing import Annotated
 import typer
 
 from bench.app import app as bench_app
+from cpd.cli_profile import app as profile_app
 from cpd.config import ClusterSettings
 from cpd.options import clean_exit, command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(profile_app, name="profile")
 
 ClusterName = Annotated[str, typer.Option("--cluster", envvar="CPD_CLUSTER", help="Name of the cluster.")]
 

@@ -1,0 +1,121 @@
+"""`cpd profile …`: measuring a device, and what follows from it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+import typer
+
+from cpd.config import ModelSettings
+from cpd.options import clean_exit, command
+from engine.profile.settings import BudgetSettings, ProfileSettings, SplitSettings
+
+if TYPE_CHECKING:
+    from engine.profile.plots import Plot
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _profile(settings: ProfileSettings) -> None:
+    """Measure how long this device takes for the steps of a model, and write the profile that predicts them."""
+    if click.get_current_context().invoked_subcommand:
+        return
+    from rich.console import Console
+
+    from engine.profile.plots import profile_plots
+    from engine.profile.report import show_profile
+    from engine.profile.run import run_profile
+
+    with _progress() as on_progress:
+        profile, samples = run_profile(settings, _checkpoint(settings), on_progress)
+    profile.save(settings.output)
+    show_profile(profile, Console())
+    _write_page("Profile", f"{profile.model} on {profile.device}", profile_plots(profile, samples), settings.html_file)
+
+
+def _budget(settings: BudgetSettings) -> None:
+    """Sweep the token budget of a step: how fast a prompt is prefilled, and how long decodes wait meanwhile."""
+    from rich.console import Console
+
+    from engine.profile.plots import budget_plot
+    from engine.profile.report import show_budget
+    from engine.profile.run import run_budget
+
+    with _progress() as on_progress:
+        sweep = run_budget(settings, _checkpoint(settings), on_progress)
+    show_budget(sweep, Console())
+    _write_page("Token budget", f"{sweep.prompt} tokens beside decodes", [budget_plot(sweep)], settings.html_file)
+
+
+def _split(settings: SplitSettings) -> None:
+    """Show what each split of the device between prefill and decode would give, and which one is chosen."""
+    from rich.console import Console
+
+    from cpd.perfmodel import Profile
+    from engine.profile.report import show_splits
+    from engine.profile.splits import split_table
+
+    table = split_table(
+        Profile.load(settings.profile),
+        prompt=settings.prompt,
+        decodes=settings.decodes,
+        context=settings.context,
+        itl_ms=settings.itl_ms,
+        prepared=settings.prepared,
+    )
+    show_splits(table, Console())
+
+
+app.callback(invoke_without_command=True)(command(ProfileSettings, _profile))
+app.command("budget")(command(BudgetSettings, _budget))
+app.command("split")(command(SplitSettings, _split))
+
+
+@app.command()
+def show(
+    profile: Annotated[Path, typer.Argument(help="What `cpd profile` wrote.")] = Path("profile.json"),
+) -> None:
+    """Show a profile: where it comes from, how exact it is, and what it predicts."""
+    from rich.console import Console
+
+    from cpd.perfmodel import Profile
+    from engine.profile.report import show_profile
+
+    with clean_exit():
+        show_profile(Profile.load(profile), Console())
+
+
+def _checkpoint(settings: ModelSettings) -> Path:
+    from deploy.model import resolve_model
+    from models import tiny
+
+    return resolve_model(settings.model or str(tiny.CHECKPOINT))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar for each thing that is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        tasks = {}
+
+        def on_progress(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=1.0)
+            progress.update(tasks[what], completed=share)
+
+        yield on_progress
+
+
+def _write_page(title: str, subtitle: str, plots: "Sequence[Plot]", path: Path | None) -> None:
+    if path is None:
+        return
+    from bench.report.page import Chart, Page
+
+    page = Page(title, subtitle)
+    page.add(*(Chart(plot.title, plot.traces, plot.layout, plot.note) for plot in plots))
+    page.write(path)
