@@ -76,7 +76,17 @@ class ModelSettings(Settings):
 class EngineSettings(ModelSettings):
     """What the engine of a worker needs to know."""
 
-    token_budget: int = Field(512, ge=16, description="Most tokens that one engine step computes.")
+    token_budget: int = Field(512, ge=16, description="Most tokens that one batch on the whole device computes.")
+    colocate: Literal["auto", "mixed", "lanes"] = Field(
+        "auto",
+        description="Where prompts go while there are decodes: into their batch (mixed), onto a lane beside them "
+        "(lanes), or whichever is predicted to be better (auto).",
+    )
+    itl_ms: float = Field(50.0, ge=0, description="Gap between a stream's tokens, in ms, that auto takes for short.")
+    profile: Path | None = Field(
+        None,
+        description="What `cpd profile` wrote for this model and device; without it a few steps are timed at start.",
+    )
     max_queue_tokens: int = Field(
         262_144, ge=1, description="Most prompt tokens that wait in a worker's queue before it refuses more."
     )

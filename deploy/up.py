@@ -25,6 +25,7 @@ from rich.console import Console
 from cpd.config import ClusterSettings
 from cpd.errors import ConfigError, CPDError
 from cpd.membership import Member, members
+from cpd.perfmodel import Profile
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
 from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
@@ -94,11 +95,14 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     directory = resolve_model(settings.model)
     with console.status(f"Checking {directory}"):
         check_model(directory, settings)
+    if settings.profile:
+        Profile.load(settings.profile)
     is_id = not Path(settings.model).expanduser().is_dir()
     return settings.model_copy(
         update={
             "port": port,
             "model": settings.model if is_id and settings.ray_address else str(directory),
+            "profile": settings.profile and settings.profile.resolve(),
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
             "cluster_token": settings.cluster_token if settings.cluster_token else SecretStr(secrets.token_urlsafe(32)),
         }

@@ -16,7 +16,8 @@ def run(settings: WorkerSettings) -> None:
     from prefill_worker.service import PrefillService
     from worker import process
 
-    process.run(settings, "prefill", PrefillService)
+    # It has no decodes, so nothing to decide.
+    process.run(settings.model_copy(update={"colocate": "mixed"}), "prefill", PrefillService)
 
 
 if __name__ == "__main__":

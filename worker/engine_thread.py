@@ -8,7 +8,8 @@ Who runs what:
     runs the hook and the polls after every pass      command results, then the hook's deliveries, then the Update
 
 A *pass* is: run the queued commands, step once if there is work. The results of its commands are handed over before
-its step, everything else after it: at most two `call_soon_threadsafe` a pass, however many requests there are.
+its step, everything else after it: at most two `call_soon_threadsafe` a pass, however many requests there are. Without
+commands and work the thread sleeps until there are some; the prefill lane's end wakes it, too.
 
 An exception in a step, a hook or a posted command means that the engine can't be trusted any more: it is logged,
 `on_failure` is told, and every later call raises EngineDiedError. An exception in a `call` or a `poll` is its caller's.
@@ -84,8 +85,9 @@ class EngineThread:
         self._started: asyncio.Future[Engine] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._wakeup = threading.Condition()
-        # Shared with the event loop, which appends under _wakeup.
+        # Shared with the event loop and the prefill lane, which change them under _wakeup.
         self._commands: deque[_Command] = deque()
+        self._lane_done = False
         self._closing = False
         self._dead = False
         # The engine thread's own.
@@ -220,6 +222,7 @@ class EngineThread:
             self._send(lambda: _fail(self._started, failure))
             self._end()
             return
+        engine.on_lane_done(self._wake)
         self._send(lambda: _resolve(self._started, engine))
         try:
             while self._wait_for_work(engine):
@@ -235,12 +238,20 @@ class EngineThread:
         """Returns when there is something to do (True) or the thread is to end (False)."""
         while not engine.has_work:
             with self._wakeup:
-                if not self._commands and not self._closing:
+                if not (self._commands or self._lane_done or self._closing):
                     self._wakeup.wait(None if self._settled else IDLE_CHECK_S)
                 if self._commands or self._closing:
                     break
-            self._settle(engine)
+                done, self._lane_done = self._lane_done, False
+            if not done:
+                self._settle(engine)
         return not self._closing
+
+    def _wake(self) -> None:
+        """The prefill lane is done (on whatever thread)."""
+        with self._wakeup:
+            self._lane_done = True
+            self._wakeup.notify()
 
     def _settle(self, engine: Engine) -> None:
         if not self._settled:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from cpd.config import WorkerSettings
 from cpd.errors import ConfigError
+from cpd.perfmodel import PerfModel, Profile
 from engine.colocation import Colocation
 from engine.cpu_lanes import own_cores, use_threads
 from engine.engine import Engine
+from engine.profile.rough import time_a_few_steps
 from engine.runner import TorchRunner
 from kvtransfer.base import PoolMemory
 from worker.convert import Limits
@@ -55,7 +57,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     engine = Engine(
         runner,
         max_model_len=runner.config.max_model_len,
-        colocation=Colocation(settings.token_budget),
+        colocation=_colocation(settings, runner),
         max_num_seqs=settings.max_num_seqs,
         max_queue_tokens=settings.max_queue_tokens,
     )
@@ -66,6 +68,20 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         fingerprint=runner.fingerprint,
         dtype=runner.dtype,
     )
+
+
+def _colocation(settings: WorkerSettings, runner: TorchRunner) -> Colocation:
+    """The rule that the settings ask for, as far as the device can be split."""
+    if settings.colocate == "mixed":
+        return Colocation(settings.token_budget)
+    if not runner.splits:
+        if settings.colocate == "lanes":
+            log.warning("this device can't be split: prompts and decodes share batches (--colocate mixed)")
+        return Colocation(settings.token_budget)
+    profile = (
+        Profile.load(settings.profile) if settings.profile else time_a_few_steps(runner, runner.config.max_model_len)
+    )
+    return Colocation(settings.token_budget, settings.colocate, runner.splits, PerfModel(profile), settings.itl_ms)
 
 
 def _log_progress() -> Callable[[str, float], None]:

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -133,10 +134,10 @@ class Team {
   uint32_t stage_ = 0;
 };
 
-// The sleeping helpers of one thread that calls kernels. They end on their own when it does.
+// Sleeping helpers of one thread that calls kernels. They end on their own when it does.
 class Helpers {
  public:
-  explicit Helpers(int count) : count(count) {
+  explicit Helpers(int count) {
     // Signals are for the threads of the program.
     sigset_t all, before;
     sigfillset(&all);
@@ -155,8 +156,6 @@ class Helpers {
     const std::lock_guard lock(desk_->mutex);
     desk_->job.reset();
   }
-
-  const int count;
 
  private:
   // Where the leader leaves a job for its helpers.
@@ -196,10 +195,10 @@ class Helpers {
   std::shared_ptr<Desk> desk_ = std::make_shared<Desk>();
 };
 
+// One team for each number of helpers: a thread goes back and forth between a few (all cores, a lane's share of them).
 inline Helpers& helpers_of_this_thread(int count) {
-  thread_local std::unique_ptr<Helpers> helpers;
-  if (!helpers || helpers->count != count) helpers = std::make_unique<Helpers>(count);
-  return *helpers;
+  thread_local std::map<int, Helpers> teams;
+  return teams.try_emplace(count, count).first->second;
 }
 
 // Threads that a call uses here: torch's count, or one for work not worth waking others.

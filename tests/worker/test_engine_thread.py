@@ -260,3 +260,22 @@ def _not_yet(engine: Engine) -> str | None:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+async def test_the_end_of_a_prefill_aside_wakes_a_sleeping_engine() -> None:
+    engine, runner = make_engine(colocate="lanes")
+
+    def begin(engine: Engine) -> None:
+        for i in range(2):
+            engine.add(make_request(f"d{i}", prompt(8, i), max_tokens=5))
+        engine.step()
+        engine.add(make_request("long", prompt(60, 3), max_tokens=2))
+
+    async with bridge(engine) as b:
+        await b.thread.call(begin)
+        await eventually(lambda: sum(output.finish is not None for output in b.outputs) == 2)
+        await eventually(lambda: b.updates[-1].output is None)  # it has nothing to do and sleeps
+        assert b.tokens("long") == []
+        await asyncio.to_thread(runner.prefill_lane.finish)
+        await eventually(lambda: len(b.tokens("long")) == 2)
+    assert b.failures == []
