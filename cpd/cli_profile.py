@@ -1,11 +1,11 @@
 """`cpd profile …`: measuring a device, and what follows from it."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from cpd.config import ModelSettings
@@ -20,16 +20,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 def _profile(settings: ProfileSettings) -> None:
     """Measure how long this device takes for the steps of a model, and write the profile that predicts them."""
-    if click.get_current_context().invoked_subcommand:
-        return
     from rich.console import Console
 
     from engine.profile.plots import profile_plots
     from engine.profile.report import show_profile
     from engine.profile.run import run_profile
 
+    checkpoint = _checkpoint(settings)
     with _progress() as on_progress:
-        profile, samples = run_profile(settings, _checkpoint(settings), on_progress)
+        profile, samples = run_profile(settings, checkpoint, on_progress)
     profile.save(settings.output)
     show_profile(profile, Console())
     _write_page("Profile", f"{profile.model} on {profile.device}", profile_plots(profile, samples), settings.html_file)
@@ -43,8 +42,9 @@ def _budget(settings: BudgetSettings) -> None:
     from engine.profile.report import show_budget
     from engine.profile.run import run_budget
 
+    checkpoint = _checkpoint(settings)
     with _progress() as on_progress:
-        sweep = run_budget(settings, _checkpoint(settings), on_progress)
+        sweep = run_budget(settings, checkpoint, on_progress)
     show_budget(sweep, Console())
     _write_page("Token budget", f"{sweep.prompt} tokens beside decodes", [budget_plot(sweep)], settings.html_file)
 
@@ -68,7 +68,21 @@ def _split(settings: SplitSettings) -> None:
     show_splits(table, Console())
 
 
-app.callback(invoke_without_command=True)(command(ProfileSettings, _profile))
+def _unless_subcommand(measure: Callable[..., None]) -> Callable[..., None]:
+    """`cpd profile` itself measures; `cpd profile show` only shows."""
+
+    def callback(context: typer.Context, **flags: Any) -> None:
+        if context.invoked_subcommand is None:
+            measure(**flags)
+
+    own = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [own, *inspect.signature(measure).parameters.values()]
+    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    callback.__doc__ = measure.__doc__
+    return callback
+
+
+app.callback(invoke_without_command=True)(_unless_subcommand(command(ProfileSettings, _profile)))
 app.command("budget")(command(BudgetSettings, _budget))
 app.command("split")(command(SplitSettings, _split))
 
