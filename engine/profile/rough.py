@@ -4,7 +4,7 @@ from itertools import accumulate
 
 from cpd.perfmodel import Profile, ShareProfile, StepCost
 from engine.batch import Runner
-from engine.profile.steps import Step, StepTimer
+from engine.profile.steps import Step, StepBatches, StepTimer
 
 _RUNS = 3
 _LONG_MS = 200.0
@@ -20,7 +20,7 @@ def time_a_few_steps(runner: Runner, max_len: int) -> Profile:
         runner: Nothing else uses it or its pages meanwhile.
         max_len: Tokens of the longest sequence.
     """
-    timer = StepTimer(runner)
+    timer = StepTimer(runner.full, StepBatches(runner))
     timer(Step.decode(1, 1))  # the first step of all does things that later ones need not
 
     def cost(steps: dict[int, Step]) -> StepCost:
