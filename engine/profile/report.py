@@ -8,6 +8,9 @@ from cpd.perfmodel import PerfModel, Profile, Work
 from engine.profile.budget import BudgetSweep
 from engine.profile.splits import SplitTable
 
+DOUBTFUL = 0.25
+"""A quiet device is predicted better than this, with one exception in twenty."""
+
 SHOWN = (
     *((f"decode, {seqs} x 1,024 tokens", Work.decode(seqs, seqs * 1024)) for seqs in (1, 8, 32, 128)),
     *((f"prefill, {tokens:,} tokens", Work.prefill(tokens)) for tokens in (128, 512, 2048)),
@@ -26,6 +29,8 @@ def show_profile(profile: Profile, console: Console) -> None:
             f"{profile.error.median:.1%}, 95th percentile {profile.error.p95:.1%}",
             highlight=False,
         )
+    if profile.error and profile.error.p95 > DOUBTFUL:
+        console.print("That is a lot: measure again when nothing else runs on the device.", style="yellow")
     if profile.source == "roofline":
         console.print("Computed, not measured: no evidence for this device.", style="yellow")
     model = PerfModel(profile)

@@ -37,13 +37,17 @@ def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progres
         The profile, and what it was fitted to.
 
     Raises:
-        CheckpointError, ConfigError: The model can't be run here.
+        CheckpointError: The model can't be run here.
+        ConfigError: Nor can it with these settings, or they leave too little to measure.
     """
     runner = _load(settings, model_dir, on_progress)
     seconds = QUICK_S if settings.quick else THOROUGH_S
     samples = measure_samples(runner, _limits(settings, runner), seconds, on_progress)
-    model = f"{model_dir.name}, {runner.dtype}"
-    return fit_profile(samples, model=model, **describe_device(runner.pool.device)), samples
+    about = {"model": f"{model_dir.name}, {runner.dtype}", **describe_device(runner.pool.device)}
+    try:
+        return fit_profile(samples, **about), samples
+    except ValueError as error:
+        raise ConfigError(f"{error}; raise --max-num-seqs, --max-model-len or --kv-memory") from None
 
 
 def run_budget(settings: BudgetSettings, model_dir: Path, on_progress: Progress) -> BudgetSweep:

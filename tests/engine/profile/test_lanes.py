@@ -1,6 +1,6 @@
 """What is measured of the lanes, on ones whose times are known and on real ones."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -108,16 +108,8 @@ def test_the_slowdown_by_company_comes_out() -> None:
     assert profile.error.p95 < 0.05
 
 
-@pytest.fixture
-def two_cores() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_cores")
 def test_real_lanes_are_measured(checkpoint: MakeCheckpoint) -> None:
+    torch.set_num_threads(2)
     runner = TorchRunner(checkpoint("qwen3"), dtype="auto", device="cpu", kv_bytes=8 << 20, max_model_len=0)
     limits = Limits(16, runner.config.max_model_len, runner.num_pages)
     samples: list[Sample] = measure_samples(runner, limits, 1.0, lambda *_: None)

@@ -17,8 +17,8 @@ from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits
 from engine.profile.plots import Plot, budget_plot, profile_plots, split_plot
 from engine.profile.report import show_budget, show_profile, show_splits
-from engine.profile.run import describe_device, run_budget
-from engine.profile.settings import BudgetSettings
+from engine.profile.run import describe_device, run_budget, run_profile
+from engine.profile.settings import BudgetSettings, ProfileSettings
 from engine.profile.splits import split_table
 from engine.profile.steps import Step
 from engine.runner import TorchRunner
@@ -73,6 +73,9 @@ def test_a_profile_is_shown_with_its_error(profiled: tuple[Profile, list[Sample]
     assert "no evidence" not in text
     assert "no evidence" in text_of(show_profile, profile.model_copy(update={"source": "roofline"}))
     check(profile_plots(profile, samples))
+    for p95, warned in ((0.2, False), (0.3, True)):
+        error = profile.error.model_copy(update={"p95": p95})
+        assert ("measure again" in text_of(show_profile, profile.model_copy(update={"error": error}))) == warned
 
 
 def test_shares_are_shown_side_by_side(profiled: tuple[Profile, list[Sample]]) -> None:
@@ -104,3 +107,9 @@ def test_a_sweep_that_does_not_fit_is_refused(checkpoint: MakeCheckpoint) -> Non
     settings = BudgetSettings.load({"kv_memory": "1MiB", "decodes": 90})
     with pytest.raises(ConfigError, match="raise --kv-memory"):
         run_budget(settings, Path(checkpoint("qwen3")), lambda what, fraction: None)
+
+
+def test_settings_that_leave_too_little_to_measure_are_refused(checkpoint: MakeCheckpoint) -> None:
+    settings = ProfileSettings.load({"max_num_seqs": 1, "max_model_len": 64, "kv_memory": "1MiB"})
+    with pytest.raises(ConfigError, match=r"too few decode steps .* raise --max-num-seqs"):
+        run_profile(settings, Path(checkpoint("qwen3")), lambda what, fraction: None)
