@@ -49,6 +49,22 @@ def status(
 
 
 @app.command()
+def trace(
+    cluster: ClusterName = "default",
+    worker: Annotated[str, typer.Option("--worker", help="Only this one; otherwise all workers.")] = "",
+    seconds: Annotated[float, typer.Option("--seconds", min=0, help="Of the last seconds; 0: all that is kept.")] = 0.0,
+    chrome: Annotated[
+        bool, typer.Option("--chrome", help="A file for ui.perfetto.dev or chrome://tracing instead of JSON lines.")
+    ] = False,
+) -> None:
+    """Write what the last engine steps of the running cluster consisted of."""
+    from deploy.trace import trace as write_trace
+
+    with clean_exit():
+        write_trace(cluster, worker, seconds, chrome)
+
+
+@app.command()
 def down(cluster: ClusterName = "default") -> None:
     """Stop the running cluster."""
     from deploy.remote import down as stop

@@ -25,7 +25,7 @@ def down(cluster: str) -> None:
     Raises:
         CPDError: There is none of that name, or it does not end.
     """
-    state = _running(cluster)
+    state = running_cluster(cluster)
     deadline = time.monotonic() + _DOWN_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.pid, signal.SIGTERM)
@@ -42,7 +42,7 @@ def status(cluster: str, as_json: bool) -> None:
     Raises:
         CPDError: There is none of that name, or its router does not answer.
     """
-    state = _running(cluster)
+    state = running_cluster(cluster)
     answer = read_cluster(state.url, state.api_key)
     if as_json:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
@@ -54,7 +54,12 @@ def status(cluster: str, as_json: bool) -> None:
         console.print(f"Redis is away: {answer['redis']['error']}", markup=False)
 
 
-def _running(cluster: str) -> ClusterState:
+def running_cluster(cluster: str) -> ClusterState:
+    """The cluster of that name on this machine.
+
+    Raises:
+        CPDError: There is none.
+    """
     state = ClusterDir(cluster).read()
     if state is None:
         raise CPDError(f"no cluster '{cluster}' is running on this machine; start one with `cpd up`")

@@ -32,6 +32,7 @@ class ClusterState:
         url: Of its HTTP endpoint, as this machine reaches it.
         api_key: One that `cpd status` may use; empty where none is needed.
         ray_dir: Ray's temporary directory; empty where it runs elsewhere.
+        cluster_token: What internal calls carry.
     """
 
     cluster: str
@@ -39,6 +40,7 @@ class ClusterState:
     url: str
     api_key: str
     ray_dir: str
+    cluster_token: str
 
 
 class ClusterDir:

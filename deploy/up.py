@@ -66,6 +66,7 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             url=url_of(settings.host, settings.port),
             api_key=next(iter(settings.api_key), ""),
             ray_dir="" if settings.ray_address else make_ray_dir(),
+            cluster_token=settings.cluster_token.get_secret_value(),
         )
         if state.ray_dir:
             stack.callback(clear_ray_dir, state.ray_dir)

@@ -17,53 +17,72 @@ its pages waits for that end.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cpd.blocks import blocks_for
-from engine.batch import Ran, Split
+from engine.batch import Batch, Ran, Split
 from engine.plan import Plan, build_batch
 from engine.pool import BlockPool
 from engine.sequence import SeqTable
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A chunk on the prefill lane.
+
+    Attributes:
+        split: Whose prefill lane computes it.
+        pages: That the lane uses.
+    """
+
+    split: Split
+    plan: Plan
+    batch: Batch
+    pages: list[int]
+
+
 class Aside:
-    """The chunk on the prefill lane, if there is one."""
+    """The prefill lane, and what is on it."""
 
     def __init__(self, pool: BlockPool, table: SeqTable) -> None:
         self._pool = pool
         self._table = table
-        self._pages: list[int] = []
-        self.split: Split | None = None
-        self.plan = Plan()
+        self._launched: Launched | None = None
 
-    def launch(self, split: Split, plan: Plan, on_done: Callable[[], None]) -> None:
-        """Starts the prefill lane of `split`; decodes go to the other one until `collect`."""
-        self._pages = [
-            page
-            for chunk in plan.chunks
-            for page in self._table.pages_of(chunk.seq)[: blocks_for(chunk.start + chunk.count)]
-        ]
-        self._pool.hold(self._pages)
-        for chunk in plan.chunks:
-            chunk.seq.aside = True
-        self.split, self.plan = split, plan
-        split.prefill.launch(build_batch(plan, self._table), on_done)
+    @property
+    def split(self) -> Split | None:
+        """The split in use, whose other lane is for the decodes; None while there is nothing aside."""
+        return self._launched.split if self._launched else None
 
     @property
     def done(self) -> bool:
         """Whether there is something to collect."""
-        return self.split is not None and self.split.prefill.done()
+        return self._launched is not None and self._launched.split.prefill.done()
 
-    def collect(self) -> tuple[Plan, Ran]:
-        """Waits for the lane. Returns what it computed; raises what went wrong in it."""
-        assert self.split is not None, "nothing was launched"
-        ran = self.split.prefill.collect()
-        plan, self.plan, self.split = self.plan, Plan(), None
+    def launch(self, split: Split, plan: Plan, on_done: Callable[[], None]) -> None:
+        """Starts the prefill lane of `split`. There must be nothing aside."""
+        pages = [
+            page
+            for chunk in plan.chunks
+            for page in self._table.pages_of(chunk.seq)[: blocks_for(chunk.start + chunk.count)]
+        ]
+        self._pool.hold(pages)
         for chunk in plan.chunks:
+            chunk.seq.aside = True
+        self._launched = Launched(split, plan, build_batch(plan, self._table), pages)
+        split.prefill.launch(self._launched.batch, on_done)
+
+    def collect(self) -> tuple[Launched, Ran]:
+        """Waits for the lane. Returns what it computed; raises what went wrong in it, and then keeps its pages."""
+        launched = self._launched
+        assert launched is not None, "nothing was launched"
+        ran = launched.split.prefill.collect()
+        self._launched = None
+        for chunk in launched.plan.chunks:
             chunk.seq.aside = False
-        self._pool.release(self._pages)
-        self._pages = []
-        return plan, ran
+        self._pool.release(launched.pages)
+        return launched, ran
 
     def held_pages(self) -> list[int]:
         """The pages that the lane uses."""
-        return self._pages
+        return self._launched.pages if self._launched else []

@@ -18,13 +18,14 @@ from cpd.blocks import BLOCK_SIZE, blocks_for
 from cpd.errors import QueueFullError
 from cpd.perfmodel import Work
 from engine.aside import Aside
-from engine.batch import Runner
+from engine.batch import Batch, Lane, Ran, Runner
 from engine.colocation import Colocation
 from engine.plan import Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
 from engine.reservations import Reservations
 from engine.scheduler import Scheduler
+from engine.trace import LaneName, StepTrace
 from engine.types import CacheEvent, EngineStats, Output, Request, Reservation, StepOutput
 
 QUEUE_RETRY_S = 1.0
@@ -43,6 +44,7 @@ class Engine:
 
     Attributes:
         max_model_len: Tokens of the longest sequence that can be served.
+        trace: Of the last steps.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         self._on_aside_done: Callable[[], None] = lambda: None
         self._reservations = Reservations(self._scheduler)
         self._requests = LiveRequests(self._scheduler, self.max_model_len)
+        self.trace = StepTrace()
         self._pins: Counter[int] = Counter()
         self._stalled = False
 
@@ -116,9 +119,13 @@ class Engine:
         if self._scheduler.wants_prefill:
             self._prefill(plan)
         if plan:
-            lane = self._aside.split.decode if self._aside.split else self._runner.full
-            lane.launch(build_batch(plan, self._scheduler.table))
-            self._requests.process(plan, lane.collect().sampled, output)
+            split = self._aside.split
+            lane = split.decode if split else self._runner.full
+            batch = build_batch(plan, self._scheduler.table)
+            lane.launch(batch)
+            ran = lane.collect()
+            self._requests.process(plan, ran.sampled, output)
+            self._record("decode" if split else "full", lane, batch, ran)
         elif self._aside.split is None:
             self._without_plan(output)
         else:
@@ -127,7 +134,8 @@ class Engine:
         if self._aside.done:
             self._stalled = False
             aside, ran = self._aside.collect()
-            self._requests.process(aside, ran.sampled, output)
+            self._requests.process(aside.plan, ran.sampled, output)
+            self._record("prefill", aside.split.prefill, aside.batch, ran)
         return output
 
     def uncached_tokens(self, request: Request) -> int:
@@ -215,11 +223,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands."""
-        seqs, running = self._requests.seqs(), len(self._scheduler.running)
         return EngineStats(
-            running=running,
-            waiting=len(seqs) - running,
-            waiting_tokens=sum(max(0, seq.request.prompt_len - seq.num_computed) for seq in seqs),
+            running=len(self._scheduler.running),
+            waiting=self._scheduler.num_waiting,
+            waiting_tokens=sum(max(0, seq.request.prompt_len - seq.num_computed) for seq in self._requests.seqs()),
             pages=self._pool.counts(),
             preemptions=self._scheduler.preemptions,
             prefill_tokens=self._requests.prefill_tokens,
@@ -261,6 +268,10 @@ class Engine:
         if aside:
             assert split is not None
             self._aside.launch(split, aside, self._on_aside_done)
+
+    def _record(self, name: LaneName, lane: Lane, batch: Batch, ran: Ran) -> None:
+        waiting, tokens = self._scheduler.num_waiting, self._scheduler.queued_tokens
+        self.trace.add(name, lane.share, batch, ran, waiting, tokens)
 
     def _without_plan(self, output: StepOutput) -> None:
         """Nothing can be computed. Waits if somebody may give pages back, else fails the first in line."""

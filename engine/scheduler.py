@@ -114,6 +114,11 @@ class Scheduler:
         return self.running[0] if self.running else self.line.first()
 
     @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run."""
+        return len(self.pending.waiting()) + len(self.line)
+
+    @property
     def rows_left(self) -> bool:
         """Whether another sequence may run."""
         return self.table.free_rows > self.reserved_rows

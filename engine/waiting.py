@@ -17,6 +17,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Seq]:
         return iter(self._queue)
 
+    def __len__(self) -> int:
+        return len(self._queue)
+
     def push(self, seq: Seq) -> None:
         """Adds a sequence."""
         self._queue[seq] = None
@@ -63,6 +66,9 @@ class Line:
     def __iter__(self) -> Iterator[Seq]:
         yield from self.returning
         yield from self.queue
+
+    def __len__(self) -> int:
+        return len(self.returning) + len(self.queue)
 
     def first(self) -> Seq | None:
         """Who comes next."""

@@ -43,6 +43,7 @@ from worker.loading import Loaded, load_engine
 from worker.node import EXIT_RESTART, Lifecycle, Node
 from worker.service import MakeService, Service
 from worker.sessions import SessionServer
+from worker.trace import read_trace
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class Worker:
             interceptors=[TokenInterceptor(self._settings.cluster_token.get_secret_value())], options=SERVER_OPTIONS
         )
         rpc.add_WorkerServicer_to_server(_WorkerServicer(self._sessions, self._service), self._server)
-        rpc.add_AdminServicer_to_server(_AdminServicer(self.lifecycle), self._server)
+        rpc.add_AdminServicer_to_server(_AdminServicer(self.lifecycle, self._engine), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         endpoint = f"{self._settings.host}:{self._settings.port}"
@@ -262,14 +263,20 @@ class _WorkerServicer(rpc.WorkerServicer):
 
 
 class _AdminServicer(rpc.AdminServicer):
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, engine: EngineThread) -> None:
         self._lifecycle = lifecycle
+        self._engine = engine
 
     async def Drain(  # noqa: N802
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DrainReply:
         self._lifecycle.drain("asked to")
         return pb.DrainReply()
+
+    async def Trace(  # noqa: N802
+        self, request: pb.TraceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.TraceReply:
+        return await read_trace(self._engine, request.seconds)
 
 
 def advertised_host(settings: WorkerSettings) -> str:

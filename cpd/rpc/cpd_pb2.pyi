@@ -78,6 +78,25 @@ FINISH_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context's end"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Lane:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LaneEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lane.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LANE_UNSPECIFIED: _Lane.ValueType  # 0
+    LANE_FULL: _Lane.ValueType  # 1
+    LANE_PREFILL: _Lane.ValueType  # 2
+    LANE_DECODE: _Lane.ValueType  # 3
+
+class Lane(_Lane, metaclass=_LaneEnumTypeWrapper): ...
+
+LANE_UNSPECIFIED: Lane.ValueType  # 0
+LANE_FULL: Lane.ValueType  # 1
+LANE_PREFILL: Lane.ValueType  # 2
+LANE_DECODE: Lane.ValueType  # 3
+Global___Lane: _TypeAlias = Lane  # noqa: Y015
+
 @_typing.final
 class RouterMessage(_message.Message):
     """---- Session, router to worker ----"""
@@ -1101,3 +1120,105 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class TraceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """steps that began that long ago at most; 0: all that are kept"""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceRequest: _TypeAlias = TraceRequest  # noqa: Y015
+
+@_typing.final
+class TraceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedStep]:
+        """in the order in which they ended"""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___TracedStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceReply: _TypeAlias = TraceReply  # noqa: Y015
+
+@_typing.final
+class TracedStep(_message.Message):
+    """One batch on one lane of the device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
+    MS_FIELD_NUMBER: _builtins.int
+    DECODES_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
+    PREFILLS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_CONTEXT_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    lane: Global___Lane.ValueType
+    share: _builtins.float
+    """of the device"""
+    start_s: _builtins.float
+    """Unix time"""
+    ms: _builtins.float
+    decodes: _builtins.int
+    """sequences that computed one token"""
+    decode_context: _builtins.int
+    """tokens that these attended to"""
+    prefills: _builtins.int
+    """sequences that computed more"""
+    prefill_tokens: _builtins.int
+    """what these computed"""
+    prefill_context: _builtins.int
+    """tokens that their last ones attended to"""
+    waiting: _builtins.int
+    """sequences that were not running when the step was over"""
+    waiting_tokens: _builtins.int
+    """tokens of those that had never run"""
+    def __init__(
+        self,
+        *,
+        lane: Global___Lane.ValueType = ...,
+        share: _builtins.float = ...,
+        start_s: _builtins.float = ...,
+        ms: _builtins.float = ...,
+        decodes: _builtins.int = ...,
+        decode_context: _builtins.int = ...,
+        prefills: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        prefill_context: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        waiting_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_context", b"decode_context", "decodes", b"decodes", "lane", b"lane", "ms", b"ms", "prefill_context", b"prefill_context", "prefill_tokens", b"prefill_tokens", "prefills", b"prefills", "share", b"share", "start_s", b"start_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedStep: _TypeAlias = TracedStep  # noqa: Y015

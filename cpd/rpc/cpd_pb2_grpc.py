@@ -160,6 +160,11 @@ class AdminStub:
                 request_serializer=cpd_dot_rpc_dot_cpd__pb2.DrainRequest.SerializeToString,
                 response_deserializer=cpd_dot_rpc_dot_cpd__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/cpd.v1.Admin/Trace',
+                request_serializer=cpd_dot_rpc_dot_cpd__pb2.TraceRequest.SerializeToString,
+                response_deserializer=cpd_dot_rpc_dot_cpd__pb2.TraceReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -172,6 +177,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """What the engine's last steps consisted of: some 16,000 of them are kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +191,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=cpd_dot_rpc_dot_cpd__pb2.DrainRequest.FromString,
                     response_serializer=cpd_dot_rpc_dot_cpd__pb2.DrainReply.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=cpd_dot_rpc_dot_cpd__pb2.TraceRequest.FromString,
+                    response_serializer=cpd_dot_rpc_dot_cpd__pb2.TraceReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -208,6 +225,33 @@ class Admin:
             '/cpd.v1.Admin/Drain',
             cpd_dot_rpc_dot_cpd__pb2.DrainRequest.SerializeToString,
             cpd_dot_rpc_dot_cpd__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cpd.v1.Admin/Trace',
+            cpd_dot_rpc_dot_cpd__pb2.TraceRequest.SerializeToString,
+            cpd_dot_rpc_dot_cpd__pb2.TraceReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -92,12 +92,16 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]
     """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
+    Trace: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]
+    """What the engine's last steps consisted of: some 16,000 of them are kept."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]  # type: ignore[assignment]
     """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
+    Trace: _aio.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]  # type: ignore[assignment]
+    """What the engine's last steps consisted of: some 16,000 of them are kept."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -107,5 +111,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.DrainReply, _abc.Awaitable[_cpd_pb2.DrainReply]]:
         """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
+
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request: _cpd_pb2.TraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cpd_pb2.TraceReply, _abc.Awaitable[_cpd_pb2.TraceReply]]:
+        """What the engine's last steps consisted of: some 16,000 of them are kept."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -117,6 +117,15 @@ def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
         code, output = command.run("status")
         assert code == 0
         assert all(name in output for name in ("combined-0", "prefill-0", "ready")), output
+        code, output = command.run("trace")
+        assert code == 0, output
+        steps = [json.loads(line) for line in output.splitlines()]
+        assert {step["worker"] for step in steps if step["prefill_tokens"]} == {"combined-0", "prefill-0"}
+        assert {step["worker"] for step in steps if step["decodes"]} == {"combined-0"}
+        code, output = command.run("trace", "--chrome", "--worker", "combined-0", "--seconds", "600")
+        assert (code, bool(json.loads(output)["traceEvents"])) == (0, True)
+        code, output = command.run("trace", "--worker", "nobody")
+        assert (code, "there are: combined-0, prefill-0" in output) == (1, True)
 
         for victim in ("worker", "supervisor"):
             before = combined_worker(command)

@@ -5,6 +5,7 @@ says that it is; the next token depends on the numbers of the whole context. So 
 border, or a page that was reused too early, shows as a wrong token.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -123,7 +124,7 @@ class FakeLane:
         assert step is not None, "no step was launched"
         assert self._done, "it would wait"
         self._done = False
-        return Ran(step.sampled, 0.0, 1.0)
+        return Ran(step.sampled, time.perf_counter(), 1.0)
 
 
 class FakeRunner:

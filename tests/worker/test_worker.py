@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -131,6 +132,23 @@ async def test_administration_needs_the_token(redis_url: str) -> None:
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         await admin.Drain(pb.DrainRequest(), metadata=token_metadata("secret"), timeout=20)
         assert await asyncio.wait_for(w.task, 20) == 0
+
+
+async def test_the_trace_tells_what_each_step_consisted_of(redis_url: str) -> None:
+    async with (
+        running("combined", redis_url, network=LocalNetwork()) as w,
+        grpc.aio.insecure_channel(w.address) as channel,
+        Client(w.address) as c,
+    ):
+        admin: Any = rpc.AdminStub(channel)
+        assert not (await admin.Trace(pb.TraceRequest(), timeout=20)).steps
+        before_s = time.time()
+        await c.done(await c.submit(make_request("a", prompt(70), max_tokens=3), 1))
+        trace = await admin.Trace(pb.TraceRequest(seconds=600), timeout=20)
+        counts = [(step.prefill_tokens, step.decodes, step.decode_context) for step in trace.steps]
+        assert counts == [(64, 0, 0), (6, 0, 0), (0, 1, 71), (0, 1, 72)]
+        assert all(step.lane == pb.LANE_FULL and step.share == 1 for step in trace.steps)
+        assert all(before_s - 1 < step.start_s < time.time() + 1 for step in trace.steps)
 
 
 async def test_the_exit_code_of_a_drain_stays_when_it_is_cut_short(redis_url: str) -> None:

@@ -1,0 +1,33 @@
+from tests.engine.fakes import drain, make_engine, make_request, prompt
+
+
+def test_every_step_is_recorded_with_what_it_consisted_of() -> None:
+    engine, _ = make_engine(token_budget=32, max_num_seqs=2)
+    engine.add(make_request("a", prompt(40), max_tokens=3))
+    engine.add(make_request("b", prompt(20, 1), max_tokens=1))
+    engine.add(make_request("c", prompt(10, 2), max_tokens=1))
+    drain(engine)
+    steps = [
+        (step.decodes, step.decode_context, step.prefills, step.prefill_tokens, step.prefill_context, step.waiting)
+        for step in engine.trace.records()
+    ]
+    assert steps == [
+        (0, 0, 1, 32, 32, 2),
+        (0, 0, 2, 8 + 20, 40 + 20, 1),
+        (1, 41, 1, 10, 10, 0),
+        (1, 42, 0, 0, 0, 0),
+    ]
+    assert {(step.lane, step.share) for step in engine.trace.records()} == {("full", 1.0)}
+
+
+def test_lanes_are_told_apart() -> None:
+    engine, runner = make_engine(colocate="lanes")
+    for i in range(2):
+        engine.add(make_request(f"d{i}", prompt(8, i + 5), max_tokens=30))
+    engine.step()
+    engine.add(make_request("long", prompt(60, 1), max_tokens=1))
+    engine.step()
+    runner.prefill_lane.finish()
+    engine.step()
+    steps = [(step.lane, step.share, step.decodes, step.prefill_tokens) for step in engine.trace.records()]
+    assert steps == [("full", 1.0, 0, 16), ("decode", 0.5, 2, 0), ("decode", 0.5, 2, 0), ("prefill", 0.5, 0, 60)]
