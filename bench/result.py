@@ -145,6 +145,8 @@ class Client(BaseModel):
         limited: It was too slow for them to be the server's.
         reasons: Why.
         warnings: What a reader has to know of figures that are good otherwise.
+        processes, cpu_share, loop_lag_ms_p50, loop_lag_ms_p99, machine_share, machine_idle: see
+            `bench.load.plan.Health`.
     """
 
     limited: bool
@@ -154,6 +156,8 @@ class Client(BaseModel):
     cpu_share: float
     loop_lag_ms_p50: float
     loop_lag_ms_p99: float
+    machine_share: float
+    machine_idle: float
     selftest: Accuracy | None
 
 

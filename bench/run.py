@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 
@@ -24,14 +25,14 @@ from bench.result import Accuracy, Client, Result, Summary
 from bench.selftest import selftest
 from bench.settings import RunSettings, TargetSettings
 from bench.slo import Slo
-from bench.verdict import doubts, why_limited
+from bench.verdict import doubts, inaccurate, why_limited
 from bench.workloads.make import make_workload
 
 EXIT_NOTHING_COMPLETED = 1
 EXIT_CLIENT_LIMITED = 3
 EXIT_INTERRUPTED = 130
 
-_UNKNOWN_STREAMS = 64  # of an open loop, for the self-test
+UNKNOWN_STREAMS = 64  # of an open loop
 
 
 def run(settings: RunSettings) -> int:
@@ -39,8 +40,7 @@ def run(settings: RunSettings) -> int:
     check_writable(settings)
     messages = Console(stderr=True)
     slo = Slo.parse(settings.slo) if settings.slo else None
-    prepared = prepare(settings)
-    accuracy = check_client(settings, messages)
+    prepared, accuracy = begin(settings, _streams(settings), _processes(settings), messages)
     with LiveProgress(messages) as progress:
         result = measure(settings, prepared, slo, accuracy, progress)
     if settings.json_file:
@@ -78,7 +78,7 @@ def measure(
         label=f"{prepared.target.model} {settings.workload} {load_name(settings)}",
         command=command_line(sys.argv),
         started_at=started_at,
-        versions={"cpd": version("cpd"), "python": platform.python_version(), "system": platform.platform()},
+        versions=versions(),
         settings=settings.model_dump(mode="json"),
         seed=prepared.seed,
         interrupted=report.interrupted,
@@ -88,23 +88,33 @@ def measure(
             limited=bool(reasons),
             reasons=reasons,
             warnings=[*prepared.warnings, *doubts(summary, report.health), *_hopeless(summary, settings.slo)],
-            processes=report.health.processes,
-            cpu_share=report.health.cpu_share,
-            loop_lag_ms_p50=report.health.loop_lag_ms_p50,
-            loop_lag_ms_p99=report.health.loop_lag_ms_p99,
             selftest=accuracy,
+            **asdict(report.health),
         ),
         summary=summary,
         requests=requests,
     )
 
 
-def check_client(settings: RunSettings, messages: Console) -> Accuracy | None:
-    """The self-test before a run, at the run's number of streams."""
+def begin(
+    settings: TargetSettings, streams: int, processes: int, messages: Console
+) -> tuple[Prepared, Accuracy | None]:
+    """What comes before any measurement: a trial of the server, then one of the client itself."""
+    prepared = prepare(settings)
+    for warning in prepared.warnings:
+        messages.print(f"warning: {warning}", style="yellow", markup=False)
     if not settings.selftest:
-        return None
+        return prepared, None
     with messages.status("Measuring the client itself"):
-        return selftest(settings.concurrency or settings.users or _UNKNOWN_STREAMS, _processes(settings))
+        accuracy = selftest(streams, processes)
+    for reason in inaccurate(accuracy):
+        messages.print(f"warning: there will be no figures: {reason}", style="red", markup=False)
+    return prepared, accuracy
+
+
+def versions() -> dict[str, str]:
+    """Of what measured."""
+    return {"cpd": version("cpd"), "python": platform.python_version(), "system": platform.platform()}
 
 
 def exit_code(result: Result) -> int:
@@ -153,5 +163,9 @@ def _hopeless(summary: Summary, slo: str) -> list[str]:
     return [f"not one request kept the target {slo}; TTFT p50 is {milliseconds(summary.ttft_ms.p50)}, see above"]
 
 
+def _streams(settings: RunSettings) -> int:
+    return settings.concurrency or settings.users or UNKNOWN_STREAMS
+
+
 def _processes(settings: RunSettings) -> int:
-    return settings.processes or enough_processes(settings.concurrency or settings.users or 1)
+    return settings.processes or enough_processes(_streams(settings))

@@ -1,11 +1,9 @@
 """`cpd bench interference`: a study of one server, from the settings to the exit code."""
 
 import asyncio
-import platform
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from statistics import median
 
 import uvloop
@@ -18,12 +16,19 @@ from bench.interference.settings import InterferenceSettings
 from bench.interference.study import Study, StudyError
 from bench.interference.table import show
 from bench.interference.verdicts import is_blurred, shape, verdicts
-from bench.prepare import Prepared, prepare
+from bench.prepare import Prepared
 from bench.result import Accuracy
 from bench.result import Client as ClientPart
-from bench.run import EXIT_CLIENT_LIMITED, EXIT_INTERRUPTED, EXIT_NOTHING_COMPLETED, check_writable, command_line
-from bench.selftest import selftest
-from bench.verdict import inaccurate, slow_client
+from bench.run import (
+    EXIT_CLIENT_LIMITED,
+    EXIT_INTERRUPTED,
+    EXIT_NOTHING_COMPLETED,
+    begin,
+    check_writable,
+    command_line,
+    versions,
+)
+from bench.verdict import slow_client
 
 
 def interference(settings: InterferenceSettings) -> int:
@@ -36,15 +41,7 @@ def interference(settings: InterferenceSettings) -> int:
     settings.grid()  # a malformed one is refused before anything is sent
     check_writable(settings)
     messages = Console(stderr=True)
-    prepared = prepare(settings)
-    for warning in prepared.warnings:
-        messages.print(f"warning: {warning}", style="yellow", markup=False)
-    accuracy = None
-    if settings.selftest:
-        with messages.status("Measuring the client itself"):
-            accuracy = selftest(settings.decodes, processes=1)
-        for reason in inaccurate(accuracy):
-            messages.print(f"warning: there will be no figures: {reason}", style="red", markup=False)
+    prepared, accuracy = begin(settings, settings.decodes, 1, messages)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(settings, prepared, accuracy, messages))
     if settings.json_file:
@@ -76,7 +73,7 @@ async def measure(
         label=f"{prepared.target.model}, {settings.decodes} decode streams",
         command=command_line(sys.argv),
         started_at=started_at,
-        versions={"cpd": version("cpd"), "python": platform.python_version(), "system": platform.platform()},
+        versions=versions(),
         settings=settings.model_dump(mode="json"),
         seed=prepared.seed,
         interrupted=interrupted,

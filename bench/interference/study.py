@@ -11,6 +11,7 @@ Every burst has decode streams of its own, so that their contexts are as long in
 """
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -70,12 +71,19 @@ class Study:
         self._idle_s = 0.0
         self._lags_s: list[float] = []
         self._cpu_share = 0.0
+        self._machine_idle = 1.0
 
     @property
     def health(self) -> Health:
         """How the client fared while decode streams ran, in the worst burst and over all."""
-        lags_s = self._lags_s
-        return Health(1, self._cpu_share, percentile_ms(lags_s, 50), percentile_ms(lags_s, 99))
+        return Health(
+            processes=1,
+            cpu_share=self._cpu_share,
+            loop_lag_ms_p50=percentile_ms(self._lags_s, 50),
+            loop_lag_ms_p99=percentile_ms(self._lags_s, 99),
+            machine_share=self._cpu_share / (os.cpu_count() or 1),
+            machine_idle=self._machine_idle,
+        )
 
     async def run(self, done: Callable[[Cell], None]) -> None:
         """Measures everything; `done` gets each kind of burst when it is complete.
@@ -117,6 +125,7 @@ class Study:
                 over_s = time.perf_counter()
             self._lags_s += pulse.lags_s
             self._cpu_share = max(self._cpu_share, pulse.cpu_share)
+            self._machine_idle = min(self._machine_idle, pulse.machine_idle)
         return Burst(
             before=before,
             during=_window(decodes, burst_s, end_s),

@@ -44,8 +44,8 @@ class Health:
     cpu_share: float
     loop_lag_ms_p50: float
     loop_lag_ms_p99: float
-    machine_share: float = 0.0
-    machine_idle: float = 1.0
+    machine_share: float
+    machine_idle: float
 
 
 @dataclass(frozen=True, slots=True)

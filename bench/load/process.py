@@ -49,6 +49,7 @@ class Done:
 
     lags_s: list[float]
     cpu_share: float
+    machine_idle: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ async def _run(plan: Plan, process: int, counter: "Synchronized[int]", orders: C
         loop.remove_reader(orders.fileno())
         if not sending.cancelled():
             sending.result()
-        reports.send(Done(list(pulse.lags_s), pulse.cpu_share))
+        reports.send(Done(list(pulse.lags_s), pulse.cpu_share, pulse.machine_idle))
     await client.close()
 
 

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import psutil
 
 from bench.load.clock import Clock
 
@@ -19,6 +20,7 @@ class Pulse:
         self._lags = array("d")
         self._cpu_s = time.process_time()
         self._began_s = time.perf_counter()
+        psutil.cpu_percent()  # the next call tells of the time since this one
         self._due_s = self._began_s
         self._next()
 
@@ -31,6 +33,11 @@ class Pulse:
     def cpu_share(self) -> float:
         """CPU time of this process since the pulse began, over wall time."""
         return (time.process_time() - self._cpu_s) / (time.perf_counter() - self._began_s)
+
+    @property
+    def machine_idle(self) -> float:
+        """Share of the time since the pulse began (or this was last asked) in which a core had nothing to do."""
+        return 1 - psutil.cpu_percent() / 100
 
     def _next(self) -> None:
         self._due_s = max(self._due_s + INTERVAL_S, time.perf_counter())

@@ -11,8 +11,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
-import psutil
-
 from bench.errors import BenchError
 from bench.load.plan import Health, LoadReport, Plan
 from bench.load.process import Done, Failed, Progress, Ready, main
@@ -74,7 +72,6 @@ def run_load(plan: Plan, watch: Watch, enough: Callable[[], bool] = lambda: Fals
 
 def _run(children: Sequence["_Child"], watch: Watch, enough: Callable[[], bool]) -> LoadReport:
     records: list[Record] = []
-    psutil.cpu_percent()  # the next call tells what happened since this one
     with _interrupt() as interrupted:
         start_s = time.perf_counter() + START_DELAY_S
         for child in children:
@@ -100,7 +97,7 @@ def _run(children: Sequence["_Child"], watch: Watch, enough: Callable[[], bool])
         loop_lag_ms_p50=max(percentile_ms(report.lags_s, 50) for report in reports),
         loop_lag_ms_p99=max(percentile_ms(report.lags_s, 99) for report in reports),
         machine_share=sum(report.cpu_share for report in reports) / (os.cpu_count() or 1),
-        machine_idle=1 - psutil.cpu_percent() / 100,
+        machine_idle=min(report.machine_idle for report in reports),
     )
     return LoadReport(records, start_s, health, bool(interrupted))
 

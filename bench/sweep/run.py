@@ -8,14 +8,16 @@ from typing import Literal
 from rich.console import Console
 
 from bench.load.overload import Overload
-from bench.prepare import Prepared, prepare
+from bench.load.run import enough_processes
+from bench.prepare import Prepared
 from bench.report.progress import LiveProgress
 from bench.result import Accuracy, Result
 from bench.run import (
     EXIT_CLIENT_LIMITED,
     EXIT_INTERRUPTED,
     EXIT_NOTHING_COMPLETED,
-    check_client,
+    UNKNOWN_STREAMS,
+    begin,
     check_writable,
     command_line,
     measure,
@@ -39,10 +41,8 @@ def sweep(settings: SweepSettings) -> int:
     if settings.duration is None and settings.num_requests is None:
         settings = settings.model_copy(update={"duration": _DURATION_S})
     messages = Console(stderr=True)
-    prepared = prepare(settings)
-    for warning in prepared.warnings:
-        messages.print(f"warning: {warning}", style="yellow", markup=False)
-    accuracy = check_client(settings, messages)
+    streams = max((int(load.value) for load in loads if load.way == "concurrency"), default=UNKNOWN_STREAMS)
+    prepared, accuracy = begin(settings, streams, settings.processes or enough_processes(streams), messages)
     with LiveProgress(messages) as progress:
         driver = _Driver(settings, prepared, slo, accuracy, progress, messages)
         search = MaxRate(settings.rate or 1.0, settings.precision) if settings.find_max_rate else None

@@ -1,8 +1,8 @@
 """What is asked of the server: a workload is a numbered row of sessions, a session a row of turns."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,23 @@ class Session:
     opening: Sequence[Message] = ()
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """Makes sessions. The same settings and seed give byte-identical ones, in any process and order."""
 
     @property
     def size(self) -> int | None:
         """How many sessions there are; None is no limit."""
-        ...
+        return None
 
     @property
     def times_s(self) -> Sequence[float] | None:
         """When each session is due, in seconds from the start, ascending, where the workload says so (a trace)."""
-        ...
+        return None
 
+    @abstractmethod
     def session(self, index: int) -> Session:
         """The session with this number, 0 <= index < size."""
-        ...
 
     def priming(self) -> Sequence[Session]:
         """Sessions to run, unmeasured, before the first one: they bring the server's cache to its intended state."""
-        ...
+        return ()

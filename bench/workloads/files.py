@@ -10,7 +10,7 @@ Every session begins with the same few words that only this run has, so that a w
 help, while sessions share among themselves what they share in the file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from bench.errors import BenchError
 from bench.tokens import Texts
-from bench.workloads.base import Message, Session, Turn
+from bench.workloads.base import Message, Session, Turn, Workload
 from bench.workloads.lengths import Distribution
 from bench.workloads.randomness import Stream, generator
 from bench.workloads.reading import lines, parse, read, validate
@@ -70,7 +70,7 @@ class _Talk:
     turns: tuple[_Spoken, ...]
 
 
-class PromptFile:
+class PromptFile(Workload):
     """The sessions of a file, in its order.
 
     Args:
@@ -94,10 +94,6 @@ class PromptFile:
     def size(self) -> int:
         return len(self._talks)
 
-    @property
-    def times_s(self) -> None:
-        return None
-
     def session(self, index: int) -> Session:
         talk = self._talks[index]
         rng = generator(self._seed, Stream.SESSION, index)
@@ -112,9 +108,6 @@ class PromptFile:
             first, *others = talk.opening
             return Session(index, turns, (replace(first, content=self._salted(first.content)), *others))
         return Session(index, [replace(turns[0], text=self._salted(turns[0].text)), *turns[1:]])
-
-    def priming(self) -> Sequence[Session]:
-        return ()
 
     def _salted(self, text: str) -> str:
         return f"{self._salt}\n\n{text}"

@@ -1,16 +1,15 @@
 """Conversations: every turn's prompt is all that was said before, the server's answers included, and a new text."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.tokens import Texts
-from bench.workloads.base import Session, Turn
+from bench.workloads.base import Session, Turn, Workload
 from bench.workloads.lengths import Distribution
 from bench.workloads.randomness import Stream, generator
 
 
 @dataclass(frozen=True, slots=True)
-class MultiTurn:
+class MultiTurn(Workload):
     """Sessions without end, of several turns each.
 
     Args:
@@ -28,14 +27,6 @@ class MultiTurn:
     output_len: Distribution
     think_s: Distribution
 
-    @property
-    def size(self) -> None:
-        return None
-
-    @property
-    def times_s(self) -> None:
-        return None
-
     def session(self, index: int) -> Session:
         rng = generator(self.seed, Stream.SESSION, index)
         input_len = self.input_len.tokens(rng)
@@ -48,6 +39,3 @@ class MultiTurn:
             text = self.texts.more(rng, new_len)
             turns.append(Turn(text, input_len, self.output_len.tokens(rng), self.think_s.draw(rng)))
         return Session(index, turns)
-
-    def priming(self) -> Sequence[Session]:
-        return ()

@@ -1,16 +1,15 @@
 """Independent prompts of random words."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.tokens import Texts
-from bench.workloads.base import Session, Turn
+from bench.workloads.base import Session, Turn, Workload
 from bench.workloads.lengths import Distribution
 from bench.workloads.randomness import Stream, generator
 
 
 @dataclass(frozen=True, slots=True)
-class RandomPrompts:
+class RandomPrompts(Workload):
     """Sessions without end, of one turn each, that have nothing in common."""
 
     texts: Texts
@@ -18,19 +17,8 @@ class RandomPrompts:
     input_len: Distribution
     output_len: Distribution
 
-    @property
-    def size(self) -> None:
-        return None
-
-    @property
-    def times_s(self) -> None:
-        return None
-
     def session(self, index: int) -> Session:
         rng = generator(self.seed, Stream.SESSION, index)
         input_len = self.input_len.tokens(rng)
         text = self.texts.text(rng, input_len - self.texts.overhead)
         return Session(index, (Turn(text, input_len, self.output_len.tokens(rng)),))
-
-    def priming(self) -> Sequence[Session]:
-        return ()

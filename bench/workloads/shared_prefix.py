@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.tokens import Texts
-from bench.workloads.base import Session, Turn
+from bench.workloads.base import Session, Turn, Workload
 from bench.workloads.lengths import Distribution
 from bench.workloads.randomness import Stream, generator
 
@@ -18,7 +18,7 @@ _AFTER_TEXT = 5
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class SharedPrefix(Workload):
     """Sessions without end, of one turn each: a group's beginning, then a text of its own."""
 
     texts: Texts
@@ -27,14 +27,6 @@ class SharedPrefix:
     output_len: Distribution
     groups: int
     hit_rate: float
-
-    @property
-    def size(self) -> None:
-        return None
-
-    @property
-    def times_s(self) -> None:
-        return None
 
     def session(self, index: int) -> Session:
         rng = generator(self.seed, Stream.SESSION, index)

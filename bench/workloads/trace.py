@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from bench.errors import BenchError
 from bench.tokens import Texts
-from bench.workloads.base import Session, Turn
+from bench.workloads.base import Session, Turn, Workload
 from bench.workloads.randomness import Stream, generator
 from bench.workloads.reading import lines, read, validate
 
@@ -29,7 +29,7 @@ class _Line(BaseModel):
     hash_ids: list[Annotated[int, Field(ge=0)]] = []
 
 
-class Trace:
+class Trace(Workload):
     """The requests of a trace in the order of their times, each a session of one turn.
 
     Args:
@@ -62,9 +62,6 @@ class Trace:
         request = self._requests[index]
         turn = Turn(self._text(index, request), request.input_length, request.output_length)
         return Session(index, (turn,))
-
-    def priming(self) -> Sequence[Session]:
-        return ()
 
     def _text(self, index: int, request: _Line) -> str:
         """Blocks of text by their numbers; what they don't reach to is the session's own."""

@@ -8,7 +8,9 @@ from bench.record import Record
 from bench.result import Accuracy, Summary
 from bench.verdict import doubts, why_limited
 
-HEALTHY = Health(processes=1, cpu_share=0.4, loop_lag_ms_p50=0.05, loop_lag_ms_p99=0.4)
+HEALTHY = Health(
+    processes=1, cpu_share=0.4, loop_lag_ms_p50=0.05, loop_lag_ms_p99=0.4, machine_share=0.2, machine_idle=0.5
+)
 ACCURATE = Accuracy(streams=16, chunks_per_s=3000, ttft_error=0.01, itl_error=0.0, delay_ms_p50=0.05, delay_ms_p99=0.5)
 
 
@@ -32,8 +34,8 @@ def test_a_healthy_client_has_no_reasons() -> None:
 @pytest.mark.parametrize(
     ("health", "accuracy", "run", "reason"),
     [
-        (Health(1, 0.97, 0.05, 0.4), ACCURATE, summary(), "97%"),
-        (Health(1, 0.4, 2.1, 9.0), ACCURATE, summary(), "median ITL"),
+        (replace(HEALTHY, cpu_share=0.97), ACCURATE, summary(), "97%"),
+        (replace(HEALTHY, loop_lag_ms_p50=2.1, loop_lag_ms_p99=9.0), ACCURATE, summary(), "median ITL"),
         (replace(HEALTHY, machine_share=0.2, machine_idle=0.01), ACCURATE, summary(), "no core"),
         (HEALTHY, ACCURATE.model_copy(update={"itl_error": 0.2}), summary(), "20%"),
         (HEALTHY, ACCURATE.model_copy(update={"ttft_error": 0.07}), summary(), "7%"),
@@ -52,7 +54,7 @@ def test_a_light_client_on_a_full_machine_is_no_reason() -> None:
 
 
 def test_a_late_loop_makes_the_tail_doubtful_without_a_refusal() -> None:
-    late = Health(processes=1, cpu_share=0.4, loop_lag_ms_p50=0.1, loop_lag_ms_p99=6.0)
+    late = replace(HEALTHY, loop_lag_ms_p50=0.1, loop_lag_ms_p99=6.0)
     assert why_limited(summary(), late, ACCURATE) == []
     assert len(doubts(summary(), late)) == 1
     assert doubts(summary(), HEALTHY) == []

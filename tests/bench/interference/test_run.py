@@ -91,7 +91,7 @@ def shown(*, limited: bool) -> str:
     cells = grid(lambda tokens: min(tokens, 2048) * 0.1)
     client = Client(
         limited=limited, reasons=["it was too slow"] if limited else [], processes=1, cpu_share=0.5,
-        loop_lag_ms_p50=0.1, loop_lag_ms_p99=1.0, selftest=None,
+        loop_lag_ms_p50=0.1, loop_lag_ms_p99=1.0, machine_share=0.2, machine_idle=0.3, selftest=None,
     )  # fmt: skip
     result = InterferenceResult(
         label="M", command=["cpd"], started_at="", versions={}, settings={}, seed=1, interrupted=False, error="",

@@ -73,6 +73,8 @@ def synthetic_result(
             cpu_share=0.98 if limited else 0.31,
             loop_lag_ms_p50=0.1,
             loop_lag_ms_p99=41.0 if limited else 0.4,
+            machine_share=0.2,
+            machine_idle=0.3,
             selftest=Accuracy(
                 streams=64, chunks_per_s=12_800, ttft_error=0.004, itl_error=0.002, delay_ms_p50=0.1, delay_ms_p99=0.5
             ),

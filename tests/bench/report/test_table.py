@@ -33,6 +33,8 @@ def result(
             cpu_share=0.31,
             loop_lag_ms_p50=0.1,
             loop_lag_ms_p99=0.4,
+            machine_share=0.2,
+            machine_idle=0.3,
             selftest=None,
         ),
         "summary": summary,
