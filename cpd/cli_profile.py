@@ -1,6 +1,7 @@
 """`cpd profile …`: measuring a device, and what follows from it."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,12 @@ def _profile(settings: ProfileSettings) -> None:
     """Measure how long this device takes for the steps of a model, and write the profile that predicts them."""
     from rich.console import Console
 
+    checkpoint = _checkpoint(settings)
+
     from engine.profile.plots import profile_plots
     from engine.profile.report import show_profile
     from engine.profile.run import run_profile
 
-    checkpoint = _checkpoint(settings)
     with _progress() as on_progress:
         profile, samples = run_profile(settings, checkpoint, on_progress)
     profile.save(settings.output)
@@ -38,11 +40,12 @@ def _budget(settings: BudgetSettings) -> None:
     """Sweep the token budget of a step: how fast a prompt is prefilled, and how long decodes wait meanwhile."""
     from rich.console import Console
 
+    checkpoint = _checkpoint(settings)
+
     from engine.profile.plots import budget_plot
     from engine.profile.report import show_budget
     from engine.profile.run import run_budget
 
-    checkpoint = _checkpoint(settings)
     with _progress() as on_progress:
         sweep = run_budget(settings, checkpoint, on_progress)
     show_budget(sweep, Console())
@@ -102,6 +105,8 @@ def show(
 
 
 def _checkpoint(settings: ModelSettings) -> Path:
+    """The model to measure. Comes before torch is imported, which reads the variable when it loads."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers run
     from deploy.model import resolve_model
     from models import tiny
 
