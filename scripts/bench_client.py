@@ -68,9 +68,10 @@ def main() -> None:
     """Prints a row for each number of streams."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,64,512,1000", help="numbers of streams, with commas between")
+    reasons: list[str] = []
     table = Table(title=f"TTFT {TTFT_MS:g} ms, ITL {ITL_MS:g} ms: medians")
-    for name in ("streams", "TTFT", "error", "mock's own", "ITL", "error", "mock's own", "chunks/s", "CPU", "verdict"):
-        table.add_column(name, justify="left" if name == "verdict" else "right")
+    for name in ("streams", "TTFT", "error", "mock's own", "ITL", "error", "mock's own", "chunks/s", "CPU", ""):
+        table.add_column(name, justify="right" if name else "left")
     for streams in (int(part) for part in parser.parse_args().streams.split(",")):
         result, truth = run(streams)
         summary, client = result.summary, result.client
@@ -81,9 +82,10 @@ def main() -> None:
             *(milliseconds(itl_ms), percent(itl_ms and itl_ms / ITL_MS - 1), milliseconds(truth.itl_ms)),
             f"{(summary.itl_ms.count + summary.ttft_ms.count) / summary.duration_s:,.0f}",
             percent(client.cpu_share),
-            "limited: " + "; ".join(client.reasons) if client.limited else "reported",
+            "limited" if client.limited else "reported",
         )
-    Console().print(table)
+        reasons += [f"{streams:,} streams: {reason}" for reason in client.reasons]
+    Console().print(table, *reasons, sep="\n", highlight=False)
 
 
 if __name__ == "__main__":

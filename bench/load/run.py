@@ -17,7 +17,7 @@ from bench.load.process import Done, Failed, Progress, Ready, main
 from bench.load.pulse import percentile_ms
 from bench.record import Record
 
-STREAMS_A_PROCESS = 512  # at 200 chunks a second each, about what one core reads and stamps
+STREAMS_A_PROCESS = 256  # at 200 chunks a second each, half of what one core can read and stamp
 START_DELAY_S = 0.05
 WATCH_INTERVAL_S = 0.25
 
