@@ -1,6 +1,6 @@
 """The live requests: the sequences of each, and what newly chosen tokens make of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -9,7 +9,7 @@ from cpd.blocks import BLOCK_SIZE, blocks_for
 from engine.batch import Sampled
 from engine.plan import Plan
 from engine.scheduler import Scheduler
-from engine.sequence import Seq, State
+from engine.sequence import Seq
 from engine.types import Computed, Finish, Output, Request, StepOutput
 
 
@@ -86,11 +86,11 @@ class LiveRequests:
         tokens = iter(sampled)
         for chunk in plan.chunks:
             seq = chunk.seq
-            chosen: list[tuple[int, Sampled]] = []
-            if chunk.samples:
-                chosen = [pair for pair in zip(chunk.choices, tokens, strict=False) if pair[0] in seq.choices]
-            if seq.state is State.FINISHED:  # aborted while the lane computed it
-                continue
+            chosen: Iterable[tuple[int, Sampled]] = zip(chunk.choices, tokens, strict=False) if chunk.samples else ()
+            if seq.choices is not chunk.choices:  # some were ended while the lane computed them
+                chosen = [pair for pair in chosen if pair[0] in seq.choices]
+                if not seq.choices:
+                    continue
             self._scheduler.advance(chunk)
             if seq.reported and chunk.count == 1:
                 self.decode_tokens += 1
@@ -99,7 +99,7 @@ class LiveRequests:
             if seq.request.prefill_only:
                 pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
                 step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
-            if chosen:
+            if chunk.samples:
                 step.outputs += self._continue(seq, chosen)
 
     def branch(self, seq: Seq, token_ids: Mapping[int, Sequence[int]]) -> None:
@@ -139,7 +139,7 @@ class LiveRequests:
         self._scheduler.pool.release(self._shown)
         self._shown = []
 
-    def _continue(self, seq: Seq, chosen: Sequence[tuple[int, Sampled]]) -> list[Output]:
+    def _continue(self, seq: Seq, chosen: Iterable[tuple[int, Sampled]]) -> list[Output]:
         """Appends the next token of each choice of a sequence, or ends it."""
         request, outputs = seq.request, []
         cached = None if seq.reported else seq.cached_tokens

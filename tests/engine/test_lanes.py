@@ -167,6 +167,23 @@ def test_a_prompt_that_is_cached_whole_waits_for_no_lane() -> None:
     assert "again" in {output.request_id for output in engine.step().outputs}
 
 
+def test_what_is_aside_is_not_computed_in_a_step_as_well() -> None:
+    engine, runner = make_engine(colocate="lanes")
+    known = make_request("known", prompt(64, 3), max_tokens=1)
+    engine.add(known)
+    drain(engine)
+    served = decoding(engine)
+    requests = [make_request(f"again {i}", prompt(64, 3), seed=i) for i in range(2)]
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):  # one token is left of each; the first goes along, the second aside
+        served.take(engine.step())
+    assert runner.prefill_lane.running
+    assert set(served.token_ids) == {("d0", 0), ("d1", 0), ("again 0", 0)}
+    finish(engine, runner, served)
+    assert_as_expected(served, engine, *requests)
+
+
 def test_pages_of_a_prefill_only_request_can_be_pinned_when_it_was_computed_aside() -> None:
     engine, runner = make_engine(colocate="lanes")
     decoding(engine)
