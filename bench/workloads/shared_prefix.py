@@ -12,9 +12,10 @@ from bench.workloads.base import Session, Turn, Workload
 from bench.workloads.lengths import Distribution
 from bench.workloads.randomness import Stream, generator
 
-# A chat template puts about this many tokens behind the text (the end of the message, whose turn it is);
-# the rest of what it adds stands before it and is as common to all prompts as the prefix.
-_AFTER_TEXT = 5
+# A chat template puts something behind the text (the end of the message, whose turn it is); the rest of what it adds
+# stands before it and is as common to all prompts as the prefix. Five tokens are usual and more than this are rare.
+# Servers keep whole blocks, so a prefix that is a few tokens too long costs nothing; one too short costs a block.
+_AFTER_TEXT = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ def test_a_primed_cache_holds_the_set_share_of_every_prompt(hit_rate: float) -> 
         assert prompt_len(text) == 512
         before_text = OVERHEAD - 5  # what the template puts before it is in the cache as well
         cached = before_text + max(common_tokens(prime, text) for prime in primed)
-        assert cached == round(hit_rate * 512)
+        assert 0 <= cached - round(hit_rate * 512) < 16  # a server that keeps blocks of 16 has the set share
 
 
 def test_prompts_of_a_group_share_its_beginning_and_no_more() -> None:
