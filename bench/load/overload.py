@@ -12,9 +12,14 @@ _FEWEST = 8  # requests in flight, below which growth is chance
 
 
 class Overload:
-    """Told what a run's watch is told; `seen` once requests in flight and latency have kept growing."""
+    """Told what a run's watch is told.
+
+    Attributes:
+        seen: Requests in flight and latency have kept growing. Stays so: once the run is ended, both fall.
+    """
 
     def __init__(self) -> None:
+        self.seen = False
         self._in_flight: list[tuple[float, int]] = []
         self._latency: list[tuple[float, float]] = []
 
@@ -22,13 +27,8 @@ class Overload:
         """See `bench.load.run.Watch`."""
         self._in_flight.append((elapsed_s, in_flight))
         self._latency += [(elapsed_s, record.content_s[0] - record.due_s) for record in finished if record.content_s]
-
-    @property
-    def seen(self) -> bool:
-        """Whether the run so far shows a queue that grows without end."""
-        if not self._in_flight or self._in_flight[-1][0] < _OBSERVE_S or self._in_flight[-1][1] < _FEWEST:
-            return False
-        return _keeps_growing(self._in_flight) and _keeps_growing(self._latency)
+        if elapsed_s >= _OBSERVE_S and in_flight >= _FEWEST:
+            self.seen = self.seen or (_keeps_growing(self._in_flight) and _keeps_growing(self._latency))
 
 
 def _keeps_growing(samples: Sequence[tuple[float, float]]) -> bool:

@@ -31,3 +31,9 @@ def test_growing_requests_at_a_constant_latency_are_a_ramp_and_none() -> None:
 
 def test_a_few_requests_in_flight_are_none() -> None:
     assert not watch(lambda at_s: min(7, at_s), lambda at_s: 0.1 + at_s, 12).seen
+
+
+def test_an_overload_stays_seen_when_the_ended_run_empties() -> None:
+    overload = watch(lambda at_s: 5 + 10 * at_s, lambda at_s: 0.1 + at_s / 2, 12)
+    overload.update([], 0, 12.5)
+    assert overload.seen
