@@ -12,9 +12,8 @@ from rich.console import Console
 
 from bench.arrivals import ClosedLoop, OpenLoop, plan_arrivals
 from bench.errors import BenchError
-from bench.load.overload import Overload
 from bench.load.plan import Plan
-from bench.load.run import Both, enough_processes, run_load
+from bench.load.run import Enough, enough_processes, never, run_load
 from bench.metrics import summarise
 from bench.prepare import Prepared, cluster_snapshot, prepare
 from bench.report.html import write_html
@@ -57,9 +56,9 @@ def measure(
     slo: Slo | None,
     accuracy: Accuracy | None,
     progress: LiveProgress,
-    overload: Overload | None = None,
+    enough: Enough = never,
 ) -> Result:
-    """One run against a server that was prepared for it. Once `overload` is seen, the run ends."""
+    """One run against a server that was prepared for it. `enough` may end it early."""
     workload = make_workload(settings, prepared.texts, prepared.seed)
     arrivals = plan_arrivals(settings, workload.size, workload.times_s, prepared.seed)
     if isinstance(arrivals, ClosedLoop):
@@ -69,8 +68,7 @@ def measure(
     plan = Plan(prepared.target, settings, prepared.texts, prepared.seed, _processes(settings))
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     before = cluster_snapshot(prepared.target)
-    watch = Both(progress, overload) if overload else progress
-    report = run_load(plan, watch, lambda: overload is not None and overload.seen)
+    report = run_load(plan, progress, enough)
     offered_per_s = arrivals.offered_per_s if isinstance(arrivals, OpenLoop) else None
     summary, requests = summarise(report.records, start_s=report.start_s, slo=slo, offered_per_s=offered_per_s)
     reasons = why_limited(summary, report.health, accuracy)

@@ -37,10 +37,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Requests that ended since the last report, and how many run now."""
+    """Requests that ended since the last report, how many run now, and how many of those have no token yet."""
 
     finished: list[Record]
     in_flight: int
+    waiting: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ async def _run(plan: Plan, process: int, counter: "Synchronized[int]", orders: C
         while not over:
             await asyncio.wait([sending], timeout=REPORT_INTERVAL_S)
             over = sending.done()
-            report = Progress(finished.copy(), sender.in_flight)
+            report = Progress(finished.copy(), sender.in_flight, sender.waiting)
             finished.clear()
             await loop.run_in_executor(None, reports.send, report)
         loop.remove_reader(orders.fileno())

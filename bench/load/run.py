@@ -22,24 +22,21 @@ START_DELAY_S = 0.05
 WATCH_INTERVAL_S = 0.25
 
 
+Enough = Callable[[float, int], bool]
+"""Given the seconds since the start and the requests that wait for their first token, whether to end the run."""
+
+
+def never(elapsed_s: float, waiting: int) -> bool:
+    """Runs to its end."""
+    return False
+
+
 class Watch(Protocol):
     """Who is told how a run goes."""
 
     def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
         """`finished` are the requests that ended since the last call."""
         ...
-
-
-class Both:
-    """Tells two watches."""
-
-    def __init__(self, first: Watch, second: Watch) -> None:
-        self._watches = (first, second)
-
-    def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
-        """See `Watch`."""
-        for watch in self._watches:
-            watch.update(finished, in_flight, elapsed_s)
 
 
 def enough_processes(streams: int) -> int:
@@ -53,13 +50,14 @@ class _Child:
     orders: Connection
     reports: Connection
     in_flight: int = 0
+    waiting: int = 0
     done: Done | None = None
 
 
-def run_load(plan: Plan, watch: Watch, enough: Callable[[], bool] = lambda: False) -> LoadReport:
+def run_load(plan: Plan, watch: Watch, enough: Enough = never) -> LoadReport:
     """Sends the plan's load and returns when every request has ended.
 
-    Ctrl-C ends it early, and so does `enough` once it is true: requests that run then are aborted.
+    Ctrl-C ends it early, and so does `enough`: requests that run then are aborted.
 
     Raises:
         BenchError: A client process failed.
@@ -70,7 +68,7 @@ def run_load(plan: Plan, watch: Watch, enough: Callable[[], bool] = lambda: Fals
         return _run(children, watch, enough)
 
 
-def _run(children: Sequence["_Child"], watch: Watch, enough: Callable[[], bool]) -> LoadReport:
+def _run(children: Sequence["_Child"], watch: Watch, enough: Enough) -> LoadReport:
     records: list[Record] = []
     with _interrupt() as interrupted:
         start_s = time.perf_counter() + START_DELAY_S
@@ -83,11 +81,12 @@ def _run(children: Sequence["_Child"], watch: Watch, enough: Callable[[], bool])
             for child in running:
                 if child.reports in ready:
                     finished += _read(child)
-            if (interrupted or enough()) and not told:
+            elapsed_s = time.perf_counter() - start_s
+            if (enough(elapsed_s, sum(child.waiting for child in running)) or interrupted) and not told:
                 told = True
                 for child in running:
                     child.orders.send("stop")
-            watch.update(finished, sum(child.in_flight for child in running), time.perf_counter() - start_s)
+            watch.update(finished, sum(child.in_flight for child in running), elapsed_s)
             records += finished
     records.sort(key=lambda record: record.due_s)
     reports = [child.done for child in children if child.done]
@@ -113,8 +112,8 @@ def _expect_ready(child: _Child) -> None:
 def _read(child: _Child) -> list[Record]:
     """Takes one report; the requests that ended."""
     match _receive(child):
-        case Progress(finished, in_flight):
-            child.in_flight = in_flight
+        case Progress(finished, in_flight, waiting):
+            child.in_flight, child.waiting = in_flight, waiting
             return finished
         case Done() as done:
             child.done = done

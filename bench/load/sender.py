@@ -39,7 +39,17 @@ class Sender:
         self._take = take
         self._finished = finished
         self._end_s = float("inf")
-        self.in_flight = 0
+        self._running: dict[int, Record] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Those of them that have no token yet."""
+        return sum(not record.content_s for record in self._running.values())
 
     async def send(self, arrivals: Arrivals, start_s: float, duration_s: float | None, process: int, of: int) -> None:
         """Sends this process's share (`process` of `of`), beginning at `start_s`; returns when all has ended."""
@@ -89,9 +99,9 @@ class Sender:
             conversation.append(Message("assistant", answer))
 
     async def _ask(self, record: Record, conversation: list[Message]) -> str:
-        self.in_flight += 1
+        self._running[id(record)] = record
         try:
             return await self._client.stream(record, conversation)
         finally:
-            self.in_flight -= 1
+            del self._running[id(record)]
             self._finished(record)

@@ -157,6 +157,8 @@ def _loads(settings: SweepSettings) -> list[_Load]:
         raise ConfigError("a sweep needs one of --rates, --concurrencies and --find-max-rate")
     if settings.concurrency or settings.users or (settings.rate and not settings.find_max_rate):
         raise ConfigError("--concurrency, --rate and --users are for one run: a sweep takes --concurrencies or --rates")
+    if settings.rate_end is not None:
+        raise ConfigError("--rate-end is for one run: each point of a sweep has a constant rate")
     if settings.find_max_rate:
         if not settings.slo:
             raise ConfigError("--find-max-rate needs --slo, such as ttft=2000,itl=50")

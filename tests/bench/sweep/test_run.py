@@ -60,9 +60,22 @@ def test_a_search_ends_below_the_rate_that_the_target_allows(tmp_path: Path) -> 
         (["--concurrencies", "0"], "positive numbers"),
         (["--find-max-rate"], "--slo"),
         (["--rates", "1", "--concurrency", "4"], "for one run"),
+        (["--rates", "1", "--rate-end", "4"], "for one run"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_sent(arguments: list[str], message: str) -> None:
     done = sweep("--url", "http://127.0.0.1:9", *arguments)
     assert done.exit_code == 1
     assert message in done.stderr
+
+
+def test_a_rate_under_which_the_queue_grows_is_ended_early_and_is_too_much(tmp_path: Path) -> None:
+    # 16 words take 160 ms of prefill, during which nobody is sent anything: 40 requests a second are never served.
+    with MockServer(Behaviour(ttft_ms=1, itl_ms=50, prefill_us_per_token=10_000)) as slow:
+        file = tmp_path / "sweep.json"
+        sweep("--url", slow.url, "--rates", "40", "--duration", "60", "--slo", "ttft=60000", "--json", str(file))
+    (point,) = orjson.loads(file.read_bytes())["points"]
+    assert point["overloaded"] is True
+    assert point["kept"] is False
+    assert point["result"]["summary"]["aborted"] > 0
+    assert point["result"]["interrupted"] is False
