@@ -169,6 +169,8 @@ class Submit(_message.Message):
     PREFILL_CANDIDATES_FIELD_NUMBER: _builtins.int
     LONG_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """chosen by the router, unique among its live requests"""
     attempt: _builtins.int
@@ -184,6 +186,10 @@ class Submit(_message.Message):
     """when every candidate failed: prefill locally up to this, else Reroute"""
     trace_id: _builtins.str
     """the client's request id, for logs"""
+    priority: _builtins.int
+    """higher ones first"""
+    deadline_ms: _builtins.int
+    """the first token is wanted within that long of receipt; 0: no hurry"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, then output already emitted (after a replay)"""
@@ -210,10 +216,12 @@ class Submit(_message.Message):
         prefill_candidates: _abc.Iterable[Global___PrefillCandidate] | None = ...,
         long_prefill_tokens: _builtins.int = ...,
         trace_id: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,6 +424,9 @@ class Hello(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
+    COLOCATE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     state: Global___State.ValueType
@@ -430,6 +441,11 @@ class Hello(_message.Message):
     vocab_size: _builtins.int
     dtype: _builtins.str
     transport: _builtins.str
+    profile: _builtins.bytes
+    """JSON (cpd/perfmodel.py) of what the worker predicts its steps with; empty: nothing"""
+    token_budget: _builtins.int
+    colocate: _builtins.str
+    """mixed, lanes or auto"""
     def __init__(
         self,
         *,
@@ -445,10 +461,13 @@ class Hello(_message.Message):
         vocab_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         transport: _builtins.str = ...,
+        profile: _builtins.bytes = ...,
+        token_budget: _builtins.int = ...,
+        colocate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "role", b"role", "state", b"state", "transport", b"transport", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,6 +589,10 @@ class Load(_message.Message):
     DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FILLS_FIELD_NUMBER: _builtins.int
+    DECODES_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
@@ -587,6 +610,14 @@ class Load(_message.Message):
     prefill_tokens: _builtins.int
     decode_tokens: _builtins.int
     cached_tokens: _builtins.int
+    decodes: _builtins.int
+    """sequences whose prompt is computed"""
+    decode_context: _builtins.int
+    """tokens that these attend to"""
+    prefill_ms: _builtins.float
+    """predicted, until all of waiting_tokens are computed; 0 without a profile"""
+    step_ms: _builtins.float
+    """mean of the recent steps with decodes; 0: there were none"""
     @_builtins.property
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by outcome: completed, failed, cancelled, local_fallback, rerouted"""
@@ -608,10 +639,14 @@ class Load(_message.Message):
         decode_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         fills: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        decodes: _builtins.int = ...,
+        decode_context: _builtins.int = ...,
+        prefill_ms: _builtins.float = ...,
+        step_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_tokens", b"decode_tokens", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "reserved_pages", b"reserved_pages", "running", b"running", "state", b"state", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "reserved_pages", b"reserved_pages", "running", b"running", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
