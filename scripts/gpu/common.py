@@ -1,0 +1,439 @@
+"""What the GPU experiments share: the device they ran on, timing, ceilings, and results as JSON and as a table.
+
+An experiment is a module with `main() -> int` that calls `run_experiment`. Its figures are written down one by one, so
+that what was measured before a failure or a time limit is kept.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "cuda-bindings", "nixl-cu13", "ucxx-cu13")
+"""Whose versions a result names."""
+
+
+class Exit(IntEnum):
+    """How an experiment ended, as its exit status."""
+
+    OK = 0
+    FAILED = 1
+    NO_DEVICE = 3
+    MISSING = 4
+
+
+class NoDeviceError(Exception):
+    """There is no CUDA device."""
+
+
+class MissingError(Exception):
+    """A package that the experiment is about is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a result was measured on.
+
+    Attributes:
+        capability: Compute capability, such as 9.0.
+        sms: Streaming multiprocessors.
+        commit: Of this repository, with "+" if files differ from it; "unknown" outside of a checkout.
+    """
+
+    device: str
+    capability: str
+    sms: int
+    memory_gib: float
+    driver: str
+    cuda: str
+    python: str
+    packages: Mapping[str, str]
+    commit: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device reaches at best, measured at the start of each experiment.
+
+    Attributes:
+        copy_gb_s: Device-to-device copy, bytes read plus bytes written.
+        matmul_tflop_s: An 8192³ product in bfloat16 on random data.
+    """
+
+    copy_gb_s: float
+    matmul_tflop_s: float
+
+    def bytes_ms(self, size: float) -> float:
+        """Least time to move that many bytes through device memory, ms."""
+        return size / self.copy_gb_s / 1e6
+
+    def flop_ms(self, flop: float) -> float:
+        """Least time for that many bfloat16 operations on the matrix units, ms."""
+        return flop / self.matmul_tflop_s / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a figure should reach. One of both is given."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self, value: float) -> bool:
+        """Whether a value reaches it."""
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+
+    def __str__(self) -> str:
+        return f"≥ {number(self.at_least)}" if self.at_least is not None else f"≤ {number(self.at_most)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number.
+
+    Attributes:
+        value: In `unit`; None if it could not be measured, then `note` says why.
+        floor: The least value that the ceilings allow, in the same unit.
+        note: What a reader must know beside the number.
+    """
+
+    name: str
+    value: float | None
+    unit: str
+    floor: float | None = None
+    target: Target | None = None
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None without one. What could not be measured does not reach it."""
+        if self.target is None:
+            return None
+        return self.value is not None and self.target.met(self.value)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in a result file."""
+        return {**asdict(self), "met": self.met}
+
+
+@dataclass(slots=True)
+class Report:
+    """The figures of one experiment so far.
+
+    Attributes:
+        name: Of the experiment, and of its file.
+        question: What it is to answer.
+        out: Folder for the result file and others; None: print only.
+    """
+
+    name: str
+    question: str
+    environment: Environment
+    ceilings: Ceilings
+    out: Path | None = None
+    figures: list[Figure] = field(default_factory=list)
+    error: str = ""
+    _started: float = field(default_factory=time.monotonic)
+
+    def add(
+        self,
+        name: str,
+        value: float | None,
+        unit: str,
+        *,
+        floor: float | None = None,
+        target: Target | None = None,
+        note: str = "",
+    ) -> None:
+        """Takes a figure, prints it and writes the file again. See `Figure`."""
+        figure = Figure(name, value, unit, floor, target, note)
+        self.figures.append(figure)
+        print(" | ".join(cell for cell in row(figure) if cell), flush=True)
+        self.write()
+
+    def to_json(self) -> dict[str, Any]:
+        """The result file's content."""
+        return {
+            "schema": 1,
+            "name": self.name,
+            "question": self.question,
+            "environment": asdict(self.environment),
+            "ceilings": asdict(self.ceilings),
+            "seconds": round(time.monotonic() - self._started, 1),
+            "figures": [figure.to_json() for figure in self.figures],
+            "error": self.error,
+        }
+
+    def write(self) -> None:
+        """Writes `out/<name>.json`, whole or not at all."""
+        if self.out is None:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / f"{self.name}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of repeated runs, ms: the median, and between which values the middle 80 % lie."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Timing":
+        """From the duration of each run; at least one."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        deciles = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(statistics.median(samples), deciles[0], deciles[-1])
+
+
+def run_experiment(
+    name: str,
+    question: str,
+    run: Callable[[Report, argparse.Namespace], None],
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parses the command line, runs an experiment and prints its table. Returns the exit status, see `Exit`.
+
+    Args:
+        question: What it is to answer, in one line.
+        run: Measures, and calls `Report.add`.
+        arguments: Adds options beside --out.
+        argv: Of the command; None: the process's.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m scripts.gpu.{name}", description=question)
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for results (default: $OUT)")
+    if arguments is not None:
+        arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        require_cuda()
+        report = Report(name, question, environment(), measure_ceilings(), args.out)
+    except NoDeviceError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return Exit.NO_DEVICE
+    status = Exit.OK
+    try:
+        run(report, args)
+    except MissingError as error:
+        status, report.error = Exit.MISSING, str(error)
+    except Exception as error:  # the figures so far are worth more than the way it ended
+        traceback.print_exc()
+        status, report.error = Exit.FAILED, f"{type(error).__name__}: {error}"
+    report.write()
+    print(f"\n{name} on {report.environment.device}: {question}")
+    print(table(report.figures))
+    if report.error:
+        print(f"{name} ended early: {report.error}", file=sys.stderr)
+    return status
+
+
+def require_cuda() -> torch.device:
+    """The CUDA device.
+
+    Raises:
+        NoDeviceError: torch is built without CUDA, or finds no device.
+    """
+    if torch.version.cuda is None:
+        raise NoDeviceError(
+            f"no CUDA device: torch {torch.__version__} is built without CUDA; run this on a GPU machine"
+        )
+    if not torch.cuda.is_available():
+        raise NoDeviceError(f"no CUDA device: torch {torch.__version__} finds none; run this on a GPU machine")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def require(module: str, package: str) -> Any:
+    """Imports a module that is not everywhere.
+
+    Raises:
+        MissingError: It is not installed, or does not load; says which package has it.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # what a broken native library raises when it is loaded is not only ImportError
+        raise MissingError(
+            f"{module} cannot be imported ({type(error).__name__}: {error}); carry the wheel of {package}, see "
+            "docs/gpu-status.md"
+        ) from error
+
+
+def environment() -> Environment:
+    """The device that is used, and the software on it. Needs a CUDA device."""
+    properties = torch.cuda.get_device_properties(require_cuda())
+    return Environment(
+        device=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        sms=properties.multi_processor_count,
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown",
+        cuda=str(torch.version.cuda),
+        python=platform.python_version(),
+        packages=package_versions(),
+        commit=commit(),
+        date=time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of those of `PACKAGES` that are installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def commit() -> str:
+    """See `Environment.commit`. A copy of the tree without its history is told by $CPD_COMMIT."""
+    if named := os.environ.get("CPD_COMMIT"):
+        return named
+    root = str(Path(__file__).parents[2])
+    head = _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    return head + ("+" if _output("git", "-C", root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def measure_ms(
+    run: Callable[[int], object],
+    *,
+    sets: int = 1,
+    warmup: int = 5,
+    repeats: int = 30,
+    queued: bool = False,
+) -> Timing:
+    """Times a piece of work on the current stream by CUDA events, one pair a run.
+
+    Args:
+        run: Called with the index of the input set to use: with several, whose data together exceed the L2 cache, each
+            run finds its own evicted.
+        queued: The device waits until all runs are launched, so that short kernels are not timed with the gaps between
+            their launches. Leave it off where the cost of launching is part of the question.
+    """
+    for index in range(warmup):
+        run(index % sets)
+    torch.cuda.synchronize()
+    events = [(_event(), _event()) for _ in range(repeats)]
+    if queued:
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # about 10 ms: launching takes less than that
+    for index, (start, end) in enumerate(events):
+        start.record()
+        run(index % sets)
+        end.record()
+    torch.cuda.synchronize()
+    return Timing.of([start.elapsed_time(end) for start, end in events])
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Captures work into a CUDA graph, after three runs on a side stream that settle what is chosen at run time."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def measure_ceilings() -> Ceilings:
+    """Measures `Ceilings`; takes about a second and 9 GB, which are given back."""
+    ceilings = Ceilings(_copy_gb_s(2**32), _matmul_tflop_s(8192))
+    torch.cuda.empty_cache()
+    return ceilings
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _copy_gb_s(size: int) -> float:
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * size / measure_ms(lambda _: target.copy_(source), repeats=20).median / 1e6
+
+
+def _matmul_tflop_s(n: int) -> float:
+    left, right = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(left)
+    return 2 * n**3 / measure_ms(lambda _: torch.mm(left, right, out=product), repeats=20).median / 1e9
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖ in float64; NaN if anything is not a number."""
+    wanted = reference.double()
+    return float(((out.double() - wanted).norm() / wanted.norm()).item())
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, without an exponent where that can be read."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+HEADERS = ("figure", "value", "unit", "floor", "target", "met", "note")
+
+
+def row(figure: Figure) -> tuple[str, ...]:
+    """The cells of a table's row, as in `HEADERS`."""
+    return (
+        figure.name,
+        number(figure.value),
+        figure.unit,
+        "" if figure.floor is None else number(figure.floor),
+        "" if figure.target is None else str(figure.target),
+        {True: "yes", False: "NO", None: ""}[figure.met],
+        figure.note,
+    )
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """The figures as a table of plain text."""
+    return text_table(HEADERS, [row(figure) for figure in figures])
+
+
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the last one is not padded."""
+    lines = [list(headers), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing if it is not there or fails."""
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ran.stdout.strip()
