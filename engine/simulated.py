@@ -1,0 +1,240 @@
+"""A runner without a model: its steps take as long as the performance model says, its tokens follow from the prompt.
+
+Two lanes that run side by side slow each other down for as long as they do: when a step begins or ends on one of them,
+the end of the other's moves accordingly.
+
+Time is a Clock's. In real time a lane's `collect` sleeps until its step ends; in virtual time, which a simulator tells
+each engine, it moves the time there.
+"""
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cpd.perfmodel import PerfModel, Profile, Work
+from engine.batch import Batch, Ran, Sampled, SampleRow, Split
+from engine.split import Device, lane_splits
+from engine.types import TokenLogprobs
+
+PAGE_BYTES = 8
+"""What a page of the pool takes: there is nothing to store in it."""
+
+_DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
+"""About what decode lanes get, as far as the device can be cut like that."""
+
+_MIX = 0x9E3779B1
+"""An odd number near 2^32 / golden ratio: multiples of it spread over 32 bits (Knuth, TAOCP 6.4)."""
+
+
+class Clock(Protocol):
+    """The time of one runner, in seconds."""
+
+    def now(self) -> float:
+        """What time it is."""
+
+    def wait_until(self, time_s: float) -> None:
+        """Returns when that time has come."""
+
+    def call_after(self, left_s: Callable[[], float], callback: Callable[[], None]) -> None:
+        """Has `callback` called, on any thread, when `left_s()`, which may grow meanwhile, has come down to 0."""
+
+
+class RealTime:
+    """Time passes by itself. One `call_after` at a time."""
+
+    def __init__(self) -> None:
+        self._timer = ThreadPoolExecutor(1, thread_name_prefix="simulated-lane")
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait_until(self, time_s: float) -> None:
+        if (left_s := time_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+
+    def call_after(self, left_s: Callable[[], float], callback: Callable[[], None]) -> None:
+        def run() -> None:
+            while (wait_s := left_s()) > 0:
+                time.sleep(wait_s)
+            callback()
+
+        self._timer.submit(run)
+
+
+class VirtualTime:
+    """Time is what it is set to, and jumps ahead where somebody waits.
+
+    Attributes:
+        time_s: What time it is.
+    """
+
+    def __init__(self, time_s: float = 0.0) -> None:
+        self.time_s = time_s
+        self._left_s: Callable[[], float] | None = None
+
+    def now(self) -> float:
+        return self.time_s
+
+    def wait_until(self, time_s: float) -> None:
+        self.time_s = max(self.time_s, time_s)
+
+    def call_after(self, left_s: Callable[[], float], callback: Callable[[], None]) -> None:
+        """`callback` is not called: who sets the time also looks at `alarm_s`."""
+        self._left_s = left_s
+
+    @property
+    def alarm_s(self) -> float | None:
+        """When the last `call_after` is due, as things are; None if there was none, or it is due already."""
+        left_s = self._left_s() if self._left_s else 0.0
+        return self.time_s + left_s if left_s > 0 else None
+
+
+class SimulatedRunner:
+    """See `engine.batch.Runner`.
+
+    Args:
+        model: How long steps take; None: no time at all.
+        vocab_size: Tokens are below it.
+
+    Attributes:
+        pool: Stands for the KV pool where one must be named. [num_pages, PAGE_BYTES]
+        num_pages, full, splits: See `engine.batch.Runner`.
+    """
+
+    def __init__(self, num_pages: int, model: PerfModel | None, clock: Clock, vocab_size: int) -> None:
+        self.num_pages = num_pages
+        self.pool: npt.NDArray[np.uint8] = np.zeros((num_pages, PAGE_BYTES), dtype=np.uint8)
+        device = _Device(model, clock, vocab_size)
+        self.full = SimulatedLane(device, 1.0)
+        self.splits: Sequence[Split] = [
+            Split(SimulatedLane(device, 1 - share), SimulatedLane(device, share))
+            for share in (_decode_shares(model.profile) if model else ())
+        ]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Nothing is in the pages."""
+
+
+class SimulatedLane:
+    """See `engine.batch.Lane`."""
+
+    def __init__(self, device: "_Device", share: float) -> None:
+        self.share = share
+        self._device = device
+        self._step: _Step | None = None
+
+    def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        assert self._step is None, "the last step was not collected"
+        self._step = step = self._device.start(batch, self.share)
+        if on_done is not None:
+            self._device.clock.call_after(lambda: self._device.left_s(step), on_done)
+
+    def done(self) -> bool:
+        return self._step is not None and self._device.left_s(self._step) == 0
+
+    def collect(self) -> Ran:
+        step, self._step = self._step, None
+        assert step is not None, "no step was launched"
+        return self._device.finish(step)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step that runs.
+
+    Attributes:
+        end_s: When it ends, if nothing else begins before.
+    """
+
+    work: Work
+    share: float
+    sampled: list[Sampled]
+    start_s: float
+    end_s: float
+
+
+class _Device:
+    """What all lanes share: who runs now. A timer's thread may ask when a step ends."""
+
+    def __init__(self, model: PerfModel | None, clock: Clock, vocab_size: int) -> None:
+        self.clock = clock
+        self._model = model
+        self._vocab_size = vocab_size
+        self._running: list[_Step] = []
+        self._lock = Lock()
+
+    def start(self, batch: Batch, share: float) -> _Step:
+        """Begins a step now. At most one other may run."""
+        sampled = [self._choose(row) for row in batch.samples]
+        with self._lock:
+            now = self.clock.now()
+            step = _Step(work_of(batch), share, sampled, now, now)
+            if self._model is not None:
+                self._set_ends(self._model, step, now)
+            self._running.append(step)
+        return step
+
+    def left_s(self, step: _Step) -> float:
+        """How long it still runs."""
+        with self._lock:
+            return max(0.0, step.end_s - self.clock.now())
+
+    def finish(self, step: _Step) -> Ran:
+        """Waits for its end."""
+        self.clock.wait_until(step.end_s)
+        self._running.remove(step)
+        return Ran(step.sampled, step.start_s, 1e3 * (step.end_s - step.start_s))
+
+    def _set_ends(self, model: PerfModel, step: _Step, now: float) -> None:
+        alone_s = model.step_ms(step.work, step.share) / 1e3
+        step.end_s = now + alone_s
+        # Both lanes run from now on, until one of them ends. So far the other one's end was that of a step alone: who
+        # ran beside it has ended.
+        for other in self._running:
+            if other.end_s <= now or alone_s == 0:
+                continue
+            together_s = model.step_ms(step.work, step.share, other.work) / 1e3
+            other_alone_s = model.step_ms(other.work, other.share) / 1e3
+            other_together_s = model.step_ms(other.work, other.share, step.work) / 1e3
+            other_left = (other.end_s - now) / other_alone_s
+            side_by_side_s = min(together_s, other_left * other_together_s)
+            step.end_s = now + side_by_side_s + (1 - side_by_side_s / together_s) * alone_s
+            other.end_s = now + side_by_side_s + (other_left - side_by_side_s / other_together_s) * other_alone_s
+
+    def _choose(self, row: SampleRow) -> Sampled:
+        """The next token: the first one follows from the prompt and the choice, later ones from the one before."""
+        if row.position == row.prompt_len:
+            state = zlib.crc32(row.tokens.tobytes(), row.choice)
+        else:
+            state = int(row.tokens[-1]) * _MIX + row.position
+        token_id = (state * _MIX & 0xFFFFFFFF) * self._vocab_size >> 32
+        stop = row.params.stop_token_ids
+        while token_id in stop and len(stop) < self._vocab_size:
+            token_id = (token_id + 1) % self._vocab_size
+        if (top := row.params.top_logprobs) is None:
+            return Sampled(token_id)
+        return Sampled(token_id, TokenLogprobs(0.0, [(token_id, 0.0)][:top]))
+
+
+def work_of(batch: Batch) -> Work:
+    """What a batch computes, as far as its time goes."""
+    context, seqs = int(batch.context_lens.sum()), len(batch.context_lens)
+    if batch.num_decodes == seqs:
+        return Work.decode(seqs, context)
+    counts = np.diff(batch.query_start).astype(np.int64)
+    pairs = counts * (batch.context_lens - counts) + counts * (counts + 1) // 2
+    return Work(len(batch.token_ids), seqs, context, int(pairs.sum()))
+
+
+def _decode_shares(profile: Profile) -> list[float]:
+    splits = lane_splits(Device(profile.units, profile.unit_step, profile.unit_step))
+    parts = sorted(split.decode for split in splits)
+    nearest = {min(parts, key=lambda part: abs(part / profile.units - share)) for share in _DECODE_SHARES if parts}
+    return [part / profile.units for part in sorted(nearest)]
