@@ -76,13 +76,20 @@ class ModelSettings(Settings):
 class EngineSettings(ModelSettings):
     """What the engine of a worker needs to know."""
 
-    token_budget: int = Field(512, ge=16, description="Most tokens that one batch on the whole device computes.")
+    token_budget: int = Field(
+        0,
+        ge=0,
+        description="Most tokens that one batch on the whole device computes; 0 takes as many as keep a step within "
+        "--itl-ms while there are decodes, and what prefills at nearly full speed otherwise.",
+    )
     colocate: Literal["auto", "mixed", "lanes"] = Field(
         "auto",
         description="Where prompts go while there are decodes: into their batch (mixed), onto a lane beside them "
         "(lanes), or whichever is predicted to be better (auto).",
     )
-    itl_ms: float = Field(50.0, ge=0, description="Gap between a stream's tokens, in ms, that auto takes for short.")
+    itl_ms: float = Field(
+        50.0, ge=0, description="Gap between a stream's tokens, in ms, that is short enough; 0: no target."
+    )
     profile: Path | None = Field(
         None,
         description="What `cpd profile` wrote for this model and device; without it a few steps are timed at start.",

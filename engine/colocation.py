@@ -6,6 +6,9 @@
             prefill does; a longer one goes aside, unless so few streams run that it isn't worth it
 
 While nothing decodes, everything runs on the whole device.
+
+The token budget of a batch on the whole device is given, or follows from the performance model: beside decodes as many
+tokens as keep the step within the ITL target, and otherwise as many as it takes to prefill at nearly full speed.
 """
 
 from bisect import bisect_right
@@ -15,6 +18,7 @@ from typing import Literal
 from cpd.perfmodel import PerfModel, Work
 from engine.batch import Split
 from engine.plan import Room
+from engine.split import LaneLoad, LaneSplit, lane_split
 
 Mode = Literal["mixed", "lanes", "auto"]
 
@@ -30,6 +34,18 @@ _CHUNK_UNIT = 64
 MAX_CHUNK = 4096
 """Tokens of a chunk aside at most: its activations need memory."""
 
+MIN_BUDGET = 128
+"""A budget that follows from the model is no smaller: prompts must get on, too."""
+
+MAX_BUDGET = 8192
+"""Nor larger: a step's activations need memory."""
+
+FULL_SPEED = 0.95
+"""A prefill is at nearly full speed at this part of the most tokens a second."""
+
+UNTARGETED_STRETCH = 1.1
+"""Without an ITL target a prefill may make a step of the decodes this much longer."""
+
 STREAMS_WORTH = 2.0
 """Auto: a prompt that gets 1 + x times slower on the lane must spare at least this times x streams a stutter."""
 
@@ -38,27 +54,29 @@ class Colocation:
     """The rule.
 
     Args:
-        token_budget: Tokens that one batch on the whole device computes at most.
+        model: Predicts the device.
+        token_budget: Tokens that one batch on the whole device computes at most; 0: as the model says.
         mode: See the module.
         splits: The runner's. Without any, every mode is `mixed`.
-        model: Predicts the device; `mixed` needs none.
-        itl_ms: Gap between a stream's tokens that is short enough.
+        itl_ms: Gap between a stream's tokens that is short enough; 0: there is no target.
 
     Attributes:
-        token_budget: As given.
+        max_tokens: Of any batch on the whole device.
     """
 
     def __init__(
         self,
-        token_budget: int,
+        model: PerfModel,
+        *,
+        token_budget: int = 0,
         mode: Mode = "mixed",
         splits: Sequence[Split] = (),
-        model: PerfModel | None = None,
         itl_ms: float = 0.0,
     ) -> None:
-        self.token_budget = token_budget
+        self.max_tokens = token_budget or _full_speed_tokens(model)
+        self._fixed = token_budget > 0
         self._mode = mode
-        self._splits = splits
+        self._splits = {LaneSplit(split.prefill.share, split.decode.share): split for split in splits}
         self._model = model
         self._itl_ms = itl_ms
 
@@ -72,52 +90,73 @@ class Colocation:
         Returns:
             The room, and the split to use if anything goes aside.
         """
-        most = self.token_budget - decodes.tokens
-        mixed = Room(most, cut=True)
-        if self._model is None or self._mode == "mixed" or not (busy or (decodes.tokens and self._splits)):
-            return mixed, None
-        beside = Work.prefill(self.token_budget)
+        if self._mode == "mixed" or not (busy or (decodes.tokens and self._splits)):
+            return self._mixed(decodes), None
+        beside = Work.prefill(self.max_tokens)
         if busy is not None:
-            return Room(min(most, self._along(self._model, decodes, busy, beside))), None
-        split = self._choose_split(self._model, decodes, beside)
-        if self._mode == "auto" and not self._worth_it(self._model, decodes, split, beside):
-            return mixed, None
-        along = min(most, self._along(self._model, decodes, split, None))
-        return Room(along, self._chunk(self._model, decodes, split, beside)), split
+            return Room(self._along(decodes, busy, beside)), None
+        split = self._choose_split(decodes, beside)
+        if self._mode == "auto" and not self._worth_it(decodes, split, beside):
+            return self._mixed(decodes), None
+        return Room(self._along(decodes, split, None), self._chunk(decodes, split, beside)), split
 
-    def _choose_split(self, model: PerfModel, decodes: Work, beside: Work) -> Split:
+    def _mixed(self, decodes: Work) -> Room:
+        most = self.max_tokens
+        if not self._fixed and decodes.tokens:
+            within = self._itl_ms or UNTARGETED_STRETCH * self._model.step_ms(decodes)
+            most = max(min(most, MIN_BUDGET), self._fitting(decodes, within))
+        return Room(most - decodes.tokens, cut=True)
+
+    def _choose_split(self, decodes: Work, beside: Work) -> Split:
         """The one with most for the prefill that leaves the decodes enough."""
-        enough = max(self._itl_ms, MAX_STRETCH * model.step_ms(decodes))
-        for split in self._splits:
-            if model.step_ms(decodes, split.decode.share, beside) <= enough:
-                return split
-        return self._splits[-1]
+        model = self._model
+        load = LaneLoad(
+            prefill_ms=lambda share: model.step_ms(beside, share, decodes),
+            decode_ms=lambda share: model.step_ms(decodes, share, beside),
+            target_ms=max(self._itl_ms, MAX_STRETCH * model.step_ms(decodes)),
+        )
+        return self._splits[lane_split(load, self._splits)]
 
-    def _worth_it(self, model: PerfModel, decodes: Work, split: Split, prefill: Work) -> bool:
+    def _worth_it(self, decodes: Work, split: Split, prefill: Work) -> bool:
+        model = self._model
         slower = model.step_ms(prefill, split.prefill.share, decodes) / model.step_ms(decodes + prefill) - 1
         return decodes.seqs >= STREAMS_WORTH * slower
 
-    def _along(self, model: PerfModel, decodes: Work, split: Split, beside: Work | None) -> int:
+    def _along(self, decodes: Work, split: Split, beside: Work | None) -> int:
         """Prefill tokens that may be in the decodes' batch.
 
         Args:
             beside: What the prefill lane of `split` computes; None: the batch has the whole device.
         """
+        most = self.max_tokens - decodes.tokens
         if self._mode == "lanes":
-            return 1  # no more than one more decode
+            return min(most, 1)  # no more than one more decode
         share = 1.0 if beside is None else split.decode.share
-        bound = max(self._itl_ms, model.step_ms(decodes, split.decode.share, beside or Work.prefill(self.token_budget)))
-        return bisect_right(
-            range(1, self.token_budget + 1),
-            bound,
-            key=lambda tokens: model.step_ms(decodes + Work.prefill(tokens), share, beside),
-        )
+        stretched = self._model.step_ms(decodes, split.decode.share, beside or Work.prefill(self.max_tokens))
+        return self._fitting(decodes, max(self._itl_ms, stretched), share, beside) - decodes.tokens
 
-    def _chunk(self, model: PerfModel, decodes: Work, split: Split, beside: Work) -> int:
+    def _fitting(self, decodes: Work, within_ms: float, share: float = 1.0, beside: Work | None = None) -> int:
+        """Tokens of the largest batch with these decodes that takes no longer, at most `max_tokens`."""
+        prefill = bisect_right(
+            range(1, self.max_tokens - decodes.tokens + 1),
+            within_ms,
+            key=lambda tokens: self._model.step_ms(decodes + Work.prefill(tokens), share, beside),
+        )
+        return decodes.tokens + prefill
+
+    def _chunk(self, decodes: Work, split: Split, beside: Work) -> int:
         """Tokens of the next chunk aside."""
+        model = self._model
         enough = CHUNK_STEPS * model.step_ms(decodes, split.decode.share, beside)
         sizes = range(_CHUNK_UNIT, MAX_CHUNK + 1, _CHUNK_UNIT)
         fitting = bisect_right(
             sizes, enough, key=lambda tokens: model.step_ms(Work.prefill(tokens), split.prefill.share, decodes)
         )
         return sizes[max(0, fitting - 1)]
+
+
+def _full_speed_tokens(model: PerfModel) -> int:
+    """The smallest chunk that is prefilled at nearly full speed."""
+    sizes = range(MIN_BUDGET, MAX_BUDGET + 1, MIN_BUDGET)
+    speeds = [size / max(model.step_ms(Work.prefill(size)), 1e-6) for size in sizes]
+    return next(size for size, speed in zip(sizes, speeds, strict=True) if speed >= FULL_SPEED * max(speeds))

@@ -63,7 +63,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool,
             max_len=self.max_model_len,
-            max_num_seqs=min(max_num_seqs, colocation.token_budget),  # so that each advances in each step
+            max_num_seqs=min(max_num_seqs, colocation.max_tokens),  # so that each advances in each step
             copy_page=runner.copy_page,
         )
         self._colocation = colocation

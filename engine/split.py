@@ -16,7 +16,7 @@ from typing import Self
 from cpd.errors import CPDError
 from cpd.perfmodel import PerfModel, Work
 
-Curve = Callable[[int], float]
+Curve = Callable[[float], float]
 """Units -> ms. It need not fall steadily."""
 
 MOST_WORKLOADS = 10
@@ -202,10 +202,10 @@ def _bound_ms(workloads: Sequence[Workload], device: Device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LaneSplit:
-    """Units of the two lanes."""
+    """Units of the two lanes, or their shares of the device: whatever the curves of a `LaneLoad` take."""
 
-    prefill: int
-    decode: int
+    prefill: float
+    decode: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class PrefillService:
         self._peers = Peers(node.transport)
         self._queue = FillQueue(
             max_tokens=node.settings.max_queue_tokens,
-            slack_tokens=SLACK_BUDGETS * node.settings.token_budget,
+            slack_tokens=SLACK_BUDGETS * node.token_budget,
             early_pages=node.num_pages - blocks_for(node.limits.max_model_len),
         )
         self._traffic = Traffic()

@@ -147,12 +147,22 @@ def main() -> None:
         runner = TorchRunner(
             options.model or Path(directory), dtype="auto", device="cpu", kv_bytes=2 << 30, max_model_len=0
         )
-    profile = Profile.load(options.profile) if options.profile else time_a_few_steps(runner, 4096)
+    profile = (
+        Profile.load(options.profile)
+        if options.profile
+        else time_a_few_steps(runner, 4096, device="here", model="0.46 B")
+    )
     model = PerfModel(profile)
     ways: list[tuple[str, Mode, int]] = [(f"mixed {size}", "mixed", int(size)) for size in options.budgets.split(",")]
     ways += [(mode, mode, 512) for mode in options.modes.split(",")]
     benches = [
-        Bench(runner, Colocation(budget, mode, runner.splits, model, 50.0), name, options.streams, options.prompt)
+        Bench(
+            runner,
+            Colocation(model, token_budget=budget, mode=mode, splits=runner.splits, itl_ms=50.0),
+            name,
+            options.streams,
+            options.prompt,
+        )
         for name, mode, budget in ways
     ]
     for number in range(options.rounds):

@@ -11,6 +11,7 @@ from cpd.perfmodel import PerfModel, Profile
 from engine.colocation import Colocation
 from engine.cpu_lanes import own_cores, use_threads
 from engine.engine import Engine
+from engine.profile.about import about
 from engine.profile.rough import time_a_few_steps
 from engine.runner import TorchRunner
 from kvtransfer.base import PoolMemory
@@ -27,6 +28,8 @@ class Loaded:
         memory: The KV pool as transports see it; it lives as long as the engine.
         fingerprint: Equal on workers that can exchange pages.
         dtype: Of weights and pool.
+        profile: What the engine predicts its steps with.
+        token_budget: Tokens that one batch on the whole device computes at most.
     """
 
     engine: Engine
@@ -34,6 +37,8 @@ class Loaded:
     limits: Limits
     fingerprint: bytes
     dtype: str
+    profile: Profile
+    token_budget: int
 
 
 def load_engine(settings: WorkerSettings) -> Loaded:
@@ -54,10 +59,12 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         max_model_len=settings.max_model_len,
         on_progress=_log_progress(),
     )
+    profile = _profile(settings, runner)
+    colocation = _colocation(settings, runner, profile)
     engine = Engine(
         runner,
         max_model_len=runner.config.max_model_len,
-        colocation=_colocation(settings, runner),
+        colocation=colocation,
         max_num_seqs=settings.max_num_seqs,
         max_queue_tokens=settings.max_queue_tokens,
     )
@@ -67,21 +74,34 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         limits=Limits(vocab_size=runner.config.vocab_size, max_model_len=engine.max_model_len),
         fingerprint=runner.fingerprint,
         dtype=runner.dtype,
+        profile=profile,
+        token_budget=colocation.max_tokens,
     )
 
 
-def _colocation(settings: WorkerSettings, runner: TorchRunner) -> Colocation:
+def _profile(settings: WorkerSettings, runner: TorchRunner) -> Profile:
+    """The profile that the settings name, or a rough one."""
+    here = about(Path(settings.model), runner.dtype, runner.pool.device)
+    if settings.profile is None:
+        return time_a_few_steps(runner, runner.config.max_model_len, **here)
+    profile = Profile.load(settings.profile)
+    for what in ("model", "device", "units"):
+        if (measured := getattr(profile, what)) != here[what]:
+            log.warning("%s was measured with %s %s, not %s", settings.profile, what, measured, here[what])
+    return profile
+
+
+def _colocation(settings: WorkerSettings, runner: TorchRunner, profile: Profile) -> Colocation:
     """The rule that the settings ask for, as far as the device can be split."""
-    if settings.colocate == "mixed":
-        return Colocation(settings.token_budget)
-    if not runner.splits:
-        if settings.colocate == "lanes":
-            log.warning("this device can't be split: prompts and decodes share batches (--colocate mixed)")
-        return Colocation(settings.token_budget)
-    profile = (
-        Profile.load(settings.profile) if settings.profile else time_a_few_steps(runner, runner.config.max_model_len)
+    if settings.colocate == "lanes" and not runner.splits:
+        log.warning("this device can't be split: prompts and decodes share batches (--colocate mixed)")
+    return Colocation(
+        PerfModel(profile),
+        token_budget=settings.token_budget,
+        mode=settings.colocate,
+        splits=runner.splits,
+        itl_ms=settings.itl_ms,
     )
-    return Colocation(settings.token_budget, settings.colocate, runner.splits, PerfModel(profile), settings.itl_ms)
 
 
 def _log_progress() -> Callable[[str, float], None]:

@@ -63,6 +63,7 @@ class Node:
 
     Attributes:
         fingerprint: Equal on workers that can exchange pages.
+        token_budget: Tokens that one batch on the whole device computes at most.
         load_changed: To be called when something changed that the worker's load report shows.
     """
 
@@ -74,5 +75,6 @@ class Node:
     limits: Limits
     fingerprint: bytes
     num_pages: int
+    token_budget: int
     lifecycle: Lifecycle
     load_changed: Callable[[], None]

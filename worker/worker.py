@@ -143,6 +143,7 @@ class Worker:
                 limits=loaded.limits,
                 fingerprint=loaded.fingerprint,
                 num_pages=loaded.memory.num_pages,
+                token_budget=loaded.token_budget,
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
             )

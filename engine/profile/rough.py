@@ -1,6 +1,7 @@
 """A rough profile from a few steps, taken in a moment at start where nobody has measured the device."""
 
 from itertools import accumulate
+from typing import Any
 
 from cpd.perfmodel import Profile, ShareProfile, StepCost
 from engine.batch import Runner
@@ -11,7 +12,7 @@ _LONG_MS = 200.0
 """A step that takes longer runs once."""
 
 
-def time_a_few_steps(runner: Runner, max_len: int) -> Profile:
+def time_a_few_steps(runner: Runner, max_len: int, **about: Any) -> Profile:
     """Times decodes and short prefills on the whole device. Shares of it are taken to scale.
 
     Under a second for most models that a device can serve well.
@@ -19,6 +20,7 @@ def time_a_few_steps(runner: Runner, max_len: int) -> Profile:
     Args:
         runner: Nothing else uses it or its pages meanwhile.
         max_len: Tokens of the longest sequence.
+        about: What else the profile says: at least `device` and `model`.
     """
     timer = StepTimer(runner.full, StepBatches(runner))
     timer(Step.decode(1, 1))  # the first step of all does things that later ones need not
@@ -36,7 +38,7 @@ def time_a_few_steps(runner: Runner, max_len: int) -> Profile:
         decode=cost({size: Step.decode(size, 1) for size in batches}),
         prefill=cost({size: Step.prefill(size) for size in chunks}),
     )
-    return Profile(schema="cpd-profile/1", source="measured", device="this one", model="this one", shares=(share,))
+    return Profile(schema="cpd-profile/1", source="measured", shares=(share,), **about)
 
 
 def _best_ms(timer: StepTimer, step: Step) -> float:

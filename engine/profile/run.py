@@ -1,17 +1,14 @@
 """What `cpd profile` does: loads a model as a worker does, measures it, and fits the performance model."""
 
-import platform
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from cpd.config import ModelSettings
 from cpd.errors import ConfigError
 from cpd.perffit import Sample, fit_profile
 from cpd.perfmodel import Profile
 from engine.cpu_lanes import own_cores, use_threads
+from engine.profile.about import about
 from engine.profile.budget import BudgetSweep, sweep_budget
 from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits, Progress
@@ -21,9 +18,6 @@ from engine.runner import TorchRunner
 
 QUICK_S, THOROUGH_S = 60.0, 240.0
 BUDGET_S = 60.0
-
-SM_STEP = 8
-"""Partitions of a GPU of compute capability 9.0 have a multiple of so many SMs."""
 
 
 def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progress) -> tuple[Profile, list[Sample]]:
@@ -43,9 +37,8 @@ def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progres
     runner = _load(settings, model_dir, on_progress)
     seconds = QUICK_S if settings.quick else THOROUGH_S
     samples = measure_samples(runner, _limits(settings, runner), seconds, on_progress)
-    about = {"model": f"{model_dir.name}, {runner.dtype}", **describe_device(runner.pool.device)}
     try:
-        return fit_profile(samples, **about), samples
+        return fit_profile(samples, **about(model_dir, runner.dtype, runner.pool.device)), samples
     except ValueError as error:
         raise ConfigError(f"{error}; raise --max-num-seqs, --max-model-len or --kv-memory") from None
 
@@ -72,20 +65,6 @@ def run_budget(settings: BudgetSettings, model_dir: Path, on_progress: Progress)
         seconds=BUDGET_S,
         on_progress=partial(on_progress, "measuring"),
     )
-
-
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """What a profile says about the device: its name, its units, and in which steps they can be divided."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return {"device": properties.name, "units": properties.multi_processor_count, "unit_step": SM_STEP}
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as cpuinfo:
-            name = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), name)
-    except OSError:
-        pass
-    return {"device": name, "units": own_cores(), "unit_step": 1}
 
 
 def _load(settings: ModelSettings, model_dir: Path, on_progress: Progress) -> TorchRunner:

@@ -328,7 +328,7 @@ def engine_of(
     return Engine(
         runner,
         max_model_len=max_model_len,
-        colocation=Colocation(token_budget, colocate, runner.splits, MODEL),
+        colocation=Colocation(MODEL, token_budget=token_budget, mode=colocate, splits=runner.splits),
         max_num_seqs=max_num_seqs,
         max_queue_tokens=max_queue_tokens,
     )

@@ -15,7 +15,7 @@ from engine.sampling import gumbel_noise
 from engine.types import Request, SamplingParams
 from tests.checkpoints import load_oracle
 from tests.conftest import MakeCheckpoint
-from tests.engine.fakes import Served, assert_all_released, drain
+from tests.engine.fakes import MODEL, Served, assert_all_released, drain
 
 MARGIN = 1e-4
 """The promise holds where the oracle's two best choices, noise included, are further apart than this."""
@@ -26,7 +26,11 @@ def make_engine(directory: Path, num_pages: int, token_budget: int = 64) -> Engi
     kv_bytes = num_pages * load_config(directory).page_bytes("float32")
     runner = TorchRunner(directory, dtype="float32", device="cpu", kv_bytes=kv_bytes, max_model_len=300)
     return Engine(
-        runner, max_model_len=300, colocation=Colocation(token_budget), max_num_seqs=16, max_queue_tokens=100_000
+        runner,
+        max_model_len=300,
+        colocation=Colocation(MODEL, token_budget=token_budget),
+        max_num_seqs=16,
+        max_queue_tokens=100_000,
     )
 
 

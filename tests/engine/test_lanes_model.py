@@ -81,7 +81,7 @@ def serve(runner: TorchRunner, mode: Mode, comings: list[Arrival]) -> dict[tuple
     engine = Engine(
         runner,
         max_model_len=LONGEST,
-        colocation=Colocation(48, mode, runner.splits, MODEL),
+        colocation=Colocation(MODEL, token_budget=48, mode=mode, splits=runner.splits),
         max_num_seqs=6,
         max_queue_tokens=10_000,
     )

@@ -25,7 +25,7 @@ H200 = Device(units=132, step=8, minimum=8)
 
 
 def curve(times: dict[int, float]) -> Curve:
-    return times.__getitem__
+    return lambda units: times[int(units)]
 
 
 def brute_force(workloads: Sequence[Workload], device: Device) -> float:

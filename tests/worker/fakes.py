@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.colocation import Colocation
 from engine.engine import Engine
 from kvtransfer.base import Landing, Peer, PoolMemory, Ticket, Transfer, Transport
-from tests.engine.fakes import GARBAGE, VOCAB, FakeRunner, FakeStep
+from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeRunner, FakeStep
 from worker.convert import Limits
 from worker.loading import Loaded
 
@@ -81,7 +81,7 @@ def fake_loader(
         engine = Engine(
             runner,
             max_model_len=max_model_len,
-            colocation=Colocation(settings.token_budget),
+            colocation=Colocation(MODEL, token_budget=settings.token_budget),
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
         )
@@ -91,6 +91,8 @@ def fake_loader(
             limits=Limits(VOCAB, engine.max_model_len),
             fingerprint=fingerprint,
             dtype="int64",
+            profile=MODEL.profile,
+            token_budget=settings.token_budget,
         )
 
     return load

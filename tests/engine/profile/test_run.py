@@ -12,12 +12,13 @@ from rich.console import Console
 from cpd.errors import ConfigError
 from cpd.perffit import Sample, fit_profile
 from cpd.perfmodel import PerfModel, Profile, Work
+from engine.profile.about import about
 from engine.profile.budget import sweep_budget
 from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits
 from engine.profile.plots import Plot, budget_plot, profile_plots, split_plot
 from engine.profile.report import show_budget, show_profile, show_splits
-from engine.profile.run import describe_device, run_budget, run_profile
+from engine.profile.run import run_budget, run_profile
 from engine.profile.settings import BudgetSettings, ProfileSettings
 from engine.profile.splits import split_table
 from engine.profile.steps import Step
@@ -60,9 +61,9 @@ def test_a_real_model_gets_a_profile(profiled: tuple[Profile, list[Sample]]) -> 
 
 
 def test_a_processor_is_described_by_its_cores() -> None:
-    about = describe_device(torch.device("cpu"))
-    assert about["device"]
-    assert (about["units"], about["unit_step"]) == (len(os.sched_getaffinity(0)), 1)
+    said = about(Path("models/tiny"), "bfloat16", torch.device("cpu"))
+    assert said["device"]
+    assert (said["model"], said["units"], said["unit_step"]) == ("tiny, bfloat16", len(os.sched_getaffinity(0)), 1)
 
 
 def test_a_profile_is_shown_with_its_error(profiled: tuple[Profile, list[Sample]]) -> None:

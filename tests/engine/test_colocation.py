@@ -1,0 +1,62 @@
+"""Which token budget follows from the performance model, and which split is taken."""
+
+import pytest
+
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
+from engine.colocation import MAX_BUDGET, MIN_BUDGET, Colocation
+from engine.plan import Room
+from tests.engine.fakes import FakeRunner
+
+
+def model(*, fixed_ms: float = 10.0, token_ms: float = 0.1) -> PerfModel:
+    """A step takes `fixed_ms` and `token_ms` for each token."""
+    cost = StepCost(tokens=(1, 1001), tokens_ms=(fixed_ms + token_ms, fixed_ms + 1001 * token_ms))
+    share = ShareProfile(share=1, decode=cost, prefill=cost)
+    return PerfModel(Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=(share,)))
+
+
+DECODES = Work.decode(8, 800)
+
+
+class TestBudget:
+    def test_a_given_one_holds_with_and_without_decodes(self) -> None:
+        rule = Colocation(model(), token_budget=300, itl_ms=1)
+        assert rule.max_tokens == 300
+        assert rule.room(Work(), None) == (Room(300, cut=True), None)
+        assert rule.room(DECODES, None) == (Room(292, cut=True), None)
+
+    def test_without_decodes_it_prefills_at_nearly_full_speed(self) -> None:
+        rule = Colocation(model(fixed_ms=10.0, token_ms=0.1), itl_ms=1)
+        speeds = {size: size / (10 + 0.1 * size) for size in (rule.max_tokens - MIN_BUDGET, rule.max_tokens)}
+        full = MAX_BUDGET / (10 + 0.1 * MAX_BUDGET)
+        assert [speed >= 0.95 * full for speed in speeds.values()] == [False, True]
+        assert rule.room(Work(), None)[0].along == rule.max_tokens
+
+    def test_where_size_does_not_matter_it_is_the_smallest(self) -> None:
+        assert Colocation(model(fixed_ms=0.0)).max_tokens == MIN_BUDGET
+
+    def test_beside_decodes_a_step_stays_within_the_target(self) -> None:
+        predict = model()
+        room, _ = Colocation(predict, itl_ms=50).room(DECODES, None)
+        assert predict.step_ms(DECODES + Work.prefill(room.along)) <= 50
+        assert predict.step_ms(DECODES + Work.prefill(room.along + 1)) > 50
+
+    def test_without_a_target_it_may_take_a_tenth_longer_than_the_decodes(self) -> None:
+        predict = model(fixed_ms=100.0, token_ms=0.01)
+        room, _ = Colocation(predict).room(DECODES, None)
+        assert predict.step_ms(DECODES + Work.prefill(room.along)) <= 1.1 * predict.step_ms(DECODES)
+        assert predict.step_ms(DECODES + Work.prefill(room.along + 1)) > 1.1 * predict.step_ms(DECODES)
+
+    def test_prompts_get_on_where_no_target_can_be_kept(self) -> None:
+        room, _ = Colocation(model(), itl_ms=1).room(DECODES, None)
+        assert room.along == MIN_BUDGET - DECODES.tokens
+
+
+@pytest.mark.parametrize("itl_ms", [0.0, 1000.0])
+def test_the_lane_is_busy_or_gets_a_chunk(itl_ms: float) -> None:
+    (split,) = FakeRunner(8, lanes=True).splits
+    rule = Colocation(model(), mode="auto", splits=[split], itl_ms=itl_ms)
+    room, chosen = rule.room(DECODES, None)
+    assert chosen is split
+    assert room.aside > 0
+    assert rule.room(DECODES, split)[0].aside == 0
