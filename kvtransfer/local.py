@@ -1,20 +1,34 @@
-"""Pools of one process, for tests: the rules of the real transports, a memcpy for a wire."""
+"""Pools of one process, for tests and simulated workers: the rules of the real transports, a memcpy for a wire.
+
+Pages are under way for as long as the network says. A sender's pages go out one batch after the other, whatever
+transfers they belong to, as over one link.
+"""
 
 import asyncio
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, Run, check_push, merge
 
+BATCH_PAGES = 16
+"""Pages that begin to move together; between two batches a transfer can be cancelled."""
+
 
 class LocalNetwork:
-    """Where transports of one event loop find each other."""
+    """Where transports of one event loop find each other.
 
-    def __init__(self) -> None:
+    Args:
+        name: Of the transports.
+        pages_ms: How long so many pages of one transfer take; by default no time at all.
+    """
+
+    def __init__(self, name: str = "local", pages_ms: Callable[[int], float] = lambda pages: 0.0) -> None:
+        self.name = name
+        self.pages_ms = pages_ms
         self._transports: dict[bytes, LocalTransport] = {}
         self._numbers = itertools.count()
 
@@ -37,12 +51,13 @@ class LocalNetwork:
 class LocalTransport:
     """Implements `kvtransfer.base.Transport`. Made by `LocalNetwork.create`."""
 
-    name = "local"
-
     def __init__(self, network: LocalNetwork, address: bytes, memory: PoolMemory, epoch: int) -> None:
+        self.name = network.name
         self.address = address
         self.epoch = epoch
         self.memory = memory
+        self.pages_ms = network.pages_ms
+        self.link_free_s = 0.0  # loop time at which all that has begun to be sent will have arrived
         self.book = LandingBook(asyncio.get_running_loop(), memory.num_pages, epoch)
         self.connections: set[LocalPeer] = set()  # outgoing and incoming
         self._network = network
@@ -84,7 +99,7 @@ class LocalPeer:
     def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> PushedTransfer:
         check_push(ticket, pages, self._sender.memory.num_pages)
         loop = asyncio.get_running_loop()
-        transfer = PushedTransfer(loop, ticket, merge(ticket, pages, most=1), self._cancel)
+        transfer = PushedTransfer(loop, ticket, merge(ticket, pages, most=BATCH_PAGES), self._cancel)
         if self.alive:
             task = loop.create_task(self._carry(transfer))
             self._tasks[task] = transfer
@@ -110,19 +125,27 @@ class LocalPeer:
         transfer.stop(TransferError("the transfer was cancelled"))
 
     async def _carry(self, transfer: PushedTransfer) -> None:
-        ticket, book = transfer.ticket, self._receiver.book
+        ticket, book, sender = transfer.ticket, self._receiver.book, self._sender
+        clock = asyncio.get_running_loop().time
+        arrival_s, pages, taken_ms = clock(), 0, 0.0
         while transfer.waiting:
-            runs = transfer.take_batch(max_runs=8, max_pages=8)
+            runs = transfer.take_batch(max_runs=BATCH_PAGES, max_pages=BATCH_PAGES)
+            count = sum(run.count for run in runs)
             try:
                 indices = [(run.index, run.count) for run in runs]
                 landing = book.begin(self, ticket.epoch, ticket.reservation, ticket.generation, indices)
             except TransferError as error:
                 transfer.refused(error)
                 return
+            pages, before_ms = pages + count, taken_ms
+            taken_ms = sender.pages_ms(pages)
+            # From when the last batch was due, not from when this task was woken: delays must not add up.
+            arrival_s = max(arrival_s, sender.link_free_s) + (taken_ms - before_ms) / 1e3
+            sender.link_free_s = arrival_s
+            await asyncio.sleep(max(0.0, arrival_s - clock()))  # even without a delay others act meanwhile
             for run in runs:
-                await asyncio.sleep(0)  # as on a wire, others act while pages are under way
                 self._copy(run, landing)
-            book.finish(landing, len(runs))
+            book.finish(landing, count)
             transfer.arrived()
 
     def _copy(self, run: Run, landing: BookedLanding) -> None:

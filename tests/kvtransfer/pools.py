@@ -38,8 +38,8 @@ class Network(Protocol):
 
 
 class Local:
-    def __init__(self) -> None:
-        self._network = LocalNetwork()
+    def __init__(self, network: LocalNetwork | None = None) -> None:
+        self._network = network or LocalNetwork()
         self._transports: list[Transport] = []
 
     async def open(self, pool: Pool, epoch: int = 1) -> Transport:
@@ -49,6 +49,13 @@ class Local:
     async def close(self) -> None:
         for transport in self._transports:
             await transport.close()
+
+
+class Simulated(Local):
+    """As between simulated workers: pages take their time."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalNetwork("simulated", lambda pages: 1.0 + 0.02 * pages))
 
 
 class Ucx:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from cpd.errors import StaleTransferError, TransferError
 from kvtransfer.base import Peer, Ticket, Transport
-from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Ucx, ticket
+from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Simulated, Ucx, ticket
 from tests.waiting import DEADLINE_S, eventually
 
 T = TypeVar("T")
 
 
-@pytest.fixture(params=[Local, Ucx], ids=["local", "ucx"])
+@pytest.fixture(params=[Local, Simulated, Ucx], ids=["local", "simulated", "ucx"])
 async def network(request: pytest.FixtureRequest) -> AsyncIterator[Network]:
     network: Network = request.param()
     yield network
