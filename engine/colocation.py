@@ -156,7 +156,7 @@ class Colocation:
 
 
 def _full_speed_tokens(model: PerfModel) -> int:
-    """The smallest chunk that is prefilled at nearly full speed."""
+    """The smallest chunk that is prefilled at nearly full speed. Attention takes as long in chunks of any size."""
     sizes = range(MIN_BUDGET, MAX_BUDGET + 1, MIN_BUDGET)
-    speeds = [size / max(model.step_ms(Work.prefill(size)), 1e-6) for size in sizes]
+    speeds = [size / max(model.step_ms(Work(size, 1)), 1e-6) for size in sizes]
     return next(size for size, speed in zip(sizes, speeds, strict=True) if speed >= FULL_SPEED * max(speeds))

@@ -3,6 +3,7 @@
 from itertools import accumulate
 from typing import Any
 
+from cpd.blocks import BLOCK_SIZE
 from cpd.perfmodel import Profile, ShareProfile, StepCost
 from engine.batch import Runner
 from engine.profile.steps import Step, StepBatches, StepTimer
@@ -11,11 +12,17 @@ _RUNS = 3
 _LONG_MS = 200.0
 """A step that takes longer runs once."""
 
+_CHUNKS = (1, 16, 64, 256)
+"""In longer ones attention counts, for which a rough profile has no number."""
+
+_ENOUGH_MS = 100.0
+"""A chunk that takes so long is the largest one that is tried."""
+
 
 def time_a_few_steps(runner: Runner, max_len: int, **about: Any) -> Profile:
-    """Times decodes and short prefills on the whole device. Shares of it are taken to scale.
+    """Times decodes and prefills on the whole device. Shares of it are taken to scale.
 
-    Under a second for most models that a device can serve well.
+    About a second for most models that a device can serve well.
 
     Args:
         runner: Nothing else uses it or its pages meanwhile.
@@ -24,21 +31,22 @@ def time_a_few_steps(runner: Runner, max_len: int, **about: Any) -> Profile:
     """
     timer = StepTimer(runner.full, StepBatches(runner))
     timer(Step.decode(1, 1))  # the first step of all does things that later ones need not
-
-    def cost(steps: dict[int, Step]) -> StepCost:
-        return StepCost(
-            tokens=tuple(steps),
-            tokens_ms=tuple(accumulate((_best_ms(timer, step) for step in steps.values()), max)),
-        )
-
-    batches = sorted({1, min(8, runner.num_pages)})
-    chunks = sorted({min(size, max_len) for size in (1, 16, 64)})
+    longest = min(max_len, runner.num_pages * BLOCK_SIZE)
     share = ShareProfile(
         share=1,
-        decode=cost({size: Step.decode(size, 1) for size in batches}),
-        prefill=cost({size: Step.prefill(size) for size in chunks}),
+        decode=_cost(timer, {size: Step.decode(size, 1) for size in (1, 8) if size <= runner.num_pages}),
+        prefill=_cost(timer, {size: Step.prefill(size) for size in _CHUNKS if size <= longest}),
     )
     return Profile(schema="cpd-profile/1", source="measured", shares=(share,), **about)
+
+
+def _cost(timer: StepTimer, steps: dict[int, Step]) -> StepCost:
+    times: dict[int, float] = {}
+    for tokens, step in steps.items():
+        times[tokens] = _best_ms(timer, step)
+        if times[tokens] > _ENOUGH_MS:
+            break
+    return StepCost(tokens=tuple(times), tokens_ms=tuple(accumulate(times.values(), max)))
 
 
 def _best_ms(timer: StepTimer, step: Step) -> float:
