@@ -138,8 +138,12 @@ class AllRoutersSettings(SharedSettings):
         default_factory=list,
         description="Key that clients must send; repeat for several tenants. None: open to all.",
     )
-    long_prefill_tokens: int = Field(
-        1024, ge=0, description="A prompt with more uncached tokens than this goes to a prefill worker."
+    slo_ttft: float = Field(2000.0, gt=0, description="A first token is to come within this time, in ms.")
+    slo_itl: float = Field(50.0, gt=0, description="The next token of a stream is to come within this time, in ms.")
+    long_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="A prompt with more uncached tokens than this goes to a prefill worker; auto: where that is "
+        "predicted to be better.",
     )
     max_n: int = Field(16, ge=1, description="Most choices (n) a request may ask for.")
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic_core import PydanticUndefined
@@ -73,9 +73,10 @@ def _annotation(settings: type[Settings], name: str) -> Any:
 
 
 def _without_none(kind: Any) -> Any:
-    """X of `X | None`."""
-    if get_origin(kind) is UnionType:
-        (kind,) = (part for part in get_args(kind) if part is not NoneType)
+    """X of `X | None`; other unions are texts."""
+    if get_origin(kind) in (UnionType, Union):
+        parts = [part for part in get_args(kind) if part is not NoneType]
+        return parts[0] if len(parts) == 1 else str
     return kind
 
 

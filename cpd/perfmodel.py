@@ -122,6 +122,8 @@ class Profile(_Part):
     model: str
     units: int = Field(1, ge=1, description="Compute units of the device: cores, or SMs.")
     unit_step: int = Field(1, ge=1, description="It is cut into parts of this many units, and a remainder.")
+    page_bytes: int = Field(0, ge=0, description="Of a KV page of the model; 0: not known.")
+    num_pages: int = Field(0, ge=0, description="KV pages that fit beside the model's weights; 0: not known.")
     shares: tuple[ShareProfile, ...] = Field(min_length=1, description="Ascending, the whole device last.")
     transfer: TransferProfile = TransferProfile()
     error: FitError | None = Field(None, description="Of a measured profile.")
@@ -133,6 +135,19 @@ class Profile(_Part):
         return self
 
     @classmethod
+    def instant(cls) -> Self:
+        """A device on which everything takes no time at all."""
+        nothing = StepCost(tokens=(1,), tokens_ms=(0.0,))
+        return cls(
+            schema="cpd-profile/1",
+            source="roofline",
+            device="instant",
+            model="any",
+            shares=(ShareProfile(share=1.0, decode=nothing, prefill=nothing),),
+            transfer=TransferProfile(fixed_ms=0.0, bytes_per_ms=1e300),
+        )
+
+    @classmethod
     def load(cls, path: Path) -> Self:
         """Reads a profile.
 
@@ -140,14 +155,27 @@ class Profile(_Part):
             ConfigError: The file cannot be read, or is no profile; one sentence says where it is wrong.
         """
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.parse(path.read_bytes(), str(path))
         except OSError as error:
             raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from None
+
+    @classmethod
+    def parse(cls, content: bytes, origin: str) -> Self:
+        """A profile from what a file holds.
+
+        Args:
+            origin: Names the content in errors.
+
+        Raises:
+            ConfigError: It is no profile; one sentence says where it is wrong.
+        """
+        try:
+            return cls.model_validate_json(content)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             raise ConfigError(
-                f"{path} is not a profile that `cpd profile` wrote: {place and place + ': '}{first['msg']}"
+                f"{origin} is not a profile that `cpd profile` wrote: {place and place + ': '}{first['msg']}"
             ) from None
 
     def save(self, path: Path) -> None:

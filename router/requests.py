@@ -25,7 +25,7 @@ from cpd.blocks import BLOCK_SIZE, extend_hashes
 from cpd.rpc import cpd_pb2 as pb
 from router.errors import ApiError, failed, unavailable
 from router.metrics import Metrics
-from router.policy import place
+from router.policy import Placement, PolicySettings, Prompt, place
 from router.sessions import ProtocolError, Session
 from router.workers import Workers
 
@@ -113,7 +113,7 @@ class _Leg:
         choices: Those that are not done.
         attempt: Submits before the last one; -1 before the first.
         session: Where it runs; None while parked.
-        tokens: Counted in `session.tokens`, until its first output.
+        prefill_session: Where its prompt is computed; None where nobody does that any more.
         refused_by: Workers that gave it back in this round; they come last.
         failed_prefill: Prefill workers that were tried in vain; they are not offered again.
         deadline: Loop time until which it may be parked; None before it is.
@@ -124,7 +124,7 @@ class _Leg:
     choices: set[int]
     attempt: int = -1
     session: Session | None = None
-    tokens: int = 0
+    prefill_session: Session | None = None
     refused_by: set[str] = field(default_factory=set)
     failed_prefill: set[str] = field(default_factory=set)
     losses: int = 0
@@ -137,14 +137,14 @@ class Dispatcher:
     """Places requests on workers and hands their tokens on. Listens to every session.
 
     Args:
-        long_prefill_tokens: A prompt with more uncached tokens goes to a prefill worker.
+        policy: What the operator wants of placements.
         rng: Decides among equally good workers.
     """
 
-    def __init__(self, workers: Workers, metrics: Metrics, *, long_prefill_tokens: int, rng: Random) -> None:
+    def __init__(self, workers: Workers, metrics: Metrics, policy: PolicySettings, *, rng: Random) -> None:
         self._workers = workers
         self._metrics = metrics
-        self._long_prefill_tokens = long_prefill_tokens
+        self._policy = policy
         self._rng = rng
         self._ids = itertools.count(1)
         self._legs: dict[int, _Leg] = {}
@@ -238,8 +238,8 @@ class Dispatcher:
 
     def _hand_on(self, leg: _Leg, session: Session, output: pb.Output) -> None:
         request, choice = leg.request, output.choice
-        session.tokens -= leg.tokens
-        leg.tokens, leg.deadline = 0, None
+        _prompt_computed(leg)
+        leg.deadline = None
         if not request.started:
             request.started = True
             prefilled = output.prefilled
@@ -262,20 +262,20 @@ class Dispatcher:
         token_ids = request.token_ids + emitted if emitted else request.token_ids
         hashes = _hashes(request, token_ids)
         cached = self._workers.index.cached_prefixes(hashes)
-        combined = [one for one in self._workers.candidates("combined", cached) if one.worker_id not in leg.refused_by]
-        prefill = [
-            one for one in self._workers.candidates("prefill", cached) if one.worker_id not in leg.failed_prefill
-        ]
+        now = asyncio.get_running_loop().time()
         placement = place(
-            len(token_ids), combined, prefill, long_prefill_tokens=self._long_prefill_tokens, rng=self._rng
+            Prompt(len(token_ids), request.sampling.max_tokens - len(emitted), len(leg.choices)),
+            self._workers.candidates("combined", but=leg.refused_by),
+            self._workers.candidates("prefill", but=leg.failed_prefill),
+            cached,
+            self._policy,
+            now=now,
+            rng=self._rng,
         )
         if placement is None:
             return False
+        self._attach(leg, placement, now)
         session = self._workers.get(placement.decode.worker_id)
-        leg.attempt += 1
-        leg.session, leg.tokens = session, len(token_ids)
-        session.sequences += len(leg.choices)
-        session.tokens += leg.tokens
         first = min(leg.choices)
         session.submit(
             pb.Submit(
@@ -292,7 +292,7 @@ class Dispatcher:
                 prefill_candidates=[
                     pb.PrefillCandidate(worker_id=one.worker_id, address=one.address) for one in placement.prefill
                 ],
-                long_prefill_tokens=self._long_prefill_tokens,
+                long_prefill_tokens=placement.long_prefill_tokens,
                 trace_id=request.trace_id,
             )
         )
@@ -344,8 +344,8 @@ class Dispatcher:
 
     def _choice_done(self, leg: _Leg, choice: int) -> None:
         leg.choices.discard(choice)
-        if leg.session is not None:
-            leg.session.sequences -= 1
+        if leg.session is not None and leg.session.view is not None:
+            leg.session.view.ended(1)
         if not leg.choices:
             self._remove(leg)
 
@@ -353,12 +353,23 @@ class Dispatcher:
         self.cancel(request)
         request.consumer.failed(error)
 
+    def _attach(self, leg: _Leg, placement: Placement, now: float) -> None:
+        """The leg is on a worker from now on, and its prompt perhaps on another one."""
+        decode = self._workers.get(placement.decode.worker_id)
+        prefill = self._workers.get(placement.prefill[0].worker_id) if placement.prefill else decode
+        assert decode.view is not None
+        assert prefill.view is not None
+        leg.attempt += 1
+        leg.session, leg.prefill_session = decode, prefill
+        decode.view.began(len(leg.choices))
+        prefill.view.sent(leg.id, placement.chosen.prefill_ms, now)
+
     def _detach(self, leg: _Leg) -> None:
         """The leg is on no worker any more."""
-        if leg.session is not None:
-            leg.session.sequences -= len(leg.choices)
-            leg.session.tokens -= leg.tokens
-        leg.session, leg.tokens = None, 0
+        _prompt_computed(leg)
+        if leg.session is not None and leg.session.view is not None:
+            leg.session.view.ended(len(leg.choices))
+        leg.session = None
 
     def _unpark(self, leg: _Leg) -> None:
         self._parked.discard(leg)
@@ -371,6 +382,13 @@ class Dispatcher:
         self._detach(leg)
         self._legs.pop(leg.id, None)
         leg.request.legs.discard(leg)
+
+
+def _prompt_computed(leg: _Leg) -> None:
+    """Nobody computes the leg's prompt any more."""
+    if leg.prefill_session is not None and leg.prefill_session.view is not None:
+        leg.prefill_session.view.answered(leg.id)
+    leg.prefill_session = None
 
 
 def _hashes(request: Request, token_ids: Sequence[int]) -> list[bytes]:

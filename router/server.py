@@ -65,7 +65,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     if not settings.redis_url:
         raise ConfigError("redis-url is needed: Redis is where the router finds the workers")
     checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name)
-    workers = Workers(router_id, settings.cluster_token.get_secret_value())
+    workers = Workers(router_id, settings.cluster_token.get_secret_value(), itl_ms=settings.slo_itl)
     service = Service(settings, checkpoint, workers, Metrics(lambda: workers.sessions))
     server = _Server(
         uvicorn.Config(

@@ -13,6 +13,7 @@ from router.errors import ApiError, invalid, unavailable
 from router.metrics import Metrics
 from router.openai import ChatFormat, CompletionFormat, Format, Shape
 from router.output import Choice
+from router.policy import PolicySettings
 from router.requests import RETRY_S, Dispatcher, Request
 from router.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.tenants import Tenant
@@ -44,9 +45,8 @@ class Service:
         self.workers = workers
         self.metrics = metrics
         self.settings = settings
-        self.dispatcher = Dispatcher(
-            workers, metrics, long_prefill_tokens=settings.long_prefill_tokens, rng=Random(secrets.randbits(64))
-        )
+        policy = PolicySettings(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
+        self.dispatcher = Dispatcher(workers, metrics, policy, rng=Random(secrets.randbits(64)))
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) where `name` is not the model served here."""

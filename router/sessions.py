@@ -26,7 +26,7 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from router.errors import describe
 from router.index import PrefixIndex
-from router.policy import Candidate
+from router.view import UnusableError, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ class Session:
         router_id: This router's name.
         cluster_token: Secret that every internal call carries.
         index: Where the worker's cached blocks are kept.
+        itl_ms: What the gaps between the tokens of its streams are to be, in ms.
         admit: Called with a worker's Hello; raises RefusedError.
 
     Attributes:
         hello: What the worker said of itself; None while not connected.
         load: Its last report; empty while there is none.
         reason: Why the session is not up, for people.
-        sequences: Own sequences on this worker.
-        tokens: Own prompt tokens sent to it of which no output has come.
+        view: Its load, and what was sent to it since; None while not connected.
     """
 
     def __init__(
@@ -97,20 +97,20 @@ class Session:
         router_id: str,
         cluster_token: str,
         index: PrefixIndex,
+        itl_ms: float,
         admit: Callable[[Member, pb.Hello], None],
     ) -> None:
         self.member = member
         self.hello: pb.Hello | None = None
         self.load = pb.Load()
         self.reason = ""
-        self.sequences = 0
-        self.tokens = 0
+        self.view: WorkerView | None = None
         self._router_id = router_id
         self._metadata = (("authorization", f"Bearer {cluster_token}"),)
         self._index = index
+        self._itl_ms = itl_ms
         self._admit = admit
         self._state: State = "connecting"
-        self._others = (0, 0)
         self._next_event: int | None = None
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
 
@@ -138,11 +138,6 @@ class Session:
     def live(self) -> bool:
         """Requests can be placed on the worker."""
         return self._state == "ready"
-
-    def candidate(self, cached_blocks: int) -> Candidate:
-        """The worker as the policy sees it. Its last report is corrected by what this router sent it since."""
-        requests, tokens = self._others
-        return Candidate(self.id, self.member.address, cached_blocks, requests + self.sequences, tokens + self.tokens)
 
     def submit(self, submit: pb.Submit) -> None:
         """Sends a request to the worker."""
@@ -187,11 +182,12 @@ class Session:
     def _disconnected(self, listener: Listener, reason: str, state: State) -> None:
         connected = self.connected
         self.hello, self.load, self.reason, self._state = None, pb.Load(), reason, state
-        self._others, self._next_event = (0, 0), None
+        self._next_event = None
         self._outgoing = asyncio.Queue()
         self._index.reset(self.id)
         if connected:
             listener.lost(self)
+        self.view = None
 
     async def _connect(self, listener: Listener) -> None:
         """One stream, from its opening to its end."""
@@ -222,9 +218,10 @@ class Session:
             raise ProtocolError("the worker did not begin with Hello")
         try:
             self._admit(self.member, first.hello)
-        except RefusedError:
+            self.view = WorkerView(first.hello, self.member.address, itl_ms=self._itl_ms)
+        except (RefusedError, UnusableError) as error:
             self._state = "refused"
-            raise
+            raise RefusedError(str(error)) from None
         self.hello, self._state = first.hello, "syncing"
         self._index.reset(self.id)
         while True:
@@ -273,10 +270,12 @@ class Session:
                 self._index.add(self.id, event.hashes)
 
     def _heard_load(self, load: pb.Load) -> None:
+        assert self.view is not None
         self.load = load
-        # the worker's figures include what this router has on it; the rest is other routers' work
-        requests = load.running + load.waiting - self.sequences
-        self._others = (max(0, requests), max(0, load.waiting_tokens - self.tokens))
+        try:
+            self.view.reported(load, asyncio.get_running_loop().time())
+        except UnusableError as error:
+            raise ProtocolError(str(error)) from None
 
     def _heard_state(self, state: "pb.State.ValueType") -> None:
         self._state = "draining" if state == pb.STATE_DRAINING else "ready"

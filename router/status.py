@@ -36,7 +36,7 @@ def _worker(session: Session, cached_blocks: int) -> dict[str, Any]:
         "incarnation": session.member.incarnation,
         "state": session.state,
         "reason": session.reason or None,
-        "sequences_of_this_router": session.sequences,
+        "sequences_of_this_router": session.view.sequences if session.view is not None else 0,
         "cached_blocks": cached_blocks,
     }
     if hello is None:

@@ -7,7 +7,7 @@ goes on with the workers known last. A worker that is no longer listed stays as 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -15,9 +15,9 @@ from redis.exceptions import RedisError
 from cpd.blocks import BLOCK_SIZE
 from cpd.membership import Member, members
 from cpd.rpc import cpd_pb2 as pb
+from router.candidate import Candidate
 from router.errors import describe
 from router.index import PrefixIndex
-from router.policy import Candidate
 from router.sessions import Listener, RefusedError, Session
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Workers:
     Args:
         router_id: This router's name.
         cluster_token: Secret that every internal call carries.
+        itl_ms: What the gaps between the tokens of a stream are to be, in ms.
 
     Attributes:
         index: What the workers have cached.
@@ -40,12 +41,13 @@ class Workers:
         redis_error: Why Redis does not answer; empty while it does.
     """
 
-    def __init__(self, router_id: str, cluster_token: str) -> None:
+    def __init__(self, router_id: str, cluster_token: str, *, itl_ms: float) -> None:
         self.index = PrefixIndex()
         self.routers: list[Member] = []
         self.redis_error = ""
         self._router_id = router_id
         self._cluster_token = cluster_token
+        self._itl_ms = itl_ms
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -78,12 +80,12 @@ class Workers:
         """The session with a worker that `candidates` named."""
         return self._sessions[worker_id]
 
-    def candidates(self, role: str, cached_prefixes: Mapping[str, int]) -> list[Candidate]:
-        """The live workers of a role, with how much of a prompt each has cached (blocks, by worker)."""
+    def candidates(self, role: str, but: Container[str] = ()) -> list[Candidate]:
+        """The live workers of a role, without those named."""
         return [
-            session.candidate(cached_prefixes.get(session.id, 0))
+            session.view.candidate
             for session in self._sessions.values()
-            if session.live and session.role == role
+            if session.live and session.role == role and session.view is not None and session.id not in but
         ]
 
     async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
@@ -126,6 +128,7 @@ class Workers:
                 router_id=self._router_id,
                 cluster_token=self._cluster_token,
                 index=self.index,
+                itl_ms=self._itl_ms,
                 admit=self._admit,
             )
             self._sessions[worker_id] = session

@@ -4,21 +4,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpd.blocks import BLOCK_SIZE
-from router.policy import Candidate, Placement, place
+from router.candidate import Candidate
+from router.policy import Placement, PolicySettings, Prompt, place
 
 
-def _worker(name: str, cached: int = 0, requests: int = 0, tokens: int = 0) -> Candidate:
-    return Candidate(name, f"{name}:1", cached, requests, tokens)
+def _worker(name: str, requests: int = 0, idle_at: float = 0.0) -> Candidate:
+    return Candidate(name, f"{name}:1", requests=requests, idle_at=idle_at)
 
 
 def _place(
-    num_tokens: int,
+    tokens: int,
     combined: list[Candidate],
     prefill: list[Candidate] | None = None,
+    cached: dict[str, int] | None = None,
     threshold: int = 64,
     seed: int = 0,
 ) -> Placement | None:
-    return place(num_tokens, combined, prefill or [], long_prefill_tokens=threshold, rng=Random(seed))
+    settings = PolicySettings(long_prefill_tokens=threshold)
+    return place(Prompt(tokens), combined, prefill or [], cached or {}, settings, now=0.0, rng=Random(seed))
 
 
 def _decode(placement: Placement | None) -> str:
@@ -28,15 +31,6 @@ def _decode(placement: Placement | None) -> str:
 
 def test_nothing_is_placed_without_a_combined_worker() -> None:
     assert _place(10, [], [_worker("p")]) is None
-
-
-def test_most_cached_blocks_come_before_load() -> None:
-    assert _decode(_place(100, [_worker("a", cached=1), _worker("b", cached=2, requests=9)])) == "b"
-
-
-def test_then_the_fewest_requests_and_the_fewest_tokens() -> None:
-    assert _decode(_place(100, [_worker("a", requests=2), _worker("b", requests=1, tokens=999)])) == "b"
-    assert _decode(_place(100, [_worker("a", requests=1, tokens=2), _worker("b", requests=1, tokens=1)])) == "b"
 
 
 def test_equals_are_chosen_at_random() -> None:
@@ -55,14 +49,14 @@ def test_remote_means_more_uncached_tokens_than_the_threshold_and_a_prefill_work
 ) -> None:
     cached = min(cached, tokens // BLOCK_SIZE)
     prefill = [_worker("p")] if live else []
-    placement = _place(tokens, [_worker("d", cached=cached)], prefill, threshold)
+    placement = _place(tokens, [_worker("d")], prefill, {"d": cached}, threshold)
     assert placement is not None
     remote = tokens - cached * BLOCK_SIZE > threshold and live
     assert placement.prefill == (tuple(prefill) if remote else ())
 
 
 def test_prefill_workers_are_tried_by_their_own_cache_then_their_load() -> None:
-    prefill = [_worker("a", requests=1), _worker("b", cached=3, requests=5), _worker("c")]
-    placement = _place(500, [_worker("d")], prefill)
+    prefill = [_worker("a", idle_at=1.0), _worker("b"), _worker("c")]
+    placement = _place(500, [_worker("d")], prefill, {"b": 3})
     assert placement is not None
     assert [one.worker_id for one in placement.prefill] == ["b", "c", "a"]

@@ -17,6 +17,7 @@ from router.metrics import Metrics
 from router.openai import ChatFormat, Shape
 from router.output import Choice
 from router.requests import Dispatcher, Route
+from router.policy import PolicySettings
 from router.respond import CompletionResponse
 from router.workers import Workers
 from tests.router.conftest import eventually
@@ -34,8 +35,8 @@ class Exchange:
 
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
         metrics = Metrics(list)
-        workers = Workers("router-a", "")
-        dispatcher = Dispatcher(workers, metrics, long_prefill_tokens=0, rng=Random(0))
+        workers = Workers("router-a", "", itl_ms=50.0)
+        dispatcher = Dispatcher(workers, metrics, PolicySettings(), rng=Random(0))
         vocabulary = Vocabulary(tokenizer)
         choice = Choice(0, vocabulary.detokenizer([]), (), 0)
         self.completion = Completion(dispatcher, metrics, [choice], eager=stream, started=0.0)

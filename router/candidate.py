@@ -1,0 +1,181 @@
+"""A worker as the policy sees it, and what its performance model predicts of it. Pure.
+
+How a prompt is computed beside the worker's streams follows the worker's own rules (docs/architecture.md), as far as a
+router needs to know them:
+
+    nothing decodes     in steps of at most `token_budget` tokens on the whole device
+    mixed               in the decodes' steps, as many tokens a step as keep it within `itl_ms`, MIN_CHUNK at least
+    lanes               on a part of the device; the decodes go on, on the rest
+    auto                what fits into one step mixed, else lanes, unless too few streams gain by it
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
+
+MIN_CHUNK = 128
+"""A worker's chunks are no smaller, whatever its streams' target."""
+
+MAX_STRETCH = 2.0
+"""Where no split of the device keeps the target, a decode step beside a prefill may take so many times as long."""
+
+STREAMS_WORTH = 2.0
+"""Auto: lanes are used where a prompt gets 1 + x times slower there, and at least this times x streams are spared."""
+
+NOMINAL = PerfModel(
+    Profile(
+        schema="cpd-profile/1",
+        source="roofline",
+        device="nominal",
+        model="nominal",
+        shares=(
+            ShareProfile(
+                share=1.0,
+                decode=StepCost(tokens=(1, 256, 8192), tokens_ms=(8.0, 12.0, 330.0), context_ms=4e-5),
+                prefill=StepCost(tokens=(1, 256, 8192), tokens_ms=(10.0, 14.0, 330.0), context_ms=4e-5, pair_ms=2e-6),
+            ),
+        ),
+        transfer=TransferProfile(),
+    )
+)
+"""Stands in for a worker that does not say what it predicts with. Token counts weigh against each other as usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A prompt on a worker, from its first chunk on.
+
+    Attributes:
+        ms: Until it is computed.
+        gap_ms: Between tokens of the streams beside it, meanwhile; 0: there are none.
+    """
+
+    ms: float
+    gap_ms: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker that could take a request. It changes only when its worker's state does, `now` is told to those who ask.
+
+    Attributes:
+        worker_id: Its name.
+        address: `host:port` of its gRPC server.
+        model: Predicts its steps.
+        page_bytes: Of one KV page.
+        num_pages: Of its pool.
+        free_pages: Those with nothing in them.
+        cached_pages: Those with content that could be evicted.
+        token_budget: Tokens of a step on the whole device at most.
+        colocate: `mixed`, `lanes` or `auto`.
+        itl_ms: Target to which it keeps the gaps of its streams while it prefills; 0: none.
+        idle_at: When the prompts that it has will be computed, in seconds of the clock that `now` is of.
+        requests: Sequences, running and waiting.
+        decodes: Those of them that decode.
+        decode_context: Tokens that these attend to.
+    """
+
+    worker_id: str
+    address: str
+    model: PerfModel = NOMINAL
+    page_bytes: int = 0
+    num_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    token_budget: int = 512
+    colocate: Literal["mixed", "lanes", "auto"] = "mixed"
+    itl_ms: float = 0.0
+    idle_at: float = 0.0
+    requests: int = 0
+    decodes: int = 0
+    decode_context: int = 0
+
+    def queue_ms(self, now: float) -> float:
+        """Until a prompt that comes now begins to be computed."""
+        return max(0.0, (self.idle_at - now) * 1e3)
+
+    @cached_property
+    def step_ms(self) -> float:
+        """A step of the streams alone."""
+        return self.model.step_ms(self._streams)
+
+    def grown_ms(self, context: int, streams: int = 1) -> float:
+        """A decode step when all requests decode, and some more streams of so many tokens each."""
+        per_stream = self.decode_context / self.decodes if self.decodes else 0.0
+        together = int(per_stream * self.requests) + context * streams
+        return self.model.step_ms(Work.decode(self.requests + streams, together))
+
+    def prefill(self, tokens: int, before: int) -> Pace:
+        """Computing `tokens` tokens of a prompt after `before` cached ones, beside the streams there are."""
+        if not tokens:
+            return Pace(0.0, self.step_ms)
+        if not self.decodes:
+            return Pace(self._chunks_ms(tokens, before, self.token_budget), 0.0)
+        lanes = self._lanes
+        if lanes is None or (self.colocate == "auto" and tokens <= self._chunk):
+            return self._mixed(tokens, before)
+        prefill_share, decode_share = lanes
+        chunk = Work.prefill(self.token_budget)
+        gap_ms = self.model.step_ms(self._streams, decode_share, chunk)
+        ms = self._chunks_ms(tokens, before, self.token_budget, prefill_share, self._streams)
+        return Pace(ms, gap_ms)
+
+    def _mixed(self, tokens: int, before: int) -> Pace:
+        chunk = min(tokens, self._chunk)
+        ms = self._chunks_ms(tokens, before, chunk, along=self._streams)
+        return Pace(ms, ms * chunk / tokens if tokens % chunk == 0 else ms / (tokens // chunk + 1))
+
+    def _chunks_ms(
+        self,
+        tokens: int,
+        before: int,
+        chunk: int,
+        share: float = 1.0,
+        beside: Work | None = None,
+        along: Work | None = None,
+    ) -> float:
+        """Time of a prompt's chunks. All parts of the model but the curve over tokens are linear, so that the middle
+        one of equal chunks has their mean time."""
+        count, rest = divmod(tokens, chunk)
+        ms = 0.0
+        if count:
+            work = Work.prefill(chunk, before + (count - 1) * chunk // 2)
+            ms = count * self.model.step_ms(work + along if along else work, share, beside)
+        if rest:
+            work = Work.prefill(rest, before + count * chunk)
+            ms += self.model.step_ms(work + along if along else work, share, beside)
+        return ms
+
+    @cached_property
+    def _streams(self) -> Work:
+        return Work.decode(self.decodes, self.decode_context)
+
+    @cached_property
+    def _chunk(self) -> int:
+        """Prefill tokens in one step with the streams."""
+        most = max(1, self.token_budget - self.decodes)
+        if not self.itl_ms:
+            return most
+        streams, model = self._streams, self.model
+        fitting = bisect_right(
+            range(1, most + 1), self.itl_ms, key=lambda tokens: model.step_ms(streams + Work.prefill(tokens))
+        )
+        return max(fitting, min(most, MIN_CHUNK))
+
+    @cached_property
+    def _lanes(self) -> tuple[float, float] | None:
+        """Shares of the prefill and the decode lane; None: prompts go into the decodes' steps."""
+        shares = [part.share for part in self.model.profile.shares[:-1]]
+        if self.colocate == "mixed" or not shares:
+            return None
+        streams, model, chunk = self._streams, self.model, Work.prefill(self.token_budget)
+        enough = max(self.itl_ms, MAX_STRETCH * self.step_ms)
+        share = next((one for one in shares if model.step_ms(streams, one, chunk) <= enough), shares[-1])
+        if self.colocate == "auto":
+            slower = model.step_ms(chunk, 1 - share, streams) / model.step_ms(streams + chunk) - 1
+            if self.decodes < STREAMS_WORTH * slower:
+                return None
+        return 1 - share, share

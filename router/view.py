@@ -1,0 +1,122 @@
+"""What a router knows of a worker's load: the worker's last report, and what this router sent it since.
+
+A report says when the prompts there will be computed; between two reports time passes, and own requests are added as
+they are sent. The worker's figures include what this router has on it, the rest is other routers' work.
+"""
+
+from math import inf
+from typing import Literal, get_args
+
+from cpd.errors import ConfigError, CPDError
+from cpd.perfmodel import PerfModel, Profile, Work
+from cpd.rpc import cpd_pb2 as pb
+from router.candidate import NOMINAL, Candidate
+
+UNSEEN_S = 0.1
+"""A report may not yet know of requests that were sent so shortly before it: as long as a worker's longest silence."""
+
+Colocate = Literal["mixed", "lanes", "auto"]
+
+
+class UnusableError(CPDError):
+    """The worker says what no worker should; the message says what."""
+
+
+class WorkerView:
+    """One worker's load, as one router sees it.
+
+    Args:
+        hello: What the worker said of itself.
+        address: `host:port` of its gRPC server.
+        itl_ms: The target for gaps between tokens that its streams are taken to have.
+
+    Attributes:
+        sequences: Own ones on this worker.
+
+    Raises:
+        UnusableError: Its profile is none.
+    """
+
+    def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float) -> None:
+        self.sequences = 0
+        self._hello = hello
+        self._address = address
+        self._itl_ms = itl_ms
+        self._model = _model(hello.profile) if hello.profile else NOMINAL
+        self._colocate: Colocate = hello.colocate if hello.colocate in get_args(Colocate) else "mixed"  # type: ignore[assignment]
+        self._load = pb.Load(free_pages=hello.num_pages)
+        self._idle_at = 0.0
+        self._others = 0
+        self._sent: dict[int, tuple[float, float]] = {}  # when, and for how long: those that were not answered
+        self._candidate: Candidate | None = None
+
+    @property
+    def candidate(self) -> Candidate:
+        """The worker as the policy sees it."""
+        if self._candidate is None:
+            load = self._load
+            self._candidate = Candidate(
+                worker_id=self._hello.worker_id,
+                address=self._address,
+                model=self._model,
+                page_bytes=self._hello.page_bytes,
+                num_pages=self._hello.num_pages,
+                free_pages=load.free_pages,
+                cached_pages=load.cached_pages,
+                token_budget=self._hello.token_budget or DEFAULT_BUDGET,
+                colocate=self._colocate,
+                itl_ms=self._itl_ms,
+                idle_at=self._idle_at,
+                requests=self._others + self.sequences,
+                decodes=load.decodes,
+                decode_context=load.decode_context,
+            )
+        return self._candidate
+
+    def reported(self, load: pb.Load, now: float) -> None:
+        """The worker has sent its load.
+
+        Raises:
+            UnusableError: It makes no sense.
+        """
+        if not (0 <= load.prefill_ms < inf and 0 <= load.step_ms < inf):
+            raise UnusableError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
+        self._load = load
+        self._others = max(0, load.running + load.waiting - self.sequences)
+        prefill_ms = load.prefill_ms
+        if not self._hello.profile:
+            prefill_ms = self._model.step_ms(Work.prefill(load.waiting_tokens))
+        unseen_ms = sum(ms for at, ms in self._sent.values() if now - at < UNSEEN_S)
+        self._idle_at = now + (prefill_ms + unseen_ms) / 1e3
+        self._candidate = None
+
+    def sent(self, key: int, prefill_ms: float, now: float) -> None:
+        """A prompt goes to the worker, which will take it so long to compute. `key` names it until it is answered."""
+        self._sent[key] = (now, prefill_ms)
+        self._idle_at = max(self._idle_at, now) + prefill_ms / 1e3
+        self._candidate = None
+
+    def answered(self, key: int) -> None:
+        """The first token of a prompt is there, or nobody waits for it any more."""
+        self._sent.pop(key, None)
+
+    def began(self, sequences: int) -> None:
+        """Own sequences are going to decode on the worker."""
+        self.sequences += sequences
+        self._candidate = None
+
+    def ended(self, sequences: int) -> None:
+        """Own sequences are not on the worker any more."""
+        self.sequences -= sequences
+        self._candidate = None
+
+
+DEFAULT_BUDGET = 512
+"""Tokens of a step at most, where the worker does not say."""
+
+
+def _model(profile: bytes) -> PerfModel:
+    try:
+        return PerfModel(Profile.parse(profile, "what it predicts with"))
+    except ConfigError as error:
+        raise UnusableError(str(error)) from None
