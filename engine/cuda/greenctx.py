@@ -1,0 +1,197 @@
+"""Disjoint parts of a GPU's SMs, each a CUDA Green Context with one stream.
+
+    GreenContexts          owns all of it, and takes it down in reverse order
+      PartitionPair        one a prepared split: all SMs, in two parts that share none
+        Partition          prefill
+        Partition          decode
+
+One of the two parts is split off, in whole steps of the device; the other one is what remains, whatever its size. The
+parts of different pairs overlap, so that only one pair may be in use at a time. What runs on a partition's stream stays
+within its SMs, also from a CUDA graph that was captured on it. L2 cache and memory bandwidth are not divided.
+"""
+
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from cpd.errors import CPDError
+from engine.cuda.driver import CudaError, CudaUnavailableError, Driver, SmResource
+from engine.split import Device, lane_splits
+
+log = logging.getLogger(__name__)
+
+_FIRST_VERSION = 12040
+_CLUSTER_CAPABILITY = 9
+_MAX_CLUSTER = 8
+"""Blocks of the largest thread-block cluster that a kernel may count on (CUDA programming guide)."""
+
+
+class UnusablePartitionError(CPDError):
+    """The driver makes such a partition, but not one that every kernel can run on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A part of the SMs. It is gone when its `GreenContexts` is closed: whoever uses the stream keeps that alive.
+
+    Attributes:
+        device: Index of the GPU.
+        sms: How many.
+        handle: Of the stream.
+    """
+
+    device: int
+    sms: int
+    handle: int
+
+    def stream(self) -> torch.cuda.ExternalStream:
+        """The stream for torch."""
+        device = torch.device("cuda", self.device)
+        return torch.cuda.ExternalStream(self.handle, device)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPair:
+    """Two parts that share no SM and together are the whole device."""
+
+    prefill: Partition
+    decode: Partition
+
+
+class GreenContexts:
+    """Makes partitions of one GPU, and owns them. Not thread-safe.
+
+    Attributes:
+        units: What parts there can be.
+
+    Raises:
+        CudaUnavailableError: This GPU can't be divided; says why. Prefills and decodes then share batches.
+    """
+
+    def __init__(self, driver: Driver, device: int = 0) -> None:
+        version = driver.version()
+        if version < _FIRST_VERSION:
+            spoken = f"{version // 1000}.{version % 1000 // 10}"
+            raise CudaUnavailableError(
+                f"the SMs can't be divided: Green Contexts need a driver for CUDA 12.4, and this one is for {spoken}: "
+                "update the NVIDIA driver"
+            )
+        try:
+            self._major, _ = driver.compute_capability(device)
+            self._resource = driver.sm_resource(device)
+        except CudaError as error:
+            raise CudaUnavailableError(f"the SMs of GPU {device} can't be divided: {error}") from error
+        self.units = _units(self._resource, self._major)
+        if self.units.units < 2 * self.units.minimum:
+            raise CudaUnavailableError(
+                f"GPU {device} has {self.units.units} SMs, too few for two parts of {self.units.minimum}"
+            )
+        self._driver = driver
+        self._device = device
+        self._owned = ExitStack()
+
+    def prepare(self, decode_shares: Iterable[float]) -> list[PartitionPair]:
+        """Opens a pair for each share of the device that decodes may want, as near to it as there are parts.
+
+        Returns:
+            From the smallest part for decodes to the largest, without those that are of no use, which are logged.
+
+        Raises:
+            CudaError: The driver refuses.
+        """
+        sizes = [int(split.decode) for split in lane_splits(self.units)]
+        pairs = []
+        for size in sorted(
+            {min(sizes, key=lambda size: abs(size - share * self.units.units)) for share in decode_shares}
+        ):
+            try:
+                pairs.append(self.open(size))
+            except UnusablePartitionError as error:
+                log.warning("no lanes with %d of %d SMs for decodes: %s", size, self.units.units, error)
+        return pairs
+
+    def open(self, decode_sms: int) -> PartitionPair:
+        """Divides the device in two. If that fails, nothing of it is left, and what was opened before stays.
+
+        Args:
+            decode_sms: For the decodes; the rest is for prefills. See `engine.split.lane_splits`.
+
+        Raises:
+            ValueError: No such parts exist, see `units`.
+            UnusablePartitionError: Some kernels could not start on one of them. Another split may do.
+            CudaError: The driver refuses.
+        """
+        units, step, minimum = self.units.units, self.units.step, self.units.minimum
+        prefill_sms = units - decode_sms
+        if min(prefill_sms, decode_sms) < minimum or (prefill_sms % step and decode_sms % step):
+            raise ValueError(
+                f"{units} SMs have no parts of {prefill_sms} and {decode_sms}: at least {minimum}, and one of them a "
+                f"multiple of {step}"
+            )
+        with ExitStack() as opened:
+            if decode_sms % step == 0:
+                group, rest = self._driver.split(self._resource, decode_sms)
+                decode, prefill = self._partition(group, opened), self._partition(rest, opened)
+            else:
+                group, rest = self._driver.split(self._resource, prefill_sms)
+                prefill, decode = self._partition(group, opened), self._partition(rest, opened)
+            if (prefill.sms, decode.sms) != (prefill_sms, decode_sms):
+                raise UnusablePartitionError(
+                    f"the driver divides the SMs into {prefill.sms} and {decode.sms} where {prefill_sms} and "
+                    f"{decode_sms} were asked for"
+                )
+            self._owned.callback(opened.pop_all().close)
+            return PartitionPair(prefill, decode)
+
+    def close(self) -> None:
+        """Waits for what runs on the streams, and takes everything down, the last first. A second call does nothing.
+
+        CUDA graphs and tensors that belong to the streams must be gone before.
+
+        Raises:
+            CudaError: Something failed, such as an earlier kernel. The rest is taken down nevertheless.
+        """
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _partition(self, resource: SmResource, opened: ExitStack) -> Partition:
+        """A partition of these SMs, which `opened` takes down."""
+        context = self._driver.create_context(self._device, resource)
+        opened.callback(self._driver.destroy_context, context)
+        stream = self._driver.create_stream(context)
+        opened.callback(self._driver.destroy_stream, stream)
+        opened.callback(self._driver.synchronize, stream)
+        if self._major >= _CLUSTER_CAPABILITY:
+            self._check_clusters(stream, resource.sms)
+        return Partition(self._device, resource.sms, stream)
+
+    def _check_clusters(self, stream: int, sms: int) -> None:
+        """The blocks of a cluster must be on neighbouring SMs, which the remainder of a split need not have: there a
+        kernel with clusters, as cuBLAS has for Hopper, would fail at its launch."""
+        try:
+            clusters = self._driver.max_clusters(stream, _MAX_CLUSTER)
+        except (CudaError, CudaUnavailableError) as error:
+            log.warning("whether clusters of thread blocks run on %d SMs is not known: %s", sms, error)
+            return
+        if clusters == 0:
+            raise UnusablePartitionError(
+                f"{sms} SMs without {_MAX_CLUSTER} neighbours hold no cluster: use another split"
+            )
+
+
+def _units(resource: SmResource, major: int) -> Device:
+    """What parts there can be: as the driver says, and by NVIDIA's guideline if it is too old to say."""
+    minimum, step = (8, 8) if major >= _CLUSTER_CAPABILITY else (4, 2) if major == 8 else (2, 2)
+    return Device(resource.sms, step=resource.step or step, minimum=resource.minimum or minimum)
