@@ -1,4 +1,4 @@
-"""What the GPU experiments share: the device they ran on, timing, ceilings, and results as JSON and as a table.
+"""What the GPU experiments share: the device they ran on, timing and ceilings. What they hand in: `results.py`.
 
 An experiment is a module with `main() -> int` that calls `run_experiment`. Its figures are written down one by one, so
 that what was measured before a failure or a time limit is kept.
@@ -7,7 +7,6 @@ that what was measured before a failure or a time limit is kept.
 import argparse
 import importlib
 import importlib.metadata
-import json
 import os
 import platform
 import statistics
@@ -15,25 +14,17 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import IntEnum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.gpu.results import Ceilings, Environment, Exit, Report, table
+
 PACKAGES = ("torch", "triton", "flashinfer-python", "cuda-bindings", "nixl-cu13", "ucxx-cu13")
 """Whose versions a result names."""
-
-
-class Exit(IntEnum):
-    """How an experiment ended, as its exit status."""
-
-    OK = 0
-    FAILED = 1
-    NO_DEVICE = 3
-    MISSING = 4
 
 
 class NoDeviceError(Exception):
@@ -42,152 +33,6 @@ class NoDeviceError(Exception):
 
 class MissingError(Exception):
     """A package that the experiment is about is not installed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """What a result was measured on.
-
-    Attributes:
-        capability: Compute capability, such as 9.0.
-        sms: Streaming multiprocessors.
-        commit: Of this repository, with "+" if files differ from it; "unknown" outside of a checkout.
-    """
-
-    device: str
-    capability: str
-    sms: int
-    memory_gib: float
-    driver: str
-    cuda: str
-    python: str
-    packages: Mapping[str, str]
-    commit: str
-    date: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """What the device reaches at best, measured at the start of each experiment.
-
-    Attributes:
-        copy_gb_s: Device-to-device copy, bytes read plus bytes written.
-        matmul_tflop_s: An 8192³ product in bfloat16 on random data.
-    """
-
-    copy_gb_s: float
-    matmul_tflop_s: float
-
-    def bytes_ms(self, size: float) -> float:
-        """Least time to move that many bytes through device memory, ms."""
-        return size / self.copy_gb_s / 1e6
-
-    def flop_ms(self, flop: float) -> float:
-        """Least time for that many bfloat16 operations on the matrix units, ms."""
-        return flop / self.matmul_tflop_s / 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a figure should reach. One of both is given."""
-
-    at_least: float | None = None
-    at_most: float | None = None
-
-    def met(self, value: float) -> bool:
-        """Whether a value reaches it."""
-        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
-
-    def __str__(self) -> str:
-        return f"≥ {number(self.at_least)}" if self.at_least is not None else f"≤ {number(self.at_most)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One measured number.
-
-    Attributes:
-        value: In `unit`; None if it could not be measured, then `note` says why.
-        floor: The least value that the ceilings allow, in the same unit.
-        note: What a reader must know beside the number.
-    """
-
-    name: str
-    value: float | None
-    unit: str
-    floor: float | None = None
-    target: Target | None = None
-    note: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None without one. What could not be measured does not reach it."""
-        if self.target is None:
-            return None
-        return self.value is not None and self.target.met(self.value)
-
-    def to_json(self) -> dict[str, Any]:
-        """As in a result file."""
-        return {**asdict(self), "met": self.met}
-
-
-@dataclass(slots=True)
-class Report:
-    """The figures of one experiment so far.
-
-    Attributes:
-        name: Of the experiment, and of its file.
-        question: What it is to answer.
-        out: Folder for the result file and others; None: print only.
-    """
-
-    name: str
-    question: str
-    environment: Environment
-    ceilings: Ceilings
-    out: Path | None = None
-    figures: list[Figure] = field(default_factory=list)
-    error: str = ""
-    _started: float = field(default_factory=time.monotonic)
-
-    def add(
-        self,
-        name: str,
-        value: float | None,
-        unit: str,
-        *,
-        floor: float | None = None,
-        target: Target | None = None,
-        note: str = "",
-    ) -> None:
-        """Takes a figure, prints it and writes the file again. See `Figure`."""
-        figure = Figure(name, value, unit, floor, target, note)
-        self.figures.append(figure)
-        print(" | ".join(cell for cell in row(figure) if cell), flush=True)
-        self.write()
-
-    def to_json(self) -> dict[str, Any]:
-        """The result file's content."""
-        return {
-            "schema": 1,
-            "name": self.name,
-            "question": self.question,
-            "environment": asdict(self.environment),
-            "ceilings": asdict(self.ceilings),
-            "seconds": round(time.monotonic() - self._started, 1),
-            "figures": [figure.to_json() for figure in self.figures],
-            "error": self.error,
-        }
-
-    def write(self) -> None:
-        """Writes `out/<name>.json`, whole or not at all."""
-        if self.out is None:
-            return
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / f"{self.name}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,44 +235,6 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """‖out − reference‖ / ‖reference‖ in float64; NaN if anything is not a number."""
     wanted = reference.double()
     return float(((out.double() - wanted).norm() / wanted.norm()).item())
-
-
-def number(value: float | None) -> str:
-    """Four significant digits, without an exponent where that can be read."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-HEADERS = ("figure", "value", "unit", "floor", "target", "met", "note")
-
-
-def row(figure: Figure) -> tuple[str, ...]:
-    """The cells of a table's row, as in `HEADERS`."""
-    return (
-        figure.name,
-        number(figure.value),
-        figure.unit,
-        "" if figure.floor is None else number(figure.floor),
-        "" if figure.target is None else str(figure.target),
-        {True: "yes", False: "NO", None: ""}[figure.met],
-        figure.note,
-    )
-
-
-def table(figures: Sequence[Figure]) -> str:
-    """The figures as a table of plain text."""
-    return text_table(HEADERS, [row(figure) for figure in figures])
-
-
-def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the last one is not padded."""
-    lines = [list(headers), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
 
 
 def _output(*command: str) -> str:

@@ -1,0 +1,227 @@
+"""Does FlashInfer's fa2 run right on the strided page layout, and at what cost against contiguous layers?
+
+A page of the pool holds one block of all layers, so a layer is the strided view `pool[:, layer]`:
+[pages, 2, Hkv, block, D], "HND" to FlashInfer. The same numbers are laid out three ways:
+
+- strided: that view; its pages lie one pool page (2 to 2.25 MiB) apart;
+- HND: every layer its own contiguous tensor;
+- NHD: the same with [pages, 2, block, Hkv, D], FlashInfer's default.
+
+Correctness is checked against float64 on ragged lengths, with outputs poisoned before. The pages are scattered over a
+pool with more than 2³² elements, so that an offset that is computed in 32 bits would be seen. Timed runs take another
+layer each time, so that they find nothing in the L2 cache.
+
+Usage: `python -m scripts.gpu.attention_layout [--out DIR]`
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpd.blocks import BLOCK_SIZE
+from engine.config import ModelConfig
+from scripts.gpu.common import Timing, measure_ms, relative_error, require, run_experiment
+from scripts.gpu.models import Lens, attention_flop, kv_bytes, llama3_8b, qwen3_8b, random_pages
+from scripts.gpu.results import Report, Target
+
+QUESTION = "Does FlashInfer fa2 run right on pool[:, layer], and what does the layout cost?"
+WORKSPACE_BYTES = 128 << 20
+MAX_ERROR = Target(at_most=1e-2)
+"""Of bfloat16 against float64."""
+MAX_COST = Target(at_most=1.05)
+"""Above this, the layout is worth reconsidering."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step. Decodes run through FlashInfer's decode wrapper on tensor cores, the rest through its prefill wrapper."""
+
+    name: str
+    lens: Lens
+
+    @property
+    def decode(self) -> bool:
+        return all(count == 1 for count, _ in self.lens)
+
+
+RAGGED = [
+    Case("decode, ragged", [(1, context) for context in (1, 15, 16, 17, 100, 1000, 4097)]),
+    Case("prefill, ragged", [(1, 1), (5, 5), (16, 48), (17, 33), (130, 1130), (700, 700)]),
+]
+TIMED = [
+    Case("decode 1 x 1,024", [(1, 1024)]),
+    Case("decode 64 x 1,024", [(1, 1024)] * 64),
+    Case("decode 128 x 1,024", [(1, 1024)] * 128),
+    Case("decode 16 x 8,192", [(1, 8192)] * 16),
+    Case("prefill 2,048", [(2048, 2048)]),
+    Case("prefill 2,048 after 6,144", [(2048, 8192)]),
+    Case("prefill 8,192", [(8192, 8192)]),
+]
+POOL_PAGES = 8448
+"""Room for 128 sequences of 1,024 tokens; in every shape here more than 2³² elements."""
+
+
+class Pools:
+    """One set of random keys and values, laid out three ways."""
+
+    def __init__(self, config: ModelConfig, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._pool = torch.empty(num_pages, *config.page_shape, dtype=torch.bfloat16, device="cuda").normal_()
+        self._separate = {
+            "HND": [layer.contiguous() for layer in self._pool.unbind(1)],
+            "NHD": [layer.transpose(2, 3).contiguous() for layer in self._pool.unbind(1)],
+        }
+
+    def layer(self, layout: str, index: int) -> torch.Tensor:
+        """strided, HND: [pages, 2, Hkv, block, D]; NHD: [pages, 2, block, Hkv, D]."""
+        return self._pool[:, index] if layout == "strided" else self._separate[layout][index]
+
+
+class Attention:
+    """A planned FlashInfer call over one layout."""
+
+    def __init__(
+        self, flashinfer: Any, config: ModelConfig, case: Case, pages: Sequence[Sequence[int]], layout: str
+    ) -> None:
+        kv_layout = "NHD" if layout == "NHD" else "HND"
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        counts = [count for count, _ in case.lens]
+        self._out = torch.empty(sum(counts), config.num_heads, config.head_dim, dtype=torch.bfloat16, device="cuda")
+        indptr = torch.tensor(np.cumsum([0, *map(len, pages)]), dtype=torch.int32)
+        indices = torch.tensor([page for row in pages for page in row], dtype=torch.int32, device="cuda")
+        last = torch.tensor([(context - 1) % BLOCK_SIZE + 1 for _, context in case.lens], dtype=torch.int32)
+        shape = (config.num_heads, config.num_kv_heads, config.head_dim, BLOCK_SIZE)
+        dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+        if case.decode:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, kv_layout, use_tensor_cores=True, backend="fa2"
+            )
+            plan = partial(wrapper.plan, indptr, indices, last, *shape, **dtypes)
+        else:
+            queries = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend="fa2")
+            plan = partial(wrapper.plan, queries, indptr, indices, last, *shape, causal=True, **dtypes)
+        plan()  # compiles or loads the kernels
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        plan()
+        torch.cuda.synchronize()
+        self.plan_ms = (time.perf_counter() - started) * 1e3
+        self._run = wrapper.run
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """q: [T, Hq, D]. The result is overwritten by the next call. [T, Hq, D]"""
+        self._run(q, kv, out=self._out)
+        return self._out
+
+    def run_layer(self, q: torch.Tensor, layers: Sequence[torch.Tensor], index: int) -> None:
+        """Over one of several layers."""
+        self(q, layers[index])
+
+    def checked(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """The same into poisoned memory: what is not written is NaN. A copy."""
+        self._out.fill_(float("nan"))
+        return self(q, kv).clone()
+
+
+def reference(q: torch.Tensor, kv: torch.Tensor, case: Case, pages: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Causal attention in float64, a sequence and a key-value head at a time.
+
+    Args:
+        q: [T, Hq, D]
+        kv: [pages, 2, Hkv, block, D]
+
+    Returns:
+        [T, Hq, D] float64
+    """
+    heads, dim = q.shape[1:]
+    group = heads // kv.shape[2]
+    out = torch.empty_like(q, dtype=torch.float64)
+    begin = 0
+    for (count, context), row in zip(case.lens, pages, strict=True):
+        rows = kv[torch.tensor(row, device=kv.device)]  # [blocks, 2, Hkv, block, D]
+        k, v = rows.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].double()  # [Hkv, context, D]
+        future = torch.ones(count, context, dtype=torch.bool, device=kv.device).triu(context - count + 1)
+        for head in range(kv.shape[2]):
+            mine = slice(head * group, (head + 1) * group)
+            queries = q[begin : begin + count, mine].double().transpose(0, 1)  # [group, count, D]
+            scores = queries @ k[head].T / dim**0.5
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            out[begin : begin + count, mine] = (weights @ v[head]).transpose(0, 1)
+        begin += count
+    return out
+
+
+def check(report: Report, flashinfer: Any, name: str, config: ModelConfig, pools: Pools) -> None:
+    """Ragged steps in every layout against float64, in the first and the last layer."""
+    rng = np.random.default_rng(1)
+    for case in RAGGED:
+        pages = random_pages(case.lens, pools.num_pages, rng)
+        tokens = sum(count for count, _ in case.lens)
+        for layout in ("strided", "HND", "NHD"):
+            attention = Attention(flashinfer, config, case, pages, layout)
+            worst = 0.0
+            for layer in (0, config.num_layers - 1):
+                q = torch.randn(tokens, config.num_heads, config.head_dim, dtype=torch.bfloat16, device="cuda")
+                wanted = reference(q, pools.layer("HND", layer), case, pages)
+                error = relative_error(attention.checked(q, pools.layer(layout, layer)), wanted)
+                worst = error if error != error else max(worst, error)
+            report.add(f"{name}: {case.name}, {layout}: error", worst, "relative", target=MAX_ERROR)
+
+
+def time_case(
+    report: Report, flashinfer: Any, name: str, config: ModelConfig, pools: Pools, case: Case
+) -> dict[str, Timing]:
+    """Times a step in every layout. The strided result must be the contiguous one, bit for bit."""
+    pages = random_pages(case.lens, pools.num_pages, np.random.default_rng(2))
+    tokens = sum(count for count, _ in case.lens)
+    q = torch.randn(tokens, config.num_heads, config.head_dim, dtype=torch.bfloat16, device="cuda")
+    layers = config.num_layers
+    if case.decode:
+        floor = report.ceilings.bytes_ms(sum(context for _, context in case.lens) * kv_bytes(config) / layers)
+    else:
+        floor = report.ceilings.flop_ms(attention_flop(config, case.lens) / layers)
+    timings: dict[str, Timing] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    for layout in ("strided", "HND", "NHD"):
+        attention = Attention(flashinfer, config, case, pages, layout)
+        outputs[layout] = attention.checked(q, pools.layer(layout, 0))
+        run_layer = partial(attention.run_layer, q, [pools.layer(layout, index) for index in range(layers)])
+        timing = measure_ms(run_layer, sets=layers, repeats=2 * layers, queued=True)
+        timings[layout] = timing
+        note = f"80 % within {timing.low:.4g} to {timing.high:.4g}; plan {attention.plan_ms:.2g} ms"
+        report.add(f"{name}: {case.name}, {layout}", timing.median, "ms a layer", floor=floor, note=note)
+    same = torch.equal(outputs["strided"], outputs["HND"])
+    report.add(f"{name}: {case.name}: strided equals HND", float(same), "0 or 1", target=Target(at_least=1))
+    return timings
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """See the module."""
+    flashinfer = require("flashinfer", "flashinfer-python")
+    for name, config in (("Qwen3-8B", qwen3_8b()), ("Llama-3-8B", llama3_8b())):
+        pools = Pools(config, POOL_PAGES)
+        check(report, flashinfer, name, config, pools)
+        for case in TIMED:
+            timings = time_case(report, flashinfer, name, config, pools, case)
+            for other in ("HND", "NHD"):
+                ratio = timings["strided"].median / timings[other].median
+                report.add(f"{name}: {case.name}: strided / {other}", ratio, "ratio", target=MAX_COST)
+        del pools
+        torch.cuda.empty_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("attention_layout", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

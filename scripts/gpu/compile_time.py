@@ -1,0 +1,60 @@
+"""How long do FlashInfer's kernels take to compile here, and how large is what is kept?
+
+Compiles what the engine uses (`scripts.gpu.kernels`) from nothing, one library at a time with all cores, and loads it.
+The archive that it leaves under --out spares the next machine of this kind the compiling.
+
+Usage: `python -m scripts.gpu.compile_time [--out DIR]`
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.gpu.common import require, run_experiment
+from scripts.gpu.kernels import arch_of, archive_name, build, pack, used_kernels
+from scripts.gpu.results import Report, Target
+from scripts.gpu.toolchain import compile_environment
+
+QUESTION = "How long do FlashInfer's kernels take to compile, and how large is the kept cache?"
+MAX_SECONDS = Target(at_most=180)
+"""More would leave too little of a ten-minute run."""
+MAX_MIB = Target(at_most=16)
+"""What comes back from a lent machine in one file."""
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """See the module."""
+    with tempfile.TemporaryDirectory(prefix="cpd-compile-") as folder:
+        # FlashInfer reads these when it is imported.
+        os.environ.update(compile_environment(Path(folder)))
+        version = require("flashinfer", "flashinfer-python").__version__
+        compiled = []
+        for kernel in used_kernels():
+            library = build(kernel)
+            compiled.append(library)
+            note = f"{library.bytes / 2**20:.2f} MiB; {os.cpu_count()} cores"
+            report.add(f"compile: {kernel.label}", library.seconds, "s", note=note)
+        started = time.monotonic()
+        for library in compiled:
+            kernel_spec = library.kernel.make()
+            kernel_spec.load(library.path)
+        report.add("load all, compiled before", (time.monotonic() - started) * 1e3, "ms")
+        report.add("compile: all", sum(library.seconds for library in compiled), "s", target=MAX_SECONDS)
+        path = Path(folder, archive_name(version, arch_of(report.environment.capability)))
+        pack(compiled, path)
+        report.add("kept cache, packed", path.stat().st_size / 2**20, "MiB", target=MAX_MIB)
+        if report.out is not None:
+            (report.out / path.name).write_bytes(path.read_bytes())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("compile_time", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What FlashInfer needs to compile its kernels, found on machines whose CUDA toolkit comes in parts.
+
+FlashInfer takes the folder above that of `nvcc` for the toolkit, and links with -lcudart and -lcuda. Where `nvcc` is a
+wrapper, or the libraries came from Python wheels or with the driver, neither holds: then the folder is asked of `nvcc`
+itself, and the libraries are linked into a folder of our own. Only the standard library is used.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_LIBRARIES = ("libcudart", "libcuda")
+_LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "lib64/stubs", "lib/stubs")
+_SYSTEM_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib64")
+
+
+def compile_environment(folder: Path) -> dict[str, str]:
+    """Environment variables for processes that import FlashInfer. Empty where there is no `nvcc`.
+
+    Args:
+        folder: For FlashInfer's cache, and for links to libraries.
+    """
+    root = cuda_root()
+    if root is None:
+        return {}
+    links = folder / "lib"
+    links.mkdir(parents=True, exist_ok=True)
+    for name in _LIBRARIES:
+        _link(name, root, links)
+    return {
+        "CUDA_HOME": str(root),
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{links}",
+        "FLASHINFER_WORKSPACE_BASE": str(folder),
+    }
+
+
+def cuda_root() -> Path | None:
+    """The toolkit's folder, with bin/nvcc and include; None where there is no `nvcc`."""
+    if (named := os.environ.get("CUDA_HOME")) and (Path(named) / "bin" / "nvcc").exists():
+        return Path(named)
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        return None
+    asked = subprocess.run(
+        [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True, timeout=60
+    )
+    here = re.search(r"^#\$ _HERE_=(.+)$", asked.stderr, re.MULTILINE)
+    return Path(here[1] if here else Path(nvcc).parent).parent
+
+
+def _link(name: str, root: Path, links: Path) -> None:
+    """Puts `name`.so into a folder: a link to the library that is here, or a stub that is never run."""
+    link = links / f"{name}.so"
+    if link.exists():
+        return
+    link.unlink(missing_ok=True)  # a link to what was there last time
+    found = next(_candidates(name, root), None)
+    if found is not None:
+        link.symlink_to(found)
+    elif name == "libcuda" and (compiler := shutil.which("cc") or shutil.which("gcc")):
+        # No driver: kernels can be compiled here all the same, and run where there is one.
+        subprocess.run(
+            [compiler, "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{name}.so.1", "-o", str(link)], check=True
+        )
+
+
+def _candidates(name: str, root: Path) -> Iterator[Path]:
+    wheels = [folder for entry in sys.path for folder in Path(entry or ".").glob("nvidia/*/lib")]
+    for folder in [*(root / part for part in _LIBRARY_FOLDERS), *wheels, *map(Path, _SYSTEM_FOLDERS)]:
+        for file in (f"{name}.so", *(f"{name}.so.{major}" for major in (13, 12, 1))):
+            if (folder / file).is_file():
+                yield (folder / file).resolve()
