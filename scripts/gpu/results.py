@@ -124,6 +124,7 @@ class Report:
     ceilings: Ceilings
     out: Path | None = None
     figures: list[Figure] = field(default_factory=list)
+    series: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     error: str = ""
     _started: float = field(default_factory=time.monotonic)
 
@@ -143,6 +144,11 @@ class Report:
         print(" | ".join(cell for cell in row(figure) if cell), flush=True)
         self.write()
 
+    def add_series(self, name: str, points: Sequence[Mapping[str, float]]) -> None:
+        """Takes what only the file shows, such as a curve: a mapping of names with units to numbers for each point."""
+        self.series[name] = [dict(point) for point in points]
+        self.write()
+
     def to_json(self) -> dict[str, Any]:
         """The result file's content."""
         return {
@@ -153,6 +159,7 @@ class Report:
             "ceilings": asdict(self.ceilings),
             "seconds": round(time.monotonic() - self._started, 1),
             "figures": [figure.to_json() for figure in self.figures],
+            "series": self.series,
             "error": self.error,
         }
 

@@ -77,3 +77,11 @@ def test_a_table_lines_its_columns_up() -> None:
     assert lines[2].split() == ["a", "long", "name", "12,346", "ms"]
     assert lines[3].split() == ["b", "0.5123", "ratio", "≤", "1", "yes"]
     assert lines[2].index("ms") == lines[3].index("ratio")
+
+
+def test_a_curve_is_in_the_file_only(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    report.add_series("gemm", [{"sms": 8, "ms": 4.0}, {"sms": 16, "ms": 2.0}])
+    assert report.out is not None
+    content = json.loads((report.out / "layout.json").read_text())
+    assert content["series"] == {"gemm": [{"sms": 8, "ms": 4.0}, {"sms": 16, "ms": 2.0}]}
+    assert not capsys.readouterr().out
