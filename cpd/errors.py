@@ -19,11 +19,13 @@ class QueueFullError(CPDError):
     Args:
         message: What is full.
         retry_after_s: When trying again is sensible, in seconds.
+        over_share: It is full for this tenant, which has its share of it; there may be room for others.
     """
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, *, over_share: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.over_share = over_share
 
 
 class TransferError(CPDError):

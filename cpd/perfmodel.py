@@ -59,6 +59,14 @@ class Work:
             self.pairs + other.pairs,
         )
 
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(
+            self.tokens - other.tokens,
+            self.seqs - other.seqs,
+            self.context - other.context,
+            self.pairs - other.pairs,
+        )
+
     @property
     def is_decode(self) -> bool:
         """Whether each sequence computes one token."""

@@ -100,6 +100,23 @@ class Colocation:
             return self._mixed(decodes), None
         return Room(self._along(decodes, split, None), self._chunk(decodes, split, beside)), split
 
+    def prefill_ms(self, prompts: Work, decodes: Work) -> float:
+        """How long these prompts will take, in chunks of the size that `room` gives, while the decodes go on."""
+        if not prompts.tokens:
+            return 0.0
+        room, split = self.room(decodes, None)
+        chunks = max(1.0, prompts.tokens / max(room.aside or room.along, 1))
+        seqs = max(1, round(prompts.seqs / chunks))
+        chunk = Work(
+            tokens=round(prompts.tokens / chunks),
+            seqs=seqs,
+            context=round(seqs * prompts.pairs / prompts.tokens),  # on average over the chunks of a prompt
+            pairs=round(prompts.pairs / chunks),
+        )
+        if room.aside and split is not None:
+            return chunks * self._model.step_ms(chunk, split.prefill.share, decodes)
+        return chunks * self._model.step_ms(decodes + chunk)
+
     def _mixed(self, decodes: Work) -> Room:
         most = self.max_tokens
         if not self._fixed and decodes.tokens:

@@ -9,15 +9,15 @@ Runs on one thread and never reads a clock. Whatever is called between two steps
 released and blocks published only when the step that touches them has been collected.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
-from cpd.errors import QueueFullError
 from cpd.perfmodel import Work
 from engine.aside import Aside
+from engine.backlog import Backlog
 from engine.batch import Batch, Lane, Ran, Runner
 from engine.colocation import Colocation
 from engine.plan import Plan, build_batch
@@ -28,8 +28,8 @@ from engine.scheduler import Scheduler
 from engine.trace import LaneName, StepTrace
 from engine.types import CacheEvent, EngineStats, Output, Request, Reservation, StepOutput
 
-QUEUE_RETRY_S = 1.0
-"""What a refused caller is told; who knows how fast the queue drains may say better."""
+STEPS_OF_MEAN = 32
+"""Recent steps that the load report takes the mean of."""
 
 
 class Engine:
@@ -65,6 +65,7 @@ class Engine:
             max_len=self.max_model_len,
             max_num_seqs=min(max_num_seqs, colocation.max_tokens),  # so that each advances in each step
             copy_page=runner.copy_page,
+            backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
         )
         self._colocation = colocation
         self._aside = Aside(self._pool, self._scheduler.table)
@@ -73,19 +74,18 @@ class Engine:
         self._requests = LiveRequests(self._scheduler, self.max_model_len)
         self.trace = StepTrace()
         self._pins: Counter[int] = Counter()
+        self._step_ms: deque[float] = deque(maxlen=STEPS_OF_MEAN)
         self._stalled = False
 
     def add(self, request: Request) -> None:
         """Puts a request in the waiting queue.
 
         Raises:
-            QueueFullError: The queue holds its `max_queue_tokens`. An empty one takes any request.
+            QueueFullError: The queue holds its `max_queue_tokens` (`engine.backlog` has the rule).
             ValueError: The request can never be served here.
         """
         self._requests.check(request)
-        queued = self._scheduler.queued_tokens
-        if queued and queued + len(request.token_ids) > self._max_queue_tokens:
-            raise QueueFullError(f"{queued} tokens wait in the queue of {self._max_queue_tokens}", QUEUE_RETRY_S)
+        self._scheduler.backlog.check(request.tenant, len(request.token_ids), self._max_queue_tokens, request.received)
         self._stalled = False
         choices = list(range(request.first_choice, request.first_choice + request.n))
         self._scheduler.add(self._requests.open(request, choices))
@@ -111,13 +111,17 @@ class Engine:
         """Has `callback` called, on any thread, whenever the prefill lane has something for the next step."""
         self._on_aside_done = callback
 
-    def step(self) -> StepOutput:
-        """Computes one batch, and sees to the prefill lane. Pin the pages of `computed` before the next call."""
+    def step(self, now: float = 0.0) -> StepOutput:
+        """Computes one batch, and sees to the prefill lane. Pin the pages of `computed` before the next call.
+
+        Args:
+            now: The time of the requests' `received` and `deadline`, in seconds.
+        """
         self._requests.release_shown()
         output = StepOutput()
         plan = self._scheduler.decodes()
         if self._scheduler.wants_prefill:
-            self._prefill(plan)
+            self._prefill(plan, now)
         if plan:
             split = self._aside.split
             lane = split.decode if split else self._runner.full
@@ -127,7 +131,7 @@ class Engine:
             self._requests.process(plan, ran.sampled, output)
             self._record("decode" if split else "full", lane, batch, ran)
         elif self._aside.split is None:
-            self._without_plan(output)
+            self._without_plan(output, now)
         else:
             self._stalled = True
         # Last, because the pages of `computed` must be as they are when the caller sees them.
@@ -223,15 +227,23 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands."""
+        scheduler = self._scheduler
+        decodes, lacking = scheduler.running_work()
+        lacking += scheduler.queued_work
         return EngineStats(
-            running=len(self._scheduler.running),
-            waiting=self._scheduler.num_waiting,
-            waiting_tokens=sum(max(0, seq.request.prompt_len - seq.num_computed) for seq in self._requests.seqs()),
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            waiting_tokens=lacking.tokens,
             pages=self._pool.counts(),
             preemptions=self._scheduler.preemptions,
             prefill_tokens=self._requests.prefill_tokens,
             decode_tokens=self._requests.decode_tokens,
             cached_tokens=self._scheduler.cached_tokens,
+            queued_tokens=scheduler.backlog.tokens,
+            decodes=decodes.seqs,
+            decode_context=decodes.context,
+            prefill_ms=self._colocation.prefill_ms(lacking, decodes),
+            step_ms=sum(self._step_ms) / len(self._step_ms) if self._step_ms else 0.0,
         )
 
     def take_cache_events(self) -> list[CacheEvent]:
@@ -260,22 +272,24 @@ class Engine:
         if {id(seq) for seq in self._requests.seqs()} != {id(seq) for seq in self._scheduler.seqs()}:
             raise AssertionError("the scheduler and the live requests have different sequences")
 
-    def _prefill(self, plan: Plan) -> None:
+    def _prefill(self, plan: Plan, now: float) -> None:
         """Adds prefills to the step, and starts the prefill lane if it is its turn."""
         decodes = Work.decode(len(plan.singles), sum(chunk.start + 1 for chunk in plan.singles))
         room, split = self._colocation.room(decodes, self._aside.split)
-        aside = self._scheduler.prefills(plan, room)
+        aside = self._scheduler.prefills(plan, room, now)
         if aside:
             assert split is not None
             self._aside.launch(split, aside, self._on_aside_done)
 
     def _record(self, name: LaneName, lane: Lane, batch: Batch, ran: Ran) -> None:
-        waiting, tokens = self._scheduler.num_waiting, self._scheduler.queued_tokens
+        if batch.num_decodes:
+            self._step_ms.append(ran.ms)
+        waiting, tokens = self._scheduler.num_waiting, self._scheduler.backlog.tokens
         self.trace.add(name, lane.share, batch, ran, waiting, tokens)
 
-    def _without_plan(self, output: StepOutput) -> None:
+    def _without_plan(self, output: StepOutput, now: float) -> None:
         """Nothing can be computed. Waits if somebody may give pages back, else fails the first in line."""
-        seq = self._scheduler.first_in_line()
+        seq = self._scheduler.first_in_line(now)
         if seq is None or self._reservations.any_live or self._pins:
             self._stalled = True
             return

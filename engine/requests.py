@@ -142,11 +142,11 @@ class LiveRequests:
     def _continue(self, seq: Seq, chosen: Iterable[tuple[int, Sampled]]) -> list[Output]:
         """Appends the next token of each choice of a sequence, or ends it."""
         request, outputs = seq.request, []
-        cached = None if seq.reported else seq.cached_tokens
+        cached, queued_s = (None, 0.0) if seq.reported else (seq.cached_tokens, seq.queued_s)
         for choice, sampled in chosen:
             finish = self.finish_of(request, seq.num_tokens + 1, sampled.token_id)
             logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
-            outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached))
+            outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached, queued_s))
         seq.reported = True
         if request.prefill_only:
             self.branch(seq, {})

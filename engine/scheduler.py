@@ -16,6 +16,8 @@ from operator import attrgetter
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from cpd.perfmodel import Work
+from engine.backlog import Backlog
 from engine.pending import PendingBlocks
 from engine.plan import Chunk, Plan, Room
 from engine.pool import BlockPool
@@ -36,7 +38,8 @@ class Scheduler:
         running: Oldest first.
         line: Who runs next.
         reserved_rows: Rows kept free for reservations.
-        queued_tokens: Of requests that have never been admitted.
+        backlog: The tokens of requests that have never been admitted.
+        queued_work: What these lack.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Scheduler:
         max_len: int,
         max_num_seqs: int,
         copy_page: Callable[[int, int], None],
+        backlog: Backlog | None = None,
     ) -> None:
         self.pool = pool
         self.table = SeqTable(max_num_seqs, max_len)
@@ -53,7 +57,8 @@ class Scheduler:
         self.running: list[Seq] = []
         self.line = Line()
         self.reserved_rows = 0
-        self.queued_tokens = 0
+        self.backlog = backlog or Backlog()
+        self.queued_work = Work()
         self.preemptions = 0
         self.cached_tokens = 0
         self._behind: list[Seq] = []
@@ -61,9 +66,11 @@ class Scheduler:
 
     def add(self, seq: Seq) -> None:
         """Puts a new sequence in the queue."""
-        seq.queued = True
-        self.queued_tokens += seq.num_tokens
-        self.line.queue.push(seq)
+        cached = min(len(self.pool.find(seq.hashes)) * BLOCK_SIZE, seq.num_tokens - 1)
+        seq.queued, seq.work = True, Work.prefill(seq.num_tokens - cached, cached)
+        self.queued_work += seq.work
+        self.backlog.add(seq.request.tenant, seq.num_tokens, seq.request.received)
+        self.line.push(seq)
 
     def decodes(self) -> Plan:
         """Begins a step: one token of each running sequence that lacks just one. Preempts for the pages they need."""
@@ -83,10 +90,13 @@ class Scheduler:
     @property
     def wants_prefill(self) -> bool:
         """Whether `prefills` may find something to do."""
-        return bool(self._behind) or self.line.first() is not None
+        return bool(self._behind or self.line)
 
-    def prefills(self, step: Plan, room: Room) -> Plan:
+    def prefills(self, step: Plan, room: Room, now: float = 0.0) -> Plan:
         """Adds prefills to the step that `decodes` began, as far as there is room, and admits and parks accordingly.
+
+        Args:
+            now: Whose turn it is depends on the time.
 
         Returns:
             What goes to the prefill lane.
@@ -95,7 +105,7 @@ class Scheduler:
         along, left = room.along, room.aside
         while along or left:
             longest = self.table.max_len if left or room.cut else along
-            seq = self._next_behind(longest) or self._admit_next(longest)
+            seq = self._next_behind(longest) or self._admit_next(longest, now)
             if seq is None:
                 break
             count = seq.num_tokens - seq.num_computed
@@ -109,14 +119,29 @@ class Scheduler:
                 left -= count
         return aside
 
-    def first_in_line(self) -> Seq | None:
+    def first_in_line(self, now: float = 0.0) -> Seq | None:
         """Who can't go on or start, when the plan is empty."""
-        return self.running[0] if self.running else self.line.first()
+        return self.running[0] if self.running else self.line.first(now)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that do not run."""
         return len(self.pending.waiting()) + len(self.line)
+
+    def running_work(self) -> tuple[Work, Work]:
+        """What the sequences that have been admitted decode, and what they lack before they do."""
+        num_decodes = context = 0
+        lacking = Work()
+        for seq in self.running:
+            if seq.num_tokens - seq.num_computed == 1:
+                num_decodes += 1
+                context += seq.num_tokens
+            else:
+                lacking += Work.prefill(seq.num_tokens - seq.num_computed, seq.num_computed)
+        for seq in (*self.line.returning, *self.pending.waiting()):
+            if not seq.queued:
+                lacking += Work.prefill(seq.num_tokens)
+        return Work.decode(num_decodes, context), lacking
 
     @property
     def rows_left(self) -> bool:
@@ -189,7 +214,9 @@ class Scheduler:
             self.pending.stop_waiting(seq)
         else:
             self.line.remove(seq)
-        self._count_out(seq)
+        if seq.queued:
+            self.backlog.remove(seq.request.tenant, seq.num_tokens)
+            self._not_queued(seq)
         seq.state = State.FINISHED
         return pages
 
@@ -219,8 +246,11 @@ class Scheduler:
         ):
             if any(seq.state is not state for seq in seqs):
                 raise AssertionError(f"a sequence among the {state.name.lower()} ones is in another state")
-        if self.queued_tokens != sum(seq.num_tokens for seq in (*parked, *self.line) if seq.queued):
+        queued = [seq for seq in (*parked, *self.line) if seq.queued]
+        if self.backlog.tokens != sum(seq.num_tokens for seq in queued):
             raise AssertionError("the count of queued tokens is wrong")
+        if self.queued_work != sum((seq.work for seq in queued), Work()):
+            raise AssertionError("the work of the queued sequences is wrong")
         for block_hash, filler in self.pending.fillers().items():
             if self.pool.is_cached(block_hash) or (isinstance(filler, Seq) and filler.state is not State.RUNNING):
                 raise AssertionError("a block is pending that is in the cache, or that nobody fills")
@@ -232,12 +262,13 @@ class Scheduler:
                 return self._behind.pop(index)
         return None
 
-    def _admit_next(self, longest: int) -> Seq | None:
+    def _admit_next(self, longest: int, now: float) -> Seq | None:
         """Admits the next in line, parking those whose next block somebody is filling.
 
-        None: nobody can start now, or whose turn it is lacks more tokens than `longest`.
+        One that lacks more tokens than `longest` waits for the prefill lane; meanwhile shorter ones may pass it. None:
+        nobody can start now.
         """
-        while (seq := self.line.first()) is not None:
+        while (seq := self.line.first(now)) is not None:
             if not self.rows_left:
                 self.line.short(seq, -1, 0)
                 return None
@@ -246,14 +277,35 @@ class Scheduler:
             found = self.pool.find(seq.hashes)
             awaited = self.pending.last_shared(seq.hashes, len(found))
             if awaited is None:
-                short = seq.num_tokens - len(found) * BLOCK_SIZE <= longest
-                return seq if short and self._admit(seq, found) else None
-            self.line.remove(seq)
+                if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
+                    return self._admit_passing(seq, longest, now)
+                return seq if self._admit(seq, found, now) else None
+            self.line.take(seq)
             seq.state = State.PARKED
             self.pending.wait(seq, awaited)
         return None
 
-    def _admit(self, seq: Seq, found: list[int]) -> bool:
+    def _admit_passing(self, first: Seq, longest: int, now: float) -> Seq | None:
+        """Admits one that lacks no more than `longest` tokens, while `first`, whose turn it is, waits for the lane.
+
+        That costs `first` nothing: a row and all the pages that it may need are left to it. So it can start as soon as
+        the lane is free, which does not depend on who passes.
+        """
+        if self.table.free_rows - self.reserved_rows < 2:
+            return None
+        kept = blocks_for(first.num_tokens) + 1
+        for seq in self.line.behind_first(now):
+            if seq.work.tokens > longest:  # as of its arrival, which is cheap to know
+                continue
+            found = self.pool.find(seq.hashes)
+            need = blocks_for(seq.num_tokens) + self.headroom + kept
+            if seq.num_tokens - len(found) * BLOCK_SIZE > longest or self.pool.available < need:
+                continue
+            if self.pending.last_shared(seq.hashes, len(found)) is None and self._admit(seq, found, now):
+                return seq
+        return None
+
+    def _admit(self, seq: Seq, found: list[int], now: float) -> bool:
         """Starts the next in line, whose first blocks are in the pages `found`. False: too few pages.
 
         When all of it is cached, the last block is copied and the last token computed again: somebody must compute
@@ -270,19 +322,20 @@ class Scheduler:
             return False
         if whole and own[0] != found[-1]:  # what was found may just have been taken: then its content is in place
             self._copy_page(found[-1], own[0])
-        self.line.remove(seq)
+        self.line.take(seq)
         if seq.queued:
             seq.cached_tokens = min(len(found) * BLOCK_SIZE - int(whole), seq.request.prompt_len)
             self.cached_tokens += seq.cached_tokens
-        self._count_out(seq)
+            seq.queued_s = now - seq.request.received
+            self.backlog.take(seq.request.tenant, seq.num_tokens, now)
+            self._not_queued(seq)
         self.start(seq, shared + own, seq.num_tokens - 1 if whole else len(shared) * BLOCK_SIZE, len(shared))
         self.pending.claim(seq, seq.hashes[len(found) :])
         return True
 
-    def _count_out(self, seq: Seq) -> None:
-        if seq.queued:
-            self.queued_tokens -= seq.num_tokens
-            seq.queued = False
+    def _not_queued(self, seq: Seq) -> None:
+        self.queued_work -= seq.work
+        seq.queued = False
 
     def _grow(self, seq: Seq) -> bool:
         """Gets the pages that a running sequence lacks, from newer sequences if need be. False: it can't go on now."""

@@ -10,12 +10,13 @@ and come before the queue. A sequence has a row of the table, and pages, exactly
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.perfmodel import Work
 from engine.batch import IntArray
 from engine.types import Request
 
@@ -42,6 +43,8 @@ class Seq:
         num_tokens: Known tokens.
         reported: Whether its first output went out.
         queued: Never admitted so far; counts against the queue's bound.
+        work: What was to be computed when it came; the cache may have more or less of it by its first turn.
+        queued_s: How long it waited for its first turn.
         aside: The prefill lane computes a chunk of it.
         row: In the table, while running.
         num_computed: Tokens whose keys and values are in the pages.
@@ -59,6 +62,8 @@ class Seq:
     reported: bool = False
     state: State = State.QUEUED
     queued: bool = False
+    work: Work = field(default_factory=Work)
+    queued_s: float = 0.0
     aside: bool = False
     row: int = -1
     num_computed: int = 0

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 
 class Finish(IntEnum):
@@ -59,6 +60,10 @@ class Request:
         n: Number of choices, `first_choice` .. `first_choice + n - 1`. Only 1 where output was already emitted.
         prefill_only: Ends after the first token of each choice. Its output has a `finish` only if the choice ends
             with it; otherwise the choice goes on elsewhere.
+        tenant: Tenants share the queue fairly.
+        priority: Higher ones go first.
+        received: When it came, in seconds by the clock that `Engine.step` is told.
+        deadline: When its first token should be there, by the same clock.
     """
 
     id: str
@@ -70,6 +75,10 @@ class Request:
     first_choice: int = 0
     n: int = 1
     prefill_only: bool = False
+    tenant: str = ""
+    priority: int = 0
+    received: float = 0.0
+    deadline: float = inf
 
 
 @dataclass(slots=True)
@@ -88,6 +97,7 @@ class Output:
         logprobs: One a token where the request asked for them, else empty.
         finish: Set when this is the choice's last output.
         cached_tokens: With the first output of a choice: prompt tokens that were taken from the cache.
+        queued_s: With the first output of a choice: how long the request waited for its first turn.
     """
 
     request_id: str
@@ -96,6 +106,7 @@ class Output:
     logprobs: list[TokenLogprobs]
     finish: Finish | None = None
     cached_tokens: int | None = None
+    queued_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -161,7 +172,18 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for load reports; the last four are totals since the start."""
+    """A snapshot for load reports.
+
+    Attributes:
+        running, waiting: Sequences that run, and that don't.
+        waiting_tokens: To be computed before all of them decode; for those never admitted as of their arrival.
+        preemptions, prefill_tokens, decode_tokens, cached_tokens: Totals since the start.
+        queued_tokens: Of requests that have never been admitted: what the queue's bound counts.
+        decodes: Sequences that lack one token.
+        decode_context: Tokens that these attend to, summed.
+        prefill_ms: Predicted time until `waiting_tokens` are computed.
+        step_ms: Mean of the recent steps that had decodes; 0: there were none.
+    """
 
     running: int
     waiting: int
@@ -171,3 +193,8 @@ class EngineStats:
     prefill_tokens: int
     decode_tokens: int
     cached_tokens: int
+    queued_tokens: int = 0
+    decodes: int = 0
+    decode_context: int = 0
+    prefill_ms: float = 0.0
+    step_ms: float = 0.0

@@ -1,40 +1,15 @@
 """Who comes next: the sequences that are ready to run but do not."""
 
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
+from engine.fair_queue import FairQueue, Terms
 from engine.sequence import Seq, State
 
-
-class WaitingQueue:
-    """Sequences that have not had their turn: first in, first out. Nothing else knows this order."""
-
-    def __init__(self) -> None:
-        self._queue: OrderedDict[Seq, None] = OrderedDict()
-
-    def __iter__(self) -> Iterator[Seq]:
-        return iter(self._queue)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def push(self, seq: Seq) -> None:
-        """Adds a sequence."""
-        self._queue[seq] = None
-
-    def peek(self) -> Seq | None:
-        """Whose turn it is."""
-        return next(iter(self._queue), None)
-
-    def pop(self) -> Seq:
-        """Takes out the one that `peek` returns."""
-        return self._queue.popitem(last=False)[0]
-
-    def remove(self, seq: Seq) -> None:
-        """Takes out any one."""
-        del self._queue[seq]
+MAX_LOOKED_AT = 32
+"""Of those who may pass the first one."""
 
 
 @dataclass(slots=True)
@@ -59,7 +34,7 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self.queue = WaitingQueue()
+        self.queue = FairQueue[Seq]()
         self.returning: list[Seq] = []
         self._shortage: _Shortage | None = None
 
@@ -70,25 +45,35 @@ class Line:
     def __len__(self) -> int:
         return len(self.returning) + len(self.queue)
 
-    def first(self) -> Seq | None:
-        """Who comes next."""
-        return self.returning[0] if self.returning else self.queue.peek()
+    def first(self, now: float) -> Seq | None:
+        """Who comes next at the time `now`."""
+        return self.returning[0] if self.returning else self.queue.first(now)
+
+    def behind_first(self, now: float) -> Iterator[Seq]:
+        """The next few after the first one."""
+        return islice(chain(self.returning, self.queue.in_order(now)), 1, 1 + MAX_LOOKED_AT)
+
+    def push(self, seq: Seq) -> None:
+        """A new sequence."""
+        request = seq.request
+        self.queue.push(seq, Terms(seq.num_tokens, request.tenant, request.priority, request.deadline))
 
     def put_back(self, seq: Seq) -> None:
         """A sequence that has had its turn comes before the queue."""
         seq.state = State.RETURNING
         insort(self.returning, seq, key=lambda other: other.order)
 
+    def take(self, seq: Seq) -> None:
+        """A sequence has its turn: it runs or is parked."""
+        if seq.state is not State.RETURNING:
+            self.queue.take(seq)
+        self._forget(seq)
+
     def remove(self, seq: Seq) -> None:
-        """A sequence goes, to run or for other reasons."""
-        if seq.state is State.RETURNING:
-            self.returning.remove(seq)
-        elif seq is self.queue.peek():
-            self.queue.pop()
-        else:
+        """A sequence goes, and has not had its turn."""
+        if seq.state is not State.RETURNING:
             self.queue.remove(seq)
-        if self._shortage is not None and self._shortage.seq is seq:
-            self._shortage = None
+        self._forget(seq)
 
     def short(self, seq: Seq, available: int, headroom: int) -> None:
         """The first in line found too few pages with this many available (-1: no row)."""
@@ -109,3 +94,9 @@ class Line:
         """A reservation was made."""
         if self._shortage is not None:
             self._shortage.overtaken = True
+
+    def _forget(self, seq: Seq) -> None:
+        if seq.state is State.RETURNING:
+            self.returning.remove(seq)
+        if self._shortage is not None and self._shortage.seq is seq:
+            self._shortage = None

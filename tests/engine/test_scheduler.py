@@ -206,4 +206,4 @@ def test_rules_that_every_step_keeps(
         if seq.state is not State.FINISHED:
             scheduler.pool.release(scheduler.finish(seq))
     assert scheduler.pool.counts().used == 0
-    assert (scheduler.queued_tokens, scheduler.pending.fillers()) == (0, {})
+    assert (scheduler.backlog.tokens, scheduler.pending.fillers()) == (0, {})

@@ -1,0 +1,164 @@
+"""Who comes next, of those who wait: by priority, fairly among tenants, then by deadline. Pure: nobody reads a clock.
+
+    class      a higher priority goes first
+    tenant     within a class by deficit round robin: each turn adds QUANTUM tokens to what a tenant may take, and the
+               turn ends when the next one waiting needs more (Shreedhar and Varghese, 1995)
+    deadline   within a tenant the earliest one first; those that can't be kept any more come after the others; those
+               without one come last; equal ones in the order of arrival
+
+Beside all that, whoever has waited longest gets one token in AGED_SHARE. So nobody starves, whatever the class, tenant
+or deadline: one who comes when W tokens wait, with its own, has its turn before AGED_SHARE * W more, and those of the
+largest one, have had theirs. What a tenant gets in this way counts against its next turns.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from copy import copy
+from dataclasses import dataclass, field
+from math import inf
+from typing import Generic, NamedTuple, Self, TypeVar
+
+QUANTUM = 512
+"""Tokens that a tenant's turn adds to what it may take."""
+
+AGED_SHARE = 8
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms somebody waits.
+
+    Attributes:
+        tokens: What its turn costs.
+        tenant: Whose it is.
+        priority: Its class.
+        deadline: When its turn should have come, in seconds by the clock of the queue's owner.
+    """
+
+    tokens: int
+    tenant: str = ""
+    priority: int = 0
+    deadline: float = inf
+
+
+class _Entry(NamedTuple, Generic[T]):
+    """Sorted by deadline, then arrival, which no two share."""
+
+    deadline: float
+    number: int
+    item: T
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Account(Generic[T]):
+    """One tenant in one class.
+
+    Attributes:
+        credit: Tokens that it may take. Negative where it took some out of turn.
+        has_turn: It was given its quantum and may go on.
+        entries: Sorted.
+    """
+
+    credit: int = 0
+    has_turn: bool = False
+    entries: list[_Entry[T]] = field(default_factory=list)
+
+    def first(self, now: float) -> _Entry[T]:
+        in_time = bisect_left(self.entries, now, key=lambda entry: entry.deadline)
+        if in_time < len(self.entries) and self.entries[in_time].deadline < inf:
+            return self.entries[in_time]
+        return self.entries[0]  # the first one that is late; if none is, the first of those without a deadline
+
+
+class FairQueue(Generic[T]):
+    """See the module. `T` is the kind of those who wait."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[T, tuple[Terms, _Entry[T]]] = OrderedDict()  # oldest first
+        self._classes: dict[int, OrderedDict[str, _Account[T]]] = {}  # in each, the tenant whose turn it is first
+        self._arrivals = 0
+        self._past_oldest = 0
+
+    def __iter__(self) -> Iterator[T]:
+        """In the order of arrival."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, item: T, terms: Terms) -> None:
+        """Somebody begins to wait."""
+        self._arrivals += 1
+        entry = _Entry(terms.deadline, self._arrivals, item, terms.tokens)
+        self._entries[item] = terms, entry
+        ring = self._classes.setdefault(terms.priority, OrderedDict())
+        insort(ring.setdefault(terms.tenant, _Account()).entries, entry)
+
+    def first(self, now: float) -> T | None:
+        """Whose turn it is at the time `now`."""
+        if not self._entries:
+            return None
+        oldest = next(iter(self._entries))
+        if self._past_oldest >= (AGED_SHARE - 1) * self._entries[oldest][0].tokens:
+            return oldest
+        ring = self._classes[max(self._classes)]
+        while True:
+            tenant, account = next(iter(ring.items()))
+            if not account.has_turn:
+                account.has_turn = True
+                account.credit += QUANTUM
+            entry = account.first(now)
+            if account.credit >= entry.tokens:
+                return entry.item
+            account.has_turn = False
+            ring.move_to_end(tenant)
+
+    def in_order(self, now: float) -> Iterator[T]:
+        """All of them, in the order in which they would have their turns if no time passed and nobody came."""
+        if (item := self.first(now)) is None:
+            return
+        yield item
+        rest = self._copy()
+        rest.take(item)
+        while (item := rest.first(now)) is not None:
+            yield item
+            rest.take(item)
+
+    def take(self, item: T) -> None:
+        """Somebody has its turn: the first one, or another one out of turn. It pays for it."""
+        terms, _ = self._entries[item]
+        if item is not next(iter(self._entries)):
+            self._past_oldest += terms.tokens
+        self._classes[terms.priority][terms.tenant].credit -= terms.tokens
+        self.remove(item)
+
+    def remove(self, item: T) -> None:
+        """Somebody goes, and has not had its turn."""
+        if item is next(iter(self._entries)):
+            self._past_oldest = max(0, self._past_oldest - (AGED_SHARE - 1) * self._entries[item][0].tokens)
+        terms, entry = self._entries.pop(item)
+        ring = self._classes[terms.priority]
+        entries = ring[terms.tenant].entries
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del ring[terms.tenant]
+        if not ring:
+            del self._classes[terms.priority]
+        if not self._entries:
+            self._past_oldest = 0
+
+    def _copy(self) -> Self:
+        other = copy(self)
+        other._entries = self._entries.copy()
+        other._classes = {
+            priority: OrderedDict(
+                (tenant, _Account(account.credit, account.has_turn, account.entries.copy()))
+                for tenant, account in ring.items()
+            )
+            for priority, ring in self._classes.items()
+        }
+        return other
