@@ -1,0 +1,174 @@
+"""Measures the tail of a worker's engine steps while its process does other things.
+
+Usage: `python -m scripts.bench_step_tail [--seconds N] [--rounds N]`, from the repository's root.
+
+Eight streams decode on one combined worker with a full cache. Three times a few seconds: nothing else; routers that
+come anew all the time, each of which is sent a snapshot of the whole cache; the same, and short requests at a steady
+rate.
+Of the engine's trace the steps count that decoded, and prefilled nothing.
+
+The model is that of `scripts.bench_main_path`.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from bench.client.client import Client
+from bench.client.target import Target
+from bench.record import Failure, Record
+from bench.tokens import Texts
+from bench.workloads.base import Message
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from models.tiny.make import write
+from scripts.bench_main_path import MODEL, bench_settings
+from tests.e2e.cluster import TOKEN, Cluster
+from worker.auth import token_metadata
+from worker.channels import CLIENT_OPTIONS
+
+STREAMS = 8
+STREAM_LEN = 3_000
+FILL_PROMPTS, FILL_LEN = 64, 2_048
+RATE = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Times of steps and of the pauses between them, in ms.
+
+    Attributes:
+        snapshots: How many were sent meanwhile.
+    """
+
+    steps: list[float]
+    pauses: list[float]
+    snapshots: int
+
+
+class Bench:
+    """The streams and what disturbs them."""
+
+    def __init__(self, url: str, address: str, model: Path) -> None:
+        self._client = Client(Target.of(bench_settings(url, model, 1), "bench"))
+        self._texts = Texts.with_tokenizer(model)
+        self._rng = np.random.default_rng(0)
+        self._address = address
+        self._snapshots = 0
+
+    async def fill_cache(self) -> None:
+        """Prompts, one after the other, until the pool is full of blocks."""
+        for _ in range(FILL_PROMPTS):
+            await self._ask(FILL_LEN, 1)
+
+    async def measure(self, seconds: float, *, snapshots: bool, requests: bool) -> Tail:
+        """Reads the trace of `seconds` with all streams decoding."""
+        self._snapshots = 0
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._stream_on()) for _ in range(STREAMS)]
+            await asyncio.sleep(1.0)  # all of them decode
+            tasks += [group.create_task(self._come_anew(f"passing-{number}")) for number in range(2 * snapshots)]
+            if requests:
+                tasks.append(group.create_task(self._ask_steadily()))
+            await asyncio.sleep(seconds)
+            steps = await self._trace(seconds)
+            for task in tasks:
+                task.cancel()
+        decodes = [step.lane != pb.LANE_PREFILL and not step.prefill_tokens and step.decodes > 0 for step in steps]
+        pauses = [
+            1e3 * (after.start_s - step.start_s) - step.ms
+            for step, after, both in zip(steps, steps[1:], np.logical_and(decodes, [*decodes[1:], False]), strict=False)
+            if both
+        ]
+        times = [step.ms for step, decode in zip(steps, decodes, strict=True) if decode]
+        return Tail(times, pauses, self._snapshots)
+
+    async def _ask(self, tokens: int, output_len: int) -> None:
+        now_s = time.perf_counter()
+        record = Record(0, 0, tokens, output_len, now_s, now_s)
+        await self._client.stream(record, [Message("user", self._texts.text(self._rng, tokens))])
+        if record.error not in ("", Failure.EMPTY):  # one random token may be part of a character
+            raise RuntimeError(f"{record.error}: {record.detail}")
+
+    async def _stream_on(self) -> None:
+        while True:
+            await self._ask(64, STREAM_LEN)
+
+    async def _ask_steadily(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._ask(16, 1))
+                await asyncio.sleep(1 / RATE)
+
+    async def _come_anew(self, name: str) -> None:
+        """A router that comes, hears what the worker has cached, and goes, over and over."""
+        async with self._channel() as channel:
+            while True:
+                call = rpc.WorkerStub(channel).Session(None, metadata=token_metadata(TOKEN))
+                await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=name)))
+                while isinstance(message := await call.read(), pb.WorkerMessage) and not message.snapshot.last:
+                    pass
+                self._snapshots += 1
+                call.cancel()
+                await asyncio.sleep(0.1)
+
+    async def _trace(self, seconds: float) -> list[pb.TracedStep]:
+        async with self._channel() as channel:
+            reply = await rpc.AdminStub(channel).Trace(pb.TraceRequest(seconds=seconds), metadata=token_metadata(TOKEN))
+            return list(reply.steps)
+
+    @contextlib.asynccontextmanager
+    async def _channel(self) -> AsyncIterator[grpc.aio.Channel]:
+        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
+            yield channel
+
+
+async def run(cluster: Cluster, model: Path, seconds: float, rounds: int) -> None:
+    """Prints a line for each way, over all rounds."""
+    (worker,) = cluster.state()["workers"]
+    bench = Bench(cluster.url, worker["address"], model)
+    await bench.fill_cache()
+    pages = cluster.state()["workers"][0]["load"]["pages"]
+    print(f"{STREAMS} streams, {pages['cached']:,} cached blocks\n")
+    ways = {
+        "nothing else": {"snapshots": False, "requests": False},
+        "snapshots": {"snapshots": True, "requests": False},
+        f"snapshots, {RATE:g} requests/s": {"snapshots": True, "requests": True},
+    }
+    tails: dict[str, list[Tail]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, disturbances in ways.items():
+            tails[name].append(await bench.measure(seconds, **disturbances))
+    print("| beside the streams | snapshots/s | steps | step p50 ms | p99 | p99.9 | pause p50 ms | p99 | p99.9 |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, some in tails.items():
+        steps = [ms for tail in some for ms in tail.steps]
+        pauses = [ms for tail in some for ms in tail.pauses]
+        figures = [f"{ms:.2f}" for times in (steps, pauses) for ms in np.quantile(times, (0.5, 0.99, 0.999))]
+        rate = sum(tail.snapshots for tail in some) / (rounds * seconds)
+        print(f"| {name} | {rate:.1f} | {len(steps)} | {' | '.join(figures)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each way in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory)
+        write(model, **MODEL)
+        settings = {"served_model_name": "bench", "dtype": "auto", "kv_memory": "256MiB", "prefill": 0}
+        with Cluster(model=str(model), **settings) as cluster:
+            asyncio.run(run(cluster, model, arguments.seconds, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()
