@@ -593,13 +593,14 @@ class Load(_message.Message):
     DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
     waiting: _builtins.int
     """requests in the queue, being filled ones included"""
     waiting_tokens: _builtins.int
-    """prompt tokens not yet computed, of waiting and running requests"""
+    """prompt tokens to be computed, of waiting (as of their arrival) and running requests"""
     free_pages: _builtins.int
     cached_pages: _builtins.int
     used_pages: _builtins.int
@@ -618,6 +619,8 @@ class Load(_message.Message):
     """predicted, until all of waiting_tokens are computed; 0 without a profile"""
     step_ms: _builtins.float
     """mean of the recent steps with decodes; 0: there were none"""
+    queued_tokens: _builtins.int
+    """of requests that wait for their first turn: what the queue's bound counts"""
     @_builtins.property
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by outcome: completed, failed, cancelled, local_fallback, rerouted"""
@@ -643,10 +646,11 @@ class Load(_message.Message):
         decode_context: _builtins.int = ...,
         prefill_ms: _builtins.float = ...,
         step_ms: _builtins.float = ...,
+        queued_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "reserved_pages", b"reserved_pages", "running", b"running", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -725,19 +729,23 @@ class Prefilled(_message.Message):
 
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """prompt tokens taken from a cache; after a fill from the larger one of both workers"""
     prefill_worker: _builtins.str
     """empty: computed by the decode worker"""
+    queue_ms: _builtins.float
+    """how long it waited for its turn in the queue of the worker that computed it"""
     def __init__(
         self,
         *,
         cached_tokens: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
+        queue_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_worker", b"prefill_worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -805,11 +813,14 @@ class Refusal(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     FAILED_PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
+    OVER_SHARE_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     attempt: _builtins.int
     kind: Global___Refusal.Kind.ValueType
     message: _builtins.str
     retry_after_ms: _builtins.int
+    over_share: _builtins.bool
+    """with QUEUE_FULL: the tenant has its share of the queue; there may be room for others"""
     @_builtins.property
     def failed_prefill_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """candidates that were tried in vain: not to be offered again"""
@@ -823,10 +834,11 @@ class Refusal(_message.Message):
         message: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
         failed_prefill_workers: _abc.Iterable[_builtins.str] | None = ...,
+        over_share: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failed_prefill_workers", b"failed_prefill_workers", "kind", b"kind", "message", b"message", "request", b"request", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failed_prefill_workers", b"failed_prefill_workers", "kind", b"kind", "message", b"message", "over_share", b"over_share", "request", b"request", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -882,6 +894,9 @@ class FillStart(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_ADDRESS_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
     prompt_len: _builtins.int
@@ -893,6 +908,10 @@ class FillStart(_message.Message):
     transport_address: _builtins.bytes
     """of the decode worker's pool"""
     trace_id: _builtins.str
+    tenant: _builtins.str
+    """this one and the next two as in Submit"""
+    priority: _builtins.int
+    deadline_ms: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, then output already emitted"""
@@ -914,10 +933,13 @@ class FillStart(_message.Message):
         transport: _builtins.str = ...,
         transport_address: _builtins.bytes = ...,
         trace_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        deadline_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "prompt_len", b"prompt_len", "sampling", b"sampling", "token_ids", b"token_ids", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1059,8 +1081,11 @@ class FillFirstTokens(_message.Message):
 
     OUTPUTS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """of the prompt, in the prefill worker's cache"""
+    queue_ms: _builtins.float
+    """how long the fill waited for its turn"""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Output]:
         """one a choice; request and attempt are unset"""
@@ -1070,10 +1095,11 @@ class FillFirstTokens(_message.Message):
         *,
         outputs: _abc.Iterable[Global___Output] | None = ...,
         cached_tokens: _builtins.int = ...,
+        queue_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "outputs", b"outputs", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
