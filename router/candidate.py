@@ -51,10 +51,12 @@ class Pace:
     Attributes:
         ms: Until it is computed.
         gap_ms: Between tokens of the streams beside it, meanwhile; 0: there are none.
+        late_ms: What each of their tokens is late when that is over.
     """
 
     ms: float
-    gap_ms: float
+    gap_ms: float = 0.0
+    late_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,18 +104,32 @@ class Candidate:
         """A step of the streams alone."""
         return self.model.step_ms(self._streams)
 
+    @cached_property
+    def crowded_ms(self) -> float:
+        """A decode step when all requests decode."""
+        return self.model.step_ms(Work.decode(self.requests, self._crowded_context))
+
+    @cached_property
+    def stream_ms(self) -> float:
+        """What one more stream like those there makes all of them wait in each step, itself included."""
+        context = self._crowded_context // max(1, self.requests)
+        grown_ms = self.grown_ms(context)
+        return grown_ms + self.requests * max(0.0, grown_ms - self.crowded_ms)
+
+    @cached_property
+    def token_ms(self) -> float:
+        """Of computing one token of a long prompt."""
+        return self.model.step_ms(Work.prefill(self.token_budget)) / self.token_budget
+
     def grown_ms(self, context: int, streams: int = 1) -> float:
         """A decode step when all requests decode, and some more streams of so many tokens each."""
-        per_stream = self.decode_context / self.decodes if self.decodes else 0.0
-        together = int(per_stream * self.requests) + context * streams
+        together = self._crowded_context + context * streams
         return self.model.step_ms(Work.decode(self.requests + streams, together))
 
     def prefill(self, tokens: int, before: int) -> Pace:
         """Computing `tokens` tokens of a prompt after `before` cached ones, beside the streams there are."""
-        if not tokens:
-            return Pace(0.0, self.step_ms)
         if not self.decodes:
-            return Pace(self._chunks_ms(tokens, before, self.token_budget), 0.0)
+            return Pace(self._chunks_ms(tokens, before, self.token_budget))
         lanes = self._lanes
         if lanes is None or (self.colocate == "auto" and tokens <= self._chunk):
             return self._mixed(tokens, before)
@@ -121,12 +137,13 @@ class Candidate:
         chunk = Work.prefill(self.token_budget)
         gap_ms = self.model.step_ms(self._streams, decode_share, chunk)
         ms = self._chunks_ms(tokens, before, self.token_budget, prefill_share, self._streams)
-        return Pace(ms, gap_ms)
+        return Pace(ms, gap_ms, ms * max(0.0, 1 - self.step_ms / gap_ms) if gap_ms else 0.0)
 
     def _mixed(self, tokens: int, before: int) -> Pace:
         chunk = min(tokens, self._chunk)
         ms = self._chunks_ms(tokens, before, chunk, along=self._streams)
-        return Pace(ms, ms * chunk / tokens if tokens % chunk == 0 else ms / (tokens // chunk + 1))
+        gap_ms = self.model.step_ms(self._streams + Work.prefill(chunk, before + tokens - chunk))
+        return Pace(ms, gap_ms, max(0.0, ms - -(-tokens // chunk) * self.step_ms))
 
     def _chunks_ms(
         self,
@@ -152,6 +169,11 @@ class Candidate:
     @cached_property
     def _streams(self) -> Work:
         return Work.decode(self.decodes, self.decode_context)
+
+    @cached_property
+    def _crowded_context(self) -> int:
+        """Tokens of all requests, taking those that do not decode for like the others."""
+        return self.decode_context * self.requests // self.decodes if self.decodes else 0
 
     @cached_property
     def _chunk(self) -> int:

@@ -1,12 +1,54 @@
-"""Where a request goes: a pure function of what is known about the workers."""
+"""Where a request goes: a pure function of what is known about the workers.
 
-from collections.abc import Mapping, Sequence
+Every option (a combined worker that computes the prompt itself, or one with a prefill worker that does) has a cost in
+ms, and the least one is taken. It is what the request makes people wait, this user and all others, summed up:
+
+    own wait      queue, prefill, and what the pages' way adds to the first gap; then a decode step a token
+    stutter       of each stream beside a prefill, what its tokens are late when that is over
+    crowding      of each stream there, what one more stream adds to every step
+    those behind  of who comes next, the prefill's time
+    misses        a broken promise (`--slo-ttft`, `--slo-itl`), own or others', counts as a TTFT at its limit
+    memory        evicted blocks may be wanted again; without room the request waits until another one ends
+
+So sessions stay where their cache is while that saves more than the crowd there costs, hot prefixes are copied to other
+workers when it does not, and a prompt leaves its decode worker when streams there would suffer more than it gains.
+
+A cheap guess finds the few workers whose options are predicted in full. Among near-equals the one with least to
+compute is taken, then any: several routers see the same loads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from random import Random
 from typing import Literal
 
-from cpd.blocks import BLOCK_SIZE
+from cpd.blocks import BLOCK_SIZE, blocks_for
 from router.candidate import Candidate
+
+COMBINED_PREDICTED = 4
+"""Combined workers predicted in full: so many of those that look best for a local prompt, and for a remote one."""
+
+PREFILL_PREDICTED = 4
+"""Prefill workers likewise; also as many as a request may try."""
+
+REMOTE_MS = 2.0
+"""What the calls between two workers add to the TTFT."""
+
+EXPECTED_OUTPUT = 256
+"""Tokens that an output is expected to have, unless it may have only fewer."""
+
+BEHIND = 1.0
+"""How many others wait for a prefill that starts now, on average."""
+
+EVICTED = 0.1
+"""How often an evicted block will be wanted again."""
+
+MISSED = 1.25
+"""A promise counts as broken in full at this multiple of its limit, and in part from the limit on."""
+
+NEAR_MS, NEAR = 1.0, 0.02
+"""Options whose costs differ by less than this, and than this part of the TTFT, are equally good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,43 +144,212 @@ def place(
     now: float,
     rng: Random,
 ) -> Placement | None:
-    """The worker with most of the prompt cached, then the least loaded one, then any.
+    """The option of the least cost.
 
     Args:
         combined, prefill: Live workers of either role.
         cached: Leading blocks of the prompt that a worker has, by its name; without those that have none.
         now: In seconds, of the clock of `Candidate.idle_at`.
-        rng: Decides among equals.
+        rng: Decides among near-equals.
 
     Returns:
         None where no combined worker is live.
     """
+    if not combined:
+        return None
+    request = _Request(prompt, cached, settings, now)
+    decoders = _most_promising(request, combined, rng)
+    helpers = [
+        _Prefill(request, one)
+        for one in _few(prefill, PREFILL_PREDICTED, lambda one: request.guess_prefill_ms(one), rng)
+    ]
+    options: list[tuple[Option, _Decode, _Prefill | None]] = []
+    for decoder in decoders:
+        if not helpers or request.may_be_local(decoder.worker):
+            options.append((decoder.local(), decoder, None))
+        if request.may_be_remote(decoder.worker):
+            options += [(decoder.remote(helper), decoder, helper) for helper in helpers]
+    options.sort(key=lambda option: option[0].cost_ms)
+    best = options[0][0]
+    near_ms = best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
+    near = [option for option in options if option[0].cost_ms <= near_ms]
+    least = min(option[0].uncached_tokens for option in near)
+    chosen = rng.choice([option for option in near if option[0].uncached_tokens == least])
+    option, decoder, helper = chosen
+    most_cached = max((cached.get(one.worker_id, 0) for one in combined), default=0)
+    return Placement(
+        decode=decoder.worker,
+        prefill=() if helper is None else tuple(_in_order(options, decoder, helper)),
+        long_prefill_tokens=decoder.break_even(option),
+        replicated=cached.get(decoder.worker.worker_id, 0) < most_cached,
+        options=(option, *(other[0] for other in options if other is not chosen)),
+    )
 
-    def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-        return sorted(
-            candidates,
-            key=lambda one: (-cached.get(one.worker_id, 0), one.requests, one.queue_ms(now), rng.random()),
+
+class _Request:
+    """A prompt to place, and what is known beside the workers."""
+
+    def __init__(self, prompt: Prompt, cached: Mapping[str, int], settings: PolicySettings, now: float) -> None:
+        self.prompt = prompt
+        self.settings = settings
+        self.now = now
+        self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
+        self._cached = cached
+
+    def before(self, worker: Candidate) -> int:
+        """Tokens that the worker need not compute: at least one is left."""
+        return min(self._cached.get(worker.worker_id, 0) * BLOCK_SIZE, self.prompt.tokens - 1)
+
+    def may_be_local(self, worker: Candidate) -> bool:
+        threshold = self.settings.long_prefill_tokens
+        return threshold == "auto" or self.prompt.tokens - self.before(worker) <= threshold
+
+    def may_be_remote(self, worker: Candidate) -> bool:
+        return self.settings.long_prefill_tokens == "auto" or not self.may_be_local(worker)
+
+    def guess_prefill_ms(self, worker: Candidate) -> float:
+        """Roughly, until the worker has computed the prompt, with those behind."""
+        uncached = self.prompt.tokens - self.before(worker)
+        return worker.queue_ms(self.now) + (1 + BEHIND) * uncached * worker.token_ms
+
+    def guess_local_ms(self, worker: Candidate) -> float:
+        """Roughly, the cost of a local option."""
+        uncached = self.prompt.tokens - self.before(worker)
+        return (
+            worker.queue_ms(self.now)
+            + (1 + BEHIND + worker.decodes) * uncached * worker.token_ms
+            + self.output * worker.stream_ms
         )
 
-    ranked = rank(combined)
-    if not ranked:
-        return None
-    threshold = 1024 if settings.long_prefill_tokens == "auto" else settings.long_prefill_tokens
-    uncached = prompt.tokens - cached.get(ranked[0].worker_id, 0) * BLOCK_SIZE
-    helpers = tuple(rank(prefill)) if uncached > threshold else ()
-    computes = helpers[0] if helpers else ranked[0]
-    before = cached.get(computes.worker_id, 0) * BLOCK_SIZE
-    queue_ms, ms = computes.queue_ms(now), computes.prefill(prompt.tokens - before, before).ms
-    option = Option(
-        decode=ranked[0].worker_id,
-        prefill=computes.worker_id if helpers else "",
-        uncached_tokens=prompt.tokens - before,
-        queue_ms=queue_ms,
-        prefill_ms=ms,
-        transfer_ms=0.0,
-        ttft_ms=queue_ms + ms,
-        itl_ms=ranked[0].grown_ms(prompt.tokens),
-        harm_ms=0.0,
-        cost_ms=queue_ms + ms,
-    )
-    return Placement(ranked[0], helpers, threshold, False, (option,))
+    def missed_ms(self, ms: float, limit_ms: float) -> float:
+        """What it counts that something takes so long."""
+        return self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - 1) / (MISSED - 1))
+
+
+class _Prefill:
+    """The prompt on a prefill worker.
+
+    Attributes:
+        queue_ms, ms: As in Option.
+        uncached: Tokens to compute.
+        tail: Pages of the last chunk.
+    """
+
+    def __init__(self, request: _Request, worker: Candidate) -> None:
+        before = request.before(worker)
+        self.worker = worker
+        self.uncached = request.prompt.tokens - before
+        self.queue_ms = worker.queue_ms(request.now)
+        self.ms = worker.prefill(self.uncached, before).ms
+        self.tail = blocks_for(min(self.uncached, worker.token_budget))
+
+
+class _Decode:
+    """The request on a combined worker."""
+
+    def __init__(self, request: _Request, worker: Candidate) -> None:
+        prompt, settings = request.prompt, request.settings
+        self.worker = worker
+        self._request = request
+        self._queue_ms = worker.queue_ms(request.now)
+        self._pages = blocks_for(prompt.tokens) - request.before(worker) // BLOCK_SIZE
+        self._itl_ms = worker.grown_ms(prompt.tokens, prompt.choices)
+        others = worker.requests
+        slower_ms = max(0.0, self._itl_ms - worker.crowded_ms)
+        missed_ms = request.missed_ms(self._itl_ms, settings.slo_itl_ms)
+        newly_missed_ms = missed_ms - request.missed_ms(worker.crowded_ms, settings.slo_itl_ms)
+        self._crowding_ms = others * (request.output * slower_ms + max(0.0, newly_missed_ms))
+        own_ms = prompt.choices * (request.output * self._itl_ms + missed_ms)
+        self._decode_ms = own_ms + self._crowding_ms + self._memory_ms()
+
+    def local(self, uncached: int | None = None) -> Option:
+        """The prompt is computed here.
+
+        Args:
+            uncached: So much of it; None: what this worker lacks.
+        """
+        request, worker = self._request, self.worker
+        tokens = request.prompt.tokens
+        uncached = tokens - request.before(worker) if uncached is None else uncached
+        pace = worker.prefill(uncached, tokens - uncached)
+        missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
+        stutter_ms = worker.decodes * (pace.late_ms + missed_ms)
+        return self._option("", uncached, self._queue_ms, pace.ms, 0.0, self._queue_ms + pace.ms, stutter_ms)
+
+    def remote(self, helper: _Prefill) -> Option:
+        """The prompt is computed on a prefill worker."""
+        model, page_bytes = self.worker.model, self.worker.page_bytes
+        all_ms = model.transfer_ms(self._pages * page_bytes)
+        tail_ms = model.transfer_ms(min(self._pages, helper.tail) * page_bytes)
+        transfer_ms = max(tail_ms, all_ms - helper.ms)
+        ttft_ms = helper.queue_ms + helper.ms + REMOTE_MS
+        name = helper.worker.worker_id
+        return self._option(name, helper.uncached, helper.queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0)
+
+    def break_even(self, chosen: Option) -> int:
+        """Uncached tokens up to which a local prompt costs no more than the chosen option, the cost being a line."""
+        threshold = self._request.settings.long_prefill_tokens
+        if threshold != "auto":
+            return threshold
+        if not chosen.prefill:
+            return self._request.prompt.tokens
+        none, all_of_it = self.local(1), self.local()
+        rise = max(all_of_it.cost_ms - none.cost_ms, 1e-9)
+        share = max(0.0, min(1.0, (chosen.cost_ms - none.cost_ms) / rise))
+        return min(int(share * all_of_it.uncached_tokens), all_of_it.uncached_tokens - 1)
+
+    def _memory_ms(self) -> float:
+        worker, request = self.worker, self._request
+        wanted = self._pages + request.prompt.choices * blocks_for(request.output)
+        evicted = max(0, wanted - worker.free_pages)
+        lacking = evicted > worker.cached_pages and worker.num_pages > 0
+        evicted = min(evicted, worker.cached_pages)
+        return EVICTED * evicted * BLOCK_SIZE * worker.token_ms + lacking * request.settings.slo_ttft_ms
+
+    def _option(
+        self,
+        prefill: str,
+        uncached: int,
+        queue_ms: float,
+        prefill_ms: float,
+        transfer_ms: float,
+        ttft_ms: float,
+        stutter_ms: float,
+    ) -> Option:
+        request = self._request
+        missed_ms = request.missed_ms(ttft_ms, request.settings.slo_ttft_ms)
+        return Option(
+            decode=self.worker.worker_id,
+            prefill=prefill,
+            uncached_tokens=uncached,
+            queue_ms=queue_ms,
+            prefill_ms=prefill_ms,
+            transfer_ms=transfer_ms,
+            ttft_ms=ttft_ms,
+            itl_ms=self._itl_ms,
+            harm_ms=stutter_ms + self._crowding_ms,
+            cost_ms=ttft_ms + transfer_ms + missed_ms + BEHIND * prefill_ms + stutter_ms + self._decode_ms,
+        )
+
+
+def _most_promising(request: _Request, workers: Sequence[Candidate], rng: Random) -> list[_Decode]:
+    """Those whose options are worth predicting."""
+    local = _few(workers, COMBINED_PREDICTED, request.guess_local_ms, rng)
+    remote = _few(workers, COMBINED_PREDICTED, lambda one: one.stream_ms, rng)
+    return [_Decode(request, worker) for worker in {one.worker_id: one for one in (*local, *remote)}.values()]
+
+
+def _few(workers: Sequence[Candidate], count: int, guess: Callable[[Candidate], float], rng: Random) -> list[Candidate]:
+    """The workers with the least guesses."""
+    if len(workers) <= count:
+        return list(workers)
+    ranked = nsmallest(count, ((guess(worker), rng.random(), index) for index, worker in enumerate(workers)))
+    return [workers[index] for _, _, index in ranked]
+
+
+def _in_order(
+    options: Sequence[tuple[Option, _Decode, _Prefill | None]], decoder: _Decode, first: _Prefill
+) -> list[Candidate]:
+    """The prefill workers of a decode worker's options: the chosen one, then the others as they cost."""
+    others = [helper for _, other, helper in options if other is decoder and helper not in (None, first)]
+    return [first.worker, *(helper.worker for helper in others if helper is not None)]

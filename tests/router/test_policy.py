@@ -1,15 +1,54 @@
+from dataclasses import replace
 from random import Random
+from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.blocks import BLOCK_SIZE
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile
 from router.candidate import Candidate
 from router.policy import Placement, PolicySettings, Prompt, place
 
 
-def _worker(name: str, requests: int = 0, idle_at: float = 0.0) -> Candidate:
-    return Candidate(name, f"{name}:1", requests=requests, idle_at=idle_at)
+def _model(ms_per_token: float = 0.04, base_ms: float = 8.0) -> PerfModel:
+    """Prefills 25,000 tokens a second; a decode step takes 8 ms and 0.05 ms a stream."""
+    decode = StepCost(tokens=(1, 8192), tokens_ms=(base_ms, base_ms + 8192 * 0.05))
+    prefill = StepCost(tokens=(1, 8192), tokens_ms=(base_ms, base_ms + 8192 * ms_per_token))
+    whole = ShareProfile(share=1.0, decode=decode, prefill=prefill)
+    return PerfModel(
+        Profile(
+            schema="cpd-profile/1",
+            source="roofline",
+            device="d",
+            model="m",
+            shares=(whole,),
+            transfer=TransferProfile(fixed_ms=0.2, bytes_per_ms=45e6),
+        )
+    )
+
+
+MODEL = _model()
+
+
+def _worker(name: str, *, streams: int = 0, queue_ms: float = 0.0, **fields: Any) -> Candidate:
+    worker = Candidate(
+        worker_id=name,
+        address=f"{name}:1",
+        model=MODEL,
+        page_bytes=2 << 20,
+        num_pages=40_000,
+        free_pages=20_000,
+        cached_pages=15_000,
+        token_budget=2048,
+        itl_ms=50.0,
+        idle_at=queue_ms / 1e3,
+        requests=streams,
+        decodes=streams,
+        decode_context=streams * 1000,
+    )
+    return replace(worker, **fields)
 
 
 def _place(
@@ -17,46 +56,204 @@ def _place(
     combined: list[Candidate],
     prefill: list[Candidate] | None = None,
     cached: dict[str, int] | None = None,
-    threshold: int = 64,
     seed: int = 0,
-) -> Placement | None:
-    settings = PolicySettings(long_prefill_tokens=threshold)
-    return place(Prompt(tokens), combined, prefill or [], cached or {}, settings, now=0.0, rng=Random(seed))
-
-
-def _decode(placement: Placement | None) -> str:
+    **asked: Any,
+) -> Placement:
+    placement = place(
+        Prompt(tokens, output_tokens=200), combined, prefill or [], cached or {}, PolicySettings(**asked), now=0.0,
+        rng=Random(seed),
+    )  # fmt: skip
     assert placement is not None
+    return placement
+
+
+def _decode(placement: Placement) -> str:
     return placement.decode.worker_id
 
 
-def test_nothing_is_placed_without_a_combined_worker() -> None:
-    assert _place(10, [], [_worker("p")]) is None
+class TestRoute:
+    def test_nothing_is_placed_without_a_combined_worker(self) -> None:
+        assert place(Prompt(10), [], [_worker("p")], {}, PolicySettings(), now=0.0, rng=Random(0)) is None
+
+    def test_a_short_prompt_stays_on_an_idle_worker(self) -> None:
+        assert not _place(64, [_worker("d")], [_worker("p")]).prefill
+
+    def test_a_cold_prompt_beside_many_streams_goes_remote(self) -> None:
+        placement = _place(4096, [_worker("d", streams=64)], [_worker("p")])
+        assert [one.worker_id for one in placement.prefill] == ["p"]
+
+    def test_the_same_prompt_stays_where_it_is_cached(self) -> None:
+        placement = _place(4096, [_worker("d", streams=64)], [_worker("p")], {"d": 255})
+        assert not placement.prefill
+
+    def test_an_idle_combined_worker_is_better_than_a_busy_prefill_worker(self) -> None:
+        assert not _place(4096, [_worker("d")], [_worker("p", queue_ms=500)]).prefill
+
+    def test_a_long_queue_of_the_prefill_workers_sends_prompts_beside_streams(self) -> None:
+        streams = _worker("d", streams=8)
+        assert _place(1024, [streams], [_worker("p", queue_ms=0)]).prefill
+        assert not _place(1024, [streams], [_worker("p", queue_ms=1500)]).prefill
+
+    def test_prefill_workers_are_chosen_by_their_own_cache_and_queue(self) -> None:
+        helpers = [_worker("busy", queue_ms=400), _worker("warm", queue_ms=30), _worker("idle")]
+        placement = _place(4096, [_worker("d", streams=64)], helpers, {"warm": 200})
+        assert [one.worker_id for one in placement.prefill] == ["warm", "idle", "busy"]
+
+    def test_a_number_forces_the_threshold(self) -> None:
+        placement = _place(100, [_worker("d")], [_worker("p")], long_prefill_tokens=99)
+        assert placement.prefill
+        assert placement.long_prefill_tokens == 99
+        assert not _place(8000, [_worker("d", streams=99)], [_worker("p")], long_prefill_tokens=8000).prefill
+        assert not _place(8000, [_worker("d")], [], long_prefill_tokens=0).prefill
+
+    def test_the_decode_worker_may_keep_what_would_not_have_gone_remote(self) -> None:
+        worker, helper = _worker("d", streams=16), _worker("p")
+        placement = _place(8192, [worker], [helper])
+        threshold = placement.long_prefill_tokens
+        assert 0 <= threshold < 8192
+        for cached, remote in ((0, True), ((8192 - threshold) // BLOCK_SIZE + 8, False)):
+            assert bool(_place(8192, [worker], [helper], {"d": cached}).prefill) == remote
+
+
+class TestLatencyTargets:
+    def test_a_prompt_leaves_the_queue_that_would_break_its_promise(self) -> None:
+        workers = [_worker("warm", queue_ms=2600), _worker("cold", queue_ms=500)]
+        assert _decode(_place(2048, workers, cached={"warm": 127}, slo_ttft_ms=60_000)) == "cold"
+        assert _decode(_place(2048, [_worker("warm", queue_ms=300), workers[1]], cached={"warm": 127})) == "warm"
+
+    def test_streams_that_would_break_their_promise_count(self) -> None:
+        # both gaps would be longer, only one too long
+        worker, helper = _worker("d", streams=2, itl_ms=90.0), _worker("p", queue_ms=300)
+        assert not _place(2048, [worker], [helper], slo_itl_ms=200).prefill
+        assert _place(2048, [worker], [helper], slo_itl_ms=50).prefill
+
+    def test_a_batch_at_its_limit_takes_no_more_streams(self) -> None:
+        full, other = _worker("full", streams=830), _worker("other", streams=780)
+        assert _decode(_place(160, [full, other], cached={"full": 9}, slo_itl_ms=50)) == "other"
+
+
+class TestCache:
+    def test_a_session_stays_where_its_cache_is(self) -> None:
+        workers = [_worker("home", streams=4), _worker("other", streams=4), _worker("third", streams=4)]
+        assert {_decode(_place(2000, workers, cached={"home": 100}, seed=seed)) for seed in range(20)} == {"home"}
+
+    def test_even_a_little_cache_decides_among_near_equals(self) -> None:
+        workers = [_worker("home"), _worker("other")]
+        assert {_decode(_place(40, workers, cached={"home": 1}, seed=seed)) for seed in range(20)} == {"home"}
+
+    def test_a_hot_prefix_is_copied_when_its_worker_is_crowded(self) -> None:
+        home, other = _worker("home", streams=8), _worker("other", streams=8)
+        assert not _place(1024, [home, other], cached={"home": 63}).replicated
+        crowded = replace(home, requests=80, decodes=80)
+        placement = _place(1024, [crowded, other], cached={"home": 63})
+        assert (_decode(placement), placement.replicated) == ("other", True)
+
+    def test_a_burst_of_one_prefix_spreads(self) -> None:
+        workers = {name: _worker(name) for name in ("home", "b", "c", "d")}
+        for _ in range(100):
+            name = _decode(_place(1024, list(workers.values()), cached={"home": 63}))
+            workers[name] = replace(workers[name], requests=workers[name].requests + 1)
+        counts = [one.requests for one in workers.values()]
+        assert max(counts) < 2 * min(counts)
+
+    def test_a_worker_that_would_have_to_wait_for_memory_is_avoided(self) -> None:
+        full = _worker("full", free_pages=3, cached_pages=5)
+        assert _decode(_place(1000, [full, _worker("b", streams=10)])) == "b"
+
+    def test_evicting_costs_something(self) -> None:
+        workers = [_worker("evicts", free_pages=0), _worker("free")]
+        assert {_decode(_place(4000, workers, seed=seed)) for seed in range(10)} == {"free"}
 
 
 def test_equals_are_chosen_at_random() -> None:
-    chosen = {_decode(_place(100, [_worker("a"), _worker("b"), _worker("c")], seed=seed)) for seed in range(50)}
-    assert chosen == {"a", "b", "c"}
+    workers = [_worker(f"w{i}") for i in range(40)]
+    assert len({_decode(_place(100, workers, seed=seed)) for seed in range(400)}) == 40
 
 
-@given(
-    tokens=st.integers(1, 2_000),
-    cached=st.integers(0, 100),
-    threshold=st.integers(0, 1_000),
-    live=st.booleans(),
+def test_a_worker_that_says_nothing_is_weighed_all_the_same() -> None:
+    """No profile, no token budget beyond the default, no pages."""
+    mute, busy = Candidate("mute", "mute:1"), Candidate("busy", "busy:1", requests=9, idle_at=0.5)
+    placement = _place(2000, [mute, busy], [Candidate("p", "p:1")])
+    assert _decode(placement) == "mute"
+    assert _decode(_place(2000, [mute, replace(busy, requests=0, idle_at=0.0)], cached={"busy": 100})) == "busy"
+
+
+def test_what_was_predicted_of_the_decision_comes_first() -> None:
+    placement = _place(4096, [_worker("a", streams=64), _worker("b", streams=60)], [_worker("p", queue_ms=10)])
+    chosen, *others = placement.options
+    assert chosen == placement.chosen
+    assert (chosen.decode, chosen.prefill) == ("b", "p")
+    assert chosen.queue_ms == pytest.approx(10)
+    assert chosen.prefill_ms == pytest.approx(2 * 8 + 4096 * 0.04, rel=0.01)
+    assert chosen.ttft_ms == pytest.approx(chosen.queue_ms + chosen.prefill_ms, abs=5)
+    assert chosen.transfer_ms > 2048 * (2 << 20) / BLOCK_SIZE / 45e6
+    assert {(one.decode, one.prefill) for one in others} == {("b", ""), ("a", "p"), ("a", "")}
+
+
+_CANDIDATES = st.builds(
+    lambda streams, queue_ms, free, budget, colocate: _worker(
+        "x", streams=streams, queue_ms=queue_ms, free_pages=free, token_budget=budget, colocate=colocate
+    ),
+    st.integers(0, 200),
+    st.floats(0, 5000),
+    st.integers(0, 3000),
+    st.sampled_from([256, 2048, 8192]),
+    st.sampled_from(["mixed", "lanes", "auto"]),
 )
-def test_remote_means_more_uncached_tokens_than_the_threshold_and_a_prefill_worker(
-    tokens: int, cached: int, threshold: int, live: bool
+
+
+def _named(candidates: list[Candidate], prefix: str) -> list[Candidate]:
+    return [replace(one, worker_id=f"{prefix}{number}") for number, one in enumerate(candidates)]
+
+
+_FLEETS = st.tuples(
+    st.lists(_CANDIDATES, min_size=1, max_size=12).map(lambda some: _named(some, "d")),
+    st.lists(_CANDIDATES, max_size=6).map(lambda some: _named(some, "p")),
+    st.dictionaries(st.sampled_from([f"{kind}{i}" for kind in "dp" for i in range(6)]), st.integers(1, 600)),
+)
+
+
+@settings(max_examples=60)
+@given(fleet=_FLEETS, tokens=st.integers(1, 9000), seed=st.integers(0, 9))
+def test_a_decision_is_one_of_its_options_and_depends_on_nothing_else(
+    fleet: tuple[list[Candidate], list[Candidate], dict[str, int]], tokens: int, seed: int
 ) -> None:
-    cached = min(cached, tokens // BLOCK_SIZE)
-    prefill = [_worker("p")] if live else []
-    placement = _place(tokens, [_worker("d")], prefill, {"d": cached}, threshold)
-    assert placement is not None
-    remote = tokens - cached * BLOCK_SIZE > threshold and live
-    assert placement.prefill == (tuple(prefill) if remote else ())
+    combined, prefill, cached = fleet
+    placement = _place(tokens, combined, prefill, cached, seed=seed)
+    again = _place(tokens, [replace(one) for one in combined], [replace(one) for one in prefill], cached, seed=seed)
+    assert placement == again
+    chosen = placement.chosen
+    assert chosen.decode == placement.decode.worker_id
+    assert chosen.prefill == (placement.prefill[0].worker_id if placement.prefill else "")
+    assert chosen.cost_ms <= min(one.cost_ms for one in placement.options) + max(1.0, 0.1 * chosen.ttft_ms)
+    assert all(one.cost_ms >= one.ttft_ms >= one.queue_ms >= 0 <= one.harm_ms for one in placement.options)
+    assert 0 <= placement.long_prefill_tokens <= tokens
+    assert len({one.worker_id for one in placement.prefill}) == len(placement.prefill)
 
 
-def test_prefill_workers_are_tried_by_their_own_cache_then_their_load() -> None:
-    prefill = [_worker("a", idle_at=1.0), _worker("b"), _worker("c")]
-    placement = _place(500, [_worker("d")], prefill, {"b": 3})
-    assert placement is not None
-    assert [one.worker_id for one in placement.prefill] == ["b", "c", "a"]
+@settings(max_examples=60)
+@given(
+    worker=_CANDIDATES,
+    helper=st.none() | _CANDIDATES,
+    tokens=st.integers(1, 9000),
+    cached=st.integers(0, 500),
+    more=st.tuples(st.integers(0, 50), st.floats(0, 2000), st.integers(0, 2000)),
+)
+def test_more_load_makes_no_worker_more_attractive(
+    worker: Candidate, helper: Candidate | None, tokens: int, cached: int, more: tuple[int, float, int]
+) -> None:
+    streams, queue_ms, pages = more
+    loaded = replace(
+        worker,
+        requests=worker.requests + streams,
+        decodes=worker.decodes + streams,
+        decode_context=worker.decode_context + 1000 * streams,
+        idle_at=worker.idle_at + queue_ms / 1e3,
+        free_pages=max(0, worker.free_pages - pages),
+    )
+    helpers = [replace(helper, worker_id="p")] if helper else []
+    costs = [
+        {one.prefill: one.cost_ms for one in _place(tokens, [one], helpers, {"x": cached} if cached else {}).options}
+        for one in (worker, loaded)
+    ]
+    assert all(costs[1][route] >= costs[0][route] - 1e-6 for route in costs[0])

@@ -16,8 +16,8 @@ from router.errors import ApiError, failed
 from router.metrics import Metrics
 from router.openai import ChatFormat, Shape
 from router.output import Choice
-from router.requests import Dispatcher, Route
 from router.policy import PolicySettings
+from router.requests import Dispatcher, Route
 from router.respond import CompletionResponse
 from router.workers import Workers
 from tests.router.conftest import eventually
