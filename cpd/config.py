@@ -119,12 +119,31 @@ class AllWorkersSettings(EngineSettings, SharedSettings):
     )
 
 
-class WorkerSettings(AllWorkersSettings):
+class WorkersSettings(AllWorkersSettings):
+    """The workers of a cluster."""
+
+    prefill: int = Field(1, ge=0, description="Prefill workers.")
+    combined: int = Field(1, ge=1, description="Combined workers (prefill and decode).")
+    simulate: str = Field(
+        "",
+        description="Simulate the workers, all in one process: steps and transfers take as long as this profile says, "
+        "or, with `instant`, no time. Empty: real ones.",
+    )
+
+
+class _Advertised(Settings):
+    advertise_host: str = Field("", description="Address other processes reach this one at; empty takes --host.")
+
+
+class WorkerSettings(AllWorkersSettings, _Advertised):
     """One worker process."""
 
     worker_id: str = Field("", description="Name of this worker; empty makes one up.")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    advertise_host: str = Field("", description="Address other processes reach this one at; empty takes --host.")
+
+
+class SimulatedSettings(WorkersSettings, _Advertised):
+    """One process with all workers of a cluster, simulated."""
 
 
 class AllRoutersSettings(SharedSettings):
@@ -163,12 +182,10 @@ class RouterSettings(AllRoutersSettings):
     router_id: str = Field("", description="Name of this router; empty makes one up.")
 
 
-class ClusterSettings(AllRoutersSettings, AllWorkersSettings):
+class ClusterSettings(AllRoutersSettings, WorkersSettings):
     """`cpd up`: a whole cluster."""
 
     model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
-    prefill: int = Field(1, ge=0, description="Prefill workers.")
-    combined: int = Field(1, ge=1, description="Combined workers (prefill and decode).")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
     ray_address: str = Field("", description="Ray cluster to join; empty starts a local one.")
 

@@ -29,13 +29,20 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
-def check_model(directory: Path, settings: EngineSettings) -> None:
+def check_model(directory: Path, settings: EngineSettings | None) -> None:
     """Reads configuration, tensor headers, tokenizer and chat template, no weights.
+
+    Args:
+        settings: What the model is to be served with; None: it will not be computed, and may have no tensors.
 
     Raises:
         CheckpointError: The checkpoint can't be served with these settings; the message says why.
     """
-    asked = {"dtype": settings.dtype, "kv_bytes": int(settings.kv_memory), "max_model_len": settings.max_model_len}
+    asked = settings and {
+        "dtype": settings.dtype,
+        "kv_bytes": int(settings.kv_memory),
+        "max_model_len": settings.max_model_len,
+    }
     command = [sys.executable, "-P", "-m", "deploy.model", str(directory), json.dumps(asked)]
     check = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if check.returncode:
@@ -74,7 +81,7 @@ def _download(repository: str) -> Path:
         ) from None
 
 
-def _main(directory: Path, asked: dict[str, Any]) -> None:
+def _main(directory: Path, asked: dict[str, Any] | None) -> None:
     from engine.config import load_config
     from engine.fit import fit
     from engine.weights import Checkpoint
@@ -83,8 +90,9 @@ def _main(directory: Path, asked: dict[str, Any]) -> None:
     try:
         load_checkpoint(directory, served_name="")
         config = load_config(directory)
-        with Checkpoint(directory) as checkpoint:
-            fit(config, checkpoint, **asked)
+        if asked is not None:
+            with Checkpoint(directory) as checkpoint:
+                fit(config, checkpoint, **asked)
     except CPDError as error:
         sys.exit(f"error: {error}")
 

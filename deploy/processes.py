@@ -8,11 +8,16 @@ from typing import Any, Literal
 
 from pydantic import SecretStr
 
-from cpd.config import AllRoutersSettings, AllWorkersSettings, ClusterSettings, Settings
+from cpd.config import AllRoutersSettings, AllWorkersSettings, ClusterSettings, Settings, WorkersSettings
 
-Kind = Literal["combined", "prefill", "router"]
+Kind = Literal["combined", "prefill", "simulated", "router"]
 
-_MODULES: dict[Kind, str] = {"combined": "decode_worker", "prefill": "prefill_worker", "router": "router"}
+_MODULES: dict[Kind, str] = {
+    "combined": "decode_worker",
+    "prefill": "prefill_worker",
+    "simulated": "simulated_workers",
+    "router": "router",
+}
 _DROPPED = ("CPD_", "RAY_", "OMP_NUM_THREADS")
 """Not for a child: settings come as arguments, and Ray counts threads by its own rules."""
 
@@ -22,7 +27,9 @@ class ProcessSpec:
     """One process of a cluster.
 
     Attributes:
-        name: Its id everywhere: in Redis, in logs and in `/cluster`.
+        name: Its id in logs.
+        members: Under which ids it has leases in Redis, and is in `/cluster`: its name, or those of all the workers
+            that it simulates.
         flags: Its settings by name, without the model.
         secrets: Settings that travel in the environment, where other users can't read them.
         model: Checkpoint directory or Hugging Face id.
@@ -31,13 +38,18 @@ class ProcessSpec:
     name: str
     kind: Kind
     model: str
+    members: tuple[str, ...]
     flags: dict[str, str] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def is_worker(self) -> bool:
-        """Whether it computes (and so needs cores or a GPU)."""
+        """Whether it runs workers (and so needs cores or a GPU)."""
         return self.kind != "router"
+
+    def has_leases(self, pid: int | None, leases: Mapping[str, int]) -> bool:
+        """Whether the process `pid` holds all its leases (process id by member)."""
+        return pid is not None and all(leases.get(member) == pid for member in self.members)
 
     def command(self, model: str, **flags: str) -> list[str]:
         """Program and arguments, with `model` in place of the spec's and `flags` added."""
@@ -60,20 +72,22 @@ def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:
         settings: With `redis_url`, `cluster_token` and `port` filled in.
         worker_host: Interface that workers listen on.
     """
-    worker_flags, worker_secrets = _given(settings, AllWorkersSettings)
-    router_flags, router_secrets = _given(settings, AllRoutersSettings)
-    worker_flags["host"] = worker_host
-    specs = []
-    kinds: list[tuple[Kind, int]] = [("combined", settings.combined), ("prefill", settings.prefill)]
-    for kind, count in kinds:
-        for index in range(count):
-            name = f"{kind}-{index}"
-            flags = {"worker_id": name, **worker_flags}
-            specs.append(ProcessSpec(name, kind, settings.model, flags, worker_secrets))
+    counts: list[tuple[Kind, int]] = [("combined", settings.combined), ("prefill", settings.prefill)]
+    workers: list[tuple[Kind, str]] = [(kind, f"{kind}-{index}") for kind, count in counts for index in range(count)]
+    if settings.simulate:
+        flags, secrets = _given(settings, WorkersSettings)
+        names = tuple(name for _, name in workers)
+        specs = [ProcessSpec("simulated", "simulated", settings.model, names, {**flags, "host": worker_host}, secrets)]
+    else:
+        flags, secrets = _given(settings, AllWorkersSettings)
+        specs = [
+            ProcessSpec(name, kind, settings.model, (name,), {"worker_id": name, **flags, "host": worker_host}, secrets)
+            for kind, name in workers
+        ]
+    flags, secrets = _given(settings, AllRoutersSettings)
     for index in range(settings.routers):
         name = f"router-{index}"
-        flags = {"router_id": name, **router_flags}
-        specs.append(ProcessSpec(name, "router", settings.model, flags, router_secrets))
+        specs.append(ProcessSpec(name, "router", settings.model, (name,), {"router_id": name, **flags}, secrets))
     return specs
 
 

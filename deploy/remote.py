@@ -15,6 +15,7 @@ from rich.text import Text
 from cpd.errors import CPDError
 from deploy.endpoint import read_cluster
 from deploy.state import ClusterDir, ClusterState
+from simulated_workers.simulation import NOTICE, SIMULATED
 
 _DOWN_S = 20.0
 
@@ -49,6 +50,8 @@ def status(cluster: str, as_json: bool) -> None:
         return
     console = Console()
     console.print(f"Cluster '{cluster}' serves {answer['model']} at {state.url}", highlight=False)
+    if any(worker["info"] and worker["info"]["transport"] == SIMULATED for worker in answer["workers"]):
+        console.print(NOTICE)
     console.print(cluster_table(answer))
     if not answer["redis"]["ok"]:
         console.print(f"Redis is away: {answer['redis']['error']}", markup=False)

@@ -36,6 +36,7 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 from deploy.redis import EmbeddedRedis, embedded_redis
 from deploy.session import joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
+from simulated_workers.simulation import NOTICE, absolute, read_profile
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STARTING_POLL_S, _RUNNING_POLL_S = 0.25, 1.0
@@ -95,15 +96,20 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     port = pick_port(settings.host, settings.port)
     directory = resolve_model(settings.model)
     with console.status(f"Checking {directory}"):
-        check_model(directory, settings)
+        check_model(directory, None if settings.simulate else settings)
     if settings.profile:
         Profile.load(settings.profile)
+    if settings.simulate:
+        read_profile(settings.simulate)
+        console.print(NOTICE)
     is_id = not Path(settings.model).expanduser().is_dir()
     return settings.model_copy(
         update={
             "port": port,
             "model": settings.model if is_id and settings.ray_address else str(directory),
             "profile": settings.profile and settings.profile.resolve(),
+            "simulate": absolute(settings.simulate),
+            "device": "cpu" if settings.simulate else settings.device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
             "cluster_token": settings.cluster_token if settings.cluster_token else SecretStr(secrets.token_urlsafe(32)),
         }
@@ -160,7 +166,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
                     raise CPDError(f"Ray has not started the supervisor of {spec.name} within {_SUPERVISOR_S:.0f} s")
                 if process and process.error:
                     raise CPDError(process.error)
-                ready = process is not None and process.pid is not None and pids.get(spec.name) == process.pid
+                ready = process is not None and spec.has_leases(process.pid, pids)
                 waiting += not ready
                 progress.show(spec.name, process, ready)
                 if process and process.pid is None and process.starts >= _STARTS:
@@ -171,7 +177,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
             if not waiting:
                 hosts = {member.host for member in leases if member.kind == "router"}
                 url = state.url if socket.gethostname() in hosts else url_of(min(hosts), settings.port)
-                workers = {spec.name: pids[spec.name] for spec in cluster.specs if spec.is_worker}
+                workers = {name: pids[name] for spec in cluster.specs if spec.is_worker for name in spec.members}
                 if has_workers(url, state.api_key, workers):
                     return url
             time.sleep(_STARTING_POLL_S)

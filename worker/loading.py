@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from cpd.config import WorkerSettings
@@ -16,29 +15,9 @@ from engine.profile.rough import time_a_few_steps
 from engine.runner import TorchRunner
 from kvtransfer.base import PoolMemory
 from worker.convert import Limits
+from worker.node import Loaded
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An engine, and what a worker has to know about it.
-
-    Attributes:
-        memory: The KV pool as transports see it; it lives as long as the engine.
-        fingerprint: Equal on workers that can exchange pages.
-        dtype: Of weights and pool.
-        profile: What the engine predicts its steps with.
-        token_budget: Tokens that one batch on the whole device computes at most.
-    """
-
-    engine: Engine
-    memory: PoolMemory
-    limits: Limits
-    fingerprint: bytes
-    dtype: str
-    profile: Profile
-    token_budget: int
 
 
 def load_engine(settings: WorkerSettings) -> Loaded:
@@ -71,6 +50,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     return Loaded(
         engine=engine,
         memory=PoolMemory(runner.pool.data_ptr(), runner.num_pages, runner.page_bytes),
+        page_bytes=runner.page_bytes,
         limits=Limits(vocab_size=runner.config.vocab_size, max_model_len=engine.max_model_len),
         fingerprint=runner.fingerprint,
         dtype=runner.dtype,

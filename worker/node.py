@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cpd.config import WorkerSettings
+from cpd.perfmodel import Profile
 from cpd.rpc import cpd_pb2 as pb
-from kvtransfer.base import Transport
+from engine.engine import Engine
+from kvtransfer.base import PoolMemory, Transport
 from worker.channels import Channels
 from worker.convert import Limits
 from worker.engine_thread import EngineThread
@@ -55,6 +57,29 @@ class Lifecycle:
             self.state = pb.STATE_DRAINING
             self.draining.set()
             self.stopping.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine, and what a worker has to know about it.
+
+    Attributes:
+        memory: The KV pool as transports see it; it lives as long as the engine.
+        page_bytes: What one page takes on the device; a simulated one has less in `memory`.
+        fingerprint: Equal on workers that can exchange pages.
+        dtype: Of weights and pool.
+        profile: What the engine predicts its steps with.
+        token_budget: Tokens that one batch on the whole device computes at most.
+    """
+
+    engine: Engine
+    memory: PoolMemory
+    page_bytes: int
+    limits: Limits
+    fingerprint: bytes
+    dtype: str
+    profile: Profile
+    token_budget: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
-"""The process around a worker: start, signals, exit code."""
+"""The process around a worker, or around several: start, signals, exit code."""
 
 import asyncio
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
 from cpd.config import Role, WorkerSettings
 from cpd.process import end_with_supervisor, setup_logging
@@ -21,18 +23,33 @@ def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None
     Raises:
         CPDError: The worker can't start.
     """
+    from worker.loading import load_engine  # imports torch, which not every process of this package needs
+
+    async def serve() -> int:
+        worker = Worker(settings, role, make_service, load=load_engine)
+        on_stop_signals(worker.lifecycle.stop)
+        return await worker.run()
+
+    run_process(settings.worker_id or role, settings.log_level, serve)
+
+
+def run_process(name: str, log_level: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+    """Runs `serve` and ends the process with the exit code that it returns.
+
+    Raises:
+        CPDError: `serve` did.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    setup_logging(settings.log_level, settings.worker_id or role)
+    setup_logging(log_level, name)
     end_with_supervisor()
-    code = asyncio.run(_run(settings, role, make_service))
+    code = asyncio.run(serve())
     logging.shutdown()
     # The engine thread may still be inside a step, and an interpreter that shuts down under it can crash.
     os._exit(code)
 
 
-async def _run(settings: WorkerSettings, role: Role, make_service: MakeService) -> int:
-    worker = Worker(settings, role, make_service)
+def on_stop_signals(stop: Callable[[str], None]) -> None:
+    """Has `stop` called on the running loop, with the reason, when the process is to end."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.lifecycle.stop, f"got {number.name}")
-    return await worker.run()
+        loop.add_signal_handler(number, stop, f"got {number.name}")

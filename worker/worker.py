@@ -39,8 +39,7 @@ from worker.auth import TokenInterceptor
 from worker.channels import SERVER_OPTIONS, Channels
 from worker.engine_thread import EngineThread, Update
 from worker.load import LoadReporter, load_from_stats
-from worker.loading import Loaded, load_engine
-from worker.node import EXIT_RESTART, Lifecycle, Node
+from worker.node import EXIT_RESTART, Lifecycle, Loaded, Node
 from worker.service import MakeService, Service
 from worker.sessions import SessionServer
 from worker.trace import read_trace
@@ -77,7 +76,7 @@ class Worker:
         role: Role,
         make_service: MakeService,
         *,
-        load: Callable[[WorkerSettings], Loaded] = load_engine,
+        load: Callable[[WorkerSettings], Loaded],
         open_transport: OpenTransport = kvtransfer.create,
     ) -> None:
         self._settings = settings
@@ -226,7 +225,7 @@ class Worker:
             epoch=self._transport.epoch,
             block_size=BLOCK_SIZE,
             num_pages=self._loaded.memory.num_pages,
-            page_bytes=self._loaded.memory.page_bytes,
+            page_bytes=self._loaded.page_bytes,
             max_model_len=self._loaded.limits.max_model_len,
             vocab_size=self._loaded.limits.vocab_size,
             dtype=self._loaded.dtype,

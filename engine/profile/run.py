@@ -38,7 +38,8 @@ def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progres
     seconds = QUICK_S if settings.quick else THOROUGH_S
     samples = measure_samples(runner, _limits(settings, runner), seconds, on_progress)
     try:
-        return fit_profile(samples, **about(model_dir, runner.dtype, runner.pool.device)), samples
+        here = about(model_dir, runner.dtype, runner.pool.device)
+        return fit_profile(samples, **here, page_bytes=runner.page_bytes), samples
     except ValueError as error:
         raise ConfigError(f"{error}; raise --max-num-seqs, --max-model-len or --kv-memory") from None
 

@@ -35,6 +35,12 @@ def profile(*shares: ShareProfile) -> Profile:
     return Profile(source="roofline", device="H200", model="Qwen3-8B bf16", shares=shares or (share(1),))
 
 
+def test_an_instant_device_takes_no_time() -> None:
+    model = PerfModel(Profile.instant())
+    assert model.step_ms(Work.decode(100, 100_000) + Work.prefill(10_000)) == 0
+    assert model.transfer_ms(10**12) == pytest.approx(0)
+
+
 def test_work_of_a_prefill_is_the_same_however_it_is_cut_into_chunks() -> None:
     whole = Work.prefill(1000, before=200)
     chunks = [Work.prefill(count, before) for count, before in ((300, 200), (1, 500), (699, 501))]

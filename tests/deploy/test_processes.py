@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from cpd.config import ClusterSettings, RouterSettings, Settings, WorkerSettings
+from cpd.config import ClusterSettings, RouterSettings, Settings, SimulatedSettings, WorkerSettings
 from deploy.processes import ProcessSpec, processes
 
 GIVEN = {
@@ -60,6 +60,26 @@ def test_a_router_gets_its_settings(specs: dict[str, ProcessSpec], monkeypatch: 
     assert settings.api_key == ["key-1", "key-2"]
     assert settings.long_prefill_tokens == 64
     assert settings.redis_url == "redis://r"
+
+
+def test_simulated_workers_share_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ClusterSettings.load({**GIVEN, "simulate": "/profiles/p.json"})
+    workers, router = processes(settings, "127.0.0.1")
+    assert (workers.name, workers.kind, workers.is_worker) == ("simulated", "simulated", True)
+    assert workers.members == ("combined-0", "prefill-0", "prefill-1")
+    assert (router.name, router.members) == ("router-0", ("router-0",))
+    parsed = parse(workers, SimulatedSettings, monkeypatch)
+    assert isinstance(parsed, SimulatedSettings)
+    assert (parsed.simulate, parsed.prefill, parsed.combined) == ("/profiles/p.json", 2, 1)
+    assert parsed.host == "127.0.0.1"
+
+
+def test_a_process_is_ready_when_it_holds_all_its_leases() -> None:
+    workers, _ = processes(ClusterSettings.load({**GIVEN, "simulate": "instant"}), "127.0.0.1")
+    assert workers.has_leases(7, {"combined-0": 7, "prefill-0": 7, "prefill-1": 7, "router-0": 8})
+    assert not workers.has_leases(7, {"combined-0": 7, "prefill-0": 7, "prefill-1": 6})
+    assert not workers.has_leases(7, {"combined-0": 7, "prefill-0": 7})
+    assert not workers.has_leases(None, {})
 
 
 def test_secrets_are_on_no_command_line(specs: dict[str, ProcessSpec]) -> None:

@@ -83,7 +83,8 @@ class Cluster:
         changed = self.settings.model_copy(update={"routers": 1, "port": port, **settings})
         router = processes(changed, HOST)[-1]
         name = f"extra-{port}"
-        spec = replace(router, name=name, flags={**router.flags, "router_id": name})
+        spec = replace(router, name=name, members=(name,), flags={**router.flags, "router_id": name})
+        self._specs.append(spec)
         self._supervised[name] = self._supervise(spec, frozenset())
         self._more_urls.append(url_of(HOST, port))
         self.wait_until_whole()
@@ -137,9 +138,9 @@ class Cluster:
         with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop of its own
             leases = thread.submit(asyncio.run, self._members()).result()
         pids = {member.id: member.pid for member in leases}
-        if any(state.pid is None or pids.get(name) != state.pid for name, state in states.items()):
+        if not all(spec.has_leases(states[spec.name].pid, pids) for spec in self._specs):
             return False
-        expected = {spec.name: pids[spec.name] for spec in self._specs if spec.is_worker}
+        expected = {name: pids[name] for spec in self._specs if spec.is_worker for name in spec.members}
         # Connections to a port that several routers share reach one of them by chance.
         urls = [self.url] * 4 * self.settings.routers + self._more_urls
         return all(has_workers(url, self._key, expected) for url in urls)

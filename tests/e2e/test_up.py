@@ -148,6 +148,23 @@ def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
     assert command.run("status")[0] == 1
 
 
+def test_a_simulated_cluster_comes_up_says_so_and_ends_with_ctrl_c(command: Command) -> None:
+    up = command.start("--simulate", "instant", "--prefill", "2", "--combined", "4", "--log-level", "warning")
+    assert up.stdout is not None
+    url = up.stdout.readline().split()[-1]
+    assert url.startswith("http://127.0.0.1:"), command.errors()
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        assert client.completions.create(model=model, prompt="fox " * 9, max_tokens=8).usage
+    code, output = command.run("status")
+    assert (code, "combined-3" in output, "prefill-1" in output, "simulated" in output) == (0, True, True, True)
+    assert "simulated" in command.errors()
+    up.send_signal(signal.SIGINT)
+    assert up.wait(DOWN_S) == 0
+    up.stdout.close()
+    command.assert_nothing_is_left(int(url.split(":")[-1]))
+
+
 def test_a_process_that_refuses_to_start_ends_the_command_with_its_sentence(command: Command) -> None:
     port = pick_port("127.0.0.1", 0)
     with command.start("--prefill", "0", "--port", str(port)) as up, socket.socket() as other:

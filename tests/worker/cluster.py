@@ -18,7 +18,7 @@ from kvtransfer.local import LocalNetwork
 from prefill_worker.service import PrefillService
 from tests.waiting import DEADLINE_S
 from tests.worker.fakes import GatedTransport, fake_loader
-from worker.loading import Loaded
+from worker.node import Loaded
 from worker.worker import OpenTransport, Worker
 
 _names = itertools.count()

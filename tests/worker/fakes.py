@@ -15,7 +15,7 @@ from engine.engine import Engine
 from kvtransfer.base import Landing, Peer, PoolMemory, Ticket, Transfer, Transport
 from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeRunner, FakeStep
 from worker.convert import Limits
-from worker.loading import Loaded
+from worker.node import Loaded
 
 MAX_MODEL_LEN = 1024
 FINGERPRINT = b"a model that chains numbers"
@@ -88,6 +88,7 @@ def fake_loader(
         return Loaded(
             engine=engine,
             memory=PoolMemory(runner.memory.ctypes.data, num_pages, runner.memory[0].nbytes),
+            page_bytes=runner.memory[0].nbytes,
             limits=Limits(VOCAB, engine.max_model_len),
             fingerprint=fingerprint,
             dtype="int64",

@@ -24,8 +24,7 @@ from tests.worker.client import Client
 from tests.worker.cluster import opener, running
 from tests.worker.fakes import Gate, fake_loader
 from worker.auth import token_metadata
-from worker.loading import Loaded
-from worker.node import EXIT_RESTART
+from worker.node import EXIT_RESTART, Loaded
 from worker.worker import Worker
 
 

@@ -1,0 +1,21 @@
+"""`python -m simulated_workers`: all workers of a simulated cluster in one process."""
+
+import os
+
+import typer
+
+from cpd.config import SimulatedSettings
+from cpd.options import command
+
+
+def run(settings: SimulatedSettings) -> None:
+    """Runs workers without a model: they say what real ones would, when real ones would, but the text is noise."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from simulated_workers import host
+    from worker.process import run_process
+
+    run_process("simulated", settings.log_level, lambda: host.serve(settings))
+
+
+if __name__ == "__main__":
+    typer.run(command(SimulatedSettings, run))

@@ -1,0 +1,77 @@
+"""An engine without a model."""
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+from cpd.config import WorkerSettings
+from cpd.errors import ConfigError
+from cpd.perfmodel import PerfModel, Profile
+from engine.colocation import Colocation
+from engine.config import ModelConfig
+from engine.engine import Engine
+from engine.simulated import PAGE_BYTES, RealTime, SimulatedRunner
+from kvtransfer.base import PoolMemory
+from simulated_workers.simulation import SIMULATED
+from worker.convert import Limits
+from worker.node import Loaded
+
+CONTEXT = 32_768
+"""Tokens of the longest prompt plus output, unless the settings say otherwise. A checkpoint's limit is none here."""
+
+_MIN_PAGES = 4
+_KV_MEMORY = WorkerSettings.model_fields["kv_memory"].default
+"""Stands for as much as the simulated device has, where its profile says how much."""
+
+
+def page_bytes_of(profile: Profile, config: ModelConfig) -> int:
+    """Size of a page of the simulated model; that of the checkpoint where the profile doesn't say."""
+    return profile.page_bytes or config.page_bytes("bfloat16")
+
+
+def make_loader(profile: Profile, config: ModelConfig) -> Callable[[WorkerSettings], Loaded]:
+    """What `worker.worker.Worker` takes for `load`.
+
+    Args:
+        profile: How long steps take. The engine predicts with it, too, unless its settings name another one.
+        config: Of the checkpoint whose tokenizer is used.
+    """
+    page_bytes = page_bytes_of(profile, config)
+    fingerprint = blake2b(f"{SIMULATED} {config.vocab_size} {page_bytes}".encode(), digest_size=16).digest()
+
+    def load(settings: WorkerSettings) -> Loaded:
+        num_pages = int(settings.kv_memory) // page_bytes
+        if profile.num_pages and settings.kv_memory == _KV_MEMORY:
+            num_pages = profile.num_pages
+        if num_pages < _MIN_PAGES:
+            raise ConfigError(
+                f"--kv-memory {int(settings.kv_memory)} is too small for this model; "
+                f"give at least {_MIN_PAGES * page_bytes} bytes"
+            )
+        runner = SimulatedRunner(num_pages, PerfModel(profile), RealTime(), config.vocab_size)
+        known = Profile.load(settings.profile) if settings.profile else profile
+        colocation = Colocation(
+            PerfModel(known),
+            token_budget=settings.token_budget,
+            mode=settings.colocate,
+            splits=runner.splits,
+            itl_ms=settings.itl_ms,
+        )
+        engine = Engine(
+            runner,
+            max_model_len=settings.max_model_len or CONTEXT,
+            colocation=colocation,
+            max_num_seqs=settings.max_num_seqs,
+            max_queue_tokens=settings.max_queue_tokens,
+        )
+        return Loaded(
+            engine=engine,
+            memory=PoolMemory(runner.pool.ctypes.data, num_pages, PAGE_BYTES),
+            page_bytes=page_bytes,
+            limits=Limits(vocab_size=config.vocab_size, max_model_len=engine.max_model_len),
+            fingerprint=fingerprint,
+            dtype=SIMULATED,
+            profile=known,
+            token_budget=colocation.max_tokens,
+        )
+
+    return load

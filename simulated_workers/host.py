@@ -1,0 +1,104 @@
+"""Many workers in one process and one event loop, each with its own engine thread, gRPC port and lease.
+
+Only the devices are simulated, and the wire between them: pages move by a network of this process, which says how
+long they take. Routers can't tell these workers from real ones. One that ends (it was told to drain, or its engine
+failed) is started anew, as by a supervisor.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from cpd.config import Role, SimulatedSettings, WorkerSettings
+from cpd.perfmodel import PerfModel, Profile
+from decode_worker.service import DecodeService
+from engine.config import load_config
+from kvtransfer.base import PoolMemory, Transport
+from kvtransfer.local import LocalNetwork
+from prefill_worker.service import PrefillService
+from simulated_workers.engine import make_loader, page_bytes_of
+from simulated_workers.simulation import SIMULATED, read_profile
+from worker.node import Loaded
+from worker.process import on_stop_signals
+from worker.service import MakeService
+from worker.worker import Worker
+
+RESTART_S = 0.5
+"""After a worker has ended by itself."""
+
+_SERVICES: dict[Role, MakeService] = {"combined": DecodeService, "prefill": PrefillService}
+
+
+async def serve(settings: SimulatedSettings) -> int:
+    """Runs all workers until a signal asks to stop.
+
+    Returns:
+        The process's exit code.
+
+    Raises:
+        CPDError: They can't start.
+    """
+    profile, config = read_profile(settings.simulate), load_config(Path(settings.model))
+    network = LocalNetwork(SIMULATED, _pages_ms(profile, page_bytes_of(profile, config)))
+    host = Host(make_loader(profile, config), network)
+    on_stop_signals(host.stop)
+    shared = {
+        name: getattr(settings, name) for name in SimulatedSettings.model_fields.keys() & WorkerSettings.model_fields
+    }
+    roles: tuple[tuple[Role, int], ...] = ("combined", settings.combined), ("prefill", settings.prefill)
+    await asyncio.gather(
+        *(
+            host.keep(WorkerSettings.load({**shared, "worker_id": f"{role}-{index}"}), role)
+            for role, count in roles
+            for index in range(count)
+        )
+    )
+    return 0
+
+
+class Host:
+    """What the workers of the process share.
+
+    Args:
+        load: Makes a worker's engine.
+        network: Moves their pages.
+    """
+
+    def __init__(self, load: Callable[[WorkerSettings], Loaded], network: LocalNetwork) -> None:
+        self._load = load
+        self._network = network
+        self._workers: set[Worker] = set()
+        self._stopping = asyncio.Event()
+
+    def stop(self, reason: str) -> None:
+        """Ends all workers."""
+        self._stopping.set()
+        for worker in self._workers:
+            worker.lifecycle.stop(reason)
+
+    async def keep(self, settings: WorkerSettings, role: Role) -> None:
+        """Runs one worker, and another one in its place when it ends, until `stop` is called.
+
+        Raises:
+            CPDError: It can't start.
+        """
+        while not self._stopping.is_set():
+            worker = Worker(settings, role, _SERVICES[role], load=self._load, open_transport=self._open)
+            self._workers.add(worker)
+            try:
+                await worker.run()
+            finally:
+                self._workers.remove(worker)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), RESTART_S)
+
+    async def _open(self, name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str) -> Transport:
+        """What `worker.worker.Worker` takes for `open_transport`."""
+        return self._network.create(memory, epoch=epoch)
+
+
+def _pages_ms(profile: Profile, page_bytes: int) -> Callable[[int], float]:
+    """How long so many pages take from worker to worker."""
+    model = PerfModel(profile)
+    return lambda pages: model.transfer_ms(pages * page_bytes)
