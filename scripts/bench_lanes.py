@@ -1,8 +1,8 @@
 """Measures what a long prompt does to running streams on one combined worker's engine, without HTTP: mixed batches with
 several token budgets, lanes, auto, all with one loaded model in one run.
 
-Usage: `python -m scripts.bench_lanes [--model DIR] [--rounds N] [--json FILE]`, from the repository's root. Without
-`--model` it makes a checkpoint of 0.46 billion random weights first.
+Usage: `python -m scripts.bench_lanes [--model DIR] [--rounds N] [--json FILE] [--html FILE]`, from the repository's
+root. Without `--model` it makes a checkpoint of 0.46 billion random weights first.
 """
 
 import argparse
@@ -18,9 +18,11 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from bench.report.page import Chart, Page
 from cpd.blocks import extend_hashes, hash_root
 from cpd.perfmodel import PerfModel, Profile
 from engine.colocation import Colocation, Mode
@@ -138,6 +140,7 @@ def main() -> None:
     parser.add_argument("--modes", default="lanes,auto")
     parser.add_argument("--profile", type=Path, help="what `cpd profile` wrote; otherwise a few steps are timed")
     parser.add_argument("--json", type=Path, help="write what was measured here")
+    parser.add_argument("--html", type=Path, help="draw the trade-off here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.model is None:
@@ -172,6 +175,8 @@ def main() -> None:
     report([bench.measured for bench in benches])
     if options.json:
         options.json.write_text(json.dumps([asdict(bench.measured) for bench in benches]) + "\n")
+    if options.html:
+        draw([bench.measured for bench in benches], options.html)
 
 
 def report(results: list[Measured]) -> None:
@@ -189,6 +194,37 @@ def report(results: list[Measured]) -> None:
             f"| {p99:.1f} ({p99 / alone:.2f}, {p99_ratio:.3f}) "
             f"| {ttft:.0f} ({ttft / statistics.median(base.ttft):.2f}) |"
         )
+
+
+def draw(results: list[Measured], path: Path) -> None:
+    """The longest gaps of running streams over the prompt's wait: the nearer to the lower left the better."""
+    alone = statistics.median([gap for result in results for gap in result.alone])
+    ttft = {result.name: statistics.median(result.ttft) / 1e3 for result in results}
+    traces: list[dict[str, Any]] = [
+        {"mode": "lines", "name": "undisturbed", "x": [min(ttft.values()), max(ttft.values())], "y": [alone, alone]}
+    ]
+    for quantile, label in ((0.5, "p50"), (0.99, "p99")):
+        for mixed, kind in ((True, "mixed"), (False, "lanes and auto")):
+            shown = [result for result in results if result.name.startswith("mixed") is mixed]
+            traces.append(
+                {
+                    "mode": "lines+markers+text" if mixed else "markers+text",
+                    "name": f"{kind}, {label}",
+                    "x": [ttft[result.name] for result in shown],
+                    "y": [float(np.quantile(result.beside, quantile)) for result in shown],
+                    "text": [result.name.removeprefix("mixed ") for result in shown],
+                    "textposition": "top center",
+                }
+            )
+    axes = {
+        "xaxis": {"title": {"text": "TTFT of the prompt, s"}, "type": "log"},
+        "yaxis": {"title": {"text": "gap between tokens, ms"}, "type": "log"},
+    }
+    page = Page(
+        "A long prompt beside running streams", f"{len(results[0].ttft)} rounds; undisturbed gap {alone:.1f} ms"
+    )
+    page.add(Chart("What streams feel against what the prompt waits", traces, axes, height=520, wide=True))
+    page.write(path)
 
 
 if __name__ == "__main__":
