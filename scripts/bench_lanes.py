@@ -48,19 +48,56 @@ CONTEXT = 64
 
 
 @dataclass
-class Measured:
-    """One way of colocation; in ms.
+class Round:
+    """One prompt beside running streams; in ms.
 
     Attributes:
-        alone: Gaps between a stream's tokens with nothing else going on.
-        beside: The same from the prompt's arrival until its first token.
-        ttft: Of the prompts.
+        alone: Gaps between a stream's tokens before the prompt came, and after its first token.
+        beside: The same in between.
+        ttft: Of the prompt.
     """
 
+    alone: list[float]
+    beside: list[float]
+    ttft: float
+
+
+@dataclass
+class Measured:
+    """One way of colocation. Figures are medians over the rounds, ratios those of the rounds' own ratios: the machine
+    is not as fast in one round as in the next."""
+
     name: str
-    alone: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
-    ttft: list[float] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+
+    def alone(self) -> float:
+        """The undisturbed gap, in ms."""
+        return statistics.median(statistics.median(one.alone) for one in self.rounds)
+
+    def gap(self, quantile: float) -> float:
+        """The gap beside the prompt, in ms."""
+        return statistics.median(float(np.quantile(one.beside, quantile)) for one in self.rounds)
+
+    def stretch(self, quantile: float) -> float:
+        """The gap beside the prompt, as a multiple of the undisturbed one."""
+        return statistics.median(
+            float(np.quantile(one.beside, quantile)) / statistics.median(one.alone) for one in self.rounds
+        )
+
+    def ttft(self) -> float:
+        """Of the prompt, in ms."""
+        return statistics.median(one.ttft for one in self.rounds)
+
+    def ttft_over(self, other: "Measured") -> float:
+        """TTFT as a multiple of another way's."""
+        return statistics.median(one.ttft / two.ttft for one, two in zip(self.rounds, other.rounds, strict=True))
+
+    def p99_over(self, other: "Measured") -> float:
+        """The p99 gap beside the prompt as a multiple of another way's."""
+        return statistics.median(
+            float(np.quantile(one.beside, 0.99) / np.quantile(two.beside, 0.99))
+            for one, two in zip(self.rounds, other.rounds, strict=True)
+        )
 
 
 class Bench:
@@ -89,22 +126,25 @@ class Bench:
         self._added = 0
 
     def round(self, steps: int) -> None:
-        """Starts the streams, has them alone for some steps, and then a prompt beside them."""
+        """Starts the streams, has them alone for some steps, a prompt beside them, and then alone again."""
         streams = [self._add(CONTEXT, 1 << 20) for _ in range(self._streams)]
         waiting = set(streams)
         while waiting:
             waiting -= set(self._step())
-        self.measured.alone += [self._timed_step() for _ in range(steps)]
+        alone = [self._timed_step() for _ in range(steps)]
         prompt, start = self._add(self._prompt, 1), time.perf_counter()
+        beside: list[float] = []
         done: list[str] = []
         last = start
         while prompt not in done:
             done = self._step()
             now = time.perf_counter()
             if streams[0] in done:
-                self.measured.beside.append(1e3 * (now - last))
+                beside.append(1e3 * (now - last))
                 last = now
-        self.measured.ttft.append(1e3 * (now - start))
+        ttft = 1e3 * (now - start)
+        alone += [self._timed_step() for _ in range(steps)]
+        self.measured.rounds.append(Round(alone, beside, ttft))
         for name in streams:
             self._engine.abort(name)
 
@@ -135,7 +175,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--alone", type=int, default=20, help="steps a round without a prompt")
+    parser.add_argument("--alone", type=int, default=20, help="steps without a prompt before it, and after it")
     parser.add_argument("--budgets", default="32,64,128,256,512,1024,2048", help="of mixed batches")
     parser.add_argument("--modes", default="lanes,auto")
     parser.add_argument("--profile", type=Path, help="what `cpd profile` wrote; otherwise a few steps are timed")
@@ -180,28 +220,24 @@ def main() -> None:
 
 
 def report(results: list[Measured]) -> None:
-    """The table. Ratios are to the undisturbed gap of all, and to mixed batches of 512 tokens."""
-    alone = statistics.median([gap for result in results for gap in result.alone])
+    """The table. Ratios are to the undisturbed gap of the same rounds, and to mixed batches of 512 tokens."""
     base = next((result for result in results if result.name == "mixed 512"), results[0])
-    print(f"\nundisturbed gap: {alone:.1f} ms; ratios in brackets: to that, and to {base.name}\n")
+    print(f"\nin brackets: ratios to the undisturbed gap, and to {base.name}\n")
     print("| | undisturbed ms | ITL p50 ms | ITL p99 ms | TTFT ms |\n| --- | --- | --- | --- | --- |")
-    for result in results:
-        p50, p99 = np.quantile(result.beside, (0.5, 0.99)).tolist()
-        ttft = statistics.median(result.ttft)
-        p99_ratio = p99 / float(np.quantile(base.beside, 0.99))
+    for one in results:
         print(
-            f"| {result.name} | {statistics.median(result.alone):.1f} | {p50:.1f} ({p50 / alone:.2f}) "
-            f"| {p99:.1f} ({p99 / alone:.2f}, {p99_ratio:.3f}) "
-            f"| {ttft:.0f} ({ttft / statistics.median(base.ttft):.2f}) |"
+            f"| {one.name} | {one.alone():.1f} | {one.gap(0.5):.1f} ({one.stretch(0.5):.2f}) "
+            f"| {one.gap(0.99):.1f} ({one.stretch(0.99):.2f}, {one.p99_over(base):.3f}) "
+            f"| {one.ttft():.0f} ({one.ttft_over(base):.2f}) |"
         )
 
 
 def draw(results: list[Measured], path: Path) -> None:
     """The longest gaps of running streams over the prompt's wait: the nearer to the lower left the better."""
-    alone = statistics.median([gap for result in results for gap in result.alone])
-    ttft = {result.name: statistics.median(result.ttft) / 1e3 for result in results}
+    alone = statistics.median(result.alone() for result in results)
+    waits = [result.ttft() / 1e3 for result in results]
     traces: list[dict[str, Any]] = [
-        {"mode": "lines", "name": "undisturbed", "x": [min(ttft.values()), max(ttft.values())], "y": [alone, alone]}
+        {"mode": "lines", "name": "undisturbed", "x": [min(waits), max(waits)], "y": [alone, alone]}
     ]
     for quantile, label in ((0.5, "p50"), (0.99, "p99")):
         for mixed, kind in ((True, "mixed"), (False, "lanes and auto")):
@@ -210,8 +246,8 @@ def draw(results: list[Measured], path: Path) -> None:
                 {
                     "mode": "lines+markers+text" if mixed else "markers+text",
                     "name": f"{kind}, {label}",
-                    "x": [ttft[result.name] for result in shown],
-                    "y": [float(np.quantile(result.beside, quantile)) for result in shown],
+                    "x": [result.ttft() / 1e3 for result in shown],
+                    "y": [result.gap(quantile) for result in shown],
                     "text": [result.name.removeprefix("mixed ") for result in shown],
                     "textposition": "top center",
                 }
@@ -221,7 +257,7 @@ def draw(results: list[Measured], path: Path) -> None:
         "yaxis": {"title": {"text": "gap between tokens, ms"}, "type": "log"},
     }
     page = Page(
-        "A long prompt beside running streams", f"{len(results[0].ttft)} rounds; undisturbed gap {alone:.1f} ms"
+        "A long prompt beside running streams", f"{len(results[0].rounds)} rounds; undisturbed gap {alone:.1f} ms"
     )
     page.add(Chart("What streams feel against what the prompt waits", traces, axes, height=520, wide=True))
     page.write(path)
