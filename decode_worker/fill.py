@@ -23,6 +23,7 @@ nothing is in flight, or the transport proves it. The task that runs a fill is n
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -33,7 +34,7 @@ from decode_worker.fill_call import StreamEnded, fill_call
 from decode_worker.reservations import ReservationQueue, Wanted
 from engine.types import Output, Request, Reservation
 from kvtransfer.base import Landing
-from worker.convert import InvalidRequestError, first_outputs_from_wire, sampling_to_wire
+from worker.convert import InvalidRequestError, deadline_ms_to_wire, first_outputs_from_wire, sampling_to_wire
 from worker.engine_thread import EngineDiedError
 from worker.node import Node
 
@@ -101,7 +102,7 @@ class Fill:
         request: What is to be prefilled.
         candidate: By whom.
         cached_tokens: How much of it is in the own cache.
-        on_first: Called once with the first tokens and the prompt tokens that came from a cache.
+        on_first: Called once with the first tokens, and with how they came.
         open_choices: The choices that somebody still wants.
 
     Attributes:
@@ -117,7 +118,7 @@ class Fill:
         cached_tokens: int,
         node: Node,
         reservations: ReservationQueue,
-        on_first: Callable[[Sequence[Output], int], None],
+        on_first: Callable[[Sequence[Output], pb.Prefilled], None],
         open_choices: Callable[[], Collection[int]],
     ) -> None:
         self.state = State.CONNECTING
@@ -264,7 +265,13 @@ class Fill:
             await self._give_up(Status.FAILED, str(error))
             return
         # What both have in their caches was saved only once.
-        self._on_first(self._first, min(max(self._cached_tokens, message.cached_tokens), self._request.prompt_len))
+        cached_tokens = min(max(self._cached_tokens, message.cached_tokens), self._request.prompt_len)
+        self._on_first(
+            self._first,
+            pb.Prefilled(
+                cached_tokens=cached_tokens, prefill_worker=self._candidate.worker_id, queue_ms=message.queue_ms
+            ),
+        )
         if all(output.finish is not None for output in self._first):
             await self._give_up(Status.FINISHED, "")
 
@@ -379,4 +386,7 @@ class Fill:
             choice=request.first_choice,
             transport=self._node.transport.name,
             transport_address=self._node.transport.address,
+            tenant=request.tenant,
+            priority=request.priority,
+            deadline_ms=deadline_ms_to_wire(request, time.monotonic()),
         )

@@ -7,6 +7,7 @@ for a choice that is not open: so each (request, attempt, choice) gets exactly o
 import asyncio
 from collections.abc import Collection, Sequence
 
+from cpd.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Output, Request
 from worker.convert import output_to_wire
@@ -42,12 +43,11 @@ class LiveRequest:
         """Choices of which the router expects more."""
         return self._open
 
-    def send(self, outputs: Sequence[Output], prefill_worker: str = "", cached_tokens: int | None = None) -> None:
+    def send(self, outputs: Sequence[Output], prefilled: pb.Prefilled | None = None) -> None:
         """Sends new tokens, or the end, of open choices.
 
         Args:
-            prefill_worker: Who computed the prompt, if not this worker.
-            cached_tokens: Prompt tokens that were taken from a cache, where the outputs don't say.
+            prefilled: How the prompt was computed, if not by this worker.
         """
         _, request, attempt = self.key
         for output in outputs:
@@ -56,8 +56,8 @@ class LiveRequest:
             message = output_to_wire(output, request, attempt)
             if output.choice not in self._told_prefilled:
                 self._told_prefilled.add(output.choice)
-                cached = output.cached_tokens if cached_tokens is None else cached_tokens
-                message.prefilled.CopyFrom(pb.Prefilled(cached_tokens=cached or 0, prefill_worker=prefill_worker))
+                here = pb.Prefilled(cached_tokens=output.cached_tokens or 0, queue_ms=output.queued_s * 1000)
+                message.prefilled.CopyFrom(prefilled or here)
             self.session.send(message)
             if output.finish is not None:
                 self.close({output.choice})
@@ -68,6 +68,7 @@ class LiveRequest:
         message: str,
         *,
         retry_after_s: float = 0.0,
+        over_share: bool = False,
         failed_prefill_workers: Collection[str] = (),
     ) -> None:
         """Ends all open choices with one refusal."""
@@ -81,10 +82,16 @@ class LiveRequest:
                 kind=kind,
                 message=message,
                 retry_after_ms=round(retry_after_s * 1000),
+                over_share=over_share,
                 failed_prefill_workers=failed_prefill_workers,
             )
         )
         self.close(self._open)
+
+    def refuse_queue_full(self, error: QueueFullError) -> None:
+        """Ends all open choices because the queue has no room."""
+        kind = pb.Refusal.KIND_QUEUE_FULL
+        self.refuse(kind, str(error), retry_after_s=error.retry_after_s, over_share=error.over_share)
 
     def close(self, choices: Collection[int]) -> None:
         """Nothing more is sent for these choices."""

@@ -96,7 +96,7 @@ class Route:
         try:
             await self._run()
         except QueueFullError as error:
-            self._live.refuse(pb.Refusal.KIND_QUEUE_FULL, str(error), retry_after_s=error.retry_after_s)
+            self._live.refuse_queue_full(error)
         except EngineDiedError as error:
             self._live.refuse(pb.Refusal.KIND_REROUTE, str(error))
         except ValueError as error:
@@ -163,7 +163,7 @@ class Route:
             cached_tokens=look.cached_tokens,
             node=routes.node,
             reservations=routes.reservations,
-            on_first=lambda first, cached: live.send(first, candidate.worker_id, cached),
+            on_first=live.send,
             open_choices=lambda: live.open,
         )
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()

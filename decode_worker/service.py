@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from functools import partial
@@ -93,7 +94,7 @@ class DecodeService:
             refuse(pb.Refusal.KIND_REROUTE, "this worker drains")
             return
         try:
-            request = request_from_wire(message, f"request-{next(self._numbers)}", self._node.limits)
+            request = request_from_wire(message, f"request-{next(self._numbers)}", self._node.limits, time.monotonic())
         except InvalidRequestError as error:
             refuse(pb.Refusal.KIND_FAILED, str(error))
             return
@@ -180,7 +181,7 @@ def _refuse(session: Session, message: pb.Submit, kind: pb.Refusal.Kind.ValueTyp
 def _refuse_if_failed(live: LiveRequest, added: "asyncio.Future[None]") -> None:
     match added.exception():
         case QueueFullError() as error:
-            live.refuse(pb.Refusal.KIND_QUEUE_FULL, str(error), retry_after_s=error.retry_after_s)
+            live.refuse_queue_full(error)
         case EngineDiedError() as error:
             live.refuse(pb.Refusal.KIND_REROUTE, str(error))
         case BaseException() as error:

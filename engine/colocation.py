@@ -62,6 +62,7 @@ class Colocation:
 
     Attributes:
         max_tokens: Of any batch on the whole device.
+        mode: As the splits allow it.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Colocation:
     ) -> None:
         self.max_tokens = token_budget or _full_speed_tokens(model)
         self._fixed = token_budget > 0
-        self._mode = mode
+        self.mode: Mode = mode if splits else "mixed"
         self._splits = {LaneSplit(split.prefill.share, split.decode.share): split for split in splits}
         self._model = model
         self._itl_ms = itl_ms
@@ -90,13 +91,13 @@ class Colocation:
         Returns:
             The room, and the split to use if anything goes aside.
         """
-        if self._mode == "mixed" or not (busy or (decodes.tokens and self._splits)):
+        if self.mode == "mixed" or not (busy or decodes.tokens):
             return self._mixed(decodes), None
         beside = Work.prefill(self.max_tokens)
         if busy is not None:
             return Room(self._along(decodes, busy, beside)), None
         split = self._choose_split(decodes, beside)
-        if self._mode == "auto" and not self._worth_it(decodes, split, beside):
+        if self.mode == "auto" and not self._worth_it(decodes, split, beside):
             return self._mixed(decodes), None
         return Room(self._along(decodes, split, None), self._chunk(decodes, split, beside)), split
 
@@ -146,7 +147,7 @@ class Colocation:
             beside: What the prefill lane of `split` computes; None: the batch has the whole device.
         """
         most = self.max_tokens - decodes.tokens
-        if self._mode == "lanes":
+        if self.mode == "lanes":
             return min(most, 1)  # no more than one more decode
         share = 1.0 if beside is None else split.decode.share
         stretched = self._model.step_ms(decodes, split.decode.share, beside or Work.prefill(self.max_tokens))

@@ -44,6 +44,7 @@ class Engine:
 
     Attributes:
         max_model_len: Tokens of the longest sequence that can be served.
+        colocation: As given; it never changes.
         trace: Of the last steps.
     """
 
@@ -67,7 +68,7 @@ class Engine:
             copy_page=runner.copy_page,
             backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
         )
-        self._colocation = colocation
+        self.colocation = colocation
         self._aside = Aside(self._pool, self._scheduler.table)
         self._on_aside_done: Callable[[], None] = lambda: None
         self._reservations = Reservations(self._scheduler)
@@ -242,7 +243,7 @@ class Engine:
             queued_tokens=scheduler.backlog.tokens,
             decodes=decodes.seqs,
             decode_context=decodes.context,
-            prefill_ms=self._colocation.prefill_ms(lacking, decodes),
+            prefill_ms=self.colocation.prefill_ms(lacking, decodes),
             step_ms=sum(self._step_ms) / len(self._step_ms) if self._step_ms else 0.0,
         )
 
@@ -275,7 +276,7 @@ class Engine:
     def _prefill(self, plan: Plan, now: float) -> None:
         """Adds prefills to the step, and starts the prefill lane if it is its turn."""
         decodes = Work.decode(len(plan.singles), sum(chunk.start + 1 for chunk in plan.singles))
-        room, split = self._colocation.room(decodes, self._aside.split)
+        room, split = self.colocation.room(decodes, self._aside.split)
         aside = self._scheduler.prefills(plan, room, now)
         if aside:
             assert split is not None

@@ -87,6 +87,9 @@ class FairQueue(Generic[T]):
         """In the order of arrival."""
         return iter(self._entries)
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._entries
+
     def __len__(self) -> int:
         return len(self._entries)
 

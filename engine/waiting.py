@@ -7,9 +7,15 @@ from itertools import chain, islice
 
 from engine.fair_queue import FairQueue, Terms
 from engine.sequence import Seq, State
+from engine.types import Request
 
 MAX_LOOKED_AT = 32
 """Of those who may pass the first one."""
+
+
+def terms_of(request: Request) -> Terms:
+    """On which terms a request waits for its first turn."""
+    return Terms(len(request.token_ids), request.tenant, request.priority, request.deadline)
 
 
 @dataclass(slots=True)
@@ -55,8 +61,7 @@ class Line:
 
     def push(self, seq: Seq) -> None:
         """A new sequence."""
-        request = seq.request
-        self.queue.push(seq, Terms(seq.num_tokens, request.tenant, request.priority, request.deadline))
+        self.queue.push(seq, terms_of(seq.request))
 
     def put_back(self, seq: Seq) -> None:
         """A sequence that has had its turn comes before the queue."""

@@ -17,6 +17,7 @@ request out of the engine and waiting until nothing is in flight. The task that 
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from cpd.errors import CPDError, QueueFullError, TransferError
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import Computed, Output, Request
+from engine.waiting import terms_of
 from kvtransfer.base import Ticket, Transfer
 from prefill_worker.peers import Peers
 from prefill_worker.queue import FillQueue
@@ -188,6 +190,7 @@ class Fill:
                     first_tokens=pb.FillFirstTokens(
                         outputs=[output_to_wire(first) for first in self._first],
                         cached_tokens=self._first[0].cached_tokens or 0,
+                        queue_ms=self._first[0].queued_s * 1000,
                     )
                 )
             )
@@ -199,7 +202,7 @@ class Fill:
         if chunk.pages:
             self._push_pages(chunk)
         left = len(self.request.token_ids) - self._num_computed
-        self._queue.computed(self._place, left)
+        self._queue.computed(self._place, left, time.monotonic())
         if left == 0 and not self._computed.done():
             self._computed.set_result(None)
 
@@ -207,10 +210,12 @@ class Fill:
 
     async def _run(self) -> pb.FillEvent:
         try:
-            self._place = self._queue.enter(self._owner, len(self.request.token_ids))
+            self._place = self._queue.enter(self._owner, terms_of(self.request), time.monotonic())
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
         self._send_progress()  # says: it is in the queue
+        request = self.request
+        self._engine.call(lambda engine: engine.uncached_tokens(request)).add_done_callback(self._heard_uncached)
         try:
             async with self._peers.use(self._address) as peer:
                 self._peer = peer
@@ -228,7 +233,11 @@ class Fill:
         except (TransferError, ValueError) as error:
             return self._refuse(str(error))
         finally:
-            self._queue.leave(self._place)
+            self._queue.leave(self._place, time.monotonic())
+
+    def _heard_uncached(self, uncached: "asyncio.Future[int]") -> None:
+        if self.state is State.QUEUED and uncached.exception() is None:
+            self._queue.computed(self._place, uncached.result(), time.monotonic())
 
     def _start(self, engine: Engine) -> None:
         engine.add(self.request)
@@ -252,7 +261,7 @@ class Fill:
             await self._engine.call(self._abort)
             for chunk in self._unlanded:
                 self._unpin(chunk.pages)
-        self._queue.leave(self._place)
+        self._queue.leave(self._place, time.monotonic())
         self.state = State.PUSHING
         in_flight = asyncio.gather(*(task for _, task in self._transfers))
         if not error:
@@ -268,7 +277,7 @@ class Fill:
 
     def _land(self, landing: pb.FillLanding) -> None:
         self._ticket, self._first_block = _ticket(landing, self.request), landing.first_block
-        self._queue.landed(self._place)
+        self._queue.landed(self._place, time.monotonic())
         unlanded, self._unlanded = self._unlanded, []
         for chunk in unlanded:
             self._push_pages(chunk)

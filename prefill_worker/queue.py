@@ -1,4 +1,4 @@
-"""Whose turn it is: a bounded first-in first-out queue of fills.
+"""Whose turn it is: a bounded queue of fills, in the order of `engine.fair_queue`.
 
     WAITING ──granted──▶ in the engine ──computed and landed, or given up──▶ left
        └────────────────given up───────────────────────────────────────────▶ left
@@ -12,13 +12,14 @@ that, and the other way round. So they are as many at most as leave room for the
 """
 
 import asyncio
-from collections import deque
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cpd.blocks import blocks_for
-from cpd.errors import QueueFullError
-
-RETRY_AFTER_S = 1.0
+from cpd.perfmodel import Work
+from engine.backlog import Backlog
+from engine.fair_queue import FairQueue, Terms
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +27,7 @@ class Place:
     """One fill's place.
 
     Attributes:
-        tokens: Of its prompt.
+        terms: On which it waits.
         left: Of those, not yet computed, as far as known.
         turn: Resolved when the fill is granted.
         landed: Whether its decode worker has said where the pages go.
@@ -34,80 +35,109 @@ class Place:
     """
 
     owner: str
-    tokens: int
+    terms: Terms
     left: int
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     landed: bool = False
     early: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of its prompt."""
+        return self.terms.tokens
 
 
 class FillQueue:
     """All fills of a prefill worker that still need its engine, or a landing.
 
     Args:
-        max_tokens: Most tokens that wait; an empty queue takes any fill.
+        max_tokens: Most tokens that wait (`engine.backlog` has the rule).
         slack_tokens: A fill is granted while less than this is left to compute, and less than this of the same
             decode worker has not landed.
         early_pages: Most pages that may wait for a landing.
+        predicted_s: As in `engine.backlog`.
+
+    Times are those of the fills' deadlines, in seconds.
     """
 
-    def __init__(self, *, max_tokens: int, slack_tokens: int, early_pages: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        slack_tokens: int,
+        early_pages: int,
+        predicted_s: Callable[[int], float] = lambda tokens: 0.0,
+    ) -> None:
         self._max_tokens = max_tokens
         self._slack_tokens = slack_tokens
         self._early_pages = early_pages
-        self._waiting: deque[Place] = deque()
+        self._waiting = FairQueue[Place]()
+        self._backlog = Backlog(predicted_s)
         self._granted: list[Place] = []
 
     @property
     def waiting(self) -> list[Place]:
-        """Fills that have not had their turn."""
+        """Fills that have not had their turn, in the order of arrival."""
         return list(self._waiting)
 
-    def enter(self, owner: str, tokens: int) -> Place:
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of their prompts."""
+        return self._backlog.tokens
+
+    @property
+    def waiting_work(self) -> Work:
+        """What they lack, as far as known."""
+        return sum((Work.prefill(place.left, place.tokens - place.left) for place in self._waiting), Work())
+
+    def enter(self, owner: str, terms: Terms, now: float) -> Place:
         """Queues a fill of the decode worker `owner`.
 
         Raises:
             QueueFullError: Too many tokens wait already.
         """
-        waiting = sum(place.tokens for place in self._waiting)
-        if self._waiting and waiting + tokens > self._max_tokens:
-            raise QueueFullError(f"{waiting} tokens wait for this prefill worker already", RETRY_AFTER_S)
-        place = Place(owner, tokens, tokens)
-        self._waiting.append(place)
-        self._grant()
+        self._backlog.check(terms.tenant, terms.tokens, self._max_tokens, now)
+        place = Place(owner, terms, terms.tokens)
+        self._waiting.push(place, terms)
+        self._backlog.add(terms.tenant, terms.tokens, now)
+        self._grant(now)
         return place
 
-    def computed(self, place: Place, left: int) -> None:
-        """The fill has made progress."""
+    def computed(self, place: Place, left: int, now: float) -> None:
+        """The fill has made progress, or it is known how much of it is to be computed at all."""
         place.left = left
-        self._grant()
+        self._grant(now)
 
-    def landed(self, place: Place) -> None:
+    def landed(self, place: Place, now: float) -> None:
         """The decode worker has said where the pages go."""
         place.landed = True
-        self._grant()
+        self._grant(now)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: Place, now: float) -> None:
         """The fill is over, as far as the engine and the landing go. Idempotent."""
         if place in self._granted:
             self._granted.remove(place)
         elif place in self._waiting:
             self._waiting.remove(place)
-        self._grant()
+            self._backlog.remove(place.terms.tenant, place.tokens)
+        self._grant(now)
 
-    def _grant(self) -> None:
+    def _grant(self, now: float) -> None:
         left = sum(place.left for place in self._granted if place.early or place.landed)
-        held_back: list[Place] = []
-        while self._waiting and left < self._slack_tokens:
-            place = self._waiting.popleft()
-            unlanded = [other for other in self._granted if not other.landed]
-            if sum(other.tokens for other in unlanded if other.owner == place.owner) >= self._slack_tokens:
-                held_back.append(place)
-                continue
-            early_pages = sum(blocks_for(other.tokens) for other in unlanded if other.early)
+        while left < self._slack_tokens and (place := self._next(now)) is not None:
+            self._waiting.take(place)
+            self._backlog.take(place.terms.tenant, place.tokens, now)
+            early_pages = sum(blocks_for(other.tokens) for other in self._granted if other.early and not other.landed)
             place.early = early_pages + blocks_for(place.tokens) <= self._early_pages
             left += place.left if place.early else 0
             self._granted.append(place)
             if not place.turn.done():
                 place.turn.set_result(None)
-        self._waiting.extendleft(reversed(held_back))
+
+    def _next(self, now: float) -> Place | None:
+        """The first one whose decode worker has not too much that has not landed."""
+        unlanded: Counter[str] = Counter()
+        for place in self._granted:
+            unlanded[place.owner] += 0 if place.landed else place.tokens
+        in_order = self._waiting.in_order(now)
+        return next((place for place in in_order if unlanded[place.owner] < self._slack_tokens), None)

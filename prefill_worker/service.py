@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 
 from cpd.blocks import blocks_for
+from cpd.perfmodel import Work
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import StepOutput
@@ -37,8 +39,9 @@ class PrefillService:
         self._peers = Peers(node.transport)
         self._queue = FillQueue(
             max_tokens=node.settings.max_queue_tokens,
-            slack_tokens=SLACK_BUDGETS * node.token_budget,
+            slack_tokens=SLACK_BUDGETS * node.colocation.max_tokens,
             early_pages=node.num_pages - blocks_for(node.limits.max_model_len),
+            predicted_s=lambda tokens: node.colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000,
         )
         self._traffic = Traffic()
         self._numbers = itertools.count(1)
@@ -85,9 +88,12 @@ class PrefillService:
 
     def add_load(self, load: pb.Load) -> None:
         """Adds fills that the engine does not know of yet."""
-        waiting = self._queue.waiting
-        load.waiting += len(waiting)
-        load.waiting_tokens += sum(place.tokens for place in waiting)
+        queue = self._queue
+        work = queue.waiting_work
+        load.waiting += work.seqs
+        load.waiting_tokens += work.tokens
+        load.queued_tokens += queue.waiting_tokens
+        load.prefill_ms += self._node.colocation.prefill_ms(work, Work())
         load.fills.update(self._outcomes)
 
     def submit(self, session: Session, message: pb.Submit) -> None:
@@ -147,7 +153,9 @@ class PrefillService:
                 f"decode worker {start.decode_worker_id} moves pages over {start.transport}, prefill worker "
                 f"{node.worker_id} over {node.transport.name}"
             )
-        request = request_from_wire(start, f"fill-{next(self._numbers)}", node.limits, prefill_only=True)
+        request = request_from_wire(
+            start, f"fill-{next(self._numbers)}", node.limits, time.monotonic(), prefill_only=True
+        )
         fill = Fill(
             request,
             start,

@@ -27,9 +27,12 @@ class Limits:
 
 
 def request_from_wire(
-    message: pb.Submit | pb.FillStart, request_id: str, limits: Limits, *, prefill_only: bool = False
+    message: pb.Submit | pb.FillStart, request_id: str, limits: Limits, now: float, *, prefill_only: bool = False
 ) -> Request:
     """The engine's view of a submitted or a remotely prefilled request.
+
+    Args:
+        now: When it came, in seconds by the monotonic clock.
 
     Raises:
         InvalidRequestError: The message contradicts itself or exceeds `limits`.
@@ -65,7 +68,16 @@ def request_from_wire(
         first_choice=message.choice,
         n=message.n,
         prefill_only=prefill_only,
+        tenant=message.tenant,
+        priority=message.priority,
+        received=now,
+        deadline=now + message.deadline_ms / 1000 if message.deadline_ms else math.inf,
     )
+
+
+def deadline_ms_to_wire(request: Request, now: float) -> int:
+    """How long from now on the request's first token is in time. One that is late already has a millisecond."""
+    return 0 if request.deadline == math.inf else max(1, round((request.deadline - now) * 1000))
 
 
 def output_to_wire(output: Output, request: int = 0, attempt: int = 0) -> pb.Output:

@@ -268,7 +268,7 @@ class EngineThread:
         output = None
         if engine.has_work:
             self._flush()
-            output = engine.step()
+            output = engine.step(time.monotonic())
         self._hook(engine, output)
         self._polls = [poll for poll in self._polls if not poll.attempt(engine)]
         now = time.monotonic()

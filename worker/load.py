@@ -26,6 +26,11 @@ def load_from_stats(stats: EngineStats, state: pb.State.ValueType) -> pb.Load:
         prefill_tokens=stats.prefill_tokens,
         decode_tokens=stats.decode_tokens,
         cached_tokens=stats.cached_tokens,
+        decodes=stats.decodes,
+        decode_context=stats.decode_context,
+        prefill_ms=stats.prefill_ms,
+        step_ms=stats.step_ms,
+        queued_tokens=stats.queued_tokens,
     )
 
 

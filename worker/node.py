@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cpd.config import WorkerSettings
 from cpd.perfmodel import Profile
 from cpd.rpc import cpd_pb2 as pb
+from engine.colocation import Colocation
 from engine.engine import Engine
 from kvtransfer.base import PoolMemory, Transport
 from worker.channels import Channels
@@ -88,7 +89,7 @@ class Node:
 
     Attributes:
         fingerprint: Equal on workers that can exchange pages.
-        token_budget: Tokens that one batch on the whole device computes at most.
+        colocation: The engine's; predicts how long prompts take.
         load_changed: To be called when something changed that the worker's load report shows.
     """
 
@@ -100,6 +101,6 @@ class Node:
     limits: Limits
     fingerprint: bytes
     num_pages: int
-    token_budget: int
+    colocation: Colocation
     lifecycle: Lifecycle
     load_changed: Callable[[], None]

@@ -142,7 +142,7 @@ class Worker:
                 limits=loaded.limits,
                 fingerprint=loaded.fingerprint,
                 num_pages=loaded.memory.num_pages,
-                token_budget=loaded.token_budget,
+                colocation=loaded.engine.colocation,
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
             )
@@ -230,6 +230,9 @@ class Worker:
             vocab_size=self._loaded.limits.vocab_size,
             dtype=self._loaded.dtype,
             transport=self._transport.name,
+            profile=self._loaded.profile.model_dump_json(by_alias=True).encode(),
+            token_budget=self._loaded.token_budget,
+            colocate=self._loaded.engine.colocation.mode,
         )
 
     def _engine_failed(self, error: BaseException) -> None:

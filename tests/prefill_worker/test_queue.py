@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpd.errors import QueueFullError
+from engine.fair_queue import Terms
 from prefill_worker.queue import FillQueue, Place
 
 
@@ -14,9 +15,9 @@ def queue(max_tokens: int = 1000, slack_tokens: int = 100, early_pages: int = 10
 
 async def test_a_fill_that_may_not_start_early_holds_back_only_its_decode_worker() -> None:
     q = queue(early_pages=0)
-    stuck = q.enter("a", 300)
+    stuck = q.enter("a", Terms(300), 0.0)
     assert not stuck.early
-    same, other = q.enter("a", 50), q.enter("b", 50)
+    same, other = q.enter("a", Terms(50), 0.0), q.enter("b", Terms(50), 0.0)
     assert granted(same, other) == [False, True]
 
 
@@ -26,64 +27,64 @@ def granted(*places: Place) -> list[bool]:
 
 async def test_the_first_is_granted_at_once_and_the_next_when_work_runs_out() -> None:
     q = queue()
-    first, second = q.enter("d", 300), q.enter("d", 300)
+    first, second = q.enter("d", Terms(300), 0.0), q.enter("d", Terms(300), 0.0)
     assert granted(first, second) == [True, False]
-    q.landed(first)
-    q.computed(first, 100)
+    q.landed(first, 0.0)
+    q.computed(first, 100, 0.0)
     assert not second.turn.done()
-    q.computed(first, 99)
+    q.computed(first, 99, 0.0)
     assert second.turn.done()
 
 
 async def test_short_ones_are_granted_together_up_to_the_slack() -> None:
     q = queue()
-    places = [q.enter("d", 40) for _ in range(5)]
+    places = [q.enter("d", Terms(40), 0.0) for _ in range(5)]
     assert granted(*places) == [True, True, True, False, False]
 
 
 async def test_one_whose_decode_worker_does_not_answer_holds_back_only_that_ones() -> None:
     q = queue()
-    stuck = q.enter("a", 300)
-    q.computed(stuck, 0)
-    same, other = q.enter("a", 50), q.enter("b", 50)
+    stuck = q.enter("a", Terms(300), 0.0)
+    q.computed(stuck, 0, 0.0)
+    same, other = q.enter("a", Terms(50), 0.0), q.enter("b", Terms(50), 0.0)
     assert granted(same, other) == [False, True]
-    q.landed(stuck)
+    q.landed(stuck, 0.0)
     assert same.turn.done()
 
 
 async def test_pages_that_wait_for_a_landing_are_bounded() -> None:
     q = queue(slack_tokens=1000, early_pages=10)
-    first, second, third = q.enter("a", 80), q.enter("b", 96), q.enter("c", 80)
+    first, second, third = q.enter("a", Terms(80), 0.0), q.enter("b", Terms(96), 0.0), q.enter("c", Terms(80), 0.0)
     assert [place.early for place in (first, second, third)] == [True, False, True]
-    q.landed(first)
-    assert q.enter("d", 80).early
+    q.landed(first, 0.0)
+    assert q.enter("d", Terms(80), 0.0).early
 
 
 async def test_leaving_makes_room_from_every_state_and_may_be_repeated() -> None:
     q = queue()
-    first, second, third = (q.enter("d", 200) for _ in range(3))
-    q.leave(second)
-    q.leave(second)
+    first, second, third = (q.enter("d", Terms(200), 0.0) for _ in range(3))
+    q.leave(second, 0.0)
+    q.leave(second, 0.0)
     assert not third.turn.done()
-    q.leave(first)
+    q.leave(first, 0.0)
     assert third.turn.done()
-    q.leave(third)
+    q.leave(third, 0.0)
     assert q.waiting == []
 
 
 async def test_a_full_queue_refuses_but_an_empty_one_takes_anything() -> None:
     q = queue(max_tokens=500)
-    q.enter("d", 10_000)
-    q.enter("d", 10_000)
+    q.enter("d", Terms(10_000), 0.0)
+    q.enter("d", Terms(10_000), 0.0)
     with pytest.raises(QueueFullError, match="10000 tokens"):
-        q.enter("d", 1)
+        q.enter("d", Terms(1), 0.0)
 
 
 async def test_those_who_wait_are_known() -> None:
     q = queue()
-    first, second = q.enter("d", 300), q.enter("d", 20)
+    first, second = q.enter("d", Terms(300), 0.0), q.enter("d", Terms(20), 0.0)
     assert q.waiting == [second]
-    q.leave(first)
+    q.leave(first, 0.0)
     assert q.waiting == []
 
 
@@ -97,15 +98,15 @@ def test_whatever_happens_everyone_gets_a_turn_in_order(actions: list[tuple[str,
         live: list[Place] = []
         for action, which, tokens in actions:
             if action == "enter":
-                live.append(q.enter("ab"[which % 2], tokens))
+                live.append(q.enter("ab"[which % 2], Terms(tokens), 0.0))
             elif live:
                 place = live[which % len(live)]
                 if action == "land" and place.turn.done():
-                    q.landed(place)
+                    q.landed(place, 0.0)
                 elif action == "compute" and place.turn.done():
-                    q.computed(place, min(tokens, place.left))
+                    q.computed(place, min(tokens, place.left), 0.0)
                 elif action == "leave":
-                    q.leave(place)
+                    q.leave(place, 0.0)
                     live.remove(place)
             for owner in "ab":
                 turns = granted(*(place for place in live if place.owner == owner))
@@ -114,7 +115,7 @@ def test_whatever_happens_everyone_gets_a_turn_in_order(actions: list[tuple[str,
             turn = [place for place in live if place.turn.done()]
             assert turn, "nobody has a turn although nothing computes"
             for place in turn:
-                q.leave(place)
+                q.leave(place, 0.0)
                 live.remove(place)
 
     asyncio.run(run())

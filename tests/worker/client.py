@@ -27,6 +27,7 @@ class Answer:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finish: dict[int, Finish] = field(default_factory=dict)
     prefilled: dict[int, pb.Prefilled] = field(default_factory=dict)
+    queue_ms: dict[int, float] = field(default_factory=dict)
     refusal: pb.Refusal | None = None
 
     @property
@@ -46,6 +47,8 @@ class Answer:
         assert output.choice not in self.finish, "an output after the last one"
         assert output.HasField("prefilled") == (output.choice not in self.tokens)
         if output.HasField("prefilled"):
+            self.queue_ms[output.choice] = output.prefilled.queue_ms
+            output.prefilled.ClearField("queue_ms")
             self.prefilled[output.choice] = output.prefilled
         self.tokens.setdefault(output.choice, []).extend(output.token_ids)
         if output.finish:
@@ -98,6 +101,9 @@ class Client:
         attempt: int = 0,
         candidates: Sequence[pb.PrefillCandidate] = (),
         long_prefill_tokens: int = 32,
+        tenant: str = "",
+        priority: int = 0,
+        deadline_ms: int = 0,
     ) -> Answer:
         """Submits a request under a number."""
         answer = Answer(set(range(request.first_choice, request.first_choice + request.n)))
@@ -117,6 +123,9 @@ class Client:
                     prefill_candidates=candidates,
                     long_prefill_tokens=long_prefill_tokens,
                     trace_id=request.id,
+                    tenant=tenant,
+                    priority=priority,
+                    deadline_ms=deadline_ms,
                 )
             )
         )

@@ -11,6 +11,7 @@ from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
 from worker.convert import (
     InvalidRequestError,
     Limits,
+    deadline_ms_to_wire,
     first_outputs_from_wire,
     output_to_wire,
     request_from_wire,
@@ -19,6 +20,7 @@ from worker.convert import (
 
 LIMITS = Limits(vocab_size=100, max_model_len=64)
 ROOT = hash_root(b"model")
+NOW = 50.0
 
 
 def submit(num_tokens: int = 20, **overrides: Any) -> pb.Submit:
@@ -42,9 +44,12 @@ def test_a_request_keeps_everything() -> None:
         35,
         n=3,
         choice=2,
+        tenant="t",
+        priority=-2,
+        deadline_ms=1500,
         sampling={"top_k": 5, "logit_bias": {7: -2.5}, "seed": 2**64 - 1, "top_logprobs": 0, "stop_token_ids": [3, 99]},
     )
-    request = request_from_wire(message, "r", LIMITS)
+    request = request_from_wire(message, "r", LIMITS, NOW)
     assert request == Request(
         id="r",
         token_ids=list(range(35)),
@@ -62,20 +67,31 @@ def test_a_request_keeps_everything() -> None:
         block_hashes=extend_hashes(ROOT, list(range(35))),
         first_choice=2,
         n=3,
+        tenant="t",
+        priority=-2,
+        received=NOW,
+        deadline=NOW + 1.5,
     )
 
 
+def test_a_deadline_is_handed_on_with_what_is_left_of_it() -> None:
+    assert request_from_wire(submit(), "r", LIMITS, NOW).deadline == math.inf
+    request = request_from_wire(submit(deadline_ms=1500), "r", LIMITS, NOW)
+    assert [deadline_ms_to_wire(request, NOW + passed) for passed in (0, 1, 2)] == [1500, 500, 1]
+    assert deadline_ms_to_wire(request_from_wire(submit(), "r", LIMITS, NOW), NOW) == 0
+
+
 def test_unset_logprobs_are_none() -> None:
-    assert request_from_wire(submit(), "r", LIMITS).params.top_logprobs is None
+    assert request_from_wire(submit(), "r", LIMITS, NOW).params.top_logprobs is None
 
 
 def test_output_already_emitted_is_not_prompt() -> None:
-    request = request_from_wire(submit(20, prompt_len=18), "r", LIMITS)
+    request = request_from_wire(submit(20, prompt_len=18), "r", LIMITS, NOW)
     assert (request.prompt_len, len(request.token_ids)) == (18, 20)
 
 
 def test_stop_tokens_that_cannot_be_sampled_are_left_out() -> None:
-    request = request_from_wire(submit(sampling={"stop_token_ids": [5, 100]}), "r", LIMITS)
+    request = request_from_wire(submit(sampling={"stop_token_ids": [5, 100]}), "r", LIMITS, NOW)
     assert request.params.stop_token_ids == {5}
 
 
@@ -111,7 +127,7 @@ def test_stop_tokens_that_cannot_be_sampled_are_left_out() -> None:
 )
 def test_what_cannot_be_computed_is_refused_by_name(overrides: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        request_from_wire(submit(**overrides), "r", LIMITS)
+        request_from_wire(submit(**overrides), "r", LIMITS, NOW)
 
 
 floats = st.floats(-2, 2, width=32)
@@ -138,7 +154,7 @@ floats = st.floats(-2, 2, width=32)
 def test_sampling_comes_back_from_the_wire_as_it_went(params: SamplingParams) -> None:
     message = submit()
     message.sampling.CopyFrom(sampling_to_wire(params))
-    assert request_from_wire(message, "r", LIMITS).params == params
+    assert request_from_wire(message, "r", LIMITS, NOW).params == params
 
 
 def first_tokens(*outputs: Output) -> pb.FillFirstTokens:
