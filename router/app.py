@@ -103,6 +103,14 @@ def create_app(service: Service) -> ASGIApp:
     async def cluster() -> Response:
         return _json(cluster_status(service))
 
+    @app.get("/requests/{request_id:path}")
+    async def placements(request: Request, request_id: str) -> Response:
+        records = service.dispatcher.history.find(_caller(request).tenant.name, request_id)
+        if not records:
+            message = f"Nothing is known of a recent request {request_id!r} of yours."
+            raise invalid(None, message, code="request_not_found", status=404)
+        return _json({"id": request_id, "placements": [record.describe() for record in records]})
+
     def refuse(error: ApiError) -> Response:
         service.metrics.errors.labels(error.code).inc()
         return Response(error.body(), error.status, headers=error.headers, media_type="application/json")

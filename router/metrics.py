@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from cpd.rpc import cpd_pb2 as pb
+from router.view import WorkerView
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -25,6 +26,8 @@ class WorkerReport(Protocol):
     def live(self) -> bool: ...
     @property
     def load(self) -> pb.Load: ...
+    @property
+    def view(self) -> WorkerView | None: ...
 
 
 def pages(load: pb.Load) -> dict[str, int]:
@@ -65,6 +68,12 @@ class Metrics:
         self.refusals = Counter(
             "cpd_refusals", "Requests that a worker gave back, by reason.", ["reason"], registry=self.registry
         )
+        self.placements = Counter(
+            "cpd_placements",
+            "Decisions where a prompt goes, by route; replicated: another combined worker had more of it cached.",
+            ["route", "replicated"],
+            registry=self.registry,
+        )
         self.registry.register(_Workers(workers))
 
     def text(self) -> bytes:
@@ -90,7 +99,15 @@ class _Workers:
         preemptions = CounterMetricFamily("cpd_worker_preemptions", "Sequences preempted.", labels=labels)
         computed = CounterMetricFamily("cpd_worker_tokens", "Tokens computed, by phase.", labels=[*labels, "phase"])
         fills = CounterMetricFamily("cpd_worker_fills", "Remote prefills, by outcome.", labels=[*labels, "outcome"])
+        ttft = SummaryMetricFamily("cpd_worker_ttft_seconds", "TTFT of prompts it computed.", labels=labels)
+        error = SummaryMetricFamily(
+            "cpd_worker_ttft_error_seconds", "How far off the predictions of these TTFTs were.", labels=labels
+        )
         for worker in self._workers():
+            if worker.view is not None:
+                predictions = worker.view.predictions
+                ttft.add_metric([worker.id, worker.role], predictions.count, predictions.ttft_ms / 1e3)
+                error.add_metric([worker.id, worker.role], predictions.count, predictions.error_ms / 1e3)
             names, load = [worker.id, worker.role], worker.load
             live.add_metric(names, int(worker.live))
             running.add_metric(names, load.running)
@@ -104,4 +121,4 @@ class _Workers:
                 computed.add_metric([*names, phase], count)
             for outcome, count in sorted(load.fills.items()):
                 fills.add_metric([*names, outcome], count)
-        return [live, running, waiting, tokens, by_state, preemptions, computed, fills]
+        return [live, running, waiting, tokens, by_state, preemptions, computed, fills, ttft, error]

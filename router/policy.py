@@ -129,6 +129,11 @@ class Placement:
     options: tuple[Option, ...]
 
     @property
+    def route(self) -> str:
+        """`local` or `remote`."""
+        return "remote" if self.prefill else "local"
+
+    @property
     def chosen(self) -> Option:
         """What was predicted of the decision."""
         return self.options[0]

@@ -24,6 +24,7 @@ from typing import Protocol
 from cpd.blocks import BLOCK_SIZE, extend_hashes
 from cpd.rpc import cpd_pb2 as pb
 from router.errors import ApiError, failed, unavailable
+from router.history import History, Record
 from router.metrics import Metrics
 from router.policy import Placement, PolicySettings, Prompt, place
 from router.sessions import ProtocolError, Session
@@ -114,6 +115,7 @@ class _Leg:
         attempt: Submits before the last one; -1 before the first.
         session: Where it runs; None while parked.
         prefill_session: Where its prompt is computed; None where nobody does that any more.
+        record: Of its last placement.
         refused_by: Workers that gave it back in this round; they come last.
         failed_prefill: Prefill workers that were tried in vain; they are not offered again.
         deadline: Loop time until which it may be parked; None before it is.
@@ -125,6 +127,7 @@ class _Leg:
     attempt: int = -1
     session: Session | None = None
     prefill_session: Session | None = None
+    record: Record | None = None
     refused_by: set[str] = field(default_factory=set)
     failed_prefill: set[str] = field(default_factory=set)
     losses: int = 0
@@ -139,11 +142,15 @@ class Dispatcher:
     Args:
         policy: What the operator wants of placements.
         rng: Decides among equally good workers.
+
+    Attributes:
+        history: Where requests went, and what became of them.
     """
 
     def __init__(self, workers: Workers, metrics: Metrics, policy: PolicySettings, *, rng: Random) -> None:
         self._workers = workers
         self._metrics = metrics
+        self.history = History()
         self._policy = policy
         self._rng = rng
         self._ids = itertools.count(1)
@@ -160,7 +167,7 @@ class Dispatcher:
         """
         leg = self._add_leg(request, set(range(request.n)))
         if not self._place(leg):
-            self._remove(leg)
+            self._remove(leg, "not placed")
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
 
     def cancel(self, request: Request) -> None:
@@ -168,7 +175,7 @@ class Dispatcher:
         for leg in list(request.legs):
             if leg.session is not None:
                 leg.session.abort(pb.Abort(request=leg.id, attempt=leg.attempt))
-            self._remove(leg)
+            self._remove(leg, "cancelled")
 
     def close(self) -> None:
         """The router stops: whatever still runs fails."""
@@ -204,8 +211,9 @@ class Dispatcher:
         if leg is None or leg.session is not session or leg.attempt != refusal.attempt:
             return
         retry_after_s = refusal.retry_after_ms / 1000 or RETRY_S
-        self._detach(leg)
-        self._metrics.refusals.labels(_reason(refusal.kind)).inc()
+        reason = _reason(refusal.kind)
+        self._detach(leg, f"{reason}: {refusal.message}")
+        self._metrics.refusals.labels(reason).inc()
         leg.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
             self._place_again(leg, retry_after_s)
@@ -224,7 +232,7 @@ class Dispatcher:
         for leg in [leg for leg in self._legs.values() if leg.session is session]:
             if leg.id not in self._legs:
                 continue  # its request failed with another leg
-            self._detach(leg)
+            self._detach(leg, "worker lost")
             self._metrics.replays.inc()
             leg.losses += 1
             if leg.losses > MAX_LOSSES:
@@ -238,11 +246,15 @@ class Dispatcher:
 
     def _hand_on(self, leg: _Leg, session: Session, output: pb.Output) -> None:
         request, choice = leg.request, output.choice
-        _prompt_computed(leg)
+        prefilled = output.prefilled
+        now = asyncio.get_running_loop().time()
+        if leg.prefill_session is not None:
+            _first_token(leg, prefilled, now)
+        if leg.record is not None and leg.record.choice == choice:
+            leg.record.output(now)
         leg.deadline = None
         if not request.started:
             request.started = True
-            prefilled = output.prefilled
             request.consumer.started(Route(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
         token_ids = output.token_ids
         request.outputs[choice].extend(token_ids)
@@ -294,6 +306,7 @@ class Dispatcher:
                 ],
                 long_prefill_tokens=placement.long_prefill_tokens,
                 trace_id=request.trace_id,
+                deadline_ms=round(self._policy.slo_ttft_ms),
             )
         )
         return True
@@ -329,7 +342,7 @@ class Dispatcher:
         """A leg for every choice, where some choice has an output by now; else the leg as it is."""
         if len(leg.choices) == 1 or not leg.request.started:
             return [leg]
-        self._remove(leg)
+        self._remove(leg, "split")
         return [self._add_leg(leg.request, {choice}, leg) for choice in sorted(leg.choices)]
 
     def _add_leg(self, request: Request, choices: set[int], origin: _Leg | None = None) -> _Leg:
@@ -347,7 +360,7 @@ class Dispatcher:
         if leg.session is not None and leg.session.view is not None:
             leg.session.view.ended(1)
         if not leg.choices:
-            self._remove(leg)
+            self._remove(leg, "finished")
 
     def _fail(self, request: Request, error: ApiError) -> None:
         self.cancel(request)
@@ -363,10 +376,20 @@ class Dispatcher:
         leg.session, leg.prefill_session = decode, prefill
         decode.view.began(len(leg.choices))
         prefill.view.sent(leg.id, placement.chosen.prefill_ms, now)
+        request = leg.request
+        prompt_tokens, first = len(request.token_ids), min(leg.choices)
+        leg.record = Record(
+            request.tenant, request.trace_id, placement, prompt_tokens, leg.attempt, first, placed_at=now
+        )
+        self.history.add(leg.record)
+        self._metrics.placements.labels(placement.route, "yes" if placement.replicated else "no").inc()
 
-    def _detach(self, leg: _Leg) -> None:
+    def _detach(self, leg: _Leg, outcome: str) -> None:
         """The leg is on no worker any more."""
         _prompt_computed(leg)
+        if leg.record is not None:
+            leg.record.outcome = outcome
+            leg.record = None
         if leg.session is not None and leg.session.view is not None:
             leg.session.view.ended(len(leg.choices))
         leg.session = None
@@ -377,11 +400,20 @@ class Dispatcher:
             leg.timer.cancel()
             leg.timer = None
 
-    def _remove(self, leg: _Leg) -> None:
+    def _remove(self, leg: _Leg, outcome: str) -> None:
         self._unpark(leg)
-        self._detach(leg)
+        self._detach(leg, outcome)
         self._legs.pop(leg.id, None)
         leg.request.legs.discard(leg)
+
+
+def _first_token(leg: _Leg, prefilled: pb.Prefilled, now: float) -> None:
+    """The leg's prompt is computed: was it as predicted?"""
+    record, session = leg.record, leg.prefill_session
+    if record is not None and session is not None and session.view is not None:
+        record.prefilled.CopyFrom(prefilled)
+        session.view.predictions.add(record.placement.chosen.ttft_ms, (now - record.placed_at) * 1e3)
+    _prompt_computed(leg)
 
 
 def _prompt_computed(leg: _Leg) -> None:

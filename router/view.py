@@ -4,6 +4,7 @@ A report says when the prompts there will be computed; between two reports time 
 they are sent. The worker's figures include what this router has on it, the rest is other routers' work.
 """
 
+from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
@@ -14,6 +15,28 @@ from router.candidate import NOMINAL, Candidate
 
 UNSEEN_S = 0.1
 """A report may not yet know of requests that were sent so shortly before it: as long as a worker's longest silence."""
+
+
+@dataclass(slots=True)
+class Predictions:
+    """How well the TTFTs of prompts that a worker computed were predicted.
+
+    Attributes:
+        count: First tokens.
+        ttft_ms: How long they took, summed.
+        error_ms: How far off the predictions were, summed; too short or too long alike.
+    """
+
+    count: int = 0
+    ttft_ms: float = 0.0
+    error_ms: float = 0.0
+
+    def add(self, predicted_ms: float, actual_ms: float) -> None:
+        """Another first token came."""
+        self.count += 1
+        self.ttft_ms += actual_ms
+        self.error_ms += abs(actual_ms - predicted_ms)
+
 
 Colocate = Literal["mixed", "lanes", "auto"]
 
@@ -32,6 +55,7 @@ class WorkerView:
 
     Attributes:
         sequences: Own ones on this worker.
+        predictions: Of own prompts that it computed.
 
     Raises:
         UnusableError: Its profile is none.
@@ -39,6 +63,7 @@ class WorkerView:
 
     def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float) -> None:
         self.sequences = 0
+        self.predictions = Predictions()
         self._hello = hello
         self._address = address
         self._itl_ms = itl_ms

@@ -1,0 +1,94 @@
+import pytest
+
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
+from cpd.rpc import cpd_pb2 as pb
+from router.candidate import NOMINAL
+from router.view import UNSEEN_S, UnusableError, WorkerView
+
+COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
+PROFILE = Profile(
+    schema="cpd-profile/1",
+    source="measured",
+    device="d",
+    model="m",
+    shares=(ShareProfile(share=1.0, decode=COST, prefill=COST),),
+)
+
+
+def _view(**hello: object) -> WorkerView:
+    profile = PROFILE.model_dump_json(by_alias=True).encode()
+    return WorkerView(pb.Hello(**{"worker_id": "w", "profile": profile, **hello}), "w:1", itl_ms=50.0)
+
+
+def test_a_candidate_has_what_hello_and_load_say() -> None:
+    view = _view(num_pages=100, page_bytes=64, token_budget=256, colocate="lanes")
+    view.reported(
+        pb.Load(running=3, waiting=2, decodes=2, decode_context=500, prefill_ms=40, free_pages=7, cached_pages=9), 1.0
+    )
+    one = view.candidate
+    assert (one.worker_id, one.address, one.token_budget, one.colocate, one.itl_ms) == ("w", "w:1", 256, "lanes", 50.0)
+    assert (one.num_pages, one.page_bytes, one.free_pages, one.cached_pages) == (100, 64, 7, 9)
+    assert (one.requests, one.decodes, one.decode_context) == (5, 2, 500)
+    assert one.queue_ms(1.0) == pytest.approx(40)
+    assert one.queue_ms(1.03) == pytest.approx(10)
+    assert one.queue_ms(2.0) == 0
+    assert one.model.step_ms(Work.prefill(500)) == PerfModel(PROFILE).step_ms(Work.prefill(500))
+
+
+def test_own_requests_count_at_once_and_others_by_report() -> None:
+    view = _view()
+    view.reported(pb.Load(running=4), 0.0)
+    view.began(2)
+    assert view.candidate.requests == 6
+    view.reported(pb.Load(running=6), 0.1)
+    assert view.candidate.requests == 6
+    view.ended(1)
+    assert view.candidate.requests == 5
+
+
+def test_a_prompt_lengthens_the_queue_until_a_report_must_know_of_it() -> None:
+    view = _view()
+    view.reported(pb.Load(prefill_ms=20), 0.0)
+    view.sent(1, 100.0, 0.0)
+    assert view.candidate.queue_ms(0.0) == pytest.approx(120)
+    view.reported(pb.Load(prefill_ms=10), UNSEEN_S / 2)
+    assert view.candidate.queue_ms(UNSEEN_S / 2) == pytest.approx(110)
+    view.reported(pb.Load(prefill_ms=60), 2 * UNSEEN_S)
+    assert view.candidate.queue_ms(2 * UNSEEN_S) == pytest.approx(60)
+
+
+def test_an_answered_prompt_is_not_added_to_the_next_report() -> None:
+    view = _view()
+    view.sent(1, 100.0, 0.0)
+    view.answered(1)
+    view.answered(1)
+    view.reported(pb.Load(), 0.01)
+    assert view.candidate.queue_ms(0.01) == 0
+
+
+def test_a_prompt_that_is_sent_to_an_idle_worker_begins_now() -> None:
+    view = _view()
+    view.reported(pb.Load(prefill_ms=5), 0.0)
+    view.sent(1, 100.0, 10.0)
+    assert view.candidate.queue_ms(10.05) == pytest.approx(50)
+
+
+def test_without_a_profile_waiting_tokens_tell_the_queue() -> None:
+    view = _view(profile=b"")
+    view.reported(pb.Load(waiting_tokens=5_000), 0.0)
+    assert view.candidate.model is NOMINAL
+    assert view.candidate.queue_ms(0.0) == pytest.approx(NOMINAL.step_ms(Work.prefill(5_000)))
+
+
+@pytest.mark.parametrize("profile", [b"x", b"{}", PROFILE.model_dump_json(by_alias=True).encode()[:-1]])
+def test_a_corrupt_profile_is_told_in_one_sentence(profile: bytes) -> None:
+    with pytest.raises(UnusableError) as error:
+        _view(profile=profile)
+    assert "what it predicts with is not a profile" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("load", [{"prefill_ms": -1.0}, {"prefill_ms": float("nan")}, {"step_ms": float("inf")}])
+def test_a_nonsensical_load_is_refused(load: dict[str, float]) -> None:
+    with pytest.raises(UnusableError):
+        _view().reported(pb.Load(**load), 0.0)
