@@ -53,13 +53,22 @@ def unsupported(param: str) -> ApiError:
 
 def unavailable(message: str, retry_after_s: float, *, code: str = "service_unavailable") -> ApiError:
     """No worker can take the request now; trying again after `retry_after_s` seconds is sensible."""
-    retry_after = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return ApiError(503, message, kind="server_error", code=code, headers=retry_after)
+    return ApiError(503, message, kind="server_error", code=code, headers=_retry_after(retry_after_s))
+
+
+def too_many(message: str, retry_after_s: float) -> ApiError:
+    """This tenant has its share of the cluster; trying again after `retry_after_s` seconds is sensible."""
+    headers = _retry_after(retry_after_s)
+    return ApiError(429, message, kind="tokens", code="rate_limit_exceeded", headers=headers)
 
 
 def failed(message: str) -> ApiError:
     """The server could not finish a valid request."""
     return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def error_event(error: ApiError) -> bytes:

@@ -59,6 +59,19 @@ class Metrics:
         self.e2e = Histogram(
             "cpd_e2e_seconds", "Request read to last token.", ["route"], buckets=_LATENCY_S, registry=self.registry
         )
+        self.queue = Histogram(
+            "cpd_queue_seconds",
+            "Time that prompts waited in a worker's queue.",
+            ["tenant"],
+            buckets=_LATENCY_S,
+            registry=self.registry,
+        )
+        self.tenant_tokens = Counter(
+            "cpd_tenant_prompt_tokens",
+            "Tokens of prompts that have got their first token.",
+            ["tenant"],
+            registry=self.registry,
+        )
         self.prompt_tokens = Counter("cpd_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.cached_tokens = Counter("cpd_cached_tokens", "Tokens of prompts from a cache.", registry=self.registry)
         self.output_tokens = Counter("cpd_output_tokens", "Tokens of outputs.", registry=self.registry)
@@ -93,6 +106,9 @@ class _Workers:
         running = GaugeMetricFamily("cpd_worker_running", "Sequences in the running batch.", labels=labels)
         waiting = GaugeMetricFamily("cpd_worker_waiting", "Requests in the waiting queue.", labels=labels)
         tokens = GaugeMetricFamily("cpd_worker_waiting_tokens", "Prompt tokens not yet computed.", labels=labels)
+        queued = GaugeMetricFamily(
+            "cpd_worker_queued_tokens", "Prompt tokens of requests that wait for their first turn.", labels=labels
+        )
         by_state = GaugeMetricFamily(
             "cpd_worker_pages", "Pages of the KV pool, by owner state.", labels=[*labels, "state"]
         )
@@ -113,6 +129,7 @@ class _Workers:
             running.add_metric(names, load.running)
             waiting.add_metric(names, load.waiting)
             tokens.add_metric(names, load.waiting_tokens)
+            queued.add_metric(names, load.queued_tokens)
             preemptions.add_metric(names, load.preemptions)
             for state, count in pages(load).items():
                 by_state.add_metric([*names, state], count)
@@ -121,4 +138,4 @@ class _Workers:
                 computed.add_metric([*names, phase], count)
             for outcome, count in sorted(load.fills.items()):
                 fills.add_metric([*names, outcome], count)
-        return [live, running, waiting, tokens, by_state, preemptions, computed, fills, ttft, error]
+        return [live, running, waiting, tokens, queued, by_state, preemptions, computed, fills, ttft, error]

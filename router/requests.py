@@ -4,7 +4,7 @@ A request is one prompt with `n` choices. It travels in legs: one Submit each, k
 
     placed -> running -> done                 a choice is done with its finish reason, or when the consumer stops it
        ^         |
-       |         +--- queue full              -> another worker; none left: 503, or parked after a replay
+       |         +--- queue full              -> another worker; none left: 429 or 503, or parked after a replay
        +---------+--- rerouted                -> another worker or this one, without the prefill workers that failed
                  +--- worker lost             -> replayed: prompt and the tokens so far, a leg for every choice
                  +--- failed                  -> the request fails
@@ -23,7 +23,7 @@ from typing import Protocol
 
 from cpd.blocks import BLOCK_SIZE, extend_hashes
 from cpd.rpc import cpd_pb2 as pb
-from router.errors import ApiError, failed, unavailable
+from router.errors import ApiError, failed, too_many, unavailable
 from router.history import History, Record
 from router.metrics import Metrics
 from router.policy import Placement, PolicySettings, Prompt, place
@@ -86,6 +86,8 @@ class Request:
         tenant: Whose request it is.
         fingerprint: Of the model that the request was started on; no other one can go on with it.
         hash_root, block_hashes: As on the wire; hashes of the prompt's full blocks.
+        priority: Higher ones go first.
+        received: When it came, in loop time.
         outputs: Tokens of each choice so far.
     """
 
@@ -98,6 +100,8 @@ class Request:
     sampling: pb.Sampling
     n: int
     consumer: Consumer
+    priority: int
+    received: float
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
     legs: set["_Leg"] = field(init=False, default_factory=set)
@@ -117,6 +121,7 @@ class _Leg:
         prefill_session: Where its prompt is computed; None where nobody does that any more.
         record: Of its last placement.
         refused_by: Workers that gave it back in this round; they come last.
+        full: Refusals because of full queues, in this round.
         failed_prefill: Prefill workers that were tried in vain; they are not offered again.
         deadline: Loop time until which it may be parked; None before it is.
     """
@@ -129,6 +134,7 @@ class _Leg:
     prefill_session: Session | None = None
     record: Record | None = None
     refused_by: set[str] = field(default_factory=set)
+    full: list[pb.Refusal] = field(default_factory=list)
     failed_prefill: set[str] = field(default_factory=set)
     losses: int = 0
     reroutes: int = 0
@@ -211,11 +217,12 @@ class Dispatcher:
         if leg is None or leg.session is not session or leg.attempt != refusal.attempt:
             return
         retry_after_s = refusal.retry_after_ms / 1000 or RETRY_S
-        reason = _reason(refusal.kind)
+        reason = _reason(refusal)
         self._detach(leg, f"{reason}: {refusal.message}")
         self._metrics.refusals.labels(reason).inc()
         leg.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
+            leg.full.append(refusal)
             self._place_again(leg, retry_after_s)
         elif refusal.kind == pb.Refusal.KIND_REROUTE:
             log.warning("request %s is placed anew: %s", leg.request.trace_id, refusal.message)
@@ -255,6 +262,8 @@ class Dispatcher:
         leg.deadline = None
         if not request.started:
             request.started = True
+            self._metrics.queue.labels(request.tenant).observe(prefilled.queue_ms / 1e3)
+            self._metrics.tenant_tokens.labels(request.tenant).inc(len(request.token_ids))
             request.consumer.started(Route(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
         token_ids = output.token_ids
         request.outputs[choice].extend(token_ids)
@@ -306,10 +315,16 @@ class Dispatcher:
                 ],
                 long_prefill_tokens=placement.long_prefill_tokens,
                 trace_id=request.trace_id,
-                deadline_ms=round(self._policy.slo_ttft_ms),
+                priority=request.priority,
+                deadline_ms=self._deadline_ms(request, now),
             )
         )
         return True
+
+    def _deadline_ms(self, request: Request, now: float) -> int:
+        """What is left of the time to the first token; all of it after a replay, whose next token is as urgent."""
+        waited_ms = 0.0 if request.started else (now - request.received) * 1e3
+        return max(1, round(self._policy.slo_ttft_ms - waited_ms))
 
     def _place_again(self, leg: _Leg, retry_after_s: float) -> None:
         """Places a leg that came back; where no worker takes it, refuses it or parks it."""
@@ -324,8 +339,7 @@ class Dispatcher:
             return
         now = asyncio.get_running_loop().time()
         if not (leg.losses or leg.reroutes or leg.request.started):
-            message = "All workers' queues are full; try again later."
-            self._fail(leg.request, unavailable(message, retry_after_s, code="queue_full"))
+            self._fail(leg.request, _queues_full(leg.full, retry_after_s))
             return
         if leg.deadline is None:
             leg.deadline = now + PARK_S
@@ -334,6 +348,7 @@ class Dispatcher:
             self._fail(leg.request, unavailable(message, retry_after_s))
             return
         leg.refused_by.clear()
+        leg.full.clear()
         self._parked.add(leg)
         wait_s = min(retry_after_s, leg.deadline - now)
         leg.timer = asyncio.get_running_loop().call_later(wait_s, self._place_part_again, leg, RETRY_S)
@@ -432,5 +447,18 @@ def _hashes(request: Request, token_ids: Sequence[int]) -> list[bytes]:
     return known + extend_hashes(parent, token_ids[len(known) * BLOCK_SIZE :])
 
 
-def _reason(kind: "pb.Refusal.Kind.ValueType") -> str:
-    return {pb.Refusal.KIND_QUEUE_FULL: "queue_full", pb.Refusal.KIND_REROUTE: "reroute"}.get(kind, "failed")
+def _reason(refusal: pb.Refusal) -> str:
+    match refusal.kind:
+        case pb.Refusal.KIND_QUEUE_FULL:
+            return "over_share" if refusal.over_share else "queue_full"
+        case pb.Refusal.KIND_REROUTE:
+            return "reroute"
+    return "failed"
+
+
+def _queues_full(refusals: Sequence[pb.Refusal], retry_after_s: float) -> ApiError:
+    """No worker's queue has room for a request: for this tenant's, or for anybody's."""
+    soonest_s = min((refusal.retry_after_ms / 1e3 or RETRY_S for refusal in refusals), default=retry_after_s)
+    if refusals and all(refusal.over_share for refusal in refusals):
+        return too_many("Too many of your requests wait already; try again later.", soonest_s)
+    return unavailable("All workers' queues are full; try again later.", soonest_s, code="queue_full")

@@ -17,6 +17,7 @@ MAX_STOP_CHARS = 1_024
 MAX_LOGIT_BIAS = 300
 MAX_PROMPTS = 128
 MAX_SEED = (1 << 63) - 1
+MAX_PRIORITY = 100
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -54,7 +55,7 @@ class StreamOptions(_Model):
 
 
 class GenerateRequest(_Model):
-    """What both endpoints share. The last seven fields are extensions to OpenAI's API."""
+    """What both endpoints share. The last eight fields are extensions to OpenAI's API."""
 
     model: str
     n: Count = 1
@@ -77,6 +78,7 @@ class GenerateRequest(_Model):
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     ignore_eos: bool = False
     return_token_ids: bool = False
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # as in vLLM: lower ones go first
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -138,6 +138,8 @@ class Service:
             sampling=limited,
             n=request.n,
             consumer=PromptConsumer(completion, self.metrics, choices),
+            priority=-request.priority,
+            received=caller.started,
         )
 
     def _check_prompt(self, prompt: list[int], output_limit: int | None, param: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -21,13 +22,15 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
 REPLY = "the quick brown fox jumps over the lazy dog"
 
 
-def _refuses(kind: "pb.Refusal.Kind.ValueType", then: Script | None = None, times: int = 1_000) -> Script:
+def _refuses(
+    kind: "pb.Refusal.Kind.ValueType", then: Script | None = None, times: int = 1_000, **refusal: Any
+) -> Script:
     """Refuses so many requests, then answers."""
     left = itertools.chain(range(times))
 
     async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
         if next(left, None) is not None or then is None:
-            yield pb.Refusal(kind=kind, message="no", retry_after_ms=2_500)
+            yield pb.Refusal(kind=kind, message="no", **{"retry_after_ms": 2_500, **refusal})
             return
         async for answer in then(submit):
             yield answer
@@ -56,6 +59,40 @@ async def _is(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+class TestTurn:
+    """What workers are told of a request's place in their queues."""
+
+    async def test_a_priority_is_vllms_and_turns_round_on_the_wire(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        worker = await start_worker(says(REPLY))
+        router = await start_router(worker)
+        for priority in (-5, 0, 7):
+            await _text(await router.http.post("/v1/chat/completions", json=CHAT | {"priority": priority}))
+        assert [submit.priority for submit in worker.submits] == [5, 0, -7]
+        response = await router.http.post("/v1/chat/completions", json=CHAT | {"priority": 101})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+
+    async def test_the_deadline_is_what_is_left_of_the_slo(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        worker = await start_worker(_refuses(pb.Refusal.KIND_REROUTE, says(REPLY), times=2))
+        router = await start_router(worker, slo_ttft=700)
+        await _text(await router.http.post("/v1/chat/completions", json=CHAT))
+        first, second, third = (submit.deadline_ms for submit in worker.submits)
+        assert 700 >= first >= second >= third >= 1
+
+    async def test_time_in_queue_is_counted_for_the_tenant(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        router = await start_router(await start_worker(says(REPLY)), api_key=["secret-key"])
+        await _text(await router.http.post("/v1/chat/completions", json=CHAT))
+        metrics = (await router.http.get("/metrics")).text
+        assert re.search(r'cpd_queue_seconds_count\{tenant="[0-9a-f]{16}"\} 1.0', metrics)
+        assert re.search(r'cpd_tenant_prompt_tokens_total\{tenant="[0-9a-f]{16}"\} \d', metrics)
+        assert "secret-key" not in metrics
+
+
 class TestRefusals:
     async def test_a_full_queue_means_another_worker(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
@@ -81,6 +118,31 @@ class TestRefusals:
         assert response.json()["error"]["code"] == "queue_full"
         assert [len(worker.submits) for worker in workers] == [1, 1]
         assert 'cpd_refusals_total{reason="queue_full"} 2.0' in (await router.http.get("/metrics")).text
+
+    async def test_a_tenant_with_its_share_of_every_queue_gets_429_and_the_soonest_time(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        full = pb.Refusal.KIND_QUEUE_FULL
+        workers = [
+            await start_worker(_refuses(full, over_share=True, retry_after_ms=ms), worker_id=f"full-{ms}")
+            for ms in (9_000, 4_000)
+        ]
+        router = await start_router(*workers)
+        response = await router.http.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "4")
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 'cpd_refusals_total{reason="over_share"} 2.0' in (await router.http.get("/metrics")).text
+
+    async def test_one_queue_that_is_full_for_everybody_means_503(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        full = pb.Refusal.KIND_QUEUE_FULL
+        router = await start_router(
+            await start_worker(_refuses(full, over_share=True), worker_id="a"),
+            await start_worker(_refuses(full, retry_after_ms=1_000), worker_id="b"),
+        )
+        response = await router.http.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
     async def test_a_rerouted_request_is_placed_anew(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
