@@ -8,7 +8,8 @@ Who runs what:
     runs the hook and the polls after every pass      command results, then the hook's deliveries, then the Update
 
 A *pass* is: run the queued commands, step once if there is work. The results of its commands are handed over before
-its step, everything else after it: at most two `call_soon_threadsafe` a pass, however many requests there are. Without
+its step, everything else after it: at most two `call_soon_threadsafe` a pass, however many requests there are, and none
+while the event loop has not come to what was handed over before. Without
 commands and work the thread sleeps until there are some; the prefill lane's end wakes it, too.
 
 An exception in a step, a hook or a posted command means that the engine can't be trusted any more: it is logged,
@@ -90,6 +91,9 @@ class EngineThread:
         self._lane_done = False
         self._closing = False
         self._dead = False
+        # From the engine thread to the event loop, and whether the loop knows that there is something.
+        self._handed_over: deque[Callable[[], None]] = deque()
+        self._announced = False
         # The engine thread's own.
         self._deliveries: list[Callable[[], None]] = []
         self._polls: list[_Poll] = []
@@ -204,10 +208,11 @@ class EngineThread:
         if waiter is not None:
             waiter.set_exception(EngineDiedError("the engine has stopped"))
 
-    def _receive(self, deliveries: list[Callable[[], None]]) -> None:
-        for callback in deliveries:
+    def _receive(self) -> None:
+        self._announced = False  # before looking: what comes from now on is announced anew
+        for _ in range(len(self._handed_over)):
             try:
-                callback()
+                self._handed_over.popleft()()
             except Exception as error:
                 log.critical("what the engine brought could not be handled", exc_info=True)
                 self._on_failure(error)
@@ -289,8 +294,11 @@ class EngineThread:
 
     def _flush(self) -> None:
         if self._deliveries:
-            deliveries, self._deliveries = self._deliveries, []
-            self._send(lambda: self._receive(deliveries))
+            self._handed_over.extend(self._deliveries)
+            self._deliveries.clear()
+            if not self._announced:
+                self._announced = True
+                self._send(self._receive)
 
     def _send(self, callback: Callable[[], None]) -> None:
         try:

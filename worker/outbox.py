@@ -1,7 +1,8 @@
 """What waits to be written to one router.
 
-The engine never waits for a router: outputs of several steps merge into one message while the router is slow, a Load
-replaces the one before, and a router that falls further behind than the bounds below is cut off.
+The engine never waits for a router: outputs of several steps merge into one message while the router is slow, and those
+of one choice into one output, a Load replaces the one before, and a router that falls further behind than the bounds
+below is cut off.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ OUTPUTS_PER_MESSAGE = 2048
 class Outbox:
     """The messages for one session, in the order that matters.
 
-    Outputs and refusals keep their order among each other, and so do cache events. All methods are for the event loop.
+    A request's outputs and refusal keep their order, and so do cache events. All methods are for the event loop.
     """
 
     def __init__(
@@ -25,6 +26,8 @@ class Outbox:
         self._max_pending_outputs = max_pending_outputs
         self._max_pending_hashes = max_pending_hashes
         self._results: list[pb.Output | pb.Refusal] = []
+        self._unsent: dict[tuple[int, int, int], pb.Output] = {}  # those in _results, by request, attempt and choice
+        self._num_results = 0  # as they were put, before any merged
         self._cache: list[pb.CacheEvents] = []
         self._num_hashes = 0
         self._load: pb.Load | None = None
@@ -34,11 +37,22 @@ class Outbox:
 
     def overfull(self) -> bool:
         """Whether the router has fallen too far behind."""
-        return len(self._results) > self._max_pending_outputs or self._num_hashes > self._max_pending_hashes
+        return self._num_results > self._max_pending_outputs or self._num_hashes > self._max_pending_hashes
 
     def put_result(self, result: pb.Output | pb.Refusal) -> None:
-        """Adds tokens or a refusal."""
-        self._results.append(result)
+        """Adds tokens or a refusal. An output is the outbox's from now on: it may grow by those that follow it."""
+        self._num_results += 1
+        if isinstance(result, pb.Refusal):
+            self._results.append(result)
+        else:
+            key = (result.request, result.attempt, result.choice)
+            unsent = self._unsent.setdefault(key, result)
+            if unsent is result:
+                self._results.append(result)
+            else:
+                unsent.token_ids.extend(result.token_ids)
+                unsent.logprobs.extend(result.logprobs)
+                unsent.finish = result.finish
         self._mark_filled()
 
     def put_cache(self, events: pb.CacheEvents) -> None:
@@ -63,7 +77,8 @@ class Outbox:
             self._written.set()
         await self._filled.wait()
         self._filled.clear()
-        results, self._results = self._results, []
+        results, self._results, self._num_results = self._results, [], 0
+        self._unsent.clear()
         cache, self._cache, self._num_hashes = self._cache, [], 0
         load, self._load = self._load, None
         messages = _pack(results)

@@ -16,6 +16,23 @@ async def test_results_keep_their_order_and_neighbours_share_a_message() -> None
     assert [output.request for output in third.step.outputs] == [4]
 
 
+async def test_outputs_of_a_choice_merge_while_they_wait() -> None:
+    outbox = Outbox()
+    outbox.put_result(pb.Output(request=1, token_ids=[1], prefilled=pb.Prefilled(cached_tokens=16)))
+    outbox.put_result(pb.Output(request=1, choice=1, token_ids=[8]))
+    outbox.put_result(pb.Output(request=1, attempt=1, token_ids=[9]))
+    outbox.put_result(pb.Output(request=1, token_ids=[2], logprobs=[pb.TokenLogprobs(logprob=-1)]))
+    outbox.put_result(pb.Output(request=1, token_ids=[3], finish=pb.FINISH_STOP))
+    [message] = await outbox.take()
+    merged, other_choice, other_attempt = message.step.outputs
+    assert (merged.token_ids, merged.finish, len(merged.logprobs)) == ([1, 2, 3], pb.FINISH_STOP, 1)
+    assert merged.prefilled.cached_tokens == 16
+    assert (other_choice.token_ids, other_attempt.token_ids) == ([8], [9])
+    outbox.put_result(pb.Output(request=1, token_ids=[4]))
+    [message] = await outbox.take()
+    assert [output.token_ids for output in message.step.outputs] == [[4]]
+
+
 async def test_messages_stay_small_however_far_the_router_is_behind() -> None:
     outbox = Outbox()
     for request in range(2 * OUTPUTS_PER_MESSAGE + 1):
