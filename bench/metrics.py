@@ -27,7 +27,7 @@ def summarise(
         slo: What goodput means; None leaves goodput out.
         offered_per_s: Sessions a second of an open loop; None in a closed one.
     """
-    rows = [_request(record, start_s, slo) for record in sorted(records, key=lambda record: record.due_s)]
+    rows = [request_row(record, start_s, slo) for record in sorted(records, key=lambda record: record.due_s)]
     counted = [row for row in rows if row.error != Failure.ABORTED]
     completed = [row for row in counted if not row.error]
     duration_s = max((row.ended_s for row in counted), default=0.0)
@@ -67,7 +67,8 @@ def summarise(
     return summary, rows
 
 
-def _request(record: Record, start_s: float, slo: Slo | None) -> Request:
+def request_row(record: Record, start_s: float, slo: Slo | None) -> Request:
+    """What the result file holds of one request."""
     chunks = np.array(record.content_s)
     first_s = record.content_s[0] if record.content_s else None
     gaps = np.round(np.diff(chunks) * 1e3, 3).tolist()

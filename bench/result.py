@@ -172,6 +172,7 @@ class Result(BaseModel):
     settings: dict[str, Any]
     seed: int
     interrupted: bool
+    simulated: bool = False
     cluster_before: dict[str, Any] | None
     cluster_after: dict[str, Any] | None
     client: Client

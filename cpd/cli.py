@@ -8,11 +8,13 @@ from bench.app import app as bench_app
 from cpd.cli_profile import app as profile_app
 from cpd.config import ClusterSettings
 from cpd.options import clean_exit, command
+from sim.app import app as sim_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(profile_app, name="profile")
+app.add_typer(sim_app, name="sim")
 
 ClusterName = Annotated[str, typer.Option("--cluster", envvar="CPD_CLUSTER", help="Name of the cluster.")]
 

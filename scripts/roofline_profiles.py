@@ -39,8 +39,8 @@ ACTIVATION_BYTES = 6e9
 
 GRAPH_STEP_MS = 0.3
 """A replayed decode graph: some 300 kernels, about a microsecond between two."""
-EAGER_STEP_MS = 1.5
-"""A step launched kernel by kernel takes no less: 300 launches of 5 microseconds."""
+EAGER_STEP_MS = 1.0
+"""A step launched kernel by kernel: between two of them the chip runs empty and fills again, 3 microseconds each."""
 LINK_BYTES_PER_MS = 45e6
 """RDMA at 400 Gb/s: 50 GB/s, less a tenth."""
 LINK_FIXED_MS = 0.2
@@ -93,11 +93,12 @@ def step_cost(shape: Shape, sms: int, *, prefill: bool) -> StepCost:
     flops_per_ms = MATMUL_FLOPS / 1e3 * sms / SMS
     token_ms = 2 * shape.layer_params / flops_per_ms
     flat_ms = 2 * (shape.layer_params + shape.head_params) / bytes_per_ms
-    flat_ms = max(flat_ms, EAGER_STEP_MS) if prefill else flat_ms + GRAPH_STEP_MS
+    fixed_ms = EAGER_STEP_MS if prefill else GRAPH_STEP_MS
     bend = max(2, round(flat_ms / token_ms))
+    knots = (1, bend, 2 * bend)
     return StepCost(
-        tokens=(1, bend, 2 * bend),
-        tokens_ms=(_rounded(flat_ms), _rounded(max(flat_ms, bend * token_ms)), _rounded(2 * bend * token_ms)),
+        tokens=knots,
+        tokens_ms=tuple(_rounded(fixed_ms + max(flat_ms, tokens * token_ms)) for tokens in knots),
         # Logits of one sequence: the LM head's arithmetic, and about four passes over them in float32 to sample.
         seq_ms=_rounded(2 * shape.head_params / flops_per_ms + 4 * 4 * shape.vocab / bytes_per_ms),
         context_ms=_rounded(shape.kv_token_bytes / bytes_per_ms),

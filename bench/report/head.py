@@ -20,7 +20,8 @@ def verdict(result: Result) -> Notice:
     if result.client.limited:
         return Notice("bad", "The client could not keep up", [*result.client.reasons, _REMEDY])
     troubles = _troubles(result)
-    return Notice("warn" if troubles else "good", _done(result), [*troubles, _health(result.client)])
+    health = [] if result.simulated else [_health(result.client)]
+    return Notice("warn" if troubles else "good", _done(result), [*troubles, *health])
 
 
 def verdicts(results: Sequence[Result]) -> list[Notice]:
@@ -34,7 +35,13 @@ def verdicts(results: Sequence[Result]) -> list[Notice]:
     lines = [" ".join([f"{result.label}: {_done(result)}.", *_troubles(result)]) for result in sound]
     if lines:
         trouble = any(_troubles(result) for result in sound)
-        notices.append(Notice("warn" if trouble else "good", "The client kept up in these runs", lines))
+        notices.append(
+            Notice(
+                "warn" if trouble else "good",
+                "Simulated" if all(result.simulated for result in sound) else "The client kept up in these runs",
+                lines,
+            )
+        )
     return notices
 
 

@@ -26,7 +26,7 @@ def show(result: Result, console: Console) -> None:
         console.print(Panel(Text("\n".join(lines)), title="The client could not keep up", style="red"))
         return
     summary = result.summary
-    parts: list[RenderableType] = [_outcome(result), _latencies(summary), _facts(summary, result.client)]
+    parts: list[RenderableType] = [_outcome(result), _latencies(summary), _facts(result)]
     for name, groups in (("Turn", summary.by_turn), ("Route", summary.by_route)):
         if groups:
             parts.append(_groups(name, groups))
@@ -68,14 +68,14 @@ def _latencies(summary: Summary) -> Table:
     return table
 
 
-def _facts(summary: Summary, client: Client) -> Table:
+def _facts(result: Result) -> Table:
     grid = Table.grid(padding=(0, 2))
-    for name, value in _named_facts(summary, client):
+    for name, value in [*_named_facts(result.summary), *([] if result.simulated else _client_facts(result.client))]:
         grid.add_row(Text(name), Text(value))
     return grid
 
 
-def _named_facts(summary: Summary, client: Client) -> Iterable[tuple[str, str]]:
+def _named_facts(summary: Summary) -> Iterable[tuple[str, str]]:
     yield "Output tokens/s", number(summary.output_tokens_per_s)
     yield "All tokens/s", number(summary.total_tokens_per_s)
     yield "Requests/s", number(summary.requests_per_s)
@@ -94,6 +94,9 @@ def _named_facts(summary: Summary, client: Client) -> Iterable[tuple[str, str]]:
             f"{number(steady.output_tokens_per_s)} output tokens/s, {number(steady.requests_per_s)} requests/s",
         )
         yield "", f"TTFT {_p50_p99(steady.ttft_ms)}, ITL {_p50_p99(steady.itl_ms)} ms (p50/p99)"
+
+
+def _client_facts(client: Client) -> Iterable[tuple[str, str]]:
     yield "Client", f"processes {client.processes}, busiest {percent(client.cpu_share)} of a core"
     yield "", f"loop late by {number(client.loop_lag_ms_p50)}/{number(client.loop_lag_ms_p99)} ms (p50/p99)"
 

@@ -22,11 +22,25 @@ from bench.workloads.reading import lines, read, validate
 BLOCK_TOKENS = 512
 
 
-class _Line(BaseModel):
+class TracedRequest(BaseModel):
+    """One line of a trace."""
+
     timestamp: Annotated[float, Field(allow_inf_nan=False)]
     input_length: Annotated[int, Field(ge=1)]
     output_length: Annotated[int, Field(ge=1)]
     hash_ids: list[Annotated[int, Field(ge=0)]] = []
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    """The requests of a trace in the order of their times.
+
+    Raises:
+        BenchError: It cannot be read, or a line is none of a trace.
+    """
+    requests = [validate(where, TracedRequest, value) for where, value in lines(path, read(path))]
+    if not requests:
+        raise BenchError(f"{path} has no requests")
+    return sorted(requests, key=lambda request: request.timestamp)
 
 
 class Trace(Workload):
@@ -43,10 +57,7 @@ class Trace(Workload):
     def __init__(self, path: Path, texts: Texts, seed: int, speedup: float) -> None:
         self._texts = texts
         self._seed = seed
-        requests = [validate(where, _Line, value) for where, value in lines(path, read(path))]
-        if not requests:
-            raise BenchError(f"{path} has no requests")
-        self._requests = sorted(requests, key=lambda request: request.timestamp)
+        self._requests = read_trace(path)
         first_ms = self._requests[0].timestamp
         self._times_s = [(request.timestamp - first_ms) / 1e3 / speedup for request in self._requests]
 
@@ -63,7 +74,7 @@ class Trace(Workload):
         turn = Turn(self._text(index, request), request.input_length, request.output_length)
         return Session(index, (turn,))
 
-    def _text(self, index: int, request: _Line) -> str:
+    def _text(self, index: int, request: TracedRequest) -> str:
         """Blocks of text by their numbers; what they don't reach to is the session's own."""
         left = max(1, request.input_length - self._texts.overhead)
         parts: list[str] = []

@@ -1,0 +1,173 @@
+"""The router's part: what it knows of the workers, and where it sends requests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from cpd.blocks import BLOCK_SIZE, short_hash
+from cpd.rpc import cpd_pb2 as pb
+from engine.types import CacheEvent, Output, Request
+from router.candidate import Candidate
+from router.index import PrefixIndex
+from router.policy import Placement, PolicySettings, Prompt
+from router.view import WorkerView
+from sim.events import Events
+from sim.fills import DecodeSide, Order
+from sim.policies import Place
+from sim.worker import SimWorker
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """A request under way.
+
+    Attributes:
+        number: Names it.
+        on_token: Called for each token, with how long after now the router has it.
+        on_refused: Called when no worker takes it.
+        cached_tokens: Prompt tokens that came from a cache, once it is known.
+        remote: Whether a prefill worker computed the prompt, once it is known.
+        replicated: Whether another worker had more of it cached.
+    """
+
+    number: int
+    request: Request
+    on_token: Callable[["Flight", Output, float], None]
+    on_refused: Callable[["Flight"], None]
+    cached_tokens: int = 0
+    remote: bool = False
+    decode: str = ""
+    prefill: str = ""
+    refused_by: set[str] = field(default_factory=set)
+
+
+class SimRouter:
+    """One router with sessions to all workers.
+
+    Args:
+        place: Decides.
+        sides: Of the combined workers, by name.
+        network_s: Between the router and a worker.
+        on_load: Told of every load report.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        settings: PolicySettings,
+        workers: Sequence[SimWorker],
+        sides: Mapping[str, DecodeSide],
+        events: Events,
+        network_s: float,
+        seed: int,
+        on_load: Callable[[SimWorker, pb.Load], None],
+    ) -> None:
+        self._place = place
+        self._settings = settings
+        self._sides = sides
+        self._events = events
+        self._network_s = network_s
+        self._rng = Random(seed)
+        self._on_load = on_load
+        self._index = PrefixIndex()
+        self._workers = {worker.id: worker for worker in workers}
+        self._views = {worker.id: self._follow(worker) for worker in workers}
+
+    def submit(self, flight: Flight) -> None:
+        """Places a request and sends it to its worker."""
+        request, now = flight.request, self._events.now
+        cached = self._index.cached_prefixes(request.block_hashes)
+        placement = self._place(
+            Prompt(len(request.token_ids), request.params.max_tokens),
+            self._candidates("combined", flight.refused_by),
+            self._candidates("prefill", frozenset()),
+            cached,
+            self._settings,
+            now,
+            self._rng,
+        )
+        if placement is None:
+            flight.on_refused(flight)
+            return
+        flight.decode = placement.decode.worker_id
+        flight.prefill = placement.prefill[0].worker_id if placement.prefill else flight.decode
+        self._views[flight.decode].began(1)
+        self._views[flight.prefill].sent(flight.number, self._prefill_ms(placement, request, cached), now)
+        order = Order(
+            request,
+            prefill=tuple(self._workers[one.worker_id] for one in placement.prefill),
+            long_prefill_tokens=placement.long_prefill_tokens,
+            on_first=lambda output, tokens: self._first_by_other(flight, output, tokens),
+            on_refused=lambda: self._events.at(now + self._network_s, self._refused, flight),
+        )
+        self._events.at(now + self._network_s, self._sides[flight.decode].take, order)
+
+    def output(self, flight: Flight, output: Output) -> None:
+        """The combined worker has chosen the next token."""
+        if output.cached_tokens is not None:
+            flight.cached_tokens = output.cached_tokens
+            self._views[flight.prefill].answered(flight.number)
+        if output.finish is not None:
+            self._views[flight.decode].ended(1)
+        flight.on_token(flight, output, self._network_s)
+
+    def _first_by_other(self, flight: Flight, output: Output, cached_tokens: int) -> None:
+        flight.remote, flight.cached_tokens = True, cached_tokens
+        self._views[flight.prefill].answered(flight.number)
+        if output.finish is not None:
+            self._views[flight.decode].ended(1)
+        flight.on_token(flight, output, 2 * self._network_s)
+
+    def _refused(self, flight: Flight) -> None:
+        self._views[flight.prefill].answered(flight.number)
+        self._views[flight.decode].ended(1)
+        flight.refused_by.add(flight.decode)
+        self.submit(flight)
+
+    def _candidates(self, role: str, but: set[str] | frozenset[str]) -> list[Candidate]:
+        return [
+            self._views[worker.id].candidate
+            for worker in self._workers.values()
+            if worker.role == role and worker.id not in but
+        ]
+
+    @staticmethod
+    def _prefill_ms(placement: Placement, request: Request, cached: Mapping[str, int]) -> float:
+        if placement.options:
+            return placement.chosen.prefill_ms
+        worker = placement.prefill[0] if placement.prefill else placement.decode
+        before = cached.get(worker.worker_id, 0) * BLOCK_SIZE
+        return worker.prefill(max(1, len(request.token_ids) - before), before).ms
+
+    def _follow(self, worker: SimWorker) -> WorkerView:
+        hello = pb.Hello(
+            worker_id=worker.id,
+            num_pages=worker.num_pages,
+            page_bytes=worker.model.profile.page_bytes,
+            profile=worker.model.profile.model_dump_json(by_alias=True).encode(),
+            token_budget=worker.token_budget,
+            colocate=worker.colocate,
+        )
+        view = WorkerView(hello, worker.id, itl_ms=self._settings.slo_itl_ms)
+        self._index.reset(worker.id, worker.num_pages)
+
+        def load(report: pb.Load) -> None:
+            self._on_load(worker, report)
+            self._events.at(self._events.now + self._network_s, arrived, report)
+
+        def arrived(report: pb.Load) -> None:
+            view.reported(report, self._events.now)
+
+        worker.on_load = load
+        worker.on_events = lambda events: self._events.at(
+            self._events.now + self._network_s, self._cache_changed, worker.id, events
+        )
+        return view
+
+    def _cache_changed(self, worker_id: str, events: list[CacheEvent]) -> None:
+        for event in events:
+            change = self._index.remove if event.removed else self._index.add
+            hashes = np.fromiter(map(short_hash, event.hashes), dtype="<u8", count=len(event.hashes))
+            change(worker_id, hashes.tobytes())

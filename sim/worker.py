@@ -1,0 +1,137 @@
+"""One simulated worker: the real engine on a simulated runner, and passes as the engine thread makes them.
+
+    idle ──command──▶ pass: commands, one step ──the step's end──▶ its results are seen, waiting calls are tried again
+      ▲                 ▲                                              │ commands or work
+      └─ no more work ──┼──────────────────────────────────────────────┤
+                        └──────────────────────────────────────────────┘
+
+Commands that come while a step runs wait for its end, as they do on a real worker (worker/engine_thread.py).
+"""
+
+from collections.abc import Callable
+
+from cpd.perfmodel import PerfModel
+from cpd.rpc import cpd_pb2 as pb
+from engine.colocation import Colocation, Mode
+from engine.engine import Engine
+from engine.simulated import SimulatedRunner, VirtualTime
+from engine.types import CacheEvent, StepOutput
+from sim.events import Events
+from worker.load import INTERVAL_S, load_from_stats
+
+Command = Callable[[Engine], object]
+Attempt = Callable[[Engine], bool]
+"""Returns whether it succeeded; otherwise it is made again after the next pass."""
+
+VOCAB_SIZE = 150_000
+
+
+class SimWorker:
+    """A worker of either role.
+
+    Args:
+        model: How long its steps take, and what it predicts with.
+        colocate: Where prompts go while it decodes.
+        itl_ms: Target for the gaps of its streams.
+
+    Attributes:
+        id: Its name.
+        role: prefill or combined.
+        engine: Its engine. Change it in commands only.
+        model, colocate, num_pages, token_budget: As its Hello tells routers.
+        on_output: Called with what a step brought, at its end.
+        on_events: Called with what changed in the cache, at a pass's end.
+        on_load: Called with a load report, as often as a real worker sends one.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: str,
+        events: Events,
+        model: PerfModel,
+        *,
+        colocate: Mode,
+        itl_ms: float,
+        num_pages: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_queue_tokens: int,
+    ) -> None:
+        self.id = worker_id
+        self.role = role
+        self.model = model
+        self.colocate = colocate
+        self.num_pages = num_pages
+        self._events = events
+        self._clock = VirtualTime()
+        runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
+        colocation = Colocation(model, mode=colocate, splits=runner.splits, itl_ms=itl_ms)
+        self.token_budget = colocation.max_tokens
+        self.engine = Engine(
+            runner,
+            max_model_len=max_model_len,
+            colocation=colocation,
+            max_num_seqs=max_num_seqs,
+            max_queue_tokens=max_queue_tokens,
+        )
+        self.on_output: Callable[[StepOutput], None] = lambda output: None
+        self.on_events: Callable[[list[CacheEvent]], None] = lambda events: None
+        self.on_load: Callable[[pb.Load], None] = lambda load: None
+        self._commands: list[Command] = []
+        self._attempts: list[Attempt] = []
+        self._passing = False
+        self._idle = True
+        self._reported_s = -INTERVAL_S
+
+    def do(self, command: Command) -> None:
+        """Runs `command` between two steps, as soon as possible."""
+        self._commands.append(command)
+        self._wake()
+
+    def attempt(self, attempt: Attempt) -> None:
+        """Makes an attempt now, and after every pass until it succeeds."""
+
+        def first(engine: Engine) -> None:
+            if not attempt(engine):
+                self._attempts.append(attempt)
+
+        self.do(first)
+
+    def _wake(self) -> None:
+        if not self._passing:
+            self._passing = True
+            self._events.at(self._events.now, self._pass)
+
+    def _pass(self) -> None:
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command(self.engine)
+        output = None
+        self._clock.time_s = self._events.now
+        if self.engine.has_work:
+            output = self.engine.step(self._events.now)
+        self._events.at(self._clock.time_s, self._end_pass, output)
+
+    def _end_pass(self, output: StepOutput | None) -> None:
+        if output is not None:
+            self.on_output(output)
+        if self._attempts:
+            self._attempts = [attempt for attempt in self._attempts if not attempt(self.engine)]
+        if events := self.engine.take_cache_events():
+            self.on_events(events)
+        self._report_load()
+        if self._commands or self.engine.has_work:
+            self._pass()
+            return
+        self._passing = False
+        if (alarm_s := self._clock.alarm_s) is not None:
+            self._events.at(alarm_s, self._wake)
+
+    def _report_load(self) -> None:
+        """At bounded intervals, and when work begins or ends."""
+        idle = not self.engine.has_work
+        if idle == self._idle and self._events.now < self._reported_s + INTERVAL_S:
+            return
+        self._idle, self._reported_s = idle, self._events.now
+        self.on_load(load_from_stats(self.engine.stats(), pb.STATE_READY))
