@@ -10,7 +10,6 @@ import torch
 from scripts.gpu import common
 from scripts.gpu.common import MissingError, Timing
 from scripts.gpu.results import Exit, Report
-from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
 
 
 def test_a_timing_is_the_median_and_the_middle() -> None:
@@ -19,13 +18,6 @@ def test_a_timing_is_the_median_and_the_middle() -> None:
     assert 1.0 <= timing.low <= 2.0
     assert 5.0 <= timing.high <= 100.0
     assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0)
-
-
-@pytest.fixture
-def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "require_cuda", lambda: torch.device("cpu"))
-    monkeypatch.setattr(common, "environment", lambda: ENVIRONMENT)
-    monkeypatch.setattr(common, "measure_ceilings", lambda: CEILINGS)
 
 
 @pytest.mark.usefixtures("pretend_device")

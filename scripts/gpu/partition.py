@@ -1,0 +1,209 @@
+"""Into what parts can the SMs be split, and does work stay in its part, also from CUDA graphs and in libraries?
+
+A kernel that notes the SM of each of its blocks runs on both streams of a pair at once, and from a graph that is
+replayed on the streams of both parts and on a plain one. cuBLAS and FlashInfer are checked on a part against float64,
+launched and captured; how far a GEMM on one part slows down a kernel on the other that uses no memory shows whether it
+stays where it is.
+
+Usage: `python -m scripts.gpu.partition [--out DIR]`
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from engine.cuda.driver import CudaDriver, CudaError, CudaUnavailableError, Driver, SmResource
+from engine.cuda.greenctx import GreenContexts, Partition, PartitionPair, UnusablePartitionError
+from engine.split import lane_splits
+from scripts.gpu.common import relative_error, require, require_cuda, run_experiment
+from scripts.gpu.probes import Probes
+from scripts.gpu.results import Report, Target
+from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, new_stream
+from scripts.gpu.workloads import Compute, Gemm, PagedDecode
+
+QUESTION = "Into what parts can the SMs be split, and does work stay in its part?"
+CYCLES = 200_000
+"""For how long a block stays on its SM: about 0.1 ms, much longer than a launch takes to reach all of them."""
+NONE = Target(at_most=0)
+CLOSE = Target(at_most=1e-2)
+"""Of bfloat16 against float64."""
+UNDISTURBED = Target(at_most=1.05)
+ROWS, WARM_ROWS = 2048, 64
+SEQUENCES, CONTEXT = 32, 1000
+
+
+def granularity(report: Report, driver: Driver) -> list[int]:
+    """What parts there are, as the driver tells and as it makes them. Returns the sizes of the decode's part."""
+    with GreenContexts(driver) as contexts:
+        units = contexts.units
+        sizes = [int(split.decode) for split in lane_splits(units)]
+    report.add("SMs", units.units, "SMs")
+    report.add("smallest part", units.minimum, "SMs")
+    report.add("parts are multiples of", units.step, "SMs", note="but the remainder")
+    whole = driver.sm_resource(0)
+    asked = range(1, units.units - units.minimum + 1)
+    report.add_series("split", [{"asked": count, "given": given(driver, whole, count)} for count in asked])
+    opened, seconds = [], []
+    for size in sizes:
+        with GreenContexts(driver) as contexts:
+            started = time.perf_counter()
+            try:
+                contexts.open(size)
+            except UnusablePartitionError as error:
+                print(error, flush=True)
+                continue
+            seconds.append(time.perf_counter() - started)
+            opened.append(size)
+    report.add("splits that can be opened", len(opened), "splits", target=Target(at_least=len(sizes)))
+    report.add("to open one takes at most", max(seconds) * 1e3, "ms")
+    return opened
+
+
+def given(driver: Driver, whole: SmResource, asked: int) -> int:
+    """How many SMs the driver splits off if so many are asked for; 0: it refuses."""
+    try:
+        return driver.split(whole, asked)[0].sms
+    except CudaError:
+        return 0
+
+
+def clusters(report: Report, driver: Driver, sizes: Sequence[int]) -> None:
+    """How many clusters of thread blocks each part holds: what is missing are SMs without neighbours."""
+    points = []
+    try:
+        for size in sizes:
+            with GreenContexts(driver) as contexts:
+                parts = contexts.open(size)
+                for part in (parts.prefill, parts.decode):
+                    held = {f"clusters_of_{blocks}": driver.max_clusters(part.handle, blocks) for blocks in (2, 4, 8)}
+                    points.append({"sms": part.sms, **held})
+    except (CudaError, CudaUnavailableError) as error:  # before compute capability 9.0 there are none
+        report.add("fewest clusters of 8 blocks", None, "clusters", note=str(error))
+        return
+    report.add_series("clusters", points)
+    least = min(points, key=lambda point: point["clusters_of_8"])
+    report.add("fewest clusters of 8 blocks", least["clusters_of_8"], "clusters", note=f"on {least['sms']} SMs")
+
+
+def placement(report: Report, driver: Driver, probes: Probes, device: torch.device, sizes: Sequence[int]) -> None:
+    """Where kernels run, launched and replayed."""
+    strays = {"launched": 0, "replayed on its own stream": 0, "replayed on the other": 0, "replayed on a plain one": 0}
+    unused = 0
+    for size in sizes:
+        with GreenContexts(driver) as contexts:
+            parts = contexts.open(size)
+            prefill, decode = sms_of_both(probes, device, parts)
+            strays["launched"] += len(prefill & decode)
+            unused += parts.prefill.sms - len(prefill) + parts.decode.sms - len(decode)
+            out = torch.full((8 * parts.decode.sms,), -1, dtype=torch.int32, device=device)
+            own = parts.decode.stream()
+            graph = capture_on(own, lambda out=out: probes.record_sms(out, CYCLES))  # type: ignore[misc]
+            for name, stream in zip(list(strays)[1:], (own, parts.prefill.stream(), new_stream()), strict=True):
+                strays[name] += len(replayed_sms(graph, stream, out) - decode)
+            del graph  # before its stream goes
+    for name, count in strays.items():
+        report.add(f"SMs of the other part: {name}", count, "SMs", target=NONE, note=f"over {len(sizes)} splits")
+    report.add("SMs that no block ran on", unused, "SMs", target=NONE, note=f"over {len(sizes)} splits")
+
+
+def sms_of_both(probes: Probes, device: torch.device, parts: PartitionPair) -> tuple[set[int], set[int]]:
+    """The SMs that each part's kernels run on, while the other's run, too."""
+    both = (parts.prefill, parts.decode)
+    outs = [torch.full((8 * part.sms,), -1, dtype=torch.int32, device=device) for part in both]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for part, out in zip(both, outs, strict=True):
+            with torch.cuda.stream(part.stream()):
+                probes.record_sms(out, CYCLES)
+    torch.cuda.synchronize()
+    prefill, decode = (set(out.tolist()) for out in outs)
+    return prefill, decode
+
+
+def capture_on(stream: torch.cuda.Stream, launch: Launch) -> torch.cuda.CUDAGraph:
+    """A graph of one piece of work, captured on a stream after it ran there."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        launch()
+    return graph
+
+
+def replayed_sms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, out: torch.Tensor) -> set[int]:
+    """The SMs that a graph of `record_sms` uses when it is replayed on a stream."""
+    out.fill_(-1)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.replay()
+    torch.cuda.synchronize()
+    return set(out.tolist())
+
+
+def library(report: Report, name: str, part: Partition, work: Gemm | PagedDecode) -> None:
+    """A library's work on a part of the device, launched and captured, against float64."""
+    torch.cuda.synchronize()
+    reference = work.reference()
+    stream = part.stream()
+    graph = capture_on(stream, work)
+    for way, launch in (("launched", work), ("replayed", graph.replay)):
+        work.out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            launch()
+        torch.cuda.synchronize()
+        error = relative_error(work.out[: len(reference)], reference)
+        report.add(f"{name} on {part.sms} SMs, {way}: error", error, "relative", target=CLOSE)
+
+
+def speed(report: Report, name: str, part: Partition, work: Launch, sms: int) -> None:
+    """How much of its part's share of the whole device's speed a library gets: 1 is what a perfect split would give."""
+    whole, on_part = alone_ms(Load(new_stream(), work)), alone_ms(Load(part.stream(), work))
+    note = f"{on_part:.4g} ms; {whole:.4g} ms on all {sms}"
+    report.add(f"{name} on {part.sms} SMs: speed for its share", whole * sms / (on_part * part.sms), "ratio", note=note)
+
+
+def isolation(report: Report, parts: PartitionPair, gemm: Gemm, compute: Compute) -> None:
+    """A kernel that uses no memory must not notice a GEMM on the other part, if that stays there."""
+    load = Load(parts.decode.stream(), compute)
+    ratio = beside_ms(load, Load(parts.prefill.stream(), gemm)) / alone_ms(load)
+    name = f"compute on {parts.decode.sms} SMs beside a GEMM on {parts.prefill.sms}"
+    report.add(name, ratio, "x alone", target=UNDISTURBED, note="a lower clock counts, too")
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """See the module."""
+    device = require_cuda()
+    driver = CudaDriver()
+    sizes = granularity(report, driver)
+    some = sizes[:: max(1, len(sizes) // 6)]
+    clusters(report, driver, sizes)
+    probes = Probes.build(device)
+    placement(report, driver, probes, device, some)
+    compute, prefill, decode = Compute(probes, device, 1000), Gemm(device, ROWS), Gemm(device, WARM_ROWS, 4)
+    for size in some[1:-1]:
+        with GreenContexts(driver) as contexts:
+            parts = contexts.open(size)
+            library(report, f"cuBLAS, {ROWS} rows,", parts.prefill, prefill)
+            library(report, f"cuBLAS, {WARM_ROWS} rows,", parts.decode, decode)
+            speed(report, f"cuBLAS, {ROWS} rows,", parts.prefill, prefill, contexts.units.units)
+            speed(report, f"cuBLAS, {WARM_ROWS} rows,", parts.decode, decode, contexts.units.units)
+            isolation(report, parts, prefill, compute)
+    paged = PagedDecode(require("flashinfer", "flashinfer-python"), device, SEQUENCES, CONTEXT)
+    for size in some[1:-1]:
+        with GreenContexts(driver) as contexts:
+            library(report, "FlashInfer decode", contexts.open(size).decode, paged)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("partition", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

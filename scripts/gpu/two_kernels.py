@@ -1,0 +1,233 @@
+"""What does a split of the SMs gain when two kinds of work run side by side, and does the planner find the best one?
+
+Three pairs: a compute-bound beside a memory-bound kernel, and a prefill's GEMM beside a decode's GEMM and beside its
+attention. For every split the times t(SMs) of a piece are measured, alone and beside the other kind, and the time of
+100 pieces of each. From the curves `engine.split.plan_split` chooses a split. At the end 100 pieces of each are timed
+on one stream, on two plain streams, on the best split of the sweep, and as planned, in turns.
+
+Usage: `python -m scripts.gpu.two_kernels [--out DIR]`
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from engine.cuda.driver import CudaDriver, Driver
+from engine.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
+from engine.split import Curve, Device, Workload, lane_splits, plan_split
+from scripts.gpu.common import require_cuda, run_experiment
+from scripts.gpu.probes import Probes
+from scripts.gpu.results import Report, Target, number, text_table
+from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, new_stream, together_ms
+from scripts.gpu.workloads import Compute, Gemm, PageReads, decode_attention
+
+QUESTION = "What do Green Contexts gain for two kinds of work side by side, and does the planner find the best split?"
+PIECES = 100
+GAIN = Target(at_least=1.34)
+"""Published for two kernels of this kind on an H200."""
+NO_LOSS = Target(at_least=1.0)
+PLANNED = Target(at_most=1.03)
+ROUNDS = 5
+PREFILL_ROWS, DECODE_ROWS, DECODE_MATRICES = 2048, 64, 8
+SEQUENCES, CONTEXT = 128, 4096
+_ITERATIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two kinds of work.
+
+    Attributes:
+        first, second: Launch one piece each; `first` is on the prefill's side of a split, `second` on the decode's.
+        every: One of so many splits is measured.
+        gain: What the best split should gain over one stream.
+    """
+
+    name: str
+    first: Launch
+    second: Launch
+    every: int = 3
+    gain: Target | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One split: the SMs of each part, the time of a piece alone and beside the other kind, and of all pieces."""
+
+    first_sms: int
+    second_sms: int
+    first_alone_ms: float
+    second_alone_ms: float
+    first_beside_ms: float
+    second_beside_ms: float
+    all_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the planner chooses.
+
+    Attributes:
+        second_sms: SMs of the second kind, the first gets the rest; None: one kind after the other, on all of them.
+        ms: How long it is to take.
+    """
+
+    second_sms: int | None
+    ms: float
+
+
+def study(report: Report, driver: Driver, pair: Pair, pieces: int) -> None:
+    """Measures one pair, and compares the planned split to the best."""
+    stream = new_stream()
+    whole = (alone_ms(Load(stream, pair.first)), alone_ms(Load(stream, pair.second)))
+    points = sweep(driver, pair, pieces)
+    report.add_series(pair.name, [asdict(point) for point in points])
+    best = min(points, key=lambda point: point.all_ms)
+    with GreenContexts(driver) as contexts:
+        planned = plan(points, whole, contexts.units, pieces)
+        one_stream = [Load(stream, pair.first), Load(stream, pair.second)]
+        as_planned, note = one_stream, "one after the other"
+        if planned.second_sms is not None:
+            parts = contexts.open(planned.second_sms)
+            as_planned, note = loads(pair, parts), f"{parts.prefill.sms} + {parts.decode.sms} SMs"
+        # Measured anew, in turns: the least of many measurements is too good, and clocks change.
+        times = in_turns(
+            {
+                "one stream": one_stream,
+                "two plain streams": [Load(new_stream(), launch) for launch in (pair.first, pair.second)],
+                "best split": loads(pair, contexts.open(best.second_sms)),
+                "as planned": as_planned,
+            },
+            pieces,
+        )
+    print(_curves(pair, points))
+    notes = {
+        "best split": f"{best.first_sms} + {best.second_sms} SMs",
+        "as planned": f"{note}; predicted {number(planned.ms)} ms",
+    }
+    for name, ms in times.items():
+        report.add(f"{pair.name}: {name}", ms, "ms", note=notes.get(name, f"{pieces} pieces of each"))
+    targets = {"one stream": pair.gain, "two plain streams": pair.gain and NO_LOSS, "as planned": PLANNED}
+    for name, target in targets.items():
+        report.add(f"{pair.name}: {name} / best split", times[name] / times["best split"], "ratio", target=target)
+
+
+def sweep(driver: Driver, pair: Pair, pieces: int) -> list[Point]:
+    """The splits that are to be measured, one after the other."""
+    with GreenContexts(driver) as contexts:
+        sizes = [int(split.decode) for split in lane_splits(contexts.units)]
+    points = []
+    for size in sizes[:: pair.every]:
+        with GreenContexts(driver) as contexts:
+            try:
+                parts = contexts.open(size)
+            except UnusablePartitionError as error:
+                print(error, flush=True)
+                continue
+            points.append(measure_split(pair, parts, pieces))
+    return points
+
+
+def measure_split(pair: Pair, parts: PartitionPair, pieces: int) -> Point:
+    """All that is measured at one split."""
+    first, second = loads(pair, parts)
+    together_ms([first, second], 1)
+    return Point(
+        parts.prefill.sms,
+        parts.decode.sms,
+        alone_ms(first),
+        alone_ms(second),
+        beside_ms(first, second),
+        beside_ms(second, first),
+        together_ms([first, second], pieces),
+    )
+
+
+def loads(pair: Pair, parts: PartitionPair) -> list[Load]:
+    """Each kind of work on its part."""
+    return [Load(parts.prefill.stream(), pair.first), Load(parts.decode.stream(), pair.second)]
+
+
+def plan(points: Sequence[Point], whole: tuple[float, float], device: Device, pieces: int) -> Plan:
+    """What the planner chooses, by the curves.
+
+    Args:
+        whole: Times of a piece of each kind on the whole device.
+    """
+    first = Workload(
+        "first",
+        pieces,
+        curve({point.first_sms: point.first_alone_ms for point in points} | {device.units: whole[0]}),
+        curve({point.first_sms: point.first_beside_ms for point in points}),
+    )
+    second = Workload(
+        "second",
+        pieces,
+        curve({point.second_sms: point.second_alone_ms for point in points} | {device.units: whole[1]}),
+        curve({point.second_sms: point.second_beside_ms for point in points}),
+    )
+    chosen = plan_split([first, second], device)
+    if len(chosen.stages) > 1:
+        return Plan(None, chosen.ms)
+    least = chosen.stages[0].units  # the planner may leave SMs to nobody: here somebody gets them
+    full = min(
+        (s for s in lane_splits(device) if s.prefill >= least["first"] and s.decode >= least["second"]),
+        key=lambda s: max(first.total_ms(int(s.prefill), together=True), second.total_ms(int(s.decode), together=True)),
+    )
+    return Plan(int(full.decode), chosen.ms)
+
+
+def curve(times: Mapping[int, float]) -> Curve:
+    """t(units) through some of its points: straight in speed between two of them, and level beyond the last."""
+    units = sorted(times)
+    speeds = [1 / times[count] for count in units]
+    return lambda count: 1 / float(np.interp(count, units, speeds))
+
+
+def in_turns(arrangements: Mapping[str, Sequence[Load]], pieces: int) -> dict[str, float]:
+    """Median time of all pieces in each arrangement, ms."""
+    rounds = [{name: together_ms(work, pieces) for name, work in arrangements.items()} for _ in range(1 + ROUNDS)]
+    return {name: statistics.median(times[name] for times in rounds[1:]) for name in arrangements}
+
+
+def _curves(pair: Pair, points: Sequence[Point]) -> str:
+    rows = [[number(float(value)) for value in asdict(point).values()] for point in points]
+    return f"\n{pair.name}\n" + text_table(list(asdict(points[0])), rows) + "\n"
+
+
+def balanced_compute(probes: Probes, device: torch.device, ms: float) -> Compute:
+    """A compute-bound kernel that takes about so long on the whole device."""
+    stream = new_stream()
+    trial = alone_ms(Load(stream, Compute(probes, device, _ITERATIONS)))
+    return Compute(probes, device, max(1, round(_ITERATIONS * ms / trial)))
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """See the module."""
+    device = require_cuda()
+    driver = CudaDriver()
+    probes = Probes.build(device)
+    reads = PageReads(probes, device)
+    compute = balanced_compute(probes, device, alone_ms(Load(new_stream(), reads)))
+    study(report, driver, Pair("compute | memory", compute, reads, every=1, gain=GAIN), PIECES)
+    del reads, compute
+    prefill = Gemm(device, PREFILL_ROWS)
+    decode = Gemm(device, DECODE_ROWS, DECODE_MATRICES)
+    study(report, driver, Pair("prefill GEMM | decode GEMM", prefill, decode), PIECES)
+    del decode
+    kernel, attention = decode_attention(device, SEQUENCES, CONTEXT)
+    study(report, driver, Pair(f"prefill GEMM | decode attention ({kernel})", prefill, attention), PIECES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("two_kernels", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.gpu import common
+from scripts.gpu.results import Report
+from tests.engine.cuda.fakes import FakeDriver
+from tests.scripts.gpu.fake_gpu import FakeGpu
+from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
+
+
+@pytest.fixture
+def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For `run_experiment`."""
+    monkeypatch.setattr(common, "require_cuda", lambda: torch.device("cpu"))
+    monkeypatch.setattr(common, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(common, "measure_ceilings", lambda: CEILINGS)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """In the place of torch's CUDA."""
+    fake = FakeGpu(FakeDriver(), 132)
+    fake.install(monkeypatch)
+    return fake
+
+
+@pytest.fixture
+def experiment_report(tmp_path: Path) -> Report:
+    """Of an experiment that writes into a folder."""
+    return Report("experiment", "?", ENVIRONMENT, CEILINGS, tmp_path)

@@ -1,0 +1,185 @@
+"""A GPU that is not there: streams with clocks of their own, on which work takes as long as it says.
+
+Everything that is timed runs in this virtual time; what computes, computes on the CPU at once.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.gpu.probes import Policy
+from tests.engine.cuda.fakes import FakeDriver
+
+RECORD_MS = 1e-3
+"""Recording an event takes no time on a real device, but no two are at the same moment."""
+
+
+class FakeStream:
+    """See `torch.cuda.Stream`."""
+
+    def __init__(self, gpu: "FakeGpu", handle: int) -> None:
+        self.gpu = gpu
+        self.cuda_stream = handle
+        self.clock = gpu.now
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.clock = max(self.clock, event.time)
+
+    def wait_stream(self, stream: "FakeStream") -> None:
+        self.clock = max(self.clock, stream.clock)
+
+
+class FakeEvent:
+    """See `torch.cuda.Event`."""
+
+    def __init__(self, gpu: "FakeGpu") -> None:
+        self._gpu = gpu
+        self.time = 0.0
+
+    def record(self) -> None:
+        self._gpu.current.clock += RECORD_MS
+        self.time = self._gpu.current.clock
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return end.time - self.time
+
+
+class FakeGraph:
+    """See `torch.cuda.CUDAGraph`: what is captured keeps the stream that it was captured on."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for node in self.nodes:
+            node()
+
+
+class FakeGpu:
+    """A device whose SMs a `FakeDriver` hands out.
+
+    Attributes:
+        now: When the host last waited for all of it, ms.
+        current: torch's current stream.
+    """
+
+    def __init__(self, driver: FakeDriver, sms: int) -> None:
+        self.driver = driver
+        self.sms = sms
+        self.now = 0.0
+        self.capture_modes: list[str] = []
+        self._plain = itertools.count(1)
+        self._streams: dict[int, FakeStream] = {}
+        self._capturing: FakeGraph | None = None
+        self.current = self.stream_of(0)
+
+    def stream_of(self, handle: int) -> FakeStream:
+        """The one stream with that handle."""
+        if handle not in self._streams:
+            self._streams[handle] = FakeStream(self, handle)
+        return self._streams[handle]
+
+    def sms_of_current(self) -> list[int]:
+        """Where work on the current stream runs."""
+        handle = self.current.cuda_stream
+        return sorted(self.driver.sms_of(handle)) if handle in self.driver.streams else list(range(self.sms))
+
+    def launch(self, work: Callable[[list[int]], None], ms: Callable[[int], float]) -> None:
+        """Launches work on the current stream, or captures it.
+
+        Args:
+            work: Gets the SMs that it runs on.
+            ms: How long it takes on so many SMs.
+        """
+        sms = self.sms_of_current()
+
+        def node() -> None:
+            work(sms)
+            self.current.clock += ms(len(sms))
+
+        if self._capturing is not None:
+            self._capturing.nodes.append(node)
+        else:
+            node()
+
+    def synchronize(self) -> None:
+        """See `torch.cuda.synchronize`."""
+        self.now = max(stream.clock for stream in self._streams.values())
+        for stream in self._streams.values():
+            stream.clock = self.now
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        """See `torch.cuda.stream`."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def capture(self, graph: FakeGraph, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        """See `torch.cuda.graph`."""
+        self.capture_modes.append(capture_error_mode)
+        with self.on(stream):
+            self._capturing = graph
+            try:
+                yield
+            finally:
+                self._capturing = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Puts it in the place of torch's CUDA."""
+        for name, value in {
+            "Stream": lambda: self.stream_of(next(self._plain)),
+            "ExternalStream": lambda handle, device: self.stream_of(handle),
+            "Event": lambda enable_timing: FakeEvent(self),
+            "CUDAGraph": FakeGraph,
+            "graph": self.capture,
+            "stream": self.on,
+            "current_stream": lambda: self.current,
+            "synchronize": self.synchronize,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+class FakeProbes:
+    """See `scripts.gpu.probes.Probes`: arithmetic shares out over SMs, a third of them is enough for all the memory."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.policies: list[Policy] = []
+
+    def record_sms(self, out: torch.Tensor, cycles: int) -> None:
+        def work(sms: list[int]) -> None:
+            out.copy_(torch.tensor(list(itertools.islice(itertools.cycle(sms), len(out)))))
+
+        self._gpu.launch(work, lambda _: cycles / 1e6)
+
+    def compute(self, source: torch.Tensor, out: torch.Tensor, iterations: int) -> None:
+        self._gpu.launch(lambda sms: None, lambda sms: iterations / 1000 * self._gpu.sms / sms)
+
+    def read_pages(self, pool: torch.Tensor, table: torch.Tensor, out: torch.Tensor, policy: Policy) -> None:
+        self.policies.append(policy)
+
+        def work(sms: list[int]) -> None:
+            out.copy_(pool[table.long()].sum(1, dtype=torch.int64).to(torch.int32))
+
+        self._gpu.launch(work, lambda sms: max(1.0, self._gpu.sms / 3 / sms))
+
+
+def take_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, workload: type[Callable[[], object]]) -> None:
+    """Work of torch is computed at once: here a piece takes 1 ms on all SMs, and can be captured."""
+    real = workload.__call__
+
+    def call(self: Any) -> None:
+        def work(sms: list[int]) -> None:
+            real(self)
+
+        gpu.launch(work, lambda sms: gpu.sms / sms)
+
+    monkeypatch.setattr(workload, "__call__", call)
