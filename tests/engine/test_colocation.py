@@ -52,6 +52,43 @@ class TestBudget:
         assert room.along == MIN_BUDGET - DECODES.tokens
 
 
+class TestPrefillMs:
+    def test_it_is_that_of_the_chunks(self) -> None:
+        predict = model()
+        rule = Colocation(predict, token_budget=256)
+        alone = [rule.prefill_ms(Work.prefill(tokens), Work()) for tokens in (0, 100, 256, 2560)]
+        assert alone == [0, predict.step_ms(Work.prefill(100)), step := predict.step_ms(Work.prefill(256)), 10 * step]
+
+    def test_beside_decodes_the_steps_are_longer_and_their_chunks_smaller(self) -> None:
+        predict = model()
+        rule = Colocation(predict, token_budget=256)
+        steps = 2480 / (256 - DECODES.seqs)
+        step_ms = predict.step_ms(DECODES + Work.prefill(256 - DECODES.seqs))
+        assert rule.prefill_ms(Work.prefill(2480), DECODES) == pytest.approx(steps * step_ms)
+
+    def test_on_a_lane_it_is_the_lanes_time(self) -> None:
+        predict = model()
+        (split,) = FakeRunner(8, lanes=True).splits
+        rule = Colocation(predict, mode="lanes", splits=[split])
+        assert rule.mode == "lanes"
+        chunk = rule.room(DECODES, None)[0].aside
+        one = predict.step_ms(Work.prefill(chunk), split.prefill.share, DECODES)
+        assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one)
+        assert rule.prefill_ms(Work.prefill(128), Work()) == pytest.approx(predict.step_ms(Work.prefill(128)))
+
+    def test_many_short_prompts_count_as_many_sequences(self) -> None:
+        cost = StepCost(tokens=(1, 101), tokens_ms=(1, 101), seq_ms=10)
+        share = ShareProfile(share=1, decode=cost, prefill=cost)
+        shares = PerfModel(Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=(share,)))
+        rule = Colocation(shares, token_budget=100)
+        prompts = sum((Work.prefill(20) for _ in range(10)), Work())
+        assert rule.prefill_ms(prompts, Work()) == pytest.approx(2 * (100 + 5 * 10))
+
+
+def test_a_device_that_cannot_be_split_is_mixed() -> None:
+    assert Colocation(model(), mode="auto").mode == "mixed"
+
+
 @pytest.mark.parametrize("itl_ms", [0.0, 1000.0])
 def test_the_lane_is_busy_or_gets_a_chunk(itl_ms: float) -> None:
     (split,) = FakeRunner(8, lanes=True).splits

@@ -1,10 +1,16 @@
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from cpd.errors import QueueFullError
+from cpd.perfmodel import Work
 from engine.batch import Batch
+from engine.engine import Engine
 from engine.types import Computed, Finish, Output, Request
 from tests.engine.fakes import (
     GARBAGE,
+    MODEL,
     FakeRunner,
     FakeStep,
     Served,
@@ -156,6 +162,33 @@ class TestRefusal:
         engine.abort("second")
         engine.add(make_request("fourth", prompt(60, 3)))
         assert set(drain(engine).finish) == {("big", 0), ("third", 0), ("fourth", 0)}
+
+    def test_a_flooding_tenant_does_not_shut_others_out(self) -> None:
+        engine, _ = make_engine(max_queue_tokens=100, max_num_seqs=1)
+        engine.add(make_request("running", prompt(10), max_tokens=30))
+        engine.step()
+        for number in range(2):
+            engine.add(replace(make_request(f"flood {number}", prompt(50, number)), tenant="flood"))
+        with pytest.raises(QueueFullError) as refused:
+            engine.add(replace(make_request("one more", prompt(1, 3)), tenant="flood"))
+        assert not refused.value.over_share  # nobody else waits
+        engine.add(replace(make_request("other", prompt(40, 4)), tenant="other"))
+        with pytest.raises(QueueFullError) as refused:
+            engine.add(replace(make_request("one more", prompt(1, 3)), tenant="flood"))
+        assert refused.value.over_share
+
+    def test_retry_after_follows_from_how_fast_the_queue_empties(self) -> None:
+        engine, _ = make_engine(max_queue_tokens=100, max_num_seqs=1)
+        for number in range(6):
+            engine.add(make_request(str(number), prompt(20, number), max_tokens=1))
+            if number == 0:
+                engine.step(0.0)
+        for second in range(1, 4):
+            engine.step(float(second))
+        engine.add(replace(make_request("a", prompt(50, 9)), received=3.0))
+        with pytest.raises(QueueFullError) as refused:
+            engine.add(replace(make_request("b", prompt(50, 8)), received=3.0))
+        assert refused.value.retry_after_s == pytest.approx(2.0)  # 40 too many, 20 a second
 
     def test_what_quarantine_makes_impossible_fails_instead_of_waiting_for_ever(self) -> None:
         engine, _ = make_engine(num_pages=8)
@@ -768,3 +801,70 @@ def test_computed_pages_are_a_plain_list() -> None:
     (computed,) = engine.step().computed
     assert isinstance(computed, Computed)
     assert all(type(page) is int for page in computed.pages)
+
+
+class TestQueue:
+    """Who comes next, and what is told of those who wait."""
+
+    def order(self, engine: Engine, now: float = 0.0) -> list[str]:
+        """The requests in the order of their first tokens."""
+        names: list[str] = []
+        while engine.has_work:
+            for output in engine.step(now).outputs:
+                if output.request_id not in names:
+                    names.append(output.request_id)
+        return names
+
+    def test_priority_tenant_and_deadline_decide(self) -> None:
+        engine, _ = make_engine(max_num_seqs=1)
+        terms: list[dict[str, Any]] = [
+            {"deadline": 9.0},
+            {"deadline": 3.0},
+            {"deadline": 6.0},
+            {"tenant": "other"},
+            {"priority": 1},
+        ]
+        for number, each in enumerate(terms):
+            engine.add(replace(make_request(str(number), prompt(300, number), max_tokens=1), **each))
+        assert self.order(engine, now=4.0) == ["4", "2", "3", "0", "1"]
+
+    def test_a_preempted_request_still_comes_first(self) -> None:
+        engine, _ = make_engine(num_pages=8, max_num_seqs=2)
+        for number in range(2):
+            engine.add(make_request(str(number), prompt(40, number), max_tokens=60))
+        while not engine.stats().preemptions:
+            engine.step()
+        engine.add(replace(make_request("urgent", prompt(10, 3), max_tokens=1), priority=9))
+        assert self.order(engine) == ["0", "1", "urgent"]
+
+    def test_time_in_queue_is_told_with_the_first_output(self) -> None:
+        engine, _ = make_engine(max_num_seqs=1)
+        for number in range(2):
+            engine.add(replace(make_request(str(number), prompt(10, number), max_tokens=1), received=1.0))
+        waited = [output.queued_s for now in (1.5, 3.0) for output in engine.step(now).outputs]
+        assert waited == [0.5, 2.0]
+
+    def test_stats_tell_what_decodes_and_what_is_to_be_computed(self) -> None:
+        engine, _ = make_engine(max_num_seqs=2, token_budget=50)
+        assert (engine.stats().prefill_ms, engine.stats().step_ms) == (0, 0)
+        for number, length in enumerate((20, 100, 200)):
+            engine.add(make_request(str(number), prompt(length, number), max_tokens=30))
+        before = engine.stats()
+        assert (before.decodes, before.waiting_tokens, before.queued_tokens) == (0, 320, 320)
+        assert before.prefill_ms == pytest.approx(320 / 50 * MODEL.step_ms(Work.prefill(50)))
+        engine.step()
+        after = engine.stats()
+        assert (after.decodes, after.decode_context, after.queued_tokens) == (1, 21, 200)
+        assert after.waiting_tokens == 320 - 50
+        engine.step()
+        assert engine.stats().step_ms == 1.0  # all steps of a fake lane take so long
+
+    def test_what_is_cached_is_not_to_be_computed(self) -> None:
+        engine, _ = make_engine(max_num_seqs=1)
+        engine.add(make_request("first", prompt(100), max_tokens=1))
+        drain(engine)
+        engine.add(make_request("running", prompt(20, 1)))
+        engine.step()
+        engine.add(make_request("again", prompt(100), max_tokens=1))
+        stats = engine.stats()
+        assert (stats.waiting_tokens, stats.queued_tokens) == (4, 100)

@@ -1,6 +1,8 @@
 """The engine under any order of events: whatever happens, the tokens are right and no page is lost."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 
 from hypothesis import assume, settings
 from hypothesis import strategies as st
@@ -41,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.lane = self.runner.prefill_lane
         self.served = Served()
         self.names = iter(range(1_000_000))
+        self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.aborted: set[tuple[str, int]] = set()
         self.landings: dict[str, Reservation] = {}
@@ -75,12 +78,19 @@ class EngineMachine(RuleBasedStateMachine):
                 seed=request.params.seed,
                 **options,
             )
+        request = replace(
+            request,
+            tenant=data.draw(st.sampled_from(["", "other"])),
+            priority=data.draw(st.sampled_from([0, 0, 1])),
+            received=self.now,
+            deadline=self.now + data.draw(st.sampled_from([1.0, 3.0, inf])),
+        )
         self.requests[request.id] = request
         return request
 
     def take_step(self) -> None:
         quarantine = self.engine.stats().pages.quarantined
-        step = self.engine.step()
+        step = self.engine.step(self.now)
         self.served.take(step)
         for computed in step.computed:
             if len(computed.pages) % 2:  # as good as any rule
@@ -93,6 +103,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), prefill_only=st.sampled_from([False, False, True]))
     def add(self, data: st.DataObject, prefill_only: bool) -> None:
         self.engine.add(self.new_request(data, prefill_only=prefill_only))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += 2
 
     @precondition(lambda self: self.engine.has_work)
     @rule(steps=st.integers(1, 12))
@@ -166,6 +180,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.engine.check_integrity()
         stats = self.engine.stats()
+        assert stats.queued_tokens <= sum(len(request.token_ids) for request in self.requests.values())
+        assert (stats.prefill_ms > 0) == (stats.waiting_tokens > 0)
         if stats.running + stats.waiting and not self.engine.has_work:
             assert self.landings or self.pinned or self.lane.running, "waits for nobody"
 

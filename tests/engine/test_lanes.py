@@ -218,6 +218,21 @@ class TestAuto:
         assert ("short", 0) in served.token_ids
         finish(engine, runner, served)
 
+    def test_short_prompts_pass_a_long_one_that_waits_for_the_lane(self) -> None:
+        engine, runner = make_engine(num_pages=128, colocate="auto")
+        served = decoding(engine)
+        engine.add(make_request("on the lane", prompt(60, 1)))
+        engine.add(make_request("waits for it", prompt(70, 2)))
+        served.take(engine.step())
+        assert runner.prefill_lane.running
+        for number in range(3):
+            engine.add(make_request(f"short {number}", prompt(3, 3 + number)))
+            served.take(engine.step())
+            assert (f"short {number}", 0) in served.token_ids
+        assert not {"on the lane", "waits for it"} & {name for name, _ in served.token_ids}
+        finish(engine, runner, served)
+        assert ("waits for it", 0) in served.finish
+
     def test_no_split_for_a_single_stream(self) -> None:
         engine, runner = make_engine(colocate="auto", token_budget=32)
         served = decoding(engine, count=1)
