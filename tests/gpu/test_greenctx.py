@@ -1,0 +1,61 @@
+"""Green Contexts on a real GPU."""
+
+import pytest
+import torch
+
+from engine.cuda.driver import CudaDriver
+from engine.cuda.greenctx import GreenContexts, Partition
+from engine.split import lane_splits
+from scripts.gpu.partition import capture_on, replayed_sms, sms_of_both
+from scripts.gpu.probes import Probes
+from scripts.gpu.toolchain import cuda_root
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+needs_nvcc = pytest.mark.skipif(cuda_root() is None, reason="needs nvcc")
+SHARES = (1 / 8, 1 / 2, 7 / 8)
+
+
+def on_part(part: Partition, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    torch.cuda.synchronize()
+    with torch.cuda.stream(part.stream()):
+        return left @ right
+
+
+def test_both_parts_compute_what_the_whole_device_does() -> None:
+    left, right = (torch.randn(512, 512, device="cuda", dtype=torch.float64) for _ in range(2))
+    wanted = left @ right
+    with GreenContexts(CudaDriver()) as contexts:
+        for pair in contexts.prepare(SHARES):
+            for part in (pair.prefill, pair.decode):
+                got = on_part(part, left, right)
+                torch.cuda.synchronize()
+                torch.testing.assert_close(got, wanted)
+                del got
+
+
+def test_every_split_opens_and_closes_twice() -> None:
+    for _ in range(2):
+        with GreenContexts(CudaDriver()) as contexts:
+            sizes = [int(split.decode) for split in lane_splits(contexts.units)]
+        for size in sizes:
+            with GreenContexts(CudaDriver()) as contexts:
+                pair = contexts.open(size)
+                assert pair.decode.sms == size
+                assert pair.prefill.sms == contexts.units.units - size
+    torch.cuda.synchronize()
+
+
+@needs_nvcc
+def test_kernels_and_replayed_graphs_stay_on_their_part() -> None:
+    device = torch.device("cuda")
+    probes = Probes.build(device)
+    with GreenContexts(CudaDriver()) as contexts:
+        for pair in contexts.prepare(SHARES):
+            prefill, decode = sms_of_both(probes, device, pair)
+            assert not prefill & decode
+            assert (len(prefill), len(decode)) == (pair.prefill.sms, pair.decode.sms)
+            out = torch.full((1024,), -1, dtype=torch.int32, device=device)
+            graph = capture_on(pair.decode.stream(), lambda out=out: probes.record_sms(out, 100_000))  # type: ignore[misc]
+            for stream in (pair.decode.stream(), pair.prefill.stream(), torch.cuda.current_stream()):
+                assert replayed_sms(graph, stream, out) <= decode
+            del graph
