@@ -56,7 +56,7 @@ class CallerLane:
 class ThreadLane:
     """Computes on the one thread of `executor`. See `engine.batch.Lane`; the rest as in `CallerLane`."""
 
-    def __init__(self, executor: ThreadPoolExecutor, compute: Compute, threads: int, share: float) -> None:
+    def __init__(self, executor: ThreadPoolExecutor, compute: Compute, threads: int | None, share: float) -> None:
         self.share = share
         self._executor = executor
         self._compute = compute

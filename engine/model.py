@@ -32,8 +32,19 @@ class LayerByLayer:
         rows: torch.Tensor | None,
         num_rows: int,
     ) -> torch.Tensor | None:
+        x = self.hidden(residual, batch, kv, rows, num_rows)
+        return None if x is None else self.stack.head(x)
+
+    def hidden(
+        self,
+        residual: torch.Tensor,
+        batch: DeviceBatch,
+        kv: Sequence[torch.Tensor],
+        rows: torch.Tensor | None,
+        num_rows: int,
+    ) -> torch.Tensor | None:
+        """As `__call__`, but what the head would be given: [R, H]."""
         ops, stack, eps = self.ops, self.stack, self.stack.eps
-        ops.prepare(batch)
         x = ops.rms_norm(residual, stack.layers[0].input_norm, eps)
         last = len(stack.layers) - 1
         for index, layer in enumerate(stack.layers):
@@ -47,7 +58,7 @@ class LayerByLayer:
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             next_norm = stack.norm if index == last else stack.layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, next_norm, eps)
-        return stack.head(x)
+        return x
 
 
 class Decoder:
@@ -102,12 +113,16 @@ class Decoder:
         self._run_layers = ops.fuse(self._stack) or LayerByLayer(ops, self._stack)
         on_progress(1.0)
 
-    def beside(self) -> Self:
-        """The same weights with workspaces of its own, so that both can run at the same time."""
+    def on(self, ops: Ops) -> Self:
+        """The same weights with other ops of the same back end, so that both can run at the same time."""
         other = copy(self)
-        other._ops = self._ops.beside()
-        other._run_layers = other._ops.fuse(self._stack) or LayerByLayer(other._ops, self._stack)
+        other._ops = ops
+        other._run_layers = ops.fuse(self._stack) or LayerByLayer(ops, self._stack)
         return other
+
+    def beside(self) -> Self:
+        """The same weights with workspaces of its own."""
+        return self.on(self._ops.beside())
 
     def forward(
         self, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None, num_rows: int
@@ -123,5 +138,24 @@ class Decoder:
         Returns:
             Logits [R, V] of the model's dtype; None if no row was wanted.
         """
+        self.prepare(batch)
         residual = F.embedding(batch.token_ids, self._embedding)  # [T, H]
         return self._run_layers(residual, batch, kv, rows, num_rows)
+
+    # The parts of `forward` for those who capture the middle one in a CUDA graph.
+
+    def prepare(self, batch: DeviceBatch) -> None:
+        """Plans a step."""
+        self._ops.prepare(batch)
+
+    def hidden(self, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Stores keys and values of a prepared batch; what `head` makes logits of: [T, H]."""
+        residual = F.embedding(batch.token_ids, self._embedding)
+        layers = LayerByLayer(self._ops, self._stack)
+        hidden = layers.hidden(residual, batch, kv, None, batch.num_tokens)
+        assert hidden is not None
+        return hidden
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits: [R, H] -> [R, V]"""
+        return self._stack.head(hidden)

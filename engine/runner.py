@@ -6,18 +6,18 @@ import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from cpd.errors import ConfigError
-from engine.batch import Batch, Sampled
+from engine.batch import Lane, Split
 from engine.config import load_config
 from engine.cpu_lanes import CallerLane, make_splits
 from engine.fit import fit
 from engine.model import Decoder
 from engine.ops import make_ops
-from engine.ops.base import DeviceBatch, to_device
+from engine.ops.base import Heads
 from engine.sampling import Sampler
+from engine.steps import Steps
 from engine.weights import Checkpoint, model_fingerprint
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class TorchRunner:
         device: str,
         kv_bytes: int,
         max_model_len: int,
+        max_num_seqs: int = 128,
         on_progress: Callable[[str, float], None] | None = None,
     ) -> None:
         """Loads a checkpoint. All that can be wrong with it is found before the weights are read.
@@ -54,6 +55,7 @@ class TorchRunner:
             device: cpu, cuda, or auto for a GPU if there is one.
             kv_bytes: Size of the KV pool.
             max_model_len: Longest prompt plus output; 0 for the checkpoint's limit.
+            max_num_seqs: Sequences of one step. A GPU captures decode graphs for up to so many; 0: it captures none.
             on_progress: Called with what is going on and the fraction done.
 
         Raises:
@@ -73,57 +75,50 @@ class TorchRunner:
             self.fingerprint = model_fingerprint(model_dir, config, self.dtype)
             torch_dtype: torch.dtype = getattr(torch, self.dtype)
             progress = on_progress or (lambda _what, _fraction: None)
+            heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
             with torch.inference_mode():
+                ops = make_ops(self._device, torch_dtype, heads, max_num_seqs)
                 model = Decoder(
                     self.config,
                     checkpoint,
-                    make_ops(self._device, torch_dtype),
+                    ops,
                     torch_dtype,
                     self._device,
                     lambda fraction: progress("loading weights", fraction),
                 )
-        self.pool = _zeros((self.num_pages, *config.page_shape), torch_dtype, self._device)
-        kv = [self.pool[:, layer] for layer in range(config.num_layers)]
         sampler = Sampler(config.vocab_size, self._device)
-        compute = _Steps(model, kv, sampler, self._device)
-        if self._device.type == "cpu":
-            cores = torch.get_num_threads()
-            self.full = CallerLane(compute, cores)
-            self.splits = make_splits(compute, _Steps(model.beside(), kv, sampler, self._device), cores)
+        self.full: Lane
+        self.splits: Sequence[Split]
+        if self._device.type == "cuda":
+            from engine.cuda.setup import make_lanes
+
+            pool = _zeros((self.num_pages + 1, *config.page_shape), torch_dtype, self._device)
+            self.pool = pool[: self.num_pages]  # the last page is for the padding of captured decodes
+            self._cuda = make_lanes(
+                model,
+                ops,
+                sampler,
+                pool,
+                max_model_len=config.max_model_len,
+                most_decodes=max_num_seqs,
+                on_progress=progress,
+            )
+            self.full, self.splits = self._cuda.full, self._cuda.splits
+            self._copy_page = self._cuda.copies.copy
         else:
-            self.full, self.splits = CallerLane(compute), []
+            self.pool = _zeros((self.num_pages, *config.page_shape), torch_dtype, self._device)
+            kv = [self.pool[:, layer] for layer in range(config.num_layers)]
+            steps, cores = Steps(model, kv, sampler, self._device), torch.get_num_threads()
+            self.full = CallerLane(steps, cores)
+            self.splits = make_splits(steps, Steps(model.beside(), kv, sampler, self._device), cores)
+            self._copy_page = self._copy_on_cpu
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page's keys and values of all layers."""
+        self._copy_page(source, target)
+
+    def _copy_on_cpu(self, source: int, target: int) -> None:
         self.pool[target].copy_(self.pool[source])
-
-
-class _Steps:
-    """Computes steps, one at a time. What several of these share, no step changes, but for pages that differ."""
-
-    def __init__(self, model: Decoder, kv: Sequence[torch.Tensor], sampler: Sampler, device: torch.device) -> None:
-        self._model = model
-        self._kv = kv
-        self._sampler = sampler
-        self._device = device
-
-    @torch.inference_mode()
-    def __call__(self, batch: Batch) -> list[Sampled]:
-        """The tokens of a step, one a sample row."""
-        rows = np.fromiter((sample.row for sample in batch.samples), np.int32, len(batch.samples))
-        unique, choice_rows = np.unique(rows, return_inverse=True)  # several choices may share one prompt's row
-        every = len(unique) == len(batch.token_ids)
-        logits = self._model.forward(
-            DeviceBatch.of(batch, self._device),
-            self._kv,
-            None if every else to_device(unique, self._device),
-            len(unique),
-        )
-        if logits is None:
-            return []
-        if len(unique) != len(rows) or not np.array_equal(unique, rows):
-            logits = logits.index_select(0, to_device(choice_rows.astype(np.int32), self._device))
-        return self._sampler.sample(logits, batch.samples)
 
 
 def _resolve_device(name: str) -> torch.device:

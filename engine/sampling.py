@@ -6,10 +6,14 @@ token with the largest `logit + Gumbel noise`, which is a draw from the softmax 
 
 The noise of a token is a hash of (seed, choice, position, token id), not the state of a generator. So a request gets
 the same tokens alone, in any batch, in any order of steps and on any worker.
+
+On a GPU nothing here waits for the device but `Chosen.read`.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Sampled, SampleRow
+from engine.cuda.buffers import upload
 from engine.types import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
@@ -24,6 +29,47 @@ GREEDY_BELOW = 1e-5
 
 _UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Sampled tokens, while they may still be computed.
+
+    Attributes:
+        token_ids: int64 [R]
+        reported: The rows that asked for log-probabilities. L of them.
+        tops: How many alternatives each of those asked for. [L]
+        logprobs: Of the chosen tokens [L]; of the most likely ones [L, max(tops)], and which those are. None if L is 0.
+    """
+
+    token_ids: Tensor
+    reported: Sequence[int] = ()
+    tops: Sequence[int] = ()
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def to_host(self) -> Self:
+        """Starts copying everything into pinned memory, ordered after what the current stream has to do.
+
+        Read it when that stream has come so far. On a CPU it is there already.
+        """
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.to("cpu", non_blocking=True)
+
+        logprobs = None
+        if self.logprobs is not None:
+            of_chosen, best, ids = self.logprobs
+            logprobs = copied(of_chosen), copied(best), copied(ids)
+        return replace(self, token_ids=copied(self.token_ids), logprobs=logprobs)
+
+    def read(self) -> list[Sampled]:
+        """One a row."""
+        sampled = [Sampled(token_id) for token_id in self.token_ids.tolist()]
+        if self.logprobs is not None:
+            of_chosen, best, ids = (tensor.tolist() for tensor in self.logprobs)
+            for row, top, own, values, tokens in zip(self.reported, self.tops, of_chosen, best, ids, strict=True):
+                sampled[row].logprobs = TokenLogprobs(own, list(zip(tokens[:top], values[:top], strict=True)))
+        return sampled
 
 
 class Sampler:
@@ -34,31 +80,37 @@ class Sampler:
         self._token_keys = _token_keys(vocab_size).to(device)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+        """As `choose`, and waits for the tokens. There may be no rows."""
+        return self.choose(logits, rows).read() if rows else []
+
+    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
         """Chooses a token for each row.
 
         Args:
             logits: The model's output, one row a sample row, any floating type. float32 is overwritten. [R, V]
-            rows: How to choose. [R]
+            rows: How to choose. At least one. [R]
         """
-        if not rows:
-            return []
-        logits = logits.float()
         params = [row.params for row in rows]
+        drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         reported = [i for i, p in enumerate(params) if p.top_logprobs is not None]
+        if not drawn and not reported and not any(_adjusts(row) for row in rows):
+            # A CPU finds the largest float32 faster than the largest bfloat16; a GPU need not convert them.
+            return Chosen(torch.argmax(logits if logits.is_cuda else logits.float(), dim=-1))
+        logits = logits.float()
         raw_logprobs = torch.log_softmax(_take(logits, reported), dim=-1) if reported else None
         _adjust(logits, rows)
-        drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
-        chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        if len(drawn) < len(rows):
-            torch.argmax(logits, dim=-1, out=chosen)
-        if drawn:
-            chosen[drawn] = self._draw(_take(logits, drawn), [rows[i] for i in drawn])
-        sampled = [Sampled(token_id) for token_id in chosen.tolist()]
-        if raw_logprobs is not None:
-            tops = [params[i].top_logprobs or 0 for i in reported]
-            for i, logprobs in zip(reported, _report(raw_logprobs, chosen[reported], tops), strict=True):
-                sampled[i].logprobs = logprobs
-        return sampled
+        if len(drawn) == len(rows):
+            chosen = self._draw(logits, rows)
+        else:
+            chosen = torch.argmax(logits, dim=-1)
+            if drawn:
+                chosen[_index(drawn, logits)] = self._draw(_take(logits, drawn), [rows[i] for i in drawn])
+        if raw_logprobs is None:
+            return Chosen(chosen)
+        tops = [params[i].top_logprobs or 0 for i in reported]
+        best = torch.topk(raw_logprobs, min(max(tops), self._vocab_size), dim=-1)
+        of_chosen = raw_logprobs.gather(1, _take(chosen, reported)[:, None]).flatten()
+        return Chosen(chosen, reported, tops, (of_chosen, best.values, best.indices))
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites `logits`.
@@ -71,7 +123,7 @@ class Sampler:
             logits.div_(_column([p.temperature for p in params], logits))
         _filter(logits, params)
         keys = _row_keys([p.seed for p in params], [r.choice for r in rows], [r.position for r in rows])
-        race = torch.softmax(logits, dim=-1).div_(_minus_exponential(self._token_keys, keys.to(logits.device)))
+        race = torch.softmax(logits, dim=-1).div_(_minus_exponential(self._token_keys, upload(keys, logits.device)))
         return race.argmin(dim=-1)
 
 
@@ -95,7 +147,7 @@ def _minus_exponential(token_keys: Tensor, row_keys: Tensor) -> Tensor:
     bits ^= bits >> 16
     bits *= 0x2C1B3C6D
     bits &= 0x7FFFFFFF
-    half = torch.tensor(-0.5 * _UINT_TO_UNIT, dtype=torch.float32, device=bits.device)
+    half = torch.full((), -0.5 * _UINT_TO_UNIT, dtype=torch.float32, device=bits.device)
     return torch.add(half, bits, alpha=-_UINT_TO_UNIT).log1p_()
 
 
@@ -128,13 +180,29 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _take(logits: Tensor, indices: Sequence[int]) -> Tensor:
+def _take(rows: Tensor, indices: Sequence[int]) -> Tensor:
     """Those rows; the tensor itself when they are all."""
-    return logits if len(indices) == len(logits) else logits[indices]
+    return rows if len(indices) == len(rows) else rows[_index(indices, rows)]
+
+
+def _index(indices: Sequence[int], like: Tensor) -> Tensor:
+    return upload(torch.tensor(indices), like.device)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+    return upload(torch.tensor(values, dtype=torch.float32)[:, None], like.device)
+
+
+def _adjusts(row: SampleRow) -> bool:
+    """Whether `_adjust` would do anything."""
+    p = row.params
+    return bool(
+        p.repetition_penalty != 1.0
+        or p.presence_penalty
+        or p.frequency_penalty
+        or p.logit_bias
+        or row.position - row.prompt_len < p.min_tokens
+    )
 
 
 def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
@@ -181,7 +249,7 @@ class _Entries:
         if not self._where:
             return None
         where, numbers = np.concatenate(self._where), np.concatenate(self._numbers)
-        return torch.from_numpy(where).to(self._device), torch.from_numpy(numbers).to(self._device)
+        return upload(torch.from_numpy(where), self._device), upload(torch.from_numpy(numbers), self._device)
 
 
 def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -192,16 +260,19 @@ def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
     vocab_size = logits.shape[1]
     floor = torch.full((len(params), 1), -math.inf, device=logits.device)
     if by_k := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
-        ks = torch.tensor([[params[i].top_k] for i in by_k], device=logits.device)
-        best = torch.topk(_take(logits, by_k), int(ks.max()), dim=-1).values
-        floor[by_k] = best.gather(1, ks - 1)
+        ks = [params[i].top_k for i in by_k]
+        best = torch.topk(_take(logits, by_k), max(ks), dim=-1).values
+        floor[_index(by_k, logits)] = best.gather(1, _index(ks, logits)[:, None] - 1)
     if by_p := [i for i, p in enumerate(params) if p.top_p < 1.0]:
+        where = _index(by_p, logits)
         left = _take(logits, by_p)
-        left = left.masked_fill(left < floor[by_p], -math.inf)
-        floor[by_p] = torch.maximum(floor[by_p], _nucleus_floor(left, _column([params[i].top_p for i in by_p], logits)))
+        left = left.masked_fill(left < floor[where], -math.inf)
+        nucleus = _nucleus_floor(left, _column([params[i].top_p for i in by_p], logits))
+        floor[where] = torch.maximum(floor[where], nucleus)
     if by_min := [i for i, p in enumerate(params) if p.min_p > 0.0]:
+        where = _index(by_min, logits)
         least = _column([math.log(params[i].min_p) for i in by_min], logits)
-        floor[by_min] = torch.maximum(floor[by_min], _take(logits, by_min).amax(dim=-1, keepdim=True) + least)
+        floor[where] = torch.maximum(floor[where], _take(logits, by_min).amax(dim=-1, keepdim=True) + least)
     if by_k or by_p or by_min:
         logits.masked_fill_(logits < floor, -math.inf)
 
@@ -215,13 +286,3 @@ def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
     mass_up_to = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
     first = (mass_up_to <= 1 - top_p).sum(dim=-1, keepdim=True).clamp_(max=logits.shape[1] - 1)
     return ordered.gather(1, first)
-
-
-def _report(logprobs: Tensor, chosen: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of the chosen token and the `tops[r]` most likely ones. [R, V], [R] -> R entries"""
-    of_chosen = logprobs.gather(1, chosen[:, None]).flatten().tolist()
-    best = torch.topk(logprobs, min(max(tops), logprobs.shape[1]), dim=-1)
-    ids, values = best.indices.tolist(), best.values.tolist()
-    return [
-        TokenLogprobs(of_chosen[r], list(zip(ids[r][:top], values[r][:top], strict=True))) for r, top in enumerate(tops)
-    ]

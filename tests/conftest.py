@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Read when grpc is first imported. Its fork handlers crash children that are forked while it is in use.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# Read when triton is first imported: without a GPU its kernels are interpreted.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A loaded machine is no bug: no example has a deadline.
 settings.register_profile("cpd", deadline=None)

@@ -1,22 +1,69 @@
 """Device-specific pieces of the forward pass, and which of them to use."""
 
+import importlib
 import logging
+import subprocess
 
 import torch
 
 from engine.kernels import KernelsUnavailableError
-from engine.ops.base import Ops
+from engine.ops.base import Heads, Ops
 from engine.ops.cpu_ops import CpuOps
+from engine.ops.flashinfer_ops import HEAD_DIMS, FlashInferOps
 from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_ops import TritonOps
 
 log = logging.getLogger(__name__)
 
+_CANNOT_BUILD = (ImportError, OSError, RuntimeError, subprocess.SubprocessError)
+"""What Triton and FlashInfer raise where a compiler, a driver or one of their parts is missing."""
 
-def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest back end that works here."""
+
+def make_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_decodes: int = 1) -> Ops:
+    """The fastest back end that works here.
+
+    Args:
+        most_decodes: Of one step.
+    """
+    if device.type == "cuda":
+        return _cuda_ops(device, dtype, heads, most_decodes)
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         try:
             return CpuOps()
         except KernelsUnavailableError as error:
             log.warning("the compiled CPU kernels are not available, running on slower ones: %s", error)
     return TorchOps()
+
+
+def _cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_decodes: int) -> Ops:
+    try:
+        ops = TritonOps()
+        ops.silu_mul(torch.zeros(1, 2, dtype=dtype, device=device))
+    except _CANNOT_BUILD as error:
+        log.warning("Triton does not work here, running on torch's own slower operations: %s", error)
+        return TorchOps()
+    if reason := _without_flashinfer(device, dtype, heads):
+        log.warning("attention by torch, without CUDA graphs: %s", reason)
+        return ops
+    log.info("attention by FlashInfer; its kernels are compiled the first time, which takes minutes")
+    try:
+        library = importlib.import_module("flashinfer")
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        fastest = FlashInferOps(library, heads, dtype, device, sms, most_decodes)
+        fastest.compile()
+    except _CANNOT_BUILD as error:
+        log.warning("FlashInfer does not work here, attention by torch, without CUDA graphs: %s", error)
+        return ops
+    return fastest
+
+
+def _without_flashinfer(device: torch.device, dtype: torch.dtype, heads: Heads) -> str | None:
+    """Why FlashInfer has no kernels for this; None: it has."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"FlashInfer needs compute capability 8.0, and this GPU has {major}.{minor}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashInfer has no kernels for {dtype}; use --dtype bfloat16"
+    if heads.dim not in HEAD_DIMS:
+        return f"FlashInfer has no kernels for a head size of {heads.dim}"
+    return None

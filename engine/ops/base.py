@@ -14,7 +14,8 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
-from engine.batch import Batch, IntArray
+from engine.batch import Batch
+from engine.cuda.buffers import pack
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [T, in] -> x @ weight.T + bias, [T, out]."""
@@ -30,7 +31,8 @@ class DeviceBatch:
         slots: Where each token's key and value go: `page * BS + offset`. [T]
         query_start: Sequence s owns tokens `query_start[s]:query_start[s + 1]`. [S + 1]
         context_lens: Tokens that sequence s's last query attends to, itself included. [S]
-        block_tables: Pages of each sequence in block order, padded beyond its context. [S, >= blocks of the longest]
+        block_tables: Pages of each sequence in block order, padded beyond its context; in host memory, since most
+            back ends want them in another form. [S, >= blocks of the longest]
         num_tokens: T
         num_seqs: S
         num_decodes: How many leading sequences have one query token.
@@ -55,13 +57,20 @@ class DeviceBatch:
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Self:
         """The batch on a device; on a CPU it shares the batch's memory, which must not change meanwhile."""
+        arrays = (batch.token_ids, batch.positions, batch.slots, batch.query_start, batch.context_lens)
+        return cls.over(batch, pack(arrays, device))
+
+    @classmethod
+    def over(cls, batch: Batch, tensors: Sequence[torch.Tensor]) -> Self:
+        """The batch, of which `tensors` hold token ids, positions, slots, query starts and context lengths."""
+        token_ids, positions, slots, query_start, context_lens = tensors
         return cls(
-            token_ids=to_device(batch.token_ids, device),
-            positions=to_device(batch.positions, device),
-            slots=to_device(batch.slots, device),
-            query_start=to_device(batch.query_start, device),
-            context_lens=to_device(batch.context_lens, device),
-            block_tables=to_device(batch.block_tables, device),
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=torch.from_numpy(np.ascontiguousarray(batch.block_tables, np.int32)),
             num_tokens=len(batch.token_ids),
             num_seqs=len(batch.context_lens),
             num_decodes=batch.num_decodes,
@@ -71,9 +80,13 @@ class DeviceBatch:
         )
 
 
-def to_device(array: IntArray, device: torch.device) -> torch.Tensor:
-    """int32 numbers on a device; on a CPU a view of the array."""
-    return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape of a model's attention."""
+
+    num_q: int
+    num_kv: int
+    dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +122,7 @@ class Stack:
 
 
 class FusedStack(Protocol):
-    """A step through all layers in one call."""
+    """A prepared step through all layers."""
 
     def __call__(
         self,
@@ -123,7 +136,7 @@ class FusedStack(Protocol):
 
         Args:
             residual: Embeddings [T, H], scratch.
-            batch: The step. Not prepared.
+            batch: The step, prepared.
             kv: For each layer [num_pages, 2, Hkv, BS, D].
             rows: The tokens wanted, int32 [R], ascending; None: all of them.
             num_rows: R. With 0 only keys and values are computed.

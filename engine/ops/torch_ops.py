@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from cpd.blocks import BLOCK_SIZE
+from engine.cuda.buffers import upload
 from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
 
 _DECODES_AT_ONCE = 16
@@ -58,7 +59,7 @@ class TorchOps:
     def prepare(self, batch: DeviceBatch) -> None:
         slots = batch.slots.long()
         plan = _Plan(batch.positions.long(), slots // BLOCK_SIZE, slots % BLOCK_SIZE)
-        tables = batch.block_tables.long()
+        tables = upload(batch.block_tables, slots.device).long()
         lens, starts = batch.host.context_lens, batch.host.query_start
         for start in range(0, batch.num_decodes, _DECODES_AT_ONCE):
             stop = min(start + _DECODES_AT_ONCE, batch.num_decodes)

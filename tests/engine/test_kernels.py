@@ -21,7 +21,7 @@ from engine.kernels import KernelsUnavailableError
 from engine.kernels.build import build
 from engine.model import LayerByLayer
 from engine.ops import make_ops
-from engine.ops.base import Layer, Linear, Ops, Stack
+from engine.ops.base import Heads, Layer, Linear, Ops, Stack
 from engine.ops.cpu_ops import CpuOps, PackedLinear
 from engine.ops.torch_ops import TorchOps
 from engine.rope import rope_table
@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 LAYERS = 3
 EPS = 1e-5
+HEADS = Heads(4, 2, 64)
 
 
 @pytest.fixture(scope="module")
@@ -233,13 +234,11 @@ def test_all_layers_at_once_equal_one_operation_after_the_other(
         kv = [pool[:, layer] for layer in range(LAYERS)]
         torch.manual_seed(0)
         first, second = (torch.randn(step.num_tokens, 80).to(dtype) for step in steps)
-        results.append(
-            (
-                run(first, steps[0], kv, None, steps[0].num_tokens),
-                run(second, steps[1], kv, wanted, steps[1].num_tokens if rows is None else len(rows)),
-                pool,
-            )
-        )
+        back_end.prepare(steps[0])
+        all_logits = run(first, steps[0], kv, None, steps[0].num_tokens)
+        back_end.prepare(steps[1])
+        logits = run(second, steps[1], kv, wanted, steps[1].num_tokens if rows is None else len(rows))
+        results.append((all_logits, logits, pool))
     for expected, actual in zip(*results, strict=True):
         if expected is None:
             assert actual is None
@@ -329,7 +328,7 @@ def test_without_a_compiler_the_torch_back_end_runs_and_one_warning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert isinstance(make_ops(CPU, torch.float32), TorchOps)
+    assert isinstance(make_ops(CPU, torch.float32, HEADS), TorchOps)
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "no C++ compiler found" in warning
 
@@ -350,8 +349,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_float16_is_left_to_torch() -> None:
-    assert isinstance(make_ops(CPU, torch.float16), TorchOps)
-    assert isinstance(make_ops(CPU, torch.bfloat16), CpuOps)
+    assert isinstance(make_ops(CPU, torch.float16, HEADS), TorchOps)
+    assert isinstance(make_ops(CPU, torch.bfloat16, HEADS), CpuOps)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for older x86-64 CPUs")

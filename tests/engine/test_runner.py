@@ -41,7 +41,7 @@ Load = Callable[..., TorchRunner]
 def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Loads a checkpoint with the back end this machine would choose, and with the fallback."""
     if request.param == "torch":
-        monkeypatch.setattr(runner_module, "make_ops", lambda device, dtype: TorchOps())
+        monkeypatch.setattr(runner_module, "make_ops", lambda *_: TorchOps())
 
     def make(directory: Path, *, dtype: str = "auto", kv_bytes: int = 32 << 20, max_model_len: int = 0) -> TorchRunner:
         return TorchRunner(directory, dtype=dtype, device="cpu", kv_bytes=kv_bytes, max_model_len=max_model_len)

@@ -1,0 +1,140 @@
+"""The lanes of a GPU, ready to serve: partitions, streams, captured graphs, kernels compiled and memory taken."""
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpd.blocks import BLOCK_SIZE, blocks_for
+from engine.batch import Batch, Lane, SampleRow, Split
+from engine.cpu_lanes import ThreadLane
+from engine.cuda.driver import CudaDriver, CudaError, CudaUnavailableError
+from engine.cuda.graphs import DecodeGraphs
+from engine.cuda.greenctx import GreenContexts, PartitionPair
+from engine.cuda.lanes import CudaLane, GraphSteps, PageCopies
+from engine.model import Decoder
+from engine.ops.base import Ops
+from engine.ops.flashinfer_ops import FlashInferOps
+from engine.sampling import Sampler
+from engine.steps import Steps
+from engine.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2)
+"""Of the SMs, in the prepared splits. Decodes are bound by memory, which is not divided: a few SMs use most of it."""
+
+_WARM_UP_TOKENS = 4096
+"""Of a prompt, as long as the longest chunk aside: the memory for its activations is taken before anybody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLanes:
+    """What a runner keeps.
+
+    Attributes:
+        contexts: Owns the splits' streams.
+    """
+
+    full: Lane
+    splits: Sequence[Split]
+    copies: PageCopies
+    contexts: GreenContexts | None
+
+
+def make_lanes(
+    model: Decoder,
+    ops: Ops,
+    sampler: Sampler,
+    pool: torch.Tensor,
+    *,
+    max_model_len: int,
+    most_decodes: int,
+    on_progress: Callable[[str, float], None],
+) -> CudaLanes:
+    """Makes the lanes, tries each of them and captures their graphs.
+
+    Args:
+        model: Its ops are `ops`.
+        pool: [pages, layers, 2, Hkv, BS, D]. The last page is for padding and warming up.
+        max_model_len: Tokens of the longest sequence.
+        most_decodes: Sequences of a step that runs as a captured graph; 0: none does.
+        on_progress: Told what is going on and the fraction done.
+    """
+    device, spare_page = pool.device, len(pool) - 1
+    kv = [pool[:, layer] for layer in range(pool.shape[1])]
+    steps, aside = Steps(model, kv, sampler, device), Steps(model.beside(), kv, sampler, device)
+    contexts, pairs = _partitions(device)
+    torch.cuda.synchronize(device)  # weights and pool were written on the default stream
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    copies = PageCopies(pool, stream)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="prefill-lane")
+    captured = itertools.count(1)
+
+    def with_graphs(lane: str, stream: torch.cuda.Stream) -> Steps:
+        """The same steps, the decodes among them as graphs where that is possible."""
+        if not isinstance(ops, FlashInferOps) or not most_decodes:
+            return steps
+        graphs = DecodeGraphs(
+            model,
+            ops,
+            kv,
+            spare_page=spare_page,
+            most_decodes=most_decodes,
+            most_pages=blocks_for(max_model_len),
+            stream=stream,
+            device=device,
+        )
+        total = len(graphs.sizes) * (1 + len(pairs))
+        graphs.capture(lane, lambda: on_progress("capturing decode graphs", next(captured) / total))
+        return GraphSteps(steps, graphs)
+
+    prompt = warm_up_prompt(min(_WARM_UP_TOKENS, max_model_len), spare_page)
+    _run(CudaLane(steps, stream, copies), prompt)
+    full = CudaLane(with_graphs("full", stream), stream, copies)
+    splits = []
+    for pair in pairs:
+        sms = pair.prefill.sms + pair.decode.sms
+        sleeper = CudaLane(aside, pair.prefill.stream(), copies, sleeps=True)
+        prefill = ThreadLane(executor, sleeper.run, None, pair.prefill.sms / sms)
+        stream = pair.decode.stream()
+        _run(prefill, prompt)
+        _run(CudaLane(steps, stream, copies), prompt)
+        decodes = with_graphs(f"{pair.decode.sms}-SM decode", stream)
+        splits.append(Split(prefill, CudaLane(decodes, stream, copies, share=pair.decode.sms / sms)))
+    return CudaLanes(full, splits, copies, contexts)
+
+
+def warm_up_prompt(tokens: int, spare_page: int) -> Batch:
+    """A prompt all of whose blocks are in the same page, and a token to sample from it."""
+    positions = np.arange(tokens, dtype=np.int32)
+    params = SamplingParams(temperature=1.0, seed=0)
+    ids = np.zeros(tokens, np.int32)
+    return Batch(
+        token_ids=ids,
+        positions=positions,
+        slots=spare_page * BLOCK_SIZE + positions % BLOCK_SIZE,
+        query_start=np.array([0, tokens], np.int32),
+        context_lens=np.array([tokens], np.int32),
+        block_tables=np.full((1, blocks_for(tokens)), spare_page, np.int32),
+        num_decodes=int(tokens == 1),
+        samples=[SampleRow(tokens - 1, params, 0, tokens, ids, tokens)],
+    )
+
+
+def _run(lane: Lane, batch: Batch) -> None:
+    lane.launch(batch)
+    lane.collect()
+
+
+def _partitions(device: torch.device) -> tuple[GreenContexts | None, list[PartitionPair]]:
+    try:
+        contexts = GreenContexts(CudaDriver(), device.index or 0)
+        return contexts, contexts.prepare(DECODE_SHARES)
+    except (CudaUnavailableError, CudaError) as error:
+        log.warning("prompts and decodes share batches, since there are no lanes: %s", error)
+        return None, []

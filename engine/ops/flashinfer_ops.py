@@ -1,0 +1,338 @@
+"""Ops for GPUs whose attention is FlashInfer's (its `fa2` back end); the rest is Triton's.
+
+    prepare    page tables of the step → pinned memory → device; FlashInfer plans how the work is divided
+    attention  one launch for the decodes, one for the prefills, over the pages of a layer where they lie
+
+Layer views of the pool are what FlashInfer calls HND, with a stride from page to page that is larger than a page.
+
+| what                              | owner                    | shared by                                             |
+| --- | --- | --- |
+| float workspace (partial results) | `FlashInferOps`          | its `graphed` ops: they run on one lane after another |
+| a plan's numbers, on the device   | each wrapper             | –                                                     |
+| the same in pinned memory         | each wrapper             | the copy out of it: an event says when it is done     |
+| page tables of captured decodes   | `PageBuffer`, one a lane | all captured sizes of the lane                        |
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from cpd.blocks import BLOCK_SIZE
+from engine.batch import Batch, IntArray
+from engine.cuda.buffers import pack, packed_size
+from engine.ops.base import DeviceBatch, Heads
+from engine.ops.triton_ops import TritonOps
+
+HEAD_DIMS = (64, 128, 256)
+"""What FlashInfer's kernels exist for."""
+
+_LEAST_WORKSPACE = 128 << 20  # as FlashInfer's documentation recommends
+_PLAN_BYTES = 1 << 20
+_LEAST_SPLIT = 128 // BLOCK_SIZE
+"""Pages of context that one block of threads attends to at least. FlashInfer's own bound."""
+
+_TILES = (16, 64, 128)
+"""Query rows of a block of threads, where each query head of a key-value head is a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """The pages of a step's sequences, as FlashInfer wants them. All int32.
+
+    Attributes:
+        indptr: Sequence s has the pages `indices[indptr[s]:indptr[s + 1]]`. [S + 1]
+        indices: Pages of all sequences, one after the other.
+        last_page_len: Tokens in each sequence's last page: 1 to BLOCK_SIZE. [S]
+    """
+
+    indptr: IntArray
+    indices: IntArray
+    last_page_len: IntArray
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        """Of all sequences of a step."""
+        counts = -(-batch.context_lens // np.int32(BLOCK_SIZE))
+        indptr = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        inside = np.arange(batch.block_tables.shape[1]) < counts[:, None]
+        last = batch.context_lens - (counts - np.int32(1)) * np.int32(BLOCK_SIZE)
+        return cls(indptr, np.ascontiguousarray(batch.block_tables[inside], np.int32), last.astype(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How FlashInfer divides attention on a device.
+
+    Attributes:
+        sms: Of the whole device: it does not know of partitions.
+    """
+
+    heads: Heads
+    sms: int
+
+    @property
+    def splits(self) -> int:
+        """Blocks of threads a key-value head that run at once, two an SM."""
+        return max(1, 2 * self.sms // self.heads.num_kv)
+
+    @property
+    def decode_tile(self) -> int:
+        """Query rows of a block of threads that decodes."""
+        group = self.heads.num_q // self.heads.num_kv
+        return next((tile for tile in _TILES if group <= tile), _TILES[-1])
+
+    def decode_blocks(self, decodes: int) -> int:
+        """Blocks of threads a key-value head that a captured step of so many decodes starts, needed or not."""
+        rows = decodes * self.heads.num_q // self.heads.num_kv
+        return max(self.splits, -(-rows // self.decode_tile) + decodes - 1)
+
+    def workspace_bytes(self, most_decodes: int) -> int:
+        """Room for float32 partial results of every block."""
+        rows = max(self.splits * _TILES[-1], self.decode_blocks(most_decodes) * self.decode_tile)
+        return max(_LEAST_WORKSPACE, rows * self.heads.num_q * (self.heads.dim + 1) * 4 + 1024)
+
+    def split_pages(self, page_counts: IntArray) -> int | None:
+        """Pages of context a block of threads, so that one long sequence among many short ones doesn't set the pace.
+
+        FlashInfer's own choice never has more blocks than run at once, so that it leaves every sequence whole where
+        there are that many of them.
+
+        Args:
+            page_counts: Of each decoding sequence.
+
+        Returns:
+            The fewest pages with which the step stays within `decode_blocks`; None: nothing needs to be split.
+        """
+        limit = self.decode_blocks(len(page_counts))
+        low, high = _LEAST_SPLIT, max(_LEAST_SPLIT, int(page_counts.max()))
+        while low < high:
+            middle = (low + high) // 2
+            if int((-(-page_counts // middle)).sum()) > limit:
+                low = middle + 1
+            else:
+                high = middle
+        return low if low < int(page_counts.max()) else None
+
+
+class FlashInferOps(TritonOps):
+    """See `engine.ops.base.Ops`.
+
+    Args:
+        library: The module `flashinfer`.
+        dtype: float16 or bfloat16.
+        most_decodes: Of one step.
+    """
+
+    def __init__(
+        self, library: Any, heads: Heads, dtype: torch.dtype, device: torch.device, sms: int, most_decodes: int
+    ) -> None:
+        super().__init__()
+        self._library = library
+        self._dtype = dtype
+        self._device = device
+        self._most_decodes = most_decodes
+        self._geometry = Geometry(heads, sms)
+        # It must be zero at first, says FlashInfer.
+        self._workspace = torch.zeros(self._geometry.workspace_bytes(most_decodes), dtype=torch.uint8, device=device)
+        self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "HND", use_tensor_cores=True, backend="fa2"
+        )
+        self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend="fa2")
+        self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def beside(self) -> Self:
+        heads, sms = self._geometry.heads, self._geometry.sms
+        return type(self)(self._library, heads, self._dtype, self._device, sms, self._most_decodes)
+
+    def graphed(self, size: int, pages: "PageBuffer") -> "GraphedDecodeOps":
+        """Ops for steps of exactly `size` decodes, of which everything but `prepare` can be captured."""
+        return GraphedDecodeOps(self._library, self._geometry, self._dtype, self._workspace, size, pages)
+
+    def compile(self) -> None:
+        """Builds the kernels, or finds them built. Planning is what makes FlashInfer do it.
+
+        Raises:
+            RuntimeError, OSError: That does not work here.
+        """
+        one = np.ones(1, np.int32)
+        batch = Batch(one, one, one, np.array([0, 1], np.int32), one, one[:, None], 1, [])
+        self.prepare(DeviceBatch.of(batch, self._device))
+
+    def prepare(self, batch: DeviceBatch) -> None:
+        self._staged.synchronize()  # what the last plan put into pinned memory has been copied
+        table = PageTable.of(batch.host)
+        indices = pack([table.indices], self._device)[0]
+        d = batch.num_decodes
+        if d:
+            self._decode.plan(
+                _pinned(table.indptr[: d + 1], self._device),
+                indices[: table.indptr[d]],
+                _pinned(table.last_page_len[:d], self._device),
+                fixed_split_size=self._geometry.split_pages(np.diff(table.indptr[: d + 1])),
+                **_shape(self._geometry.heads, self._dtype),
+            )
+        if d < batch.num_seqs:
+            self._prefill.plan(
+                _pinned(batch.host.query_start[d:] - batch.host.query_start[d], self._device),
+                _pinned(table.indptr[d:] - table.indptr[d], self._device),
+                indices[table.indptr[d] :],
+                _pinned(table.last_page_len[d:], self._device),
+                causal=True,
+                **_shape(self._geometry.heads, self._dtype, "head_dim_qk"),
+            )
+        self._staged.record()
+
+    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+        out = torch.empty_like(q)
+        d = batch.num_decodes
+        if d:
+            _run(self._decode, q[:d], kv, scale, out[:d])
+        if d < batch.num_seqs:
+            _run(self._prefill, q[d:], kv, scale, out[d:])
+        return out.view(len(q), -1)
+
+
+class PageBuffer:
+    """Device memory for the page tables of a lane's captured decodes, whose addresses the graphs know.
+
+    Args:
+        most_decodes: Of a captured step.
+        most_pages: Of one sequence.
+    """
+
+    def __init__(self, most_decodes: int, most_pages: int, device: torch.device) -> None:
+        size = packed_size([most_decodes + 1, most_decodes, most_decodes * most_pages])
+        self.numbers = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def views(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where `pack` puts indptr [size + 1], last_page_len [size] and indices (the rest) of `size` sequences."""
+        last, indices = packed_size([size + 1]), packed_size([size + 1, size])
+        return self.numbers[: size + 1], self.numbers[last : last + size], self.numbers[indices:]
+
+
+class GraphedDecodeOps(TritonOps):
+    """See `engine.ops.base.Ops`, for steps of exactly `size` decodes: `prepare` each step, capture the rest once.
+
+    The first `prepare` goes through FlashInfer's wrapper. The later ones call the planner behind it and nothing else:
+    the wrapper would spend up to a millisecond on lists that this back end doesn't need, and copy three times.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        workspace: torch.Tensor,
+        size: int,
+        pages: PageBuffer,
+    ) -> None:
+        super().__init__()
+        self._geometry = geometry
+        self._dtype = dtype
+        self._workspace = workspace
+        self._size = size
+        self._pages = pages
+        indptr, last_page_len, indices = pages.views(size)
+        self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last_page_len,
+            backend="fa2",
+        )
+        device = workspace.device
+        self._numbers = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._wrapper.reset_workspace_buffer(workspace, self._numbers)
+        self._staging = torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._query_start = torch.arange(size + 1, dtype=torch.int32)
+        self._captured_plan: list[int] | None = None
+        self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def prepare(self, batch: DeviceBatch) -> None:
+        assert batch.num_seqs == batch.num_decodes == self._size
+        self._staged.synchronize()
+        table = PageTable.of(batch.host)
+        if self._captured_plan is None:
+            self._captured_plan = self._first_plan(table)
+        else:
+            pack([table.indptr, table.last_page_len, table.indices], self._workspace.device, self._pages.numbers)
+            if self._next_plan(table, batch.host.context_lens) != self._captured_plan:
+                raise RuntimeError(
+                    f"FlashInfer plans a step of {self._size} decodes otherwise than the captured one: its version is "
+                    "not one that this back end knows; install the extra `gpu` of CPD"
+                )
+        self._staged.record()
+
+    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
+        out = torch.empty_like(q)
+        _run(self._wrapper, q, kv, scale, out)
+        return out.view(self._size, -1)
+
+    def _first_plan(self, table: PageTable) -> list[int]:
+        """With FlashInfer's own division: the one that is marked as split whatever the contexts."""
+        self._wrapper.plan(
+            torch.from_numpy(table.indptr),
+            torch.from_numpy(table.indices),
+            torch.from_numpy(table.last_page_len),
+            **_shape(self._geometry.heads, self._dtype),
+        )
+        return list(self._wrapper._plan_info)
+
+    def _next_plan(self, table: PageTable, context_lens: IntArray) -> list[int]:
+        heads, size = self._geometry.heads, self._size
+        split = self._geometry.split_pages(np.diff(table.indptr))
+        planned = self._wrapper._cached_module.plan(
+            self._workspace,
+            self._numbers,
+            self._staging,
+            self._query_start,
+            torch.from_numpy(table.indptr),
+            torch.from_numpy(context_lens),
+            size,  # query rows
+            size,  # sequences
+            heads.num_q,
+            heads.num_kv,
+            BLOCK_SIZE,
+            True,  # for a graph
+            heads.dim,
+            heads.dim,
+            False,  # causal: one query attends to all
+            -1,  # sliding window: none
+            -1 if split is None else split,
+            False,  # never split
+            0,  # blocks of other kernels beside it
+        )
+        return list(planned)
+
+
+def _shape(heads: Heads, dtype: torch.dtype, dim: str = "head_dim") -> dict[str, Any]:
+    """Arguments of every plan. FlashInfer's defaults are float16 and no causal mask."""
+    return {
+        "num_qo_heads": heads.num_q,
+        "num_kv_heads": heads.num_kv,
+        dim: heads.dim,
+        "page_size": BLOCK_SIZE,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }
+
+
+def _run(wrapper: Any, q: torch.Tensor, kv: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """Attention of a planned step. FlashInfer scales by 1 / sqrt(D) and by `q_scale`.
+
+    Kernels that start before the one before them has ended (PDL) would have to know of each other; Triton's don't.
+    """
+    wrapper.run(q, kv, q_scale=scale * math.sqrt(q.shape[-1]), out=out, enable_pdl=False)
+
+
+def _pinned(array: IntArray, device: torch.device) -> torch.Tensor:
+    """Host memory that a wrapper reads, and copies to the device without waiting."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array, np.int32))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
