@@ -44,6 +44,12 @@ BEHIND = 1.0
 EVICTED = 0.1
 """How often an evicted block will be wanted again."""
 
+BROKEN = 5.0
+"""What a broken promise counts, own or of a stream there, in TTFTs at their limit."""
+
+LATE = 0.25
+"""What a ms counts by which other users' tokens are late, while no promise is broken."""
+
 MISSED = 1.25
 """A promise counts as broken in full at this multiple of its limit, and in part from the limit on."""
 
@@ -222,13 +228,13 @@ class _Request:
         uncached = self.prompt.tokens - self.before(worker)
         return (
             worker.queue_ms(self.now)
-            + (1 + BEHIND + worker.decodes) * uncached * worker.token_ms
-            + self.output * worker.stream_ms
+            + (1 + BEHIND + LATE * worker.decodes) * uncached * worker.token_ms
+            + LATE * self.output * worker.stream_ms
         )
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
         """What it counts that something takes so long."""
-        return self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - 1) / (MISSED - 1))
+        return BROKEN * self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - 1) / (MISSED - 1))
 
 
 class _Prefill:
@@ -263,8 +269,8 @@ class _Decode:
         slower_ms = max(0.0, self._itl_ms - worker.crowded_ms)
         missed_ms = request.missed_ms(self._itl_ms, settings.slo_itl_ms)
         newly_missed_ms = missed_ms - request.missed_ms(worker.crowded_ms, settings.slo_itl_ms)
-        self._crowding_ms = others * (request.output * slower_ms + max(0.0, newly_missed_ms))
-        own_ms = prompt.choices * (request.output * self._itl_ms + missed_ms)
+        self._crowding_ms = others * (LATE * request.output * slower_ms + max(0.0, newly_missed_ms))
+        own_ms = prompt.choices * (LATE * request.output * self._itl_ms + missed_ms)
         self._decode_ms = own_ms + self._crowding_ms + self._memory_ms()
 
     def local(self, uncached: int | None = None) -> Option:
@@ -278,7 +284,7 @@ class _Decode:
         uncached = tokens - request.before(worker) if uncached is None else uncached
         pace = worker.prefill(uncached, tokens - uncached)
         missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
-        stutter_ms = worker.decodes * (pace.late_ms + missed_ms)
+        stutter_ms = worker.decodes * (LATE * pace.late_ms + missed_ms)
         return self._option("", uncached, self._queue_ms, pace.ms, 0.0, self._queue_ms + pace.ms, stutter_ms)
 
     def remote(self, helper: _Prefill) -> Option:
