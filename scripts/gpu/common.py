@@ -7,6 +7,7 @@ that what was measured before a failure or a time limit is kept.
 import argparse
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
@@ -15,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,16 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return float(((out.double() - wanted).norm() / wanted.norm()).item())
 
 
+def main() -> int:
+    """Prints the environment as JSON; see `Exit` for what is returned without a device."""
+    try:
+        print(json.dumps(asdict(environment())))
+    except NoDeviceError as error:
+        print(error, file=sys.stderr)
+        return Exit.NO_DEVICE
+    return Exit.OK
+
+
 def _output(*command: str) -> str:
     """What a command prints; nothing if it is not there or fails."""
     try:
@@ -244,3 +255,7 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return ran.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.gpu.carried import arch_of, archive_name
 from scripts.gpu.common import require, run_experiment
-from scripts.gpu.kernels import arch_of, archive_name, build, pack, used_kernels
+from scripts.gpu.kernels import build, pack, used_kernels
 from scripts.gpu.results import Report, Target
 from scripts.gpu.toolchain import compile_environment
 
@@ -30,7 +31,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory(prefix="cpd-compile-") as folder:
         # FlashInfer reads these when it is imported.
-        os.environ.update(compile_environment(Path(folder)))
+        os.environ.update(compile_environment(Path(folder, "lib")), FLASHINFER_WORKSPACE_BASE=folder)
         version = require("flashinfer", "flashinfer-python").__version__
         compiled = []
         for kernel in used_kernels():
@@ -40,8 +41,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
             report.add(f"compile: {kernel.label}", library.seconds, "s", note=note)
         started = time.monotonic()
         for library in compiled:
-            kernel_spec = library.kernel.make()
-            kernel_spec.load(library.path)
+            library.kernel.make().load(library.path)
         report.add("load all, compiled before", (time.monotonic() - started) * 1e3, "ms")
         report.add("compile: all", sum(library.seconds for library in compiled), "s", target=MAX_SECONDS)
         path = Path(folder, archive_name(version, arch_of(report.environment.capability)))

@@ -1,7 +1,7 @@
 """Compiles the FlashInfer kernels that this project uses, and packs them so that a GPU machine need not.
 
 `nvcc` does that without a GPU: `python -m scripts.gpu.kernels --arch 9.0a --out DIR`, with FlashInfer on the path.
-Unpacked into FlashInfer's package, they are found as if they had come with it (`scripts.gpu_check` does so).
+Unpacked into FlashInfer's package, they are found as if they had come with it (`carried.py`).
 """
 
 import argparse
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from scripts.gpu.carried import archive_name
 from scripts.gpu.common import MissingError, require
 from scripts.gpu.toolchain import compile_environment
-
-INSIDE_FLASHINFER = Path("data", "aot")
-"""Where FlashInfer looks for kernels that were compiled before, under its package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +51,19 @@ class Compiled:
 
 
 def used_kernels() -> list[Kernel]:
-    """What the engine's CUDA back end calls for the models it serves.
-
-    Decode runs on the prefill kernels where a key-value head serves four query heads or more, as it does in all shapes
-    that are measured; for fewer there are kernels without tensor cores. Both head sizes that common models have.
+    """What `engine/ops/flashinfer_ops.py` calls, for decodes too, with the head sizes that most models have.
 
     Raises:
         MissingError: FlashInfer is not installed.
     """
-    attention = require("flashinfer.jit", "flashinfer-python")
-    torch = require("torch", "torch")
+    jit = require("flashinfer.jit", "flashinfer-python")
 
-    def paged(dtype: Any, dim: int) -> Callable[[], Any]:
-        arguments = (dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False)
-        return lambda: attention.gen_batch_prefill_module("fa2", *arguments, False)
+    def paged(dim: int) -> Kernel:
+        dtype = torch.bfloat16
+        arguments = ("fa2", dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False, False)
+        return Kernel(f"paged attention, bf16, head {dim}", lambda: jit.gen_batch_prefill_module(*arguments))
 
-    def decode(dtype: Any, dim: int) -> Callable[[], Any]:
-        return lambda: attention.gen_batch_decode_module(dtype, dtype, dtype, torch.int32, dim, dim, 0, False, False)
-
-    return [
-        Kernel("paged attention, bf16, head 128", paged(torch.bfloat16, 128)),
-        Kernel("paged attention, bf16, head 64", paged(torch.bfloat16, 64)),
-        Kernel("decode without tensor cores, bf16, head 128", decode(torch.bfloat16, 128)),
-    ]
+    return [paged(128), paged(64)]
 
 
 def build(kernel: Kernel) -> Compiled:
@@ -85,31 +75,11 @@ def build(kernel: Kernel) -> Compiled:
 
 
 def pack(compiled: Sequence[Compiled], path: Path) -> None:
-    """Writes the libraries into one archive, as `unpack` takes it."""
+    """Writes the libraries into one archive, as `carried.unpack_kernels` takes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz") as archive:
         for library in compiled:
             archive.add(library.path, f"{library.name}/{library.name}.so")
-
-
-def unpack(path: Path, flashinfer: Path) -> None:
-    """Puts an archive's libraries where FlashInfer finds them.
-
-    Args:
-        flashinfer: The folder of the package.
-    """
-    with tarfile.open(path) as archive:
-        archive.extractall(flashinfer / INSIDE_FLASHINFER, filter="data")
-
-
-def arch_of(capability: str) -> str:
-    """What FlashInfer compiles for on a device of that compute capability: from 9.0 on, for that one chip."""
-    return capability + "a" if int(capability.split(".")[0]) >= 9 else capability
-
-
-def archive_name(flashinfer_version: str, arch: str) -> str:
-    """File name of an archive; `arch` as in 9.0a."""
-    return f"flashinfer-kernels-{flashinfer_version}-sm{arch.replace('.', '')}.tar.gz"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="cpd-kernels-") as folder:
         # FlashInfer reads these when it is imported.
-        os.environ.update(compile_environment(Path(folder)), FLASHINFER_CUDA_ARCH_LIST=args.arch)
+        os.environ.update(compile_environment(Path(folder, "lib")))
+        os.environ.update(FLASHINFER_WORKSPACE_BASE=folder, FLASHINFER_CUDA_ARCH_LIST=args.arch)
         if "CUDA_HOME" not in os.environ:
             print("there is no nvcc here; install the CUDA toolkit, or compile on the GPU machine", file=sys.stderr)
             return 1

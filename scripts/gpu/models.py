@@ -1,18 +1,18 @@
-"""Shapes of real models, what a step of them must move and compute, and their decoder with random weights.
-
-Speed does not depend on the values of weights, so the experiments need no checkpoints.
-"""
+"""Shapes of real models, steps of them, and what such a step must move and compute."""
 
 import itertools
+import json
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
-import torch
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
-from engine.batch import Batch
-from engine.config import ModelConfig, RopeConfig
+from engine.batch import Batch, SampleRow
+from engine.config import ModelConfig, load_config
+from engine.types import SamplingParams
 from engine.weights import expected_tensors
 
 BF16_BYTES = 2
@@ -21,45 +21,49 @@ Lens = Sequence[tuple[int, int]]
 """Of each sequence of a step: tokens to compute, and tokens that the last of them attends to. Decodes come first."""
 
 
-def llama3_8b() -> ModelConfig:
-    """Llama 3 8B."""
-    return _config("llama", layers=32, hidden=4096, width=14336, vocab=128256, theta=500_000.0)
+_SHARED: Mapping[str, object] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 16384,
+    "rope_theta": 1_000_000.0,
+    "torch_dtype": "bfloat16",
+}
+MODELS: Mapping[str, Mapping[str, object]] = {
+    "Llama-3-8B": {
+        **_SHARED,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    },
+    "Qwen3-8B": {
+        **_SHARED,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+    },
+    "Qwen3-4B": {
+        **_SHARED,
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+}
+"""What decides the speed in the config.json of some models; positions are cut to what the experiments use."""
 
 
-def qwen3_8b() -> ModelConfig:
-    """Qwen3 8B."""
-    return _config("qwen3", layers=36, hidden=4096, width=12288, vocab=151936, theta=1_000_000.0)
-
-
-def qwen3_4b() -> ModelConfig:
-    """Qwen3 4B."""
-    return _config("qwen3", layers=36, hidden=2560, width=9728, vocab=151936, theta=1_000_000.0, tied=True)
-
-
-def _config(
-    family: str, *, layers: int, hidden: int, width: int, vocab: int, theta: float, tied: bool = False
-) -> ModelConfig:
-    return ModelConfig(
-        family=family,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=width,
-        num_layers=layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        norm_eps=1e-6,
-        rope=RopeConfig(theta=theta),
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=family == "qwen3",
-        tie_embeddings=tied,
-        sliding_window=None,
-        max_model_len=16384,
-        eos_token_ids=(),
-        dtype="bfloat16",
-    )
+def model_config(fields: Mapping[str, object]) -> ModelConfig:
+    """The shape that a config.json with these fields describes."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(fields))
+        return load_config(Path(folder))
 
 
 def kv_bytes(config: ModelConfig) -> int:
@@ -94,21 +98,6 @@ def attention_flop(config: ModelConfig, lens: Lens) -> int:
     return 4 * config.num_layers * config.num_heads * config.head_dim * pairs
 
 
-class RandomCheckpoint:
-    """Stands in for `engine.weights.Checkpoint`: gives every tensor of a model, random, made on the device."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._shapes = expected_tensors(config)
-
-    def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `engine.weights.Checkpoint.read`. Norms are near one, the rest small enough to stay finite."""
-        shapes = [self._shapes[name] for name in names]
-        joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
-        if joined.dim() == 1:
-            return joined.uniform_(0.9, 1.1)
-        return joined.normal_(std=joined.shape[-1] ** -0.5)
-
-
 def random_pages(lens: Lens, num_pages: int, rng: np.random.Generator) -> list[list[int]]:
     """Pages of each sequence, scattered over a pool of `num_pages`, never page 0; all are different.
 
@@ -124,23 +113,27 @@ def random_pages(lens: Lens, num_pages: int, rng: np.random.Generator) -> list[l
 
 
 def step(lens: Lens, pages: Sequence[Sequence[int]], vocab_size: int, rng: np.random.Generator) -> Batch:
-    """A step with random tokens over sequences that lie in these pages. Decodes must come first."""
+    """A step with random tokens over sequences that lie in these pages. Each samples its next token, greedily."""
     tables = np.zeros((len(lens), max(map(len, pages))), np.int32)
-    positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-    slots: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-    for table, row, (count, context) in zip(tables, pages, lens, strict=True):
+    spans = [np.arange(context - count, context) for count, context in lens]
+    for table, row in zip(tables, pages, strict=True):
         table[: len(row)] = row
-        span = np.arange(context - count, context)
-        positions.append(span)
-        slots.append(np.asarray(row)[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE)
-    total = sum(count for count, _ in lens)
+    slots = [
+        table[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE for table, span in zip(tables, spans, strict=True)
+    ]
+    query_start = np.cumsum([0, *map(len, spans)], dtype=np.int32)
+    greedy = SamplingParams(temperature=0.0)
+    before = rng.integers(vocab_size, size=max(context for _, context in lens), dtype=np.int32)
     return Batch(
-        token_ids=rng.integers(vocab_size, size=total, dtype=np.int32),
-        positions=np.concatenate(positions).astype(np.int32),
+        token_ids=rng.integers(vocab_size, size=query_start[-1], dtype=np.int32),
+        positions=np.concatenate(spans).astype(np.int32),
         slots=np.concatenate(slots).astype(np.int32),
-        query_start=np.cumsum([0, *(count for count, _ in lens)], dtype=np.int32),
+        query_start=query_start,
         context_lens=np.array([context for _, context in lens], np.int32),
         block_tables=tables,
         num_decodes=sum(count == 1 for count, _ in lens),
-        samples=[],
+        samples=[
+            SampleRow(int(end) - 1, greedy, 0, context, before[:context], context)
+            for end, (_, context) in zip(query_start[1:], lens, strict=True)
+        ],
     )

@@ -13,12 +13,12 @@ from typing import Any
 
 
 class Exit(IntEnum):
-    """How an experiment ended, as its exit status."""
+    """How an experiment ended, as its exit status. The odd ones are no other program's."""
 
     OK = 0
     FAILED = 1
-    NO_DEVICE = 3
-    MISSING = 4
+    NO_DEVICE = 71
+    MISSING = 72
 
 
 @dataclass(frozen=True, slots=True)

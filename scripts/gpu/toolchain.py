@@ -22,20 +22,15 @@ def compile_environment(folder: Path) -> dict[str, str]:
     """Environment variables for processes that import FlashInfer. Empty where there is no `nvcc`.
 
     Args:
-        folder: For FlashInfer's cache, and for links to libraries.
+        folder: For links to libraries.
     """
     root = cuda_root()
     if root is None:
         return {}
-    links = folder / "lib"
-    links.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in _LIBRARIES:
-        _link(name, root, links)
-    return {
-        "CUDA_HOME": str(root),
-        "FLASHINFER_EXTRA_LDFLAGS": f"-L{links}",
-        "FLASHINFER_WORKSPACE_BASE": str(folder),
-    }
+        _link(name, root, folder)
+    return {"CUDA_HOME": str(root), "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}"}
 
 
 def cuda_root() -> Path | None:

@@ -1,0 +1,83 @@
+"""What a GPU machine without a package registry needs: wheels, unpacked into a folder for PYTHONPATH, and FlashInfer's
+compiled kernels, unpacked into that package.
+
+Only the standard library is used. What fetches them: `carry.py`.
+"""
+
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+KERNELS = "flashinfer-kernels-*.tar.gz"
+"""Names of archives of compiled kernels."""
+_INSIDE_FLASHINFER = Path("data", "aot")
+"""Where FlashInfer looks for kernels that were compiled before, under its package."""
+
+
+def wheels_for_this_python(folder: Path) -> list[Path]:
+    """The wheels in a folder that this Python can import."""
+    return [path for path in sorted(folder.glob("*.whl")) if _fits(path.name, sys.version_info[:2])]
+
+
+def unpack_wheels(wheels: Sequence[Path], site: Path) -> None:
+    """Unpacks wheels side by side. Their command line scripts are left out.
+
+    Args:
+        site: To be put on PYTHONPATH.
+    """
+    site.mkdir(parents=True, exist_ok=True)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                target = _target(PurePosixPath(member.filename))
+                if target is not None and not member.is_dir():
+                    path = site / target
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(archive.read(member))
+                    path.chmod(0o755 if member.external_attr >> 16 & 0o111 else 0o644)
+
+
+def archive_name(flashinfer_version: str, arch: str) -> str:
+    """File name of an archive of kernels; `arch` as in 9.0a."""
+    return KERNELS.replace("*", f"{flashinfer_version}-sm{arch.replace('.', '')}")
+
+
+def arch_of(capability: str) -> str:
+    """What FlashInfer compiles for on a device of that compute capability: from 9.0 on, for that one chip."""
+    return capability + "a" if int(capability.split(".")[0]) >= 9 else capability
+
+
+def unpack_kernels(archives: Sequence[Path], capability: str, site: Path) -> None:
+    """Puts compiled kernels where the FlashInfer in `site` finds them; archives for other devices are left alone.
+
+    Args:
+        capability: Of the device, such as 9.0.
+        site: As of `unpack_wheels`. Without FlashInfer nothing is done: one that is installed keeps its own cache.
+    """
+    package, ending = site / "flashinfer", archive_name("", arch_of(capability)).removeprefix("flashinfer-kernels-")
+    for path in archives:
+        if package.is_dir() and path.name.endswith(ending):
+            with tarfile.open(path) as archive:
+                archive.extractall(package / _INSIDE_FLASHINFER, filter="data")
+
+
+def _target(member: PurePosixPath) -> PurePosixPath | None:
+    """Where a wheel's file belongs; None: nowhere. A `.data` folder holds what belongs somewhere else."""
+    if member.is_absolute() or ".." in member.parts:
+        return None
+    if not member.parts[0].endswith(".data"):
+        return member
+    return PurePosixPath(*member.parts[2:]) if member.parts[1] in ("purelib", "platlib") else None
+
+
+def _fits(name: str, version: tuple[int, int]) -> bool:
+    """Whether the Python tag of a wheel's name allows a version of CPython."""
+    python, abi = name.removesuffix(".whl").split("-")[-3:-1]
+    tags = python.split(".")
+    if "py3" in tags or f"cp{version[0]}{version[1]}" in tags:
+        return True
+    return abi == "abi3" and any(
+        tag.startswith("cp3") and tag[3:].isdigit() and int(tag[3:]) <= version[1] for tag in tags
+    )

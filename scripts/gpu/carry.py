@@ -1,0 +1,113 @@
+"""Fetches what `scripts.gpu_check` needs on a GPU machine without a package registry, into folders of this checkout.
+
+Usage: `python -m scripts.gpu.carry [core|nixl|ucx ...]`, where there is a registry. `core` (the default) is FlashInfer,
+with its kernels compiled if there is an `nvcc` here, and what the engine imports; `nixl` and `ucx` are the transports
+that `page_transfer` compares, each about as large as one upload may be, and so in a folder of its own.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.gpu.toolchain import cuda_root
+
+ROOT = Path(__file__).parents[2]
+PYTHON = "3.12"
+GLIBCS = (39, 35, 34, 31, 28, 27, 24, 17)
+MAX_MIB = 59
+"""Of one folder: with this repository's own files, 64 MiB travel."""
+
+FLASHINFER = ("flashinfer-python==0.6.4", "apache-tvm-ffi==0.1.15.post2", "tabulate")
+FLASHINFER_HERE = ("filelock", "packaging", "requests", "einops", "click", "tqdm", "nvidia-ml-py")
+"""What FlashInfer imports besides, for compiling its kernels here; GPU machines with PyTorch have those."""
+ENGINE = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What goes into one folder, and which parts of `gpu_check` it is for (none: all)."""
+
+    packages: tuple[str, ...]
+    folder: str
+    parts: tuple[str, ...] = ()
+
+
+LOADS: Mapping[str, Load] = {
+    "core": Load((*FLASHINFER, *ENGINE), ".gpu"),
+    "nixl": Load(("nixl-cu13",), ".gpu-nixl", ("page_transfer",)),
+    "ucx": Load(
+        ("ucxx-cu13", "libucxx-cu13", "libucx-cu13==1.21.*", "rmm-cu13", "librmm-cu13", "rapids-logger"),
+        ".gpu-ucx",
+        ("page_transfer",),
+    ),
+}
+
+
+def pinned(packages: Sequence[str], lock: str) -> list[str]:
+    """The packages with the versions of a lock file, where it has them and none is named."""
+    locked = dict(line.replace("_", "-").split("==", 1) for line in lock.split() if "==" in line)
+    return [f"{name}=={locked[name]}" if name in locked else name for name in packages]
+
+
+def download(packages: Sequence[str], folder: Path) -> None:
+    """Downloads wheels for the GPU machine's Python; only these, not what they ask for."""
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBCS] + ["manylinux2014_x86_64"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--python-version", PYTHON, "--implementation", "cp"]
+    command += [f"--platform={platform}" for platform in platforms]
+    subprocess.run([*command, "--dest", str(folder), *packages], check=True)
+
+
+def compile_kernels(folder: Path) -> None:
+    """Compiles FlashInfer's kernels with an installation of its own, for this Python, that is dropped after."""
+    with tempfile.TemporaryDirectory(prefix="cpd-flashinfer-") as site:
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
+        subprocess.run([*install, *FLASHINFER, *FLASHINFER_HERE], check=True)
+        path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+        command = [sys.executable, "-m", "scripts.gpu.kernels", "--out", str(folder)]
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+
+
+def fetch(load: Load) -> None:
+    """Fills a load's folder; what it holds already is kept, so that a second call takes no time."""
+    folder = ROOT / load.folder
+    folder.mkdir(exist_ok=True)
+    (folder / ".gitignore").write_text("*\n")
+    download(pinned(load.packages, (ROOT / "requirements.lock").read_text()), folder)
+    if load is LOADS["core"] and not list(folder.glob("flashinfer-kernels-*")):
+        if cuda_root() is None:
+            print("no nvcc here: FlashInfer's kernels will be compiled on the GPU machine, in a minute or two")
+        else:
+            compile_kernels(folder)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
+    print(f"{load.folder}: {size:.1f} MiB" + (f", over the {MAX_MIB} that travel" if size > MAX_MIB else ""))
+
+
+def command_line(load: Load, commit: str) -> str:
+    """What to run on the GPU machine, in a copy of this checkout with the load's folder in it."""
+    only = f" --only {' '.join(load.parts)}" if load.parts else ""
+    return f'CPD_COMMIT={commit} python3 -m scripts.gpu_check --carried {load.folder}{only} --out "${{OUT:-out}}"'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu.carry", description=__doc__)
+    parser.add_argument("loads", nargs="*", choices=list(LOADS), default=["core"], help="what to fetch (default: core)")
+    args = parser.parse_args(argv)
+    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = head.stdout.strip() or "unknown"
+    for name in args.loads:
+        fetch(LOADS[name])
+    print("\nCopy this checkout with the folder to the GPU machine, and run there:")
+    for name in args.loads:
+        print(f"  {command_line(LOADS[name], commit)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

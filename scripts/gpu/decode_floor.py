@@ -1,0 +1,84 @@
+"""What do the engine's decode steps cost against the least that the bandwidth allows, and what do CUDA graphs save?
+
+Llama 3 8B's shape in bfloat16 with random weights, greedy, through the engine's own runner. A step is timed from its
+launch until its tokens are on the host; its floor is the weights and the keys and values, read once, over the measured
+copy bandwidth. Eager steps are the same model without graphs.
+
+Usage: `python -m scripts.gpu.decode_floor [--out DIR]`
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from engine.runner import TorchRunner
+from scripts.gpu.common import Timing, run_experiment
+from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes
+from scripts.gpu.random_model import random_runner, step_ms
+from scripts.gpu.results import Report, Target
+
+QUESTION = "How close are decode steps of a Llama-3-8B shape to the bandwidth floor, with CUDA graphs?"
+MODEL = "Llama-3-8B"
+CONTEXT = 1024
+BATCHES = (1, 64, 128)
+OUTLIER: Lens = [(1, 256)] * 127 + [(1, 8192)]
+UNIFORM: Lens = [(1, 318)] * 128
+"""As many tokens as `OUTLIER` has."""
+MIN_SHARE = Target(at_least=0.8)
+MIN_GAIN = Target(at_least=3.4)
+"""Published for another engine at batch 1: 23.9 to 7.0 ms."""
+MAX_OUTLIER = Target(at_most=1.15)
+
+
+def measure(report: Report, runner: TorchRunner, name: str, lens: Lens) -> Timing:
+    """Times a decode step and reports it."""
+    rng = np.random.default_rng(len(lens))
+    batch = step(lens, random_pages(lens, runner.num_pages, rng), runner.config.vocab_size, rng)
+    timing = step_ms(runner.full, batch)
+    floor = report.ceilings.bytes_ms(step_bytes(runner.config, lens))
+    note = f"80 % within {timing.low:.4g} to {timing.high:.4g}"
+    report.add(name, timing.median, "ms", floor=floor, note=note)
+    return timing
+
+
+def measure_all(report: Report, fields: Mapping[str, object], device: str = "cuda") -> None:
+    """Every figure, for a model of this config.json."""
+    config = model_config(fields)
+    tokens = max(BATCHES) * CONTEXT
+    eager_ms = {}
+    for graphs in (0, max(BATCHES)):
+        runner = random_runner(fields, tokens=tokens, graph_decodes=graphs, device=device)
+        kind = "graph" if graphs else "eager"
+        for count in BATCHES:
+            lens = [(1, CONTEXT)] * count
+            median = measure(report, runner, f"{MODEL}: decode {count} x {CONTEXT:,}, {kind}", lens).median
+            if not graphs:
+                eager_ms[count] = median
+                continue
+            share = report.ceilings.bytes_ms(step_bytes(config, lens)) / median
+            report.add(f"{MODEL}: decode {count} x {CONTEXT:,}: share of the floor", share, "ratio", target=MIN_SHARE)
+            target = MIN_GAIN if count == 1 else None
+            report.add(f"{MODEL}: decode {count}: eager / graph", eager_ms[count] / median, "ratio", target=target)
+        if graphs:
+            outlier = measure(report, runner, f"{MODEL}: decode 127 x 256 and 1 x 8,192", OUTLIER).median
+            uniform = measure(report, runner, f"{MODEL}: decode 128 x 318", UNIFORM).median
+            report.add(f"{MODEL}: outlier / uniform", outlier / uniform, "ratio", target=MAX_OUTLIER)
+        del runner
+        torch.cuda.empty_cache()
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """See the module."""
+    measure_all(report, MODELS[MODEL])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("decode_floor", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""How much does a prefill chunk stretch the step of the decodes that it shares a batch with?
+
+Qwen3 8B's shape in bfloat16 with random weights, through the engine's own runner. Chunks of 128 to 8,192 tokens, each
+the beginning of a prompt, in one mixed batch with 1 to 256 decodes of 1,024 tokens each. The stretch is the time of
+that step over the time of the decodes alone; beside it stands what the two would take one after the other.
+
+Usage: `python -m scripts.gpu.mixed_regime [--out DIR]`
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from engine.runner import TorchRunner
+from scripts.gpu.common import run_experiment
+from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes, step_flop
+from scripts.gpu.random_model import random_runner, step_ms
+from scripts.gpu.results import Report, Target
+
+QUESTION = "How much does a prefill chunk stretch the decodes in its batch?"
+MODEL = "Qwen3-8B"
+CONTEXT = 1024
+DECODES = (1, 8, 32, 128, 256)
+CHUNKS = (128, 512, 2048, 8192)
+MIN_PREFILL_SHARE = Target(at_least=0.65)
+"""Of the measured matmul peak, for a prefill of 8,192 tokens."""
+
+
+def measure(report: Report, runner: TorchRunner, name: str, lens: Lens) -> float:
+    """Times a step and reports it. ms"""
+    rng = np.random.default_rng(len(lens))
+    batch = step(lens, random_pages(lens, runner.num_pages, rng), runner.config.vocab_size, rng)
+    timing = step_ms(runner.full, batch, warmup=2, repeats=7)
+    ceilings = report.ceilings
+    floor = max(ceilings.bytes_ms(step_bytes(runner.config, lens)), ceilings.flop_ms(step_flop(runner.config, lens)))
+    report.add(name, timing.median, "ms", floor=floor, note=f"80 % within {timing.low:.4g} to {timing.high:.4g}")
+    return timing.median
+
+
+def measure_all(report: Report, fields: Mapping[str, object], device: str = "cuda") -> None:
+    """Every figure, for a model of this config.json."""
+    config = model_config(fields)
+    tokens = max(DECODES) * CONTEXT + max(CHUNKS)
+    runner = random_runner(fields, tokens=tokens, graph_decodes=max(DECODES), device=device)
+    prefill_ms = {}
+    for chunk in CHUNKS:
+        prefill_ms[chunk] = measure(report, runner, f"{MODEL}: prefill {chunk:,}", [(chunk, chunk)])
+    longest = max(CHUNKS)
+    share = report.ceilings.flop_ms(step_flop(config, [(longest, longest)])) / prefill_ms[longest]
+    report.add(f"{MODEL}: prefill {longest:,}: share of the peak", share, "ratio", target=MIN_PREFILL_SHARE)
+    for count in DECODES:
+        decodes: list[tuple[int, int]] = [(1, CONTEXT)] * count
+        alone = measure(report, runner, f"{MODEL}: decode {count}", decodes)
+        for chunk in CHUNKS:
+            name = f"{MODEL}: decode {count} with prefill {chunk:,}"
+            mixed = measure(report, runner, name, [*decodes, (chunk, chunk)])
+            note = f"one after the other: {(alone + prefill_ms[chunk]) / alone:.3g}"
+            report.add(f"{name}: stretch", mixed / alone, "ratio", note=note)
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """See the module."""
+    measure_all(report, MODELS[MODEL])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("mixed_regime", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

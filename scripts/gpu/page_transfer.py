@@ -1,0 +1,122 @@
+"""How fast do NIXL and ucxx move pages between two processes on one GPU?
+
+One process sends every page of a pool (plain cudaMalloc memory, as the engine's) to scattered pages of the other's, in
+pages of 0.25 to 2.25 MiB; the receiver checks every byte. NIXL writes one-sided; ucxx sends a message a page. Each is
+left out where its package is missing.
+
+Usage: `python -m scripts.gpu.page_transfer [--out DIR]`
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import Any
+
+from scripts.gpu.common import MissingError, run_experiment
+from scripts.gpu.results import Report
+from scripts.gpu.transfer_peers import Peer, nixl_receiver, nixl_sender, ucxx_receiver, ucxx_sender
+
+QUESTION = "How fast do NIXL and ucxx move pages between two processes on one GPU?"
+PAGE_BYTES = (256 << 10, 512 << 10, 1 << 20, 9 << 18)
+POOL_BYTES = 9 << 26
+"""576 MiB: a whole number of pages of every size."""
+PATIENCE_S = 30.0
+
+TRANSPORTS: Mapping[str, tuple[str, Peer, Peer]] = {
+    "NIXL": ("nixl_cu13", nixl_receiver, nixl_sender),
+    "ucxx": ("ucxx", ucxx_receiver, ucxx_sender),
+}
+"""Module that it needs, and its two processes."""
+
+
+class PeerError(Exception):
+    """A peer died or was silent for too long."""
+
+
+@contextmanager
+def _peer(target: Peer, device: str, size: int) -> Iterator[Connection]:
+    """Runs a peer; gives the parent's end of its pipe. In the end the process is gone, whatever it was doing."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, device, size), daemon=True)
+    process.start()
+    theirs.close()  # so that its death is seen here
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _answer(pipe: Connection) -> Any:
+    """What a peer says next."""
+    if not pipe.poll(PATIENCE_S):
+        raise PeerError(f"no answer within {PATIENCE_S:.0f} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise PeerError("a process died; its log says why") from None
+
+
+def transfer_seconds(
+    receiver: Peer, sender: Peer, device: str, size: int, page_sizes: Sequence[int]
+) -> Iterator[tuple[int, list[float], bool]]:
+    """Moves a pool of `size` bytes in pages of each size.
+
+    Yields:
+        The page size, the seconds of each round, and whether every byte arrived.
+
+    Raises:
+        PeerError: A process died, or did not answer in time.
+    """
+    with _peer(receiver, device, size) as receiving, _peer(sender, device, size) as sending:
+        sending.send(_answer(receiving))
+        for page_bytes in page_sizes:
+            receiving.send(page_bytes)
+            sending.send(page_bytes)
+            seconds = _answer(sending)
+            receiving.send(page_bytes)
+            yield page_bytes, seconds, _answer(receiving)
+
+
+def measure(report: Report, device: str = "cuda", size: int = POOL_BYTES, pages: Sequence[int] = PAGE_BYTES) -> None:
+    """Every transport whose package is here.
+
+    Raises:
+        MissingError: None is.
+    """
+    found = {name: peers for name, (module, *peers) in TRANSPORTS.items() if find_spec(module) is not None}
+    if not found:
+        raise MissingError("neither NIXL nor ucxx is installed; carry the wheels of one, see docs/gpu-status.md")
+    floor_gb_s = report.ceilings.copy_gb_s / 2
+    for name, (receiver, sender) in found.items():
+        try:
+            for page_bytes, seconds, whole in transfer_seconds(receiver, sender, device, size, pages):
+                label = f"{name}: pages of {page_bytes / 2**20:g} MiB"
+                rate = size / statistics.median(seconds) / 1e9
+                note = f"first round {size / seconds[0] / 1e9:.3g}; a copy on the device reaches {floor_gb_s:.0f}"
+                report.add(label, rate, "GB/s", note=note)
+                if not whole:
+                    raise PeerError(f"pages of {page_bytes} bytes arrived damaged, or not at all")
+        except (PeerError, OSError) as error:
+            report.add(f"{name}: failed", None, "GB/s", note=str(error))
+
+
+def run(report: Report, args: argparse.Namespace) -> None:
+    """See the module."""
+    measure(report)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("page_transfer", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

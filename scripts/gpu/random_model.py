@@ -1,0 +1,87 @@
+"""The engine's runner over a model of any shape with random weights: speed does not depend on their values."""
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+from unittest.mock import patch
+
+import torch
+
+from cpd.blocks import blocks_for
+from engine.batch import Batch, Lane
+from engine.config import load_config
+from engine.runner import TorchRunner
+from engine.weights import Checkpoint, expected_tensors
+from scripts.gpu.common import Timing
+
+
+class _RandomCheckpoint(Checkpoint):
+    """Every tensor of the model that a folder's config.json describes, random, made on the device that asks for it."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._shapes = expected_tensors(load_config(model_dir))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Nothing can be missing."""
+
+    def unused(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
+        """None is."""
+        return []
+
+    def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Norms near one; the rest keeps activations of about the size of their inputs."""
+        shapes = [self._shapes[name] for name in names]
+        joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
+        if joined.dim() == 1:
+            return joined.uniform_(0.9, 1.1)
+        return joined.normal_(std=joined.shape[-1] ** -0.5)
+
+
+def random_runner(
+    fields: Mapping[str, object], *, tokens: int, graph_decodes: int, device: str = "cuda"
+) -> TorchRunner:
+    """The engine's runner over a model with random weights.
+
+    Args:
+        fields: Of its config.json, see `models.MODELS`.
+        tokens: Room in the KV pool.
+        graph_decodes: CUDA graphs are captured for up to so many decodes; 0: steps are eager.
+    """
+    pages = blocks_for(tokens) + 1
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch("engine.runner.Checkpoint", _RandomCheckpoint),
+        patch("engine.runner.model_fingerprint", return_value=bytes(16)),
+    ):
+        Path(folder, "config.json").write_text(json.dumps(fields))
+        return TorchRunner(
+            Path(folder),
+            dtype="bfloat16",
+            device=device,
+            kv_bytes=pages * load_config(Path(folder)).page_bytes("bfloat16"),
+            max_model_len=0,
+            max_num_seqs=graph_decodes,
+        )
+
+
+def step_ms(lane: Lane, batch: Batch, *, warmup: int = 3, repeats: int = 20) -> Timing:
+    """Times a step as the engine sees it: from `launch` until the tokens are there, by the host's clock."""
+    samples = []
+    for _ in range(warmup + repeats):
+        started = time.perf_counter()
+        lane.launch(batch)
+        lane.collect()
+        samples.append((time.perf_counter() - started) * 1e3)
+    return Timing.of(samples[warmup:])

@@ -1,0 +1,179 @@
+"""Runs the GPU tests and every GPU experiment, in ten minutes, and prints their figures beside the targets.
+
+Usage: `python3 -m scripts.gpu_check [--carried DIR] [--out DIR] [--only PART …] [--minutes N] [--dry-run]`, from the
+repository's root on a machine with a CUDA GPU. It needs PyTorch and `nvcc`; what else the parts import may lie in
+DIR as wheels (`python -m scripts.gpu.carry` fetches them). Every part runs in processes of its own with a time limit.
+
+Under --out come `gpu_check.json` (device, versions, commit, all figures; `bench/results/` keeps such files),
+`details.tar.gz` (logs and each part's own files), and FlashInfer's compiled kernels if they were compiled.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu.carried import KERNELS, unpack_kernels, unpack_wheels, wheels_for_this_python
+from scripts.gpu.parts import Outcome, Part, run_all
+from scripts.gpu.results import Exit, number, text_table
+from scripts.gpu.toolchain import compile_environment
+
+ROOT = Path(__file__).parents[1]
+TESTS = "tests"
+COMPILE = "compile_time"
+
+
+def _experiment(name: str, seconds: float, about: str, *arguments: str) -> Part:
+    return Part(name, ("-m", f"scripts.gpu.{name}", *arguments), seconds, about)
+
+
+PARTS = (
+    Part(
+        TESTS,
+        # Options of pyproject.toml whose plugins may not be here, and other people's warnings, must not stop the tests.
+        (
+            *("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-o", "addopts=--import-mode=importlib", "-W", "default"),
+            *("-p", "no:cacheprovider", f"--junitxml={{results}}/{TESTS}.xml"),
+        ),
+        150,
+        "Is what the engine computes on a GPU right?",
+    ),
+    _experiment("attention_layout", 90, "FlashInfer on the page layout"),
+    _experiment("partition", 60, "Do streams and graphs stay in their SMs?"),
+    _experiment("two_kernels", 90, "Green Contexts against one and two streams"),
+    _experiment("decode_floor", 120, "Decode steps against the bandwidth floor"),
+    _experiment("mixed_regime", 100, "What a prefill chunk costs the decodes beside it"),
+    _experiment("evict_first", 60, "Do evict-first loads help the GEMM beside them?"),
+    _experiment("page_transfer", 60, "NIXL and ucxx between two processes"),
+    _experiment(COMPILE, 180, "Compiling FlashInfer's kernels"),
+)
+"""The most valuable first."""
+
+
+def selected(only: Sequence[str], kernels: bool) -> list[Part]:
+    """The parts to run, in order. Without carried kernels compiling them comes first, as most others need them.
+
+    Args:
+        only: Names; empty for all.
+    """
+    chosen = [part for part in PARTS if not only or part.name in only]
+    if not kernels:
+        chosen.sort(key=lambda part: part.name != COMPILE)
+    return chosen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module. 0 if no part failed, whatever the figures are."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=__doc__.partition("\n")[0])
+    parser.add_argument("--carried", type=Path, help="folder of wheels and compiled kernels to use")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="folder for the results")
+    parser.add_argument("--only", nargs="+", default=[], choices=[part.name for part in PARTS], help="parts to run")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all parts together (default: 9)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run")
+    args = parser.parse_args(argv)
+    if args.carried is not None and not args.carried.is_dir():
+        parser.error(f"--carried: {args.carried} is no folder; `python -m scripts.gpu.carry` makes one")
+    kernels = sorted(args.carried.glob(KERNELS)) if args.carried else []
+    if args.dry_run:
+        print(plan(selected(args.only, bool(kernels)), args.minutes, args.carried))
+        return Exit.OK
+    with tempfile.TemporaryDirectory(prefix="cpd-gpu-check-") as folder:
+        return check(args, kernels, Path(folder))
+
+
+def plan(chosen: Sequence[Part], minutes: float, carried: Path | None) -> str:
+    """What would run, as text."""
+    files = sorted(path.name for path in carried.iterdir() if not path.name.startswith(".")) if carried else []
+    rows = [[part.name, f"{part.seconds:.0f} s", part.about, " ".join(part.command)] for part in chosen]
+    return "\n".join(
+        [
+            f"carried: {', '.join(files) or 'nothing'}",
+            f"at most {minutes:g} minutes in all; what no time is left for is not run",
+            text_table(("part", "limit", "about", "python"), rows),
+        ]
+    )
+
+
+def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
+    """Runs the chosen parts and hands in what they found. See `main`."""
+    started = time.monotonic()
+    site = work / "site"
+    wheels = wheels_for_this_python(args.carried) if args.carried else []
+    unpack_wheels(wheels, site)
+    environment = child_environment(site, work)
+    device, error = find_device(environment)
+    if device is None:
+        print(error, file=sys.stderr)
+        return Exit.NO_DEVICE
+    unpack_kernels(kernels, device["capability"], site)
+    chosen = selected(args.only, bool(kernels))
+    print(f"{device['device']}, driver {device['driver']}, torch {device['packages'].get('torch')}, {device['commit']}")
+    outcomes: list[Outcome] = []
+    seconds = args.minutes * 60 - (time.monotonic() - started)
+    for outcome in run_all(chosen, work, ROOT, environment, seconds):
+        outcomes.append(outcome)
+        print(f"{time.monotonic() - started:4.0f} s  {outcome.name}: {outcome.status}  {outcome.note}", flush=True)
+        if outcome.name == COMPILE:
+            unpack_kernels(sorted((work / "results").glob(KERNELS)), device["capability"], site)
+        hand_in(args.out, work, device, outcomes)
+    print(f"\n{tables(outcomes)}")
+    return Exit.OK if all(outcome.status in ("ok", "missing", "not run") for outcome in outcomes) else Exit.FAILED
+
+
+def child_environment(site: Path, work: Path) -> dict[str, str]:
+    """Environment variables of the parts: they find carried packages, and the toolkit."""
+    path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, **compile_environment(work / "lib"), "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def find_device(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
+    """The `Environment` that the parts will run in, or why there is none."""
+    command = [sys.executable, "-m", "scripts.gpu.common"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=dict(environment), timeout=120)
+    if ran.returncode != Exit.OK:
+        return None, (ran.stderr.strip().splitlines() or ["no CUDA device"])[-1]
+    return json.loads(ran.stdout.strip().splitlines()[-1]), ""
+
+
+def hand_in(out: Path, work: Path, device: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Writes the files under --out anew; after every part, so that nothing is lost if the run is cut short."""
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"schema": 1, "name": "gpu_check", "environment": device, "parts": [part.to_json() for part in outcomes]}
+    (out / "gpu_check.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with tarfile.open(out / "details.tar.gz", "w:gz") as archive:
+        for folder in ("logs", "results"):
+            archive.add(work / folder, folder, filter=lambda info: None if "flashinfer-kernels" in info.name else info)
+    for kernels in (work / "results").glob(KERNELS):
+        (out / kernels.name).write_bytes(kernels.read_bytes())
+
+
+def _stop(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Every figure that has a target, then how the parts ended."""
+    rows = []
+    for outcome in outcomes:
+        for figure in outcome.figures:
+            if (target := figure["target"]) is not None:
+                least, most = target["at_least"], target["at_most"]
+                bound = f"≥ {number(least)}" if least is not None else f"≤ {number(most)}"
+                met = "yes" if figure["met"] else "NO"
+                rows.append([figure["name"], number(figure["value"]), figure["unit"], bound, met])
+    ends = [[outcome.name, outcome.status, f"{outcome.seconds:.0f} s", outcome.note[:80]] for outcome in outcomes]
+    figures = text_table(("figure", "value", "unit", "target", "met"), rows)
+    return f"{figures}\n\n{text_table(('part', 'ended', 'took', 'note'), ends)}"
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)  # the part that runs must not outlive this process
+    sys.exit(main())

@@ -1,0 +1,115 @@
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu import carry
+from scripts.gpu.carried import _fits, arch_of, archive_name, unpack_kernels, unpack_wheels, wheels_for_this_python
+from scripts.gpu.carry import LOADS, command_line, pinned
+
+
+def wheel(folder: Path, name: str, files: dict[str, str]) -> Path:
+    path = folder / name
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in files.items():
+            archive.writestr(member, content)
+    return path
+
+
+def test_an_unpacked_wheel_can_be_imported(tmp_path: Path) -> None:
+    wheel(
+        tmp_path,
+        "parcel-1.0-py3-none-any.whl",
+        {
+            "parcel/__init__.py": "from parcel.inner import VALUE",
+            "parcel-1.0.data/purelib/parcel/inner.py": "VALUE = 7",
+            "parcel-1.0.data/scripts/parcel": "#!/bin/sh",
+            "parcel-1.0.dist-info/METADATA": "Name: parcel",
+        },
+    )
+    unpack_wheels(wheels_for_this_python(tmp_path), tmp_path / "site")
+    ran = subprocess.run(
+        [sys.executable, "-c", "import parcel; print(parcel.VALUE)"],
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout.strip() == "7"
+    assert not list((tmp_path / "site").glob("**/scripts"))
+
+
+def test_a_member_that_leads_out_of_the_folder_is_left_out(tmp_path: Path) -> None:
+    unpack_wheels(
+        [wheel(tmp_path, "bad-1-py3-none-any.whl", {"../escaped.py": "", "/rooted.py": ""})], tmp_path / "site"
+    )
+    assert not (tmp_path / "escaped.py").exists()
+    assert list((tmp_path / "site").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("a-1-py3-none-any.whl", True),
+        ("a-1-py2.py3-none-any.whl", True),
+        ("a-1-cp312-cp312-manylinux_2_28_x86_64.whl", True),
+        ("a-1-1build-cp312-cp312-manylinux_2_28_x86_64.whl", True),
+        ("a-1-cp311-cp311-manylinux_2_28_x86_64.whl", False),
+        ("a-1-cp311-abi3-manylinux_2_28_x86_64.whl", True),
+        ("a-1-cp313-abi3-manylinux_2_28_x86_64.whl", False),
+    ],
+)
+def test_only_wheels_for_this_python_are_used(name: str, fits: bool) -> None:
+    assert _fits(name, (3, 12)) is fits
+
+
+def kernels(folder: Path, capability: str) -> Path:
+    path = folder / archive_name("0.6.4", arch_of(capability))
+    (folder / "k.so").write_text(capability)
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(folder / "k.so", "attention/attention.so")
+    return path
+
+
+def test_kernels_for_this_device_go_where_flashinfer_looks_for_them(tmp_path: Path) -> None:
+    archives = [kernels(tmp_path, "8.9"), kernels(tmp_path, "9.0")]
+    assert [path.name for path in archives] == [
+        "flashinfer-kernels-0.6.4-sm89.tar.gz",
+        "flashinfer-kernels-0.6.4-sm90a.tar.gz",
+    ]
+    unpack_kernels(archives, "9.0", tmp_path / "site")
+    assert not (tmp_path / "site").exists()  # FlashInfer is not carried
+    (tmp_path / "site" / "flashinfer").mkdir(parents=True)
+    unpack_kernels(archives, "9.0", tmp_path / "site")
+    library = tmp_path / "site" / "flashinfer" / "data" / "aot" / "attention" / "attention.so"
+    assert library.read_text() == "9.0"
+
+
+def test_versions_come_from_the_lock_file_unless_they_are_named() -> None:
+    lock = "pydantic==2.14.3\npydantic_core==2.50.4\n"
+    assert pinned(["pydantic", "pydantic-core", "tabulate", "a==1"], lock) == [
+        "pydantic==2.14.3",
+        "pydantic-core==2.50.4",
+        "tabulate",
+        "a==1",
+    ]
+
+
+def test_the_command_line_names_the_folder_the_commit_and_only_the_parts_that_need_it() -> None:
+    assert command_line(LOADS["core"], "abc").startswith(
+        "CPD_COMMIT=abc python3 -m scripts.gpu_check --carried .gpu --out"
+    )
+    assert "--carried .gpu-nixl --only page_transfer --out" in command_line(LOADS["nixl"], "abc")
+
+
+def test_fetching_fills_a_folder_that_git_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads: list[list[str]] = []
+    monkeypatch.setattr(carry, "ROOT", tmp_path)
+    monkeypatch.setattr(carry, "download", lambda packages, folder: downloads.append(packages))
+    (tmp_path / "requirements.lock").write_text("pydantic==2.0\n")
+    carry.fetch(LOADS["nixl"])
+    assert downloads == [["nixl-cu13"]]
+    assert (tmp_path / ".gpu-nixl" / ".gitignore").read_text() == "*\n"
