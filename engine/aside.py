@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from cpd.blocks import blocks_for
 from engine.batch import Batch, Ran, Split
-from engine.plan import Plan, build_batch
+from engine.plan import BuildBatch, Plan
 from engine.pool import BlockPool
 from engine.sequence import SeqTable
 
@@ -44,9 +44,10 @@ class Launched:
 class Aside:
     """The prefill lane, and what is on it."""
 
-    def __init__(self, pool: BlockPool, table: SeqTable) -> None:
+    def __init__(self, pool: BlockPool, table: SeqTable, build: BuildBatch) -> None:
         self._pool = pool
         self._table = table
+        self._build = build
         self._launched: Launched | None = None
 
     @property
@@ -69,7 +70,7 @@ class Aside:
         self._pool.hold(pages)
         for chunk in plan.chunks:
             chunk.seq.aside = True
-        self._launched = Launched(split, plan, build_batch(plan, self._table), pages)
+        self._launched = Launched(split, plan, self._build(plan, self._table), pages)
         split.prefill.launch(self._launched.batch, on_done)
 
     def collect(self) -> tuple[Launched, Ran]:

@@ -20,7 +20,7 @@ from engine.aside import Aside
 from engine.backlog import Backlog
 from engine.batch import Batch, Lane, Ran, Runner
 from engine.colocation import Colocation
-from engine.plan import Plan, build_batch
+from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
 from engine.reservations import Reservations
@@ -41,6 +41,7 @@ class Engine:
         colocation: Where prefills go while there are decodes.
         max_num_seqs: Sequences that run at the same time, at most.
         max_queue_tokens: Tokens of requests that wait for their first turn, at most.
+        build: Makes the batches; a runner that computes nothing needs less in them.
 
     Attributes:
         max_model_len: Tokens of the longest sequence that can be served.
@@ -56,6 +57,7 @@ class Engine:
         colocation: Colocation,
         max_num_seqs: int,
         max_queue_tokens: int,
+        build: BuildBatch = build_batch,
     ) -> None:
         self.max_model_len = min(max_model_len, runner.num_pages * BLOCK_SIZE)
         self._runner = runner
@@ -69,7 +71,8 @@ class Engine:
             backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
         )
         self.colocation = colocation
-        self._aside = Aside(self._pool, self._scheduler.table)
+        self._build = build
+        self._aside = Aside(self._pool, self._scheduler.table, build)
         self._on_aside_done: Callable[[], None] = lambda: None
         self._reservations = Reservations(self._scheduler)
         self._requests = LiveRequests(self._scheduler, self.max_model_len)
@@ -126,7 +129,7 @@ class Engine:
         if plan:
             split = self._aside.split
             lane = split.decode if split else self._runner.full
-            batch = build_batch(plan, self._scheduler.table)
+            batch = self._build(plan, self._scheduler.table)
             lane.launch(batch)
             ran = lane.collect()
             self._requests.process(plan, ran.sampled, output)

@@ -1,5 +1,6 @@
 """What one step computes, and the batch it makes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +62,9 @@ class Room:
     along: int
     aside: int = 0
     cut: bool = False
+
+
+BuildBatch = Callable[[Plan, SeqTable], Batch]
 
 
 def build_batch(plan: Plan, table: SeqTable) -> Batch:

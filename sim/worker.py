@@ -14,7 +14,7 @@ from cpd.perfmodel import PerfModel
 from cpd.rpc import cpd_pb2 as pb
 from engine.colocation import Colocation, Mode
 from engine.engine import Engine
-from engine.simulated import SimulatedRunner, VirtualTime
+from engine.simulated import SimulatedRunner, VirtualTime, outline
 from engine.types import CacheEvent, StepOutput
 from sim.events import Events
 from worker.load import INTERVAL_S, load_from_stats
@@ -74,6 +74,7 @@ class SimWorker:
             colocation=colocation,
             max_num_seqs=max_num_seqs,
             max_queue_tokens=max_queue_tokens,
+            build=outline,
         )
         self.on_output: Callable[[StepOutput], None] = lambda output: None
         self.on_events: Callable[[list[CacheEvent]], None] = lambda events: None

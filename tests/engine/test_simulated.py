@@ -7,8 +7,11 @@ import pytest
 from cpd.blocks import extend_hashes
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from engine.batch import Batch, SampleRow
+from engine.colocation import Colocation
 from engine.engine import Engine
-from engine.simulated import RealTime, SimulatedRunner, VirtualTime, work_of
+from engine.plan import BuildBatch
+from engine.simulated import RealTime, SimulatedRunner, VirtualTime, outline, work_of
+from engine.trace import StepRecord
 from engine.types import Request, SamplingParams
 from tests.engine.fakes import ROOT, Served, drain, engine_of, make_request, prompt
 
@@ -226,3 +229,21 @@ def test_an_engine_runs_on_it_with_lanes_in_virtual_time() -> None:
         engine.check_integrity()
     assert {len(tokens) for tokens in served.token_ids.values()} == {8, 2}
     assert {record.lane for record in engine.trace.records()} == {"full", "prefill", "decode"}
+
+
+def test_an_outline_of_the_batches_gives_the_same_run() -> None:
+    def run(**build: BuildBatch) -> list[StepRecord]:
+        clock = VirtualTime()
+        runner = SimulatedRunner(256, MODEL, clock, VOCAB)
+        colocation = Colocation(MODEL, token_budget=64, mode="lanes", splits=runner.splits)
+        engine = Engine(
+            runner, max_model_len=512, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000, **build
+        )
+        for i, length in enumerate((16, 30, 400, 90)):
+            engine.add(make_request(f"r{i}", prompt(length, i), max_tokens=9, n=1 + i % 2))
+        while clock.alarm_s or engine.has_work:
+            clock.time_s = clock.time_s if engine.has_work else clock.alarm_s or 0.0
+            engine.step()
+        return engine.trace.records()
+
+    assert run() == run(build=outline)
