@@ -22,6 +22,7 @@ _ADVICE = {
     "CUDA_ERROR_NO_DEVICE": "there is no GPU that this process may use; check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU, or lower --kv-memory",
     "CUDA_ERROR_NOT_SUPPORTED": "neither this GPU nor its driver can do that; use --colocate mixed",
+    "CUDA_ERROR_INVALID_CONTEXT": "this thread must have used torch on the GPU before, as in torch.cuda.synchronize()",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel went wrong before and the process must be restarted; "
     "CUDA_LAUNCH_BLOCKING=1 tells which",
 }
@@ -64,8 +65,11 @@ class SmResource:
 
 
 class Driver(Protocol):
-    """What is asked of the driver. Every call raises `CudaError` if it fails, and `CudaUnavailableError` if there is
-    no driver, or one without that call. Contexts are opaque; streams are handles as torch takes them."""
+    """What is asked of the driver, on a thread that has used torch on the device.
+
+    Every call raises `CudaError` if it fails, and `CudaUnavailableError` if there is no driver, or one without that
+    call. Contexts are opaque; streams are handles as torch takes them.
+    """
 
     def version(self) -> int:
         """The CUDA version that the driver speaks: 1000 x major + 10 x minor."""
@@ -80,8 +84,7 @@ class Driver(Protocol):
         """Takes SMs out of a device's resource. Returns them, no fewer than asked for, and the rest."""
 
     def create_context(self, device: int, resource: SmResource) -> Any:
-        """A Green Context of these SMs. It keeps the device's primary context alive, as torch does: have torch
-        initialise the device first."""
+        """A Green Context of these SMs."""
 
     def destroy_context(self, context: Any) -> None:
         """Its streams must be gone."""

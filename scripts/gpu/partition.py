@@ -21,8 +21,8 @@ from engine.split import lane_splits
 from scripts.gpu.common import relative_error, require, require_cuda, run_experiment
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target
-from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, new_stream
-from scripts.gpu.workloads import Compute, Gemm, PagedDecode
+from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, new_stream, together_ms
+from scripts.gpu.workloads import Gemm, PagedDecode, compute_for
 
 QUESTION = "Into what parts can the SMs be split, and does work stay in its part?"
 CYCLES = 200_000
@@ -30,8 +30,13 @@ CYCLES = 200_000
 NONE = Target(at_most=0)
 CLOSE = Target(at_most=1e-2)
 """Of bfloat16 against float64."""
-UNDISTURBED = Target(at_most=1.05)
-ROWS, WARM_ROWS = 2048, 64
+UNDISTURBED = Target(at_most=1.1)
+DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2)
+"""As an engine prepares them."""
+PLACED = 6
+"""So many splits are tried as to where work runs."""
+PIECES = 50
+PREFILL_ROWS, DECODE_ROWS = 2048, 64
 SEQUENCES, CONTEXT = 32, 1000
 
 
@@ -97,7 +102,7 @@ def placement(report: Report, driver: Driver, probes: Probes, device: torch.devi
             parts = contexts.open(size)
             prefill, decode = sms_of_both(probes, device, parts)
             strays["launched"] += len(prefill & decode)
-            unused += parts.prefill.sms - len(prefill) + parts.decode.sms - len(decode)
+            unused += max(0, parts.prefill.sms - len(prefill)) + max(0, parts.decode.sms - len(decode))
             out = torch.full((8 * parts.decode.sms,), -1, dtype=torch.int32, device=device)
             own = parts.decode.stream()
             graph = capture_on(own, lambda out=out: probes.record_sms(out, CYCLES))  # type: ignore[misc]
@@ -168,12 +173,19 @@ def speed(report: Report, name: str, part: Partition, work: Launch, sms: int) ->
     report.add(f"{name} on {part.sms} SMs: speed for its share", whole * sms / (on_part * part.sms), "ratio", note=note)
 
 
-def isolation(report: Report, parts: PartitionPair, gemm: Gemm, compute: Compute) -> None:
-    """A kernel that uses no memory must not notice a GEMM on the other part, if that stays there."""
-    load = Load(parts.decode.stream(), compute)
-    ratio = beside_ms(load, Load(parts.prefill.stream(), gemm)) / alone_ms(load)
-    name = f"compute on {parts.decode.sms} SMs beside a GEMM on {parts.prefill.sms}"
-    report.add(name, ratio, "x alone", target=UNDISTURBED, note="a lower clock counts, too")
+def isolation(report: Report, parts: PartitionPair, gemm: Gemm, probes: Probes, device: torch.device) -> None:
+    """A kernel that uses no memory must not notice a GEMM on the other part, nor wait for it."""
+    beside = Load(parts.prefill.stream(), gemm)
+    gemm_ms = alone_ms(beside)
+    load = Load(parts.decode.stream(), compute_for(probes, device, parts.decode.stream(), gemm_ms))
+    compute_ms = alone_ms(load)
+    name = f"compute on {parts.decode.sms} SMs, GEMM on {parts.prefill.sms}"
+    note = "a lower clock counts, too"
+    report.add(f"{name}: compute", beside_ms(load, beside) / compute_ms, "x alone", target=UNDISTURBED, note=note)
+    both = together_ms([load, beside], PIECES) / (PIECES * max(compute_ms, gemm_ms))
+    report.add(
+        f"{name}: both to the end", both, "x slower one", target=UNDISTURBED, note="2 if one waits for the other"
+    )
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
@@ -181,23 +193,20 @@ def run(report: Report, args: argparse.Namespace) -> None:
     device = require_cuda()
     driver = CudaDriver()
     sizes = granularity(report, driver)
-    some = sizes[:: max(1, len(sizes) // 6)]
     clusters(report, driver, sizes)
     probes = Probes.build(device)
-    placement(report, driver, probes, device, some)
-    compute, prefill, decode = Compute(probes, device, 1000), Gemm(device, ROWS), Gemm(device, WARM_ROWS, 4)
-    for size in some[1:-1]:
-        with GreenContexts(driver) as contexts:
-            parts = contexts.open(size)
-            library(report, f"cuBLAS, {ROWS} rows,", parts.prefill, prefill)
-            library(report, f"cuBLAS, {WARM_ROWS} rows,", parts.decode, decode)
-            speed(report, f"cuBLAS, {ROWS} rows,", parts.prefill, prefill, contexts.units.units)
-            speed(report, f"cuBLAS, {WARM_ROWS} rows,", parts.decode, decode, contexts.units.units)
-            isolation(report, parts, prefill, compute)
-    paged = PagedDecode(require("flashinfer", "flashinfer-python"), device, SEQUENCES, CONTEXT)
-    for size in some[1:-1]:
-        with GreenContexts(driver) as contexts:
-            library(report, "FlashInfer decode", contexts.open(size).decode, paged)
+    placement(report, driver, probes, device, sizes[:: max(1, len(sizes) // PLACED)])
+    prefill, decode = Gemm(device, PREFILL_ROWS), Gemm(device, DECODE_ROWS, 4)
+    with GreenContexts(driver) as contexts:
+        pairs = contexts.prepare(DECODE_SHARES)  # all at once, as an engine has them
+        for parts in pairs:
+            for name, part, work in (("prefill", parts.prefill, prefill), ("decode", parts.decode, decode)):
+                library(report, f"cuBLAS, {name},", part, work)
+                speed(report, f"cuBLAS, {name},", part, work, contexts.units.units)
+            isolation(report, parts, prefill, probes, device)
+        paged = PagedDecode(require("flashinfer", "flashinfer-python"), device, SEQUENCES, CONTEXT)
+        for parts in pairs:
+            library(report, "FlashInfer, decode,", parts.decode, paged)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

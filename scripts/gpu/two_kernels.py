@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import torch
 
 from engine.cuda.driver import CudaDriver, Driver
 from engine.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
@@ -24,7 +23,7 @@ from scripts.gpu.common import require_cuda, run_experiment
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target, number, text_table
 from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, new_stream, together_ms
-from scripts.gpu.workloads import Compute, Gemm, PageReads, decode_attention
+from scripts.gpu.workloads import Gemm, PageReads, compute_for, decode_attention
 
 QUESTION = "What do Green Contexts gain for two kinds of work side by side, and does the planner find the best split?"
 PIECES = 100
@@ -35,7 +34,6 @@ PLANNED = Target(at_most=1.03)
 ROUNDS = 5
 PREFILL_ROWS, DECODE_ROWS, DECODE_MATRICES = 2048, 64, 8
 SEQUENCES, CONTEXT = 128, 4096
-_ITERATIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +198,14 @@ def _curves(pair: Pair, points: Sequence[Point]) -> str:
     return f"\n{pair.name}\n" + text_table(list(asdict(points[0])), rows) + "\n"
 
 
-def balanced_compute(probes: Probes, device: torch.device, ms: float) -> Compute:
-    """A compute-bound kernel that takes about so long on the whole device."""
-    stream = new_stream()
-    trial = alone_ms(Load(stream, Compute(probes, device, _ITERATIONS)))
-    return Compute(probes, device, max(1, round(_ITERATIONS * ms / trial)))
-
-
 def run(report: Report, args: argparse.Namespace) -> None:
     """See the module."""
     device = require_cuda()
     driver = CudaDriver()
     probes = Probes.build(device)
     reads = PageReads(probes, device)
-    compute = balanced_compute(probes, device, alone_ms(Load(new_stream(), reads)))
+    stream = new_stream()
+    compute = compute_for(probes, device, stream, alone_ms(Load(stream, reads)))
     study(report, driver, Pair("compute | memory", compute, reads, every=1, gain=GAIN), PIECES)
     del reads, compute
     prefill = Gemm(device, PREFILL_ROWS)

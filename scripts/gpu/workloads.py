@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from cpd.blocks import BLOCK_SIZE
 from scripts.gpu.common import MissingError, require
 from scripts.gpu.probes import BLOCK, Policy, Probes
+from scripts.gpu.streams import Load, alone_ms
 
 HIDDEN, WIDTH = 4096, 28672
 """Of Llama 3 8B's fused gate and up projection, the largest of its matrices (0.23 GB) but for the LM head."""
@@ -36,6 +37,13 @@ class Compute:
 
     def __call__(self) -> None:
         self._probes.compute(self._source, self._out, self._iterations)
+
+
+def compute_for(probes: Probes, device: torch.device, stream: torch.cuda.Stream, ms: float) -> Compute:
+    """A `Compute` that takes about so long on a stream."""
+    iterations = 1000
+    trial_ms = alone_ms(Load(stream, Compute(probes, device, iterations)))
+    return Compute(probes, device, max(1, round(iterations * ms / trial_ms)))
 
 
 class PageReads:

@@ -15,6 +15,11 @@ needs_nvcc = pytest.mark.skipif(cuda_root() is None, reason="needs nvcc")
 SHARES = (1 / 8, 1 / 2, 7 / 8)
 
 
+@pytest.fixture(autouse=True)
+def device_in_use() -> None:
+    torch.cuda.synchronize()
+
+
 def on_part(part: Partition, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     torch.cuda.synchronize()
     with torch.cuda.stream(part.stream()):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.cuda.driver import CudaError
-from scripts.gpu import partition
+from scripts.gpu import partition, workloads
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Exit
 from scripts.gpu.workloads import Compute, Gemm
@@ -23,9 +23,9 @@ def run(
     monkeypatch.setattr(partition, "require_cuda", lambda: torch.device("cpu"))
     monkeypatch.setattr(partition, "CudaDriver", lambda: gpu.driver)
     monkeypatch.setattr(Probes, "build", lambda device: FakeProbes(gpu))
-    monkeypatch.setattr(partition, "Compute", partial(Compute, blocks=2))
+    monkeypatch.setattr(workloads, "Compute", partial(Compute, blocks=2))
     monkeypatch.setattr(partition, "Gemm", partial(Gemm, hidden=16, width=16))
-    monkeypatch.setattr(partition, "ROWS", 16)
+    monkeypatch.setattr(partition, "PREFILL_ROWS", 16)
     take_time(gpu, monkeypatch, Gemm)
 
     def run() -> dict[str, Any]:
@@ -45,7 +45,7 @@ def test_a_device_that_keeps_its_parts_apart_meets_every_target(
     assert figures["smallest part"]["value"] == 8
     assert figures["splits that can be opened"]["value"] == 30
     assert figures["SMs of the other part: replayed on the other"]["value"] == 0
-    assert any(name.startswith("cuBLAS, 16 rows, on 104 SMs, replayed") for name in figures)
+    assert any(name.startswith("cuBLAS, prefill, on 100 SMs, replayed") for name in figures)
     assert set(gpu.capture_modes) == {"thread_local"}
     assert not gpu.driver.contexts
 
@@ -82,3 +82,13 @@ def test_a_device_without_clusters_has_its_other_questions_answered(
     figures = run()
     assert figures["fewest clusters of 8 blocks"]["value"] is None
     assert figures["SMs of the other part: launched"]["value"] == 0
+
+
+def test_parts_that_wait_for_each_other_are_seen(
+    gpu: FakeGpu, run: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_queue = gpu.stream_of(-1)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: one_queue)
+    both = run()["compute on 64 SMs, GEMM on 68: both to the end"]
+    assert both["value"] == pytest.approx(2, rel=0.05)
+    assert both["met"] is False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.split import Device, lane_splits
-from scripts.gpu import two_kernels
+from scripts.gpu import two_kernels, workloads
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Exit, Report
 from scripts.gpu.two_kernels import Pair, Point, curve, plan, study
@@ -88,7 +88,7 @@ def test_the_whole_experiment_runs_and_its_results_are_a_file(
     monkeypatch.setattr(two_kernels, "require_cuda", lambda: CPU)
     monkeypatch.setattr(two_kernels, "CudaDriver", lambda: gpu.driver)
     monkeypatch.setattr(Probes, "build", lambda device: FakeProbes(gpu))
-    monkeypatch.setattr(two_kernels, "Compute", partial(Compute, blocks=2))
+    monkeypatch.setattr(workloads, "Compute", partial(Compute, blocks=2))
     monkeypatch.setattr(two_kernels, "PageReads", partial(PageReads, pages=4, page_bytes=32768))
     monkeypatch.setattr(two_kernels, "Gemm", partial(Gemm, hidden=16, width=16))
     take_time(gpu, monkeypatch, Gemm)
