@@ -10,9 +10,11 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.completion import Completion
@@ -43,7 +45,6 @@ class ClientGoneError(Exception):
 
 def create_app(service: Service) -> ASGIApp:
     """The router's ASGI application."""
-    app = FastAPI(title="CPD", openapi_url=None)
     settings, workers = service.settings, service.workers
     created = int(time.time())
 
@@ -59,11 +60,9 @@ def create_app(service: Service) -> ASGIApp:
         completion, form = await start(call, caller)
         return CompletionResponse(completion, form, stream=call.stream, include_usage=call.include_usage, n=call.n)
 
-    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await respond(request, ChatRequest, service.chat)
 
-    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await respond(request, CompletionRequest, service.complete)
 
@@ -76,35 +75,29 @@ def create_app(service: Service) -> ASGIApp:
             "max_model_len": workers.max_model_len or None,
         }
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [model_card()]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        service.check_model(name)
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
         return _json(model_card())
 
-    @app.get("/livez")
-    async def livez() -> Response:
+    async def livez(request: Request) -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/readyz")
-    async def readyz() -> Response:
+    async def readyz(request: Request) -> Response:
         if not workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         return _json({"status": "ok"})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/cluster")
-    async def cluster() -> Response:
+    async def cluster(request: Request) -> Response:
         return _json(cluster_status(service))
 
-    @app.get("/requests/{request_id:path}")
-    async def placements(request: Request, request_id: str) -> Response:
+    async def placements(request: Request) -> Response:
+        request_id = request.path_params["request_id"]
         records = service.dispatcher.history.find(_caller(request).tenant.name, request_id)
         if not records:
             message = f"Nothing is known of a recent request {request_id!r} of yours."
@@ -133,10 +126,25 @@ def create_app(service: Service) -> ASGIApp:
     async def on_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # reaches nobody
 
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ClientGoneError, on_gone)
-    app.add_exception_handler(Exception, on_bug)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/livez", livez),
+            Route("/readyz", readyz),
+            Route("/metrics", metrics),
+            Route("/cluster", cluster),
+            Route("/requests/{request_id:path}", placements),
+        ],
+        exception_handlers={
+            ApiError: on_api_error,
+            HTTPException: on_http_error,
+            ClientGoneError: on_gone,
+            Exception: on_bug,
+        },
+    )
     return _Gate(app, Keys(settings.api_key), refuse)
 
 
