@@ -32,7 +32,7 @@ _MAX_CLUSTER = 8
 
 
 class UnusablePartitionError(CPDError):
-    """The driver makes such a partition, but not one that every kernel can run on."""
+    """A split that the driver does not make as asked, or not so that every kernel can run on both parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class GreenContexts:
             self._resource = driver.sm_resource(device)
         except CudaError as error:
             raise CudaUnavailableError(f"the SMs of GPU {device} can't be divided: {error}") from error
-        self.units = _units(self._resource, self._major)
-        if self.units.units < 2 * self.units.minimum:
-            raise CudaUnavailableError(
-                f"GPU {device} has {self.units.units} SMs, too few for two parts of {self.units.minimum}"
-            )
+        sms = self._resource.sms
+        minimum, step = _granularity(self._resource, self._major)
+        if sms < 2 * minimum:
+            raise CudaUnavailableError(f"GPU {device} has {sms} SMs, too few for two parts of {minimum}")
+        self.units = Device(sms, step=step, minimum=minimum)
         self._driver = driver
         self._device = device
         self._owned = ExitStack()
@@ -105,10 +105,9 @@ class GreenContexts:
             CudaError: The driver refuses.
         """
         sizes = [int(split.decode) for split in lane_splits(self.units)]
+        nearest = {min(sizes, key=lambda size: abs(size - share * self.units.units)) for share in decode_shares}
         pairs = []
-        for size in sorted(
-            {min(sizes, key=lambda size: abs(size - share * self.units.units)) for share in decode_shares}
-        ):
+        for size in sorted(nearest):
             try:
                 pairs.append(self.open(size))
             except UnusablePartitionError as error:
@@ -123,7 +122,8 @@ class GreenContexts:
 
         Raises:
             ValueError: No such parts exist, see `units`.
-            UnusablePartitionError: Some kernels could not start on one of them. Another split may do.
+            UnusablePartitionError: The driver makes other parts, or some kernels could not run on one. Another split may
+                do.
             CudaError: The driver refuses.
         """
         units, step, minimum = self.units.units, self.units.step, self.units.minimum
@@ -133,20 +133,17 @@ class GreenContexts:
                 f"{units} SMs have no parts of {prefill_sms} and {decode_sms}: at least {minimum}, and one of them a "
                 f"multiple of {step}"
             )
+        asked = prefill_sms if decode_sms % step else decode_sms
+        group, rest = self._driver.split(self._resource, asked)
+        if (group.sms, rest.sms) != (asked, units - asked):
+            raise UnusablePartitionError(
+                f"the driver splits off {group.sms} of {units} SMs and leaves {rest.sms} where {asked} were asked for"
+            )
+        prefill, decode = (group, rest) if decode_sms % step else (rest, group)
         with ExitStack() as opened:
-            if decode_sms % step == 0:
-                group, rest = self._driver.split(self._resource, decode_sms)
-                decode, prefill = self._partition(group, opened), self._partition(rest, opened)
-            else:
-                group, rest = self._driver.split(self._resource, prefill_sms)
-                prefill, decode = self._partition(group, opened), self._partition(rest, opened)
-            if (prefill.sms, decode.sms) != (prefill_sms, decode_sms):
-                raise UnusablePartitionError(
-                    f"the driver divides the SMs into {prefill.sms} and {decode.sms} where {prefill_sms} and "
-                    f"{decode_sms} were asked for"
-                )
+            pair = PartitionPair(self._partition(prefill, opened), self._partition(decode, opened))
             self._owned.callback(opened.pop_all().close)
-            return PartitionPair(prefill, decode)
+        return pair
 
     def close(self) -> None:
         """Waits for what runs on the streams, and takes everything down, the last first. A second call does nothing.
@@ -187,11 +184,11 @@ class GreenContexts:
             return
         if clusters == 0:
             raise UnusablePartitionError(
-                f"{sms} SMs without {_MAX_CLUSTER} neighbours hold no cluster: use another split"
+                f"{sms} SMs without {_MAX_CLUSTER} neighbours hold no cluster of thread blocks"
             )
 
 
-def _units(resource: SmResource, major: int) -> Device:
-    """What parts there can be: as the driver says, and by NVIDIA's guideline if it is too old to say."""
+def _granularity(resource: SmResource, major: int) -> tuple[int, int]:
+    """SMs of the smallest part, and what parts are multiples of: as the driver says, or else by NVIDIA's guideline."""
     minimum, step = (8, 8) if major >= _CLUSTER_CAPABILITY else (4, 2) if major == 8 else (2, 2)
-    return Device(resource.sms, step=resource.step or step, minimum=resource.minimum or minimum)
+    return resource.minimum or minimum, resource.step or step

@@ -79,7 +79,10 @@ def test_parts_are_usable_where_the_driver_cannot_tell_about_clusters(caplog: py
 
 def test_a_split_that_the_driver_rounds_is_refused() -> None:
     driver = FakeDriver(rounds=True)
-    with GreenContexts(driver) as contexts, pytest.raises(UnusablePartitionError, match="108 and 24"):
+    with (
+        GreenContexts(driver) as contexts,
+        pytest.raises(UnusablePartitionError, match="splits off 24 of 132 SMs and leaves 108 where 16"),
+    ):
         contexts.open(16)
     assert not driver.contexts
 
@@ -143,9 +146,10 @@ def test_a_device_that_tells_no_resources_cannot_be_divided() -> None:
         GreenContexts(driver)
 
 
-def test_a_device_too_small_for_two_parts_cannot_be_divided() -> None:
-    with pytest.raises(CudaUnavailableError, match="has 14 SMs, too few for two parts of 8"):
-        GreenContexts(FakeDriver(sms=14))
+@pytest.mark.parametrize("sms", [6, 14])
+def test_a_device_too_small_for_two_parts_cannot_be_divided(sms: int) -> None:
+    with pytest.raises(CudaUnavailableError, match=f"has {sms} SMs, too few for two parts of 8"):
+        GreenContexts(FakeDriver(sms=sms))
 
 
 @pytest.mark.parametrize(("major", "minimum", "step"), [(7, 2, 2), (8, 4, 2), (9, 8, 8), (10, 8, 8)])
