@@ -122,8 +122,7 @@ class GreenContexts:
 
         Raises:
             ValueError: No such parts exist, see `units`.
-            UnusablePartitionError: The driver makes other parts, or some kernels could not run on one. Another split may
-                do.
+            UnusablePartitionError: The driver makes other parts, or some kernels could not run on one of them.
             CudaError: The driver refuses.
         """
         units, step, minimum = self.units.units, self.units.step, self.units.minimum
