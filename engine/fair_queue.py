@@ -14,10 +14,10 @@ largest one, have had theirs. What a tenant gets in this way counts against its 
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import inf
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 QUANTUM = 512
 """Tokens that a tenant's turn adds to what it may take."""
@@ -68,10 +68,17 @@ class _Account(Generic[T]):
     entries: list[_Entry[T]] = field(default_factory=list)
 
     def first(self, now: float) -> _Entry[T]:
-        in_time = bisect_left(self.entries, now, key=lambda entry: entry.deadline)
-        if in_time < len(self.entries) and self.entries[in_time].deadline < inf:
-            return self.entries[in_time]
-        return self.entries[0]  # the first one that is late; if none is, the first of those without a deadline
+        return next(self.in_order(now))
+
+    def in_order(self, now: float) -> Iterator[_Entry[T]]:
+        entries = self.entries
+        in_time = bisect_left(entries, now, key=_deadline)
+        without = bisect_left(entries, inf, lo=in_time, key=_deadline)
+        return map(entries.__getitem__, chain(range(in_time, without), range(in_time), range(without, len(entries))))
+
+
+def _deadline(entry: _Entry[T]) -> float:
+    return entry.deadline
 
 
 class FairQueue(Generic[T]):
@@ -120,16 +127,15 @@ class FairQueue(Generic[T]):
             account.has_turn = False
             ring.move_to_end(tenant)
 
-    def in_order(self, now: float) -> Iterator[T]:
-        """All of them, in the order in which they would have their turns if no time passed and nobody came."""
-        if (item := self.first(now)) is None:
-            return
-        yield item
-        rest = self._copy()
-        rest.take(item)
-        while (item := rest.first(now)) is not None:
-            yield item
-            rest.take(item)
+    def out_of_turn(self, now: float, most: int | None = None) -> Iterator[T]:
+        """Who may go where the first one can't: by class, then tenants by credit, then by deadline.
+
+        Args:
+            most: Of each tenant; None: all of them.
+        """
+        for priority in sorted(self._classes, reverse=True):
+            for account in sorted(self._classes[priority].values(), key=lambda account: -account.credit):
+                yield from (entry.item for entry in islice(account.in_order(now), most))
 
     def take(self, item: T) -> None:
         """Somebody has its turn: the first one, or another one out of turn. It pays for it."""
@@ -153,15 +159,3 @@ class FairQueue(Generic[T]):
             del self._classes[terms.priority]
         if not self._entries:
             self._past_oldest = 0
-
-    def _copy(self) -> Self:
-        other = copy(self)
-        other._entries = self._entries.copy()
-        other._classes = {
-            priority: OrderedDict(
-                (tenant, _Account(account.credit, account.has_turn, account.entries.copy()))
-                for tenant, account in ring.items()
-            )
-            for priority, ring in self._classes.items()
-        }
-        return other

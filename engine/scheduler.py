@@ -294,7 +294,7 @@ class Scheduler:
         if self.table.free_rows - self.reserved_rows < 2:
             return None
         kept = blocks_for(first.num_tokens) + 1
-        for seq in self.line.behind_first(now):
+        for seq in self.line.out_of_turn(now):
             if seq.work.tokens > longest:  # as of its arrival, which is cheap to know
                 continue
             found = self.pool.find(seq.hashes)

@@ -9,8 +9,8 @@ from engine.fair_queue import FairQueue, Terms
 from engine.sequence import Seq, State
 from engine.types import Request
 
-MAX_LOOKED_AT = 32
-"""Of those who may pass the first one."""
+MAX_LOOKED_AT, MAX_OF_TENANT = 128, 32
+"""So many at most are looked at, for who may pass the first one: a few microseconds for every ten of them."""
 
 
 def terms_of(request: Request) -> Terms:
@@ -55,9 +55,9 @@ class Line:
         """Who comes next at the time `now`."""
         return self.returning[0] if self.returning else self.queue.first(now)
 
-    def behind_first(self, now: float) -> Iterator[Seq]:
-        """The next few after the first one."""
-        return islice(chain(self.returning, self.queue.in_order(now)), 1, 1 + MAX_LOOKED_AT)
+    def out_of_turn(self, now: float) -> Iterator[Seq]:
+        """Some of those who may pass the first one."""
+        return islice(chain(self.returning, self.queue.out_of_turn(now, MAX_OF_TENANT)), MAX_LOOKED_AT)
 
     def push(self, seq: Seq) -> None:
         """A new sequence."""

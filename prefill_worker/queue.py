@@ -15,6 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from cpd.blocks import blocks_for
 from cpd.perfmodel import Work
@@ -139,5 +140,6 @@ class FillQueue:
         unlanded: Counter[str] = Counter()
         for place in self._granted:
             unlanded[place.owner] += 0 if place.landed else place.tokens
-        in_order = self._waiting.in_order(now)
-        return next((place for place in in_order if unlanded[place.owner] < self._slack_tokens), None)
+        first = self._waiting.first(now)
+        candidates = chain([first] if first else [], self._waiting.out_of_turn(now))
+        return next((place for place in candidates if unlanded[place.owner] < self._slack_tokens), None)
