@@ -96,7 +96,8 @@ class GreenContexts:
         self._owned = ExitStack()
 
     def prepare(self, decode_shares: Iterable[float]) -> list[PartitionPair]:
-        """Opens a pair for each share of the device that decodes may want, as near to it as there are parts.
+        """Opens a pair for each share of the device that decodes may want, as near to it as there are parts. If that
+        fails, nothing of it is left.
 
         Returns:
             From the smallest part for decodes to the largest, without those that are of no use, which are logged.
@@ -107,11 +108,13 @@ class GreenContexts:
         sizes = [int(split.decode) for split in lane_splits(self.units)]
         nearest = {min(sizes, key=lambda size: abs(size - share * self.units.units)) for share in decode_shares}
         pairs = []
-        for size in sorted(nearest):
-            try:
-                pairs.append(self.open(size))
-            except UnusablePartitionError as error:
-                log.warning("no lanes with %d of %d SMs for decodes: %s", size, self.units.units, error)
+        with ExitStack() as opened:
+            for size in sorted(nearest):
+                try:
+                    pairs.append(self._open(size, opened))
+                except UnusablePartitionError as error:
+                    log.warning("no lanes with %d of %d SMs for decodes: %s", size, self.units.units, error)
+            self._owned.callback(opened.pop_all().close)
         return pairs
 
     def open(self, decode_sms: int) -> PartitionPair:
@@ -125,24 +128,7 @@ class GreenContexts:
             UnusablePartitionError: The driver makes other parts, or some kernels could not run on one of them.
             CudaError: The driver refuses.
         """
-        units, step, minimum = self.units.units, self.units.step, self.units.minimum
-        prefill_sms = units - decode_sms
-        if min(prefill_sms, decode_sms) < minimum or (prefill_sms % step and decode_sms % step):
-            raise ValueError(
-                f"{units} SMs have no parts of {prefill_sms} and {decode_sms}: at least {minimum}, and one of them a "
-                f"multiple of {step}"
-            )
-        asked = prefill_sms if decode_sms % step else decode_sms
-        group, rest = self._driver.split(self._resource, asked)
-        if (group.sms, rest.sms) != (asked, units - asked):
-            raise UnusablePartitionError(
-                f"the driver splits off {group.sms} of {units} SMs and leaves {rest.sms} where {asked} were asked for"
-            )
-        prefill, decode = (group, rest) if decode_sms % step else (rest, group)
-        with ExitStack() as opened:
-            pair = PartitionPair(self._partition(prefill, opened), self._partition(decode, opened))
-            self._owned.callback(opened.pop_all().close)
-        return pair
+        return self._open(decode_sms, self._owned)
 
     def close(self) -> None:
         """Waits for what runs on the streams, and takes everything down, the last first. A second call does nothing.
@@ -161,6 +147,27 @@ class GreenContexts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _open(self, decode_sms: int, owner: ExitStack) -> PartitionPair:
+        """See `open`. `owner` takes it down."""
+        units, step, minimum = self.units.units, self.units.step, self.units.minimum
+        prefill_sms = units - decode_sms
+        if min(prefill_sms, decode_sms) < minimum or (prefill_sms % step and decode_sms % step):
+            raise ValueError(
+                f"{units} SMs have no parts of {prefill_sms} and {decode_sms}: at least {minimum}, and one of them a "
+                f"multiple of {step}"
+            )
+        asked = prefill_sms if decode_sms % step else decode_sms
+        group, rest = self._driver.split(self._resource, asked)
+        if (group.sms, rest.sms) != (asked, units - asked):
+            raise UnusablePartitionError(
+                f"the driver splits off {group.sms} of {units} SMs and leaves {rest.sms} where {asked} were asked for"
+            )
+        prefill, decode = (group, rest) if decode_sms % step else (rest, group)
+        with ExitStack() as opened:
+            pair = PartitionPair(self._partition(prefill, opened), self._partition(decode, opened))
+            owner.callback(opened.pop_all().close)
+        return pair
 
     def _partition(self, resource: SmResource, opened: ExitStack) -> Partition:
         """A partition of these SMs, which `opened` takes down."""

@@ -110,6 +110,18 @@ def test_a_call_that_fails_leaves_nothing_of_its_pair_and_all_of_the_others(nth:
     assert not driver.contexts
 
 
+def test_if_one_pair_fails_none_is_prepared() -> None:
+    driver = FakeDriver()
+    contexts = GreenContexts(driver)
+    driver.fail_at = len(driver.calls) + len(calls_of_open()) + 1
+    with pytest.raises(CudaError, match="cuGreenCtxCreate"):
+        contexts.prepare([1 / 8, 1 / 2])
+    assert not driver.contexts
+    assert len(contexts.prepare([1 / 8, 1 / 2])) == 2
+    contexts.close()
+    assert not driver.contexts
+
+
 def test_teardown_is_the_reverse_of_setting_up_and_happens_once() -> None:
     driver = FakeDriver()
     contexts = GreenContexts(driver)
