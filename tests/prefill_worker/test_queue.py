@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpd.errors import QueueFullError
+from cpd.perfmodel import Work
 from engine.fair_queue import Terms
 from prefill_worker.queue import FillQueue, Place
 
@@ -86,6 +87,31 @@ async def test_those_who_wait_are_known() -> None:
     assert q.waiting == [second]
     q.leave(first, 0.0)
     assert q.waiting == []
+
+
+async def test_tenants_take_turns_and_the_urgent_one_goes_first() -> None:
+    q = queue(max_tokens=5000, slack_tokens=1)
+    running = q.enter("d", Terms(600), 0.0)
+    flood = [q.enter("d", Terms(500, "flood"), 0.0) for _ in range(3)]
+    others = [q.enter("e", Terms(500, "other", deadline=deadline), 0.0) for deadline in (9.0, 5.0)]
+    q.landed(running, 0.0)
+    order = []
+    turn: Place | None = running
+    while turn is not None:
+        q.leave(turn, 1.0)
+        turn = next((place for place in (*flood, *others) if place.turn.done() and place not in order), None)
+        order += [turn] if turn else []
+    assert order == [flood[0], others[1], flood[1], others[0], flood[2]]
+
+
+async def test_what_waits_is_known_as_far_as_it_is_to_be_computed() -> None:
+    q = queue()
+    first, second = q.enter("d", Terms(300), 0.0), q.enter("d", Terms(200), 0.0)
+    assert (q.waiting_tokens, q.waiting_work) == (200, Work.prefill(200))
+    q.computed(second, 50, 0.0)  # the rest is cached
+    assert (q.waiting_tokens, q.waiting_work) == (200, Work.prefill(50, 150))
+    q.leave(first, 0.0)
+    assert (q.waiting_tokens, q.waiting_work) == (0, Work())
 
 
 Action = st.tuples(st.sampled_from(["enter", "land", "compute", "leave"]), st.integers(0, 9), st.integers(1, 300))
