@@ -11,6 +11,7 @@ Under --out come `gpu_check.json` (device, versions, commit, all figures; `bench
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu.carried import KERNELS, unpack_kernels, unpack_wheels, wheels_for_this_python
+from scripts.gpu.carried import KERNELS, KERNELS_INSIDE, unpack_kernels, unpack_wheels, wheels_for_this_python
 from scripts.gpu.parts import Outcome, Part, run_all
 from scripts.gpu.results import Exit, number, text_table
 from scripts.gpu.toolchain import compile_environment
@@ -29,6 +30,11 @@ from scripts.gpu.toolchain import compile_environment
 ROOT = Path(__file__).parents[1]
 TESTS = "tests"
 COMPILE = "compile_time"
+_LOAD = """
+import sys, torch, tvm_ffi  # torch loads the CUDA libraries that the kernels need
+for path in sys.argv[1:]:
+    tvm_ffi.load_module(path)
+"""
 
 
 def _experiment(name: str, seconds: float, about: str, *arguments: str) -> Part:
@@ -114,7 +120,7 @@ def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
         print(error, file=sys.stderr)
         return Exit.NO_DEVICE
     unpack_kernels(kernels, device["capability"], site)
-    chosen = selected(args.only, bool(kernels))
+    chosen = selected(args.only, kernels_load(site, environment))
     print(f"{device['device']}, driver {device['driver']}, torch {device['packages'].get('torch')}, {device['commit']}")
     outcomes: list[Outcome] = []
     seconds = args.minutes * 60 - (time.monotonic() - started)
@@ -141,6 +147,20 @@ def find_device(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, 
     if ran.returncode != Exit.OK:
         return None, (ran.stderr.strip().splitlines() or ["no CUDA device"])[-1]
     return json.loads(ran.stdout.strip().splitlines()[-1]), ""
+
+
+def kernels_load(site: Path, environment: Mapping[str, str]) -> bool:
+    """Whether there are compiled kernels, and this machine can load them. Those that it can't are removed."""
+    folder = site / "flashinfer" / KERNELS_INSIDE
+    libraries = [str(path) for path in folder.glob("*/*.so")]
+    if not libraries:
+        return False
+    command = [sys.executable, "-c", _LOAD, *libraries]
+    ran = subprocess.run(command, capture_output=True, text=True, env=dict(environment), timeout=120)
+    if ran.returncode != 0:
+        print(f"the carried kernels do not load here, and are compiled again: {(ran.stderr.strip() or '?')[-200:]}")
+        shutil.rmtree(folder)
+    return ran.returncode == 0
 
 
 def hand_in(out: Path, work: Path, device: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:

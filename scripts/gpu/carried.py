@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 KERNELS = "flashinfer-kernels-*.tar.gz"
 """Names of archives of compiled kernels."""
-_INSIDE_FLASHINFER = Path("data", "aot")
+KERNELS_INSIDE = Path("data", "aot")
 """Where FlashInfer looks for kernels that were compiled before, under its package."""
 
 
@@ -60,7 +60,7 @@ def unpack_kernels(archives: Sequence[Path], capability: str, site: Path) -> Non
     for path in archives:
         if package.is_dir() and path.name.endswith(ending):
             with tarfile.open(path) as archive:
-                archive.extractall(package / _INSIDE_FLASHINFER, filter="data")
+                archive.extractall(package / KERNELS_INSIDE, filter="data")
 
 
 def _target(member: PurePosixPath) -> PurePosixPath | None:

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -104,6 +105,16 @@ def test_kernels_that_were_compiled_serve_the_parts_after_and_the_next_run(
     monkeypatch.setattr(gpu_check, "PARTS", (part("uses", uses), part("compile_time", compiles)))
     assert gpu_check.main(["--carried", str(carried), "--out", str(tmp_path / "out")]) == Exit.OK
     assert (tmp_path / "out" / name).exists()
+
+
+def test_carried_kernels_that_do_not_load_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "flashinfer" / "data" / "aot"
+    (folder / "attention").mkdir(parents=True)
+    (folder / "attention" / "attention.so").write_text("for another machine")
+    assert gpu_check.kernels_load(tmp_path, os.environ) is False
+    assert not folder.exists()
+    assert "are compiled again" in capsys.readouterr().out
+    assert gpu_check.kernels_load(tmp_path, os.environ) is False
 
 
 def test_a_dry_run_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
