@@ -36,6 +36,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         device=settings.device,
         kv_bytes=int(settings.kv_memory),
         max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
         on_progress=_log_progress(),
     )
     profile = _profile(settings, runner)
@@ -85,13 +86,13 @@ def _colocation(settings: WorkerSettings, runner: TorchRunner, profile: Profile)
 
 
 def _log_progress() -> Callable[[str, float], None]:
-    """Logs each tenth of the way."""
-    logged = {"tenths": -1}
+    """Logs each tenth of the way, of each thing that is going on."""
+    logged: dict[str, int] = {}
 
     def progress(what: str, fraction: float) -> None:
         tenths = int(fraction * 10)
-        if tenths > logged["tenths"]:
-            logged["tenths"] = tenths
+        if tenths > logged.get(what, -1):
+            logged[what] = tenths
             log.info("%s: %d %%", what, round(fraction * 100))
 
     return progress

@@ -78,9 +78,10 @@ class DecodeGraphs:
         self._spare_page = spare_page
         self._stream = stream
         self._device = device
-        self._pages = PageBuffer(most_decodes, most_pages, device)
         lengths = [most_decodes] * 3 + [most_decodes + 1, most_decodes]
-        self._inputs = torch.zeros(packed_size(lengths), dtype=torch.int32, device=device)
+        with torch.cuda.stream(stream):
+            self._pages = PageBuffer(most_decodes, most_pages, device)
+            self._inputs = torch.zeros(packed_size(lengths), dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
@@ -127,8 +128,8 @@ class DecodeGraphs:
         return DeviceBatch.over(batch, pack(arrays, self._device, self._inputs))
 
     def _capture(self, size: int, pool: Any) -> _Graph:
-        model = self._model.on(self._ops.graphed(size, self._pages))
         with torch.cuda.stream(self._stream):
+            model = self._model.on(self._ops.graphed(size, self._pages))
             batch = self._load(padding(size, self._spare_page))
             model.prepare(batch)
             for _ in range(_WARM_UPS):

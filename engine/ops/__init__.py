@@ -38,7 +38,7 @@ def make_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_decode
 def _cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_decodes: int) -> Ops:
     try:
         ops = TritonOps()
-        ops.silu_mul(torch.zeros(1, 2, dtype=dtype, device=device))
+        ops.silu_mul(torch.zeros(1, 32, dtype=dtype, device=device))
     except _CANNOT_BUILD as error:
         log.warning("Triton does not work here, running on torch's own slower operations: %s", error)
         return TorchOps()

@@ -1,0 +1,243 @@
+"""The whole CUDA back end on a CPU: the real model, ops, graphs and lanes over stand-ins for torch.cuda, FlashInfer,
+the Triton kernels and the driver. Its tokens are those of the CPU's runner."""
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+import engine.ops
+from cpd.blocks import extend_hashes, hash_root
+from engine.batch import Lane, Split
+from engine.config import load_config
+from engine.cuda import setup
+from engine.cuda.driver import CudaUnavailableError
+from engine.cuda.setup import CudaLanes, make_lanes
+from engine.fit import fit
+from engine.model import Decoder
+from engine.ops.base import Heads, Ops
+from engine.ops.flashinfer_ops import FlashInferOps
+from engine.ops.torch_ops import TorchOps
+from engine.runner import TorchRunner
+from engine.sampling import Sampler
+from engine.types import Request, SamplingParams
+from engine.weights import Checkpoint
+from tests.conftest import MakeCheckpoint
+from tests.engine.cuda.fake_cuda import FakeGraph, FakeStream, cuda
+from tests.engine.cuda.fakes import FakeDriver
+from tests.engine.ops import fake_flashinfer, fake_kernels
+from tests.engine.paging import Pager
+from tests.engine.test_lanes_model import Arrival, serve
+
+__all__ = ["cuda"]
+
+CPU = torch.device("cpu")
+LONGEST = 300
+NUM_PAGES = 80
+
+
+@dataclass
+class FakeGpuRunner:
+    """See `engine.batch.Runner`."""
+
+    lanes: CudaLanes
+    num_pages: int
+    pool: torch.Tensor
+    progress: list[tuple[str, float]]
+
+    @property
+    def full(self) -> Lane:
+        return self.lanes.full
+
+    @property
+    def splits(self) -> Sequence[Split]:
+        return self.lanes.splits
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.lanes.copies.copy(source, target)
+
+
+@pytest.fixture(scope="module")
+def directory(checkpoint: MakeCheckpoint) -> Path:
+    return checkpoint("qwen3", head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> TorchRunner:
+    """The CPU's."""
+    kv_bytes = NUM_PAGES * load_config(directory).page_bytes("float32")
+    return TorchRunner(directory, dtype="float32", device="cpu", kv_bytes=kv_bytes, max_model_len=LONGEST)
+
+
+Start = Callable[..., FakeGpuRunner]
+
+
+@pytest.fixture
+def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start:
+    """Makes a runner."""
+    monkeypatch.setattr(engine.ops, "triton_kernels", fake_kernels, raising=False)
+    monkeypatch.setattr(setup, "CudaDriver", FakeDriver)
+    monkeypatch.setattr(setup, "_WARM_UP_TOKENS", 40)
+
+    def make(most_decodes: int = 4, flashinfer: bool = True) -> FakeGpuRunner:
+        config = load_config(directory)
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        ops: Ops = TorchOps()
+        if flashinfer:
+            ops = FlashInferOps(fake_flashinfer, heads, torch.float32, CPU, fake_flashinfer.SMS, most_decodes)
+        progress: list[tuple[str, float]] = []
+        with torch.inference_mode(), Checkpoint(directory) as checkpoint:
+            kv_bytes = NUM_PAGES * config.page_bytes("float32")
+            config = fit(config, checkpoint, dtype="float32", kv_bytes=kv_bytes, max_model_len=LONGEST).config
+            model = Decoder(config, checkpoint, ops, torch.float32, CPU, lambda _: None)
+        pool = torch.zeros(NUM_PAGES + 1, *config.page_shape)
+        lanes = make_lanes(
+            model,
+            ops,
+            Sampler(config.vocab_size),
+            pool,
+            max_model_len=config.max_model_len,
+            most_decodes=most_decodes,
+            on_progress=lambda what, fraction: progress.append((what, fraction)),
+        )
+        return FakeGpuRunner(lanes, NUM_PAGES, pool[:NUM_PAGES], progress)
+
+    return make
+
+
+def prompt_of(length: int) -> list[int]:
+    return random.Random(length).choices(range(480), k=length)
+
+
+def graphs_of(lane: Lane) -> dict[int, FakeGraph]:
+    """The captured sizes of a lane."""
+    return {size: graph.graph for size, graph in lane._steps._graphs._graphs.items()}  # type: ignore[attr-defined]
+
+
+def test_decodes_replay_graphs_and_everything_else_runs_eagerly(start: Start, reference: TorchRunner) -> None:
+    runner = start()
+    outputs = []
+    for pager in (Pager(reference, seed=1), Pager(runner, seed=2)):
+        sequences = [pager.start(prompt_of(length)) for length in (3, 50, 17, 33, 16)]
+        for sequence in sequences:  # each joins the others' step, which for some is then a mixed one
+            running = [(other, other.remaining) for other in sequences if other.output]
+            pager.step([*running, (sequence, sequence.remaining)])
+        for count in (5, 4, 3, 2, 1, 3, 5) * 2:
+            pager.step([(sequence, 1) for sequence in sequences[:count]])
+        outputs.append([sequence.output for sequence in sequences])
+    assert outputs[0] == outputs[1]
+    assert {size: graph.replays for size, graph in graphs_of(runner.full).items()} == {1: 2, 2: 2, 4: 6}
+
+
+def test_a_step_of_decodes_may_sample_some_of_its_rows(start: Start, reference: TorchRunner) -> None:
+    """Prompts that go in pieces of one token are decodes that sample nothing, or one of several."""
+    outputs = []
+    for pager in (Pager(reference), Pager(start())):
+        first, second = pager.start(prompt_of(4)), pager.start(prompt_of(7))
+        for _ in range(5):
+            pager.step([(second, 1), (first, 1)])
+        outputs.append((first.output, pager.generate(second, 4, chunk=1)))
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0][0]) == 2
+
+
+def test_lanes_at_the_same_time_give_the_same_tokens(start: Start, reference: TorchRunner) -> None:
+    root = hash_root(b"model")
+    comings = []
+    for number, length in enumerate((9, 150, 70, 16, 200, 33)):
+        tokens = prompt_of(length)
+        params = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=20 + number, top_logprobs=2)
+        request = Request(f"r{number}", tokens, length, params, root, extend_hashes(root, tokens), n=1 + number % 3)
+        comings.append(Arrival(request, 3 * number, -1, None))
+    runner = start(most_decodes=8)
+    assert [round(split.decode.share, 2) for split in runner.splits] == [0.12, 0.24, 0.48]
+    want = serve(reference, "mixed", comings)
+    got = serve(cast(TorchRunner, runner), "lanes", comings)
+    assert {key: [o.token_ids for o in outputs] for key, outputs in want.items()} == {
+        key: [o.token_ids for o in outputs] for key, outputs in got.items()
+    }
+    assert any(graph.replays for graph in graphs_of(runner.splits[0].decode).values()) or any(
+        graph.replays for split in runner.splits[1:] for graph in graphs_of(split.decode).values()
+    )
+
+
+def test_each_lane_captures_on_its_own_stream_with_its_own_memory(start: Start) -> None:
+    runner = start()
+    pools, streams = set(), set()
+    for lane in (runner.full, *(split.decode for split in runner.splits)):
+        graphs = graphs_of(lane)
+        assert set(graphs) == {1, 2, 4}
+        assert {graph.options["capture_error_mode"] for graph in graphs.values()} == {"thread_local"}
+        assert {graph.options["stream"] for graph in graphs.values()} == {lane._stream}  # type: ignore[attr-defined]
+        pools |= {graph.options["pool"] for graph in graphs.values()}
+        streams.add(lane._stream)  # type: ignore[attr-defined]
+    assert len(pools) == len(streams) == 4
+    assert {what for what, _ in runner.progress} == {"capturing decode graphs"}
+    assert [fraction for _, fraction in runner.progress] == [number / 12 for number in range(1, 13)]
+
+
+def test_steps_wait_on_the_device_for_copied_pages(start: Start) -> None:
+    runner = start()
+    runner.pool[3] = 5.0
+    runner.copy_page(3, 7)
+    assert (runner.pool[7] == 5.0).all()
+    pager = Pager(runner)
+    pager.generate(pager.start([1, 2, 3]), 1)
+    stream: FakeStream = runner.full._stream  # type: ignore[attr-defined]
+    assert stream.waits[-1] is runner.lanes.copies.done  # type: ignore[comparison-overlap]
+
+
+def test_padding_and_warming_up_touch_only_the_spare_page(start: Start) -> None:
+    runner = start()
+    assert not runner.pool.any()
+    pager = Pager(runner)
+    sequences = [pager.start(prompt_of(length)) for length in (5, 20, 40)]
+    for sequence in sequences:
+        pager.step([(sequence, sequence.remaining)])
+    pager.step([(sequence, 1) for sequence in sequences])
+    used = {page for sequence in sequences for page in sequence.pages}
+    assert {page for page in range(NUM_PAGES) if runner.pool[page].any()} == used
+
+
+@pytest.mark.parametrize(("most_decodes", "flashinfer"), [(0, True), (4, False)])
+def test_without_graphs_everything_runs_eagerly(
+    start: Start, reference: TorchRunner, most_decodes: int, flashinfer: bool
+) -> None:
+    runner = start(most_decodes, flashinfer)
+    outputs = []
+    for pager in (Pager(reference), Pager(runner)):
+        outputs.append(pager.generate(pager.start(prompt_of(40)), 10, chunk=13))
+    assert outputs[0] == outputs[1]
+    assert runner.progress == []
+    assert len(runner.splits) == 3
+
+
+def test_a_device_that_cannot_be_divided_has_no_lanes(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> None:
+        raise CudaUnavailableError("the package cuda-bindings is missing")
+
+    monkeypatch.setattr(setup, "CudaDriver", missing)
+    with caplog.at_level(logging.WARNING):
+        assert start().splits == []
+    assert "share batches, since there are no lanes: the package cuda-bindings is missing" in caplog.text
+
+
+def test_a_lane_tells_when_it_is_done(start: Start) -> None:
+    runner = start()
+    pager, told = Pager(runner), threading.Event()
+    assert not runner.full.done()
+    runner.full.launch(pager.batch([(pager.start(prompt_of(20)), 20)]), told.set)
+    assert told.wait(20)
+    assert runner.full.done()
+    ran = runner.full.collect()
+    assert len(ran.sampled) == 1
+    assert ran.ms > 0
+    assert not runner.full.done()
