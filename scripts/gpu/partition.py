@@ -51,19 +51,29 @@ def granularity(report: Report, driver: Driver) -> list[int]:
     whole = driver.sm_resource(0)
     asked = range(1, units.units - units.minimum + 1)
     report.add_series("split", [{"asked": count, "given": given(driver, whole, count)} for count in asked])
-    opened, seconds = [], []
+    opened, seconds, held = [], [], []
     for size in sizes:
         with GreenContexts(driver) as contexts:
             started = time.perf_counter()
             try:
-                contexts.open(size)
+                parts = contexts.open(size)
             except UnusablePartitionError as error:
                 print(error, flush=True)
                 continue
             seconds.append(time.perf_counter() - started)
             opened.append(size)
+            held += [clusters(driver, part) for part in (parts.prefill, parts.decode)]
     report.add("splits that can be opened", len(opened), "splits", target=Target(at_least=len(sizes)))
     report.add("to open one takes at most", max(seconds) * 1e3, "ms")
+    report.add_series("clusters", held)
+    known = [point for point in held if "clusters_of_8" in point]
+    least = min(known, key=lambda point: point["clusters_of_8"], default=None)
+    report.add(
+        "fewest clusters of 8 blocks",
+        least and least["clusters_of_8"],
+        "clusters",
+        note=f"on {least['sms']:.0f} SMs" if least else "the driver does not tell",
+    )
     return opened
 
 
@@ -75,22 +85,13 @@ def given(driver: Driver, whole: SmResource, asked: int) -> int:
         return 0
 
 
-def clusters(report: Report, driver: Driver, sizes: Sequence[int]) -> None:
-    """How many clusters of thread blocks each part holds: what is missing are SMs without neighbours."""
-    points = []
+def clusters(driver: Driver, part: Partition) -> dict[str, float]:
+    """How many clusters of thread blocks a part holds: fewer than its SMs allow, if some have no neighbours."""
     try:
-        for size in sizes:
-            with GreenContexts(driver) as contexts:
-                parts = contexts.open(size)
-                for part in (parts.prefill, parts.decode):
-                    held = {f"clusters_of_{blocks}": driver.max_clusters(part.handle, blocks) for blocks in (2, 4, 8)}
-                    points.append({"sms": part.sms, **held})
-    except (CudaError, CudaUnavailableError) as error:  # before compute capability 9.0 there are none
-        report.add("fewest clusters of 8 blocks", None, "clusters", note=str(error))
-        return
-    report.add_series("clusters", points)
-    least = min(points, key=lambda point: point["clusters_of_8"])
-    report.add("fewest clusters of 8 blocks", least["clusters_of_8"], "clusters", note=f"on {least['sms']} SMs")
+        held = {f"clusters_of_{blocks}": driver.max_clusters(part.handle, blocks) for blocks in (2, 4, 8)}
+    except (CudaError, CudaUnavailableError):  # before compute capability 9.0 there are none
+        held = {}
+    return {"sms": part.sms, **held}
 
 
 def placement(report: Report, driver: Driver, probes: Probes, device: torch.device, sizes: Sequence[int]) -> None:
@@ -193,7 +194,6 @@ def run(report: Report, args: argparse.Namespace) -> None:
     device = require_cuda()
     driver = CudaDriver()
     sizes = granularity(report, driver)
-    clusters(report, driver, sizes)
     probes = Probes.build(device)
     placement(report, driver, probes, device, sizes[:: max(1, len(sizes) // PLACED)])
     prefill, decode = Gemm(device, PREFILL_ROWS), Gemm(device, DECODE_ROWS, 4)
