@@ -66,14 +66,9 @@ def granularity(report: Report, driver: Driver) -> list[int]:
     report.add("splits that can be opened", len(opened), "splits", target=Target(at_least=len(sizes)))
     report.add("to open one takes at most", max(seconds) * 1e3, "ms")
     report.add_series("clusters", held)
-    known = [point for point in held if "clusters_of_8" in point]
-    least = min(known, key=lambda point: point["clusters_of_8"], default=None)
-    report.add(
-        "fewest clusters of 8 blocks",
-        least and least["clusters_of_8"],
-        "clusters",
-        note=f"on {least['sms']:.0f} SMs" if least else "the driver does not tell",
-    )
+    fewest, sms = min(((p["clusters_of_8"], p["sms"]) for p in held if "clusters_of_8" in p), default=(None, 0))
+    note = "the driver does not tell" if fewest is None else f"on {sms:.0f} SMs"
+    report.add("fewest clusters of 8 blocks", fewest, "clusters", note=note)
     return opened
 
 
