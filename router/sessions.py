@@ -5,7 +5,7 @@ States of a session:
     connecting -> syncing -> ready <-> draining
          ^           |         |          |
          +-----------+---------+----------+    the stream ended: again, after a pause
-    refused: the worker can't be used, and why; tried again at long intervals
+    refused: the worker can't be used, or sent what it must not send, and why; tried again at long intervals
 
 A session is `connected` from the worker's Hello on, and `live` once its cache snapshot is complete. Whatever was in
 flight when the stream ends is lost: the worker aborts it.
@@ -24,8 +24,9 @@ from cpd.errors import CPDError
 from cpd.membership import Member
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
+from router.blocktable import KEY_BYTES
 from router.errors import describe
-from router.index import PrefixIndex
+from router.index import InvalidEventError, PrefixIndex
 from router.view import UnusableError, WorkerView
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ SYNC_S = 30.0
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Between attempts to open a session: it doubles while they fail."""
+
+FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 5.0, 300.0
+"""A worker that sent what it must not send is left alone that long: it doubles each time."""
+
+PIECE_HASHES = 1024
+"""Put into the index at a time, in about a millisecond; other work has its turn before the next ones."""
 
 _CHANNEL_OPTIONS = (
     # a worker whose machine is gone (TCP tells), or that is stopped (pings stay unanswered), is lost after 8 s
@@ -57,7 +64,11 @@ class RefusedError(CPDError):
 
 
 class ProtocolError(CPDError):
-    """The worker sent what it must not send; the session starts anew."""
+    """The worker sent what it must not send: it is refused for a while."""
+
+
+class OutOfStepError(CPDError):
+    """Something the worker sent is missing; the session starts anew."""
 
 
 class Listener(Protocol):
@@ -112,6 +123,9 @@ class Session:
         self._admit = admit
         self._state: State = "connecting"
         self._next_event: int | None = None
+        self._epoch: int | None = None
+        self._refusal_s = FIRST_REFUSAL_S
+        self._settled = False
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
 
     @property
@@ -135,6 +149,11 @@ class Session:
         return self.hello is not None
 
     @property
+    def settled(self) -> bool:
+        """Whether it is known how the first attempt went: the worker's cache is in the index, or it failed."""
+        return self._settled
+
+    @property
     def live(self) -> bool:
         """Requests can be placed on the worker."""
         return self._state == "ready"
@@ -151,47 +170,53 @@ class Session:
         """Keeps the session up until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
+            refused_s = 0.0
             try:
                 await self._connect(listener)
                 reason = "the worker closed the session"
             except RefusedError as error:
-                reason = str(error)
+                reason, refused_s = str(error), LONGEST_PAUSE_S
+            except (ProtocolError, InvalidEventError, UnusableError) as error:
+                refused_s = self._refusal_s
+                self._refusal_s = min(refused_s * 2, LONGEST_REFUSAL_S)
+                reason = f"{error}; left alone for {refused_s:g} s"
             except TimeoutError:
                 reason = f"the worker did not send its state within {SYNC_S:g} s"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-            except ProtocolError as error:
+            except OutOfStepError as error:
                 reason = str(error)
             except Exception as error:  # whatever a worker sends, this router keeps trying
                 log.exception("the session with worker %s failed", self.id)
                 reason = describe(error)
-            refused = self._state == "refused"
             if self.connected or reason != self.reason:
                 log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
             if self.connected:
                 pause_s = FIRST_PAUSE_S
-            self._disconnected(listener, reason, "refused" if refused else "connecting")
-            await asyncio.sleep(LONGEST_PAUSE_S if refused else pause_s * random.uniform(0.5, 1))
+            self._settled = True
+            self._disconnected(listener, reason, "refused" if refused_s else "connecting")
+            await asyncio.sleep(refused_s or pause_s * random.uniform(0.5, 1))
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     def close(self, listener: Listener) -> None:
         """What was in flight is lost. For the owner, after it has cancelled `run`."""
+        self._settled = True
         self._disconnected(listener, "the worker is gone", "connecting")
-        self._index.forget(self.id)
 
     def _disconnected(self, listener: Listener, reason: str, state: State) -> None:
         connected = self.connected
         self.hello, self.load, self.reason, self._state = None, pb.Load(), reason, state
         self._next_event = None
         self._outgoing = asyncio.Queue()
-        self._index.reset(self.id)
+        self._index.forget(self.id)
         if connected:
             listener.lost(self)
         self.view = None
 
     async def _connect(self, listener: Listener) -> None:
         """One stream, from its opening to its end."""
-        self._state = "connecting"
+        if self._state != "refused":  # which it stays until the worker is heard
+            self._state = "connecting"
         async with grpc.aio.insecure_channel(self.member.address, options=_CHANNEL_OPTIONS) as channel:
             call = rpc.WorkerStub(channel).Session(None, metadata=self._metadata)
             writer: asyncio.Task[None] | None = None
@@ -200,11 +225,11 @@ class Session:
                     await self._synchronise(call)
                 writer = asyncio.create_task(self._write(call), name=f"session-write-{self.id}")
                 self._heard_state(pb.STATE_READY if self.hello is None else self.hello.state)
-                self.reason = ""
+                self.reason, self._settled = "", True
                 log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.address)
                 listener.ready(self)
                 while isinstance(message := await call.read(), pb.WorkerMessage):
-                    self._handle(message, listener)
+                    await self._handle(message, listener)
             finally:
                 call.cancel()
                 if writer is not None:
@@ -214,23 +239,24 @@ class Session:
         """Hello both ways, then the snapshot of the worker's cache."""
         await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
         first = await call.read()
-        if not isinstance(first, pb.WorkerMessage) or first.WhichOneof("kind") != "hello":
+        if not isinstance(first, pb.WorkerMessage):
+            raise OutOfStepError("the session ended before the worker's Hello")
+        if first.WhichOneof("kind") != "hello":
             raise ProtocolError("the worker did not begin with Hello")
-        try:
-            self._admit(self.member, first.hello)
-            self.view = WorkerView(first.hello, self.member.address, itl_ms=self._itl_ms)
-        except (RefusedError, UnusableError) as error:
-            self._state = "refused"
-            raise RefusedError(str(error)) from None
-        self.hello, self._state = first.hello, "syncing"
-        self._index.reset(self.id)
+        hello = first.hello
+        self._admit(self.member, hello)
+        if self._epoch not in (None, hello.epoch):
+            raise ProtocolError(f"the epoch of its KV pool changed from {self._epoch} to {hello.epoch} in one process")
+        self.view = WorkerView(hello, self.member.address, itl_ms=self._itl_ms)
+        self._epoch, self.hello, self._state = hello.epoch, hello, "syncing"
+        self._index.reset(self.id, hello.num_pages)
         while True:
             message = await call.read()
             if not isinstance(message, pb.WorkerMessage):
-                raise ProtocolError("the session ended within the snapshot")
+                raise OutOfStepError("the session ended within the snapshot")
             match message.WhichOneof("kind"):
                 case "snapshot":
-                    self._index.add(self.id, message.snapshot.hashes)
+                    await self._in_pieces(self._index.add, message.snapshot.hashes)
                     self._next_event = message.snapshot.number + 1
                     if message.snapshot.last:
                         return
@@ -245,12 +271,12 @@ class Session:
             while True:
                 await call.write(await self._outgoing.get())
 
-    def _handle(self, message: pb.WorkerMessage, listener: Listener) -> None:
+    async def _handle(self, message: pb.WorkerMessage, listener: Listener) -> None:
         match message.WhichOneof("kind"):
             case "step":
                 listener.step(self, message.step)
             case "cache":
-                self._heard_events(message.cache)
+                await self._heard_events(message.cache)
             case "load":
                 self._heard_load(message.load)
                 self._heard_state(message.load.state)
@@ -259,23 +285,24 @@ class Session:
             case kind:
                 raise ProtocolError(f"{kind} came where it has no place")
 
-    def _heard_events(self, events: pb.CacheEvents) -> None:
+    async def _heard_events(self, events: pb.CacheEvents) -> None:
         if events.number != self._next_event:
-            raise ProtocolError(f"cache event {events.number} came where {self._next_event} was due")
+            raise OutOfStepError(f"cache event {events.number} came where {self._next_event} was due")
         self._next_event += 1
         for event in events.events:
-            if event.removed:
-                self._index.remove(self.id, event.hashes)
-            else:
-                self._index.add(self.id, event.hashes)
+            await self._in_pieces(self._index.remove if event.removed else self._index.add, event.hashes)
+
+    async def _in_pieces(self, change: Callable[[str, bytes], None], hashes: bytes) -> None:
+        piece = PIECE_HASHES * KEY_BYTES
+        for start in range(0, len(hashes), piece):
+            if start:
+                await asyncio.sleep(0)
+            change(self.id, hashes[start : start + piece])
 
     def _heard_load(self, load: pb.Load) -> None:
         assert self.view is not None
+        self.view.reported(load, asyncio.get_running_loop().time())
         self.load = load
-        try:
-            self.view.reported(load, asyncio.get_running_loop().time())
-        except UnusableError as error:
-            raise ProtocolError(str(error)) from None
 
     def _heard_state(self, state: "pb.State.ValueType") -> None:
         self._state = "draining" if state == pb.STATE_DRAINING else "ready"

@@ -13,6 +13,9 @@ from cpd.perfmodel import PerfModel, Profile, Work
 from cpd.rpc import cpd_pb2 as pb
 from router.candidate import NOMINAL, Candidate
 
+MOST_TOKENS = 1 << 40
+"""More than this on one worker is nonsense."""
+
 UNSEEN_S = 0.1
 """A report may not yet know of requests that were sent so shortly before it: as long as a worker's longest silence."""
 
@@ -106,6 +109,12 @@ class WorkerView:
         """
         if not (0 <= load.prefill_ms < inf and 0 <= load.step_ms < inf):
             raise UnusableError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
+        pages = load.free_pages + load.cached_pages + load.used_pages + load.reserved_pages + load.quarantined_pages
+        if pages > self._hello.num_pages:
+            raise UnusableError(f"it reported {pages} pages, but it has only {self._hello.num_pages}")
+        tokens = max(load.waiting_tokens, load.queued_tokens, load.decode_context)
+        if tokens > MOST_TOKENS:
+            raise UnusableError(f"it reported {tokens} tokens, which no worker can have")
         self._load = load
         self._others = max(0, load.running + load.waiting - self.sequences)
         prefill_ms = load.prefill_ms

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 
+SWEEP_PAUSE_S = 0.01
+"""Between two pieces of clearing up after workers that are gone, of about a millisecond each."""
+
 _ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
 
 
@@ -50,6 +53,7 @@ class Workers:
         self._itl_ms = itl_ms
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._awaited: list[Session] | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -58,8 +62,17 @@ class Workers:
 
     @property
     def ready(self) -> bool:
-        """A combined worker is live: requests can be served."""
-        return any(session.live for session in self._sessions.values() if session.role == "combined")
+        """Requests can be served: a combined worker is live, and what the workers have cached is known.
+
+        That is, of each worker that was listed when this router started: from its snapshot, or it could not be reached.
+        """
+        if self._awaited is None:
+            return False
+        while self._awaited and self._awaited[-1].settled:
+            self._awaited.pop()
+        return not self._awaited and any(
+            session.live for session in self._sessions.values() if session.role == "combined"
+        )
 
     @property
     def fingerprint(self) -> bytes:
@@ -91,6 +104,7 @@ class Workers:
     async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
         """Follows the cluster's membership until `ended` is set; then closes all sessions."""
         # not until cancelled: a cancel can get lost in the Redis client's own timeouts
+        sweeper = asyncio.create_task(self._sweep(), name="sweep-index")
         try:
             while not ended.is_set():
                 await self._poll(redis, cluster, listener)
@@ -98,8 +112,15 @@ class Workers:
                     async with asyncio.timeout(POLL_S):
                         await ended.wait()
         finally:
+            sweeper.cancel()
             for worker_id in list(self._sessions):
                 await self._close(worker_id, listener)
+
+    async def _sweep(self) -> None:
+        """Clears up after workers that are gone, for ever."""
+        while True:
+            more = self.index.sweep()
+            await asyncio.sleep(SWEEP_PAUSE_S if more else POLL_S)
 
     async def _poll(self, redis: Redis, cluster: str, listener: Listener) -> None:
         try:
@@ -133,6 +154,8 @@ class Workers:
             )
             self._sessions[worker_id] = session
             self._tasks[worker_id] = asyncio.create_task(session.run(listener), name=f"session-{worker_id}")
+        if self._awaited is None:
+            self._awaited = list(self._sessions.values())
 
     async def _close(self, worker_id: str, listener: Listener) -> None:
         session, task = self._sessions.pop(worker_id), self._tasks.pop(worker_id)
@@ -146,6 +169,8 @@ class Workers:
             raise RefusedError(f"the worker at {member.address} is {hello.worker_id!r}, not {member.id!r}")
         if hello.role != _ROLES[member.kind]:
             raise RefusedError(f"its lease says {member.kind!r}, but its session {pb.Role.Name(hello.role)}")
+        if not (hello.epoch and hello.num_pages and hello.max_model_len and hello.vocab_size):
+            raise RefusedError("it did not say its epoch, num_pages, max_model_len and vocab_size")
         if hello.block_size != BLOCK_SIZE:
             raise RefusedError(f"it has blocks of {hello.block_size} tokens, this router {BLOCK_SIZE}")
         if self.fingerprint not in (b"", hello.fingerprint):

@@ -92,6 +92,7 @@ class FakeWorker(rpc.WorkerServicer):
                 "state": pb.STATE_READY,
                 "fingerprint": b"model",
                 "block_size": 16,
+                "epoch": 1,
                 "num_pages": 100,
                 "max_model_len": 512,
                 "vocab_size": 512,

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import math
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
@@ -14,13 +16,16 @@ from cpd.membership import Member, lease
 from cpd.rpc import cpd_pb2 as pb
 from deploy.redis import embedded_redis
 from router import sessions
+from router.sessions import Listener, Session
+from router.workers import Workers
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import FakeWorker
 
 MODEL = "small-model"
 PROMPT = [5] * 64
+LONG_PROMPT = [5] * 480
 OPTIONS = sessions._CHANNEL_OPTIONS
-CHAIN = extend_hashes(hash_root(b"model"), PROMPT)
+CHAIN = extend_hashes(hash_root(b"model"), LONG_PROMPT)
 
 
 def _short(*blocks: int) -> bytes:
@@ -55,15 +60,15 @@ class TestCache:
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         cold = await start_worker(says("fox"), worker_id="cold")
-        warm = await start_worker(says("fox"), worker_id="warm", cached=_short(0, 1))
+        warm = await start_worker(says("fox"), worker_id="warm", cached=_short(*range(15)))
         router = await start_router(cold, warm)
-        assert {await _complete(router) for _ in range(5)} == {"warm"}
-        cold.send(_events(8, added=_short(0, 1, 2)))
-        await eventually(lambda: _has(router, "cold", cached_blocks=3))
-        assert {await _complete(router) for _ in range(5)} == {"cold"}
+        assert {await _complete(router, LONG_PROMPT) for _ in range(5)} == {"warm"}
+        cold.send(_events(8, added=_short(*range(30))))
+        await eventually(lambda: _has(router, "cold", cached_blocks=30))
+        assert {await _complete(router, LONG_PROMPT) for _ in range(5)} == {"cold"}
         cold.send(_events(9, removed=_short(1)))
-        await eventually(lambda: _has(router, "cold", cached_blocks=2))
-        assert {await _complete(router) for _ in range(5)} == {"warm"}
+        await eventually(lambda: _has(router, "cold", cached_blocks=29))
+        assert {await _complete(router, LONG_PROMPT) for _ in range(5)} == {"warm"}
 
     async def test_the_cached_part_decides_between_local_and_remote(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
@@ -85,16 +90,89 @@ class TestCache:
         await eventually(lambda: _has(router, "combined-0", state="ready", cached_blocks=3))
         assert worker.hellos == ["router-a", "router-a"]
 
-    async def test_nonsense_isolates_the_worker_that_sent_it(
+
+class TestNonsense:
+    """What a worker sends that can't be: it is refused with a reason, and nobody else notices."""
+
+    @pytest.mark.parametrize(
+        ("message", "reason"),
+        [
+            (lambda: _events(8, added=b"odd"), "3 bytes of block hashes"),
+            (lambda: _events(8, added=_short(0)), "stored 1 blocks that it had stored before"),
+            (lambda: _events(8, added=_short(1, 1)), "named a block twice"),
+            (lambda: _events(8, removed=_short(1)), "removed 1 blocks that it had not stored"),
+            (lambda: _events(8, added=os.urandom(8 * 100)), "101 cached blocks, but it has only 100 pages"),
+            (lambda: _load(prefill_ms=-1.0), "prompts of -1.0 ms"),
+            (lambda: _load(step_ms=math.nan), "steps of nan ms"),
+            (lambda: _load(waiting_tokens=1 << 60), "which no worker can have"),
+            (lambda: _load(free_pages=60, used_pages=41), "101 pages, but it has only 100"),
+            (lambda: pb.WorkerMessage(snapshot=pb.Snapshot(number=1)), "snapshot came where it has no place"),
+            (lambda: pb.WorkerMessage(), "None came where it has no place"),
+        ],
+    )
+    async def test_isolates_the_worker_that_sent_it(
+        self,
+        start_router: StartRouter,
+        start_worker: StartWorker,
+        says: Says,
+        message: Callable[[], pb.WorkerMessage],
+        reason: str,
+    ) -> None:
+        good = await start_worker(says("fox"), worker_id="good", cached=_short(0))
+        bad = await start_worker(says("fox"), worker_id="bad", cached=_short(0))
+        router = await start_router(good, bad)
+        bad.send(message())
+        await eventually(lambda: _refused(router, "bad", reason))
+        assert {await _complete(router) for _ in range(5)} == {"good"}
+        assert (good.hellos, bad.hellos) == (["router-a"], ["router-a"])
+        assert await _has(router, "good", cached_blocks=1)
+        assert await _has(router, "bad", cached_blocks=0)
+
+    async def test_in_a_snapshot_isolates_too(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
-        good, bad = [await start_worker(says("fox"), worker_id=name) for name in ("good", "bad")]
-        router = await start_router(good, bad)
-        bad.snapshot_may_go.clear()
-        bad.send(_events(8, added=b"odd"))
-        await eventually(lambda: _has(router, "bad", state="syncing"))
-        assert {await _complete(router) for _ in range(5)} == {"good"}
-        assert good.hellos == ["router-a"]
+        good = await start_worker(says("fox"), worker_id="good")
+        bad = await start_worker(says("fox"), worker_id="bad", cached=os.urandom(8 * 200))
+        router = await start_router(good)
+        await eventually(lambda: _refused(router, "bad", "but it has only 100 pages"))
+        assert await _complete(router) == "good"
+        assert bad.submits == []
+
+    async def test_requests_on_the_worker_are_replayed_elsewhere(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        bad = await start_worker(worker_id="bad")
+        router = await start_router(bad)
+        request = asyncio.create_task(_complete(router))
+        await eventually(lambda: _got(bad.submits))
+        await router.knows(await start_worker(says("fox"), worker_id="good"))
+        bad.send(_events(8, removed=_short(0)))
+        assert await request == "good"
+
+    async def test_is_forgiven_after_a_while_and_for_longer_each_time(
+        self, start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sessions, "FIRST_REFUSAL_S", 0.25)
+        bad = await start_worker(worker_id="bad")
+        router = await start_router(bad)
+        bad.send(_events(8, removed=_short(0)))
+        await eventually(lambda: _refused(router, "bad", "left alone for 0.25 s"))
+        await router.knows(bad)
+        bad.send(_events(8, removed=_short(0)))
+        await eventually(lambda: _refused(router, "bad", "left alone for 0.5 s"))
+
+    async def test_another_epoch_in_one_process_is_nonsense(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        worker = await start_worker()
+        router = await start_router(worker)
+        worker.hello.epoch = 2
+        worker.send(_events(9))
+        await eventually(lambda: _refused(router, "combined-0", "changed from 1 to 2 in one process"))
+
+
+def _load(**fields: Any) -> pb.WorkerMessage:
+    return pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, **fields))
 
 
 def _events(number: int, *, added: bytes = b"", removed: bytes = b"") -> pb.WorkerMessage:
@@ -116,6 +194,9 @@ class TestRefused:
             ({"block_size": 32}, "blocks of 32 tokens"),
             ({"role": pb.ROLE_PREFILL}, "its session ROLE_PREFILL"),
             ({"worker_id": "somebody"}, "is 'somebody'"),
+            ({"epoch": 0}, "did not say its epoch"),
+            ({"num_pages": 0}, "did not say its epoch, num_pages"),
+            ({"profile": b"{"}, "what it predicts with"),
         ],
     )
     async def test_a_worker_that_does_not_fit_is_refused_with_a_reason(
@@ -142,6 +223,60 @@ class TestRefused:
 async def _told(router: Router, reason: str) -> bool:
     worker = await router.worker("combined-0")
     return worker is not None and reason in (worker["reason"] or "")
+
+
+class TestReady:
+    """A router that has just started serves nobody before it knows what the workers have cached."""
+
+    async def test_waits_for_the_snapshots_of_all_workers_that_are_there(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        here = await start_worker(says("fox"), worker_id="here")
+        warm = await start_worker(says("fox"), worker_id="warm", cached=_short(0, 1))
+        warm.snapshot_may_go.clear()
+        router = await start_router(here)
+        await eventually(lambda: _has(router, "warm", state="syncing"))
+        assert (await router.http.get("/readyz")).status_code == 503
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+        assert (await router.http.post("/v1/completions", json=body)).status_code == 503
+        warm.snapshot_may_go.set()
+        await router.knows(warm)
+        assert (await router.http.get("/readyz")).status_code == 200
+        assert await _complete(router) == "warm"
+
+    async def test_does_not_wait_for_a_worker_that_comes_later(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        router = await start_router(await start_worker(says("fox")))
+        late = await start_worker(worker_id="late")
+        late.snapshot_may_go.clear()
+        await eventually(lambda: _has(router, "late", state="syncing"))
+        assert await _complete(router) == "combined-0"
+        late.snapshot_may_go.set()
+
+    async def test_does_not_wait_for_a_dead_worker(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        dead = await start_worker(worker_id="dead")
+        await dead.kill()
+        router = await start_router(await start_worker(says("fox")))
+        await eventually(lambda: _is_ready(router))
+        assert await _complete(router) == "combined-0"
+
+    async def test_does_not_wait_for_ever_for_a_silent_worker(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sessions, "SYNC_S", 1.0)
+        silent = await start_worker(worker_id="silent")
+        silent.snapshot_may_go.clear()
+        router = await start_router(await start_worker(says("fox")))
+        await eventually(lambda: _is_ready(router))
+        assert await _complete(router) == "combined-0"
+        silent.snapshot_may_go.set()
+
+
+async def _is_ready(router: Router) -> bool:
+    return (await router.http.get("/readyz")).status_code == 200
 
 
 class TestMembership:
@@ -306,6 +441,34 @@ async def test_many_workers_come_and_go(start_router: StartRouter, redis: Redis,
 
     await asyncio.gather(*(live(number) for number in range(12)))
     await eventually(lambda: _empty(router))
+
+
+async def test_churn_leaves_nothing_of_the_workers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nobody:
+        """Hears nothing."""
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *arguments: None
+
+    async def connected(session: Session, listener: Listener) -> None:  # in place of a network with 5,000 workers
+        session._index.reset(session.id, 100)
+        session._index.add(session.id, CHAIN[0][:8] + os.urandom(8 * 10))
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Session, "run", connected)
+    workers, listener = Workers("router-a", "secret", itl_ms=0.0), cast(Listener, Nobody())
+    for start in range(0, 5_000, 100):
+        names = [f"w{number}" for number in range(start, start + 200)]
+        await workers._follow({name: Member(name, "combined", "127.0.0.1:1", "h", 1, 1) for name in names}, listener)
+        await asyncio.sleep(0)
+        assert len(workers.sessions) == 200
+        assert len(workers.index.cached_prefixes(CHAIN)) == 200
+    await workers._follow({}, listener)
+    while workers.index.sweep():
+        pass
+    assert (list(workers.sessions), workers._tasks, len(workers.index)) == ([], {}, 0)
+    assert not workers.ready
+    assert not workers._awaited
 
 
 async def _empty(router: Router) -> bool:

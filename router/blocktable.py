@@ -1,0 +1,172 @@
+"""A map from 64-bit block hashes to small numbers, in flat memory.
+
+What a dict would cost at ten million entries: 80 bytes each, half a second without an answer when it grows, and three
+waits for memory a look-up, one after the other. Here it is 25 bytes; growing takes place in pieces; and numpy looks up
+a whole chain at once, so that the waits overlap.
+
+It is linear hashing (W. Litwin, VLDB 1980). A bucket has 8 slots. A round begins with `round` buckets, a power of two;
+bucket after bucket, its half with the next bit of the hash set moves to a new bucket at the end, until there are
+twice as many. What a full bucket can't take is in `_overflow`, some hundredths of all.
+"""
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_BYTES = 8
+
+_SLOTS = 8
+_BUCKET_BYTES = _SLOTS * KEY_BYTES
+_FIRST_ROUND = 64
+_MEAN_LOAD = 4
+"""Entries a bucket, above which buckets are split."""
+
+_SPLIT_BUCKETS = 256
+"""Split at a time, in about 0.1 ms."""
+
+_ERASE_BUCKETS = 4096
+"""Looked through at a time, in about 0.2 ms."""
+
+_NO_KEY = bytes(KEY_BYTES)
+
+Hashes = npt.NDArray[np.uint64]
+
+
+class BlockTable:
+    """Numbers from 1 to 2**32 - 1 by hash; 0 stands for no entry. The memory is that of the most entries there were."""
+
+    def __init__(self) -> None:
+        # An empty slot has no key and the value 0.
+        self._keys = bytearray(_FIRST_ROUND * _BUCKET_BYTES)
+        self._values = array("I", [0]) * (_FIRST_ROUND * _SLOTS)
+        self._overflow: dict[int, dict[bytes, int]] = {}
+        self._round = _FIRST_ROUND
+        self._split = 0  # buckets of this round that are split by now
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def leading(self, hashes: Hashes) -> list[int]:
+        """The values of these hashes, up to the first one that has no entry."""
+        buckets = self._buckets(hashes)
+        values: list[int] = self._find(hashes, buckets)[0].tolist()
+        for position, value in enumerate(values):
+            if value == 0:
+                values[position] = self._in_overflow(int(buckets[position]), hashes[position].tobytes())
+                if values[position] == 0:
+                    return values[:position]
+        return values
+
+    def update(self, hashes: Hashes, change: Mapping[int, int]) -> list[int]:
+        """Sets the value of every hash to `change[value]`; 0 before or after means no entry.
+
+        Args:
+            hashes: All different.
+
+        Returns:
+            The values before.
+        """
+        buckets = self._buckets(hashes)
+        found, slots = self._find(hashes, buckets)
+        before: list[int] = found.tolist()
+        after = [change[value] for value in before]
+        new = np.array(after, dtype=np.uint32)
+        np.frombuffer(self._values, dtype=np.uint32)[slots[found > 0]] = new[found > 0]
+        gone = slots[(found > 0) & (new == 0)]
+        np.frombuffer(self._keys, dtype="<u8")[gone] = 0
+        self._len -= len(gone)
+        data = hashes.tobytes()
+        missing = np.flatnonzero(found == 0)
+        for position, bucket in zip(missing.tolist(), buckets[missing].tolist(), strict=True):
+            key = data[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+            if bucket in self._overflow:
+                before[position] = self._take_overflow(bucket, key)
+                after[position] = change[before[position]]
+            if after[position]:
+                self._insert(bucket, key, after[position])
+        while self._len > _MEAN_LOAD * (self._round + self._split):
+            self._split_some()
+        return before
+
+    def erase(self, values: Sequence[int]) -> Iterator[None]:
+        """Takes out all entries with these values, a piece a step; no new ones may be made meanwhile."""
+        doomed = np.zeros(max(values, default=0) + 2, dtype=np.bool_)  # by value; the last one: all larger ones
+        doomed[list(values)] = True
+        start, end = 0, 0
+        # what a split moves between the steps goes up, to where this comes later
+        while end < self._round + self._split:
+            start, end = end, min(end + _ERASE_BUCKETS, self._round + self._split)
+            keys, values_there = (view[start:end] for view in self._views())
+            gone = doomed.take(values_there, mode="clip")
+            keys[gone], values_there[gone] = 0, 0
+            self._len -= int(np.count_nonzero(gone))
+            del keys, values_there
+            for bucket in [bucket for bucket in range(start, end) if bucket in self._overflow]:
+                for key, value in list(self._overflow[bucket].items()):
+                    if doomed.take(value, mode="clip"):
+                        self._take_overflow(bucket, key)
+            if end < self._round + self._split:
+                yield
+
+    def _buckets(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        low = hashes & (self._round - 1)
+        return np.where(low < self._split, hashes & (2 * self._round - 1), low).astype(np.int64)
+
+    def _views(self) -> tuple[Hashes, npt.NDArray[np.uint32]]:
+        """Keys and values. [buckets, slots] Neither can grow while the views exist."""
+        keys = np.frombuffer(self._keys, dtype="<u8").reshape(-1, _SLOTS)
+        return keys, np.frombuffer(self._values, dtype=np.uint32).reshape(-1, _SLOTS)
+
+    def _find(
+        self, hashes: Hashes, buckets: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """Values of the hashes, 0 where the bucket doesn't have them, and their slots."""
+        keys, values = self._views()
+        matches = values.take(buckets, axis=0) * (keys.take(buckets, axis=0) == hashes[:, None])
+        slots = matches.argmax(axis=1)
+        return matches.max(axis=1), buckets * _SLOTS + slots
+
+    def _insert(self, bucket: int, key: bytes, value: int) -> None:
+        try:
+            slot = self._values.index(0, bucket * _SLOTS, (bucket + 1) * _SLOTS)
+        except ValueError:
+            self._overflow.setdefault(bucket, {})[key] = value
+        else:
+            self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
+            self._values[slot] = value
+        self._len += 1
+
+    def _in_overflow(self, bucket: int, key: bytes) -> int:
+        return self._overflow.get(bucket, {}).get(key, 0)
+
+    def _take_overflow(self, bucket: int, key: bytes) -> int:
+        """Takes out an entry, if there is one."""
+        entries = self._overflow[bucket]
+        value = entries.pop(key, 0)
+        self._len -= value > 0
+        if not entries:
+            del self._overflow[bucket]
+        return value
+
+    def _split_some(self) -> None:
+        first, last = self._split, min(self._split + _SPLIT_BUCKETS, self._round)
+        self._keys += bytes((last - first) * _BUCKET_BYTES)
+        self._values.frombytes(bytes((last - first) * _SLOTS * self._values.itemsize))
+        keys, values = self._views()
+        target = slice(self._round + first, self._round + last)
+        moves = (keys[first:last] & self._round) != 0
+        for array_ in (keys, values):
+            array_[target] = np.where(moves, array_[first:last], 0)
+            array_[first:last][moves] = 0
+        del keys, values, array_
+        for bucket in range(first, last):
+            for key, value in self._overflow.pop(bucket, {}).items():
+                moved = int.from_bytes(key, "little") & self._round
+                self._insert(bucket + moved, key, value)
+                self._len -= 1
+        self._split = last
+        if last == self._round:
+            self._round, self._split = 2 * self._round, 0
