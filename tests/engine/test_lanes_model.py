@@ -76,11 +76,13 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return result
 
 
-def serve(runner: TorchRunner, mode: Mode, comings: list[Arrival]) -> dict[tuple[str, int], list[Output]]:
+def serve(
+    runner: TorchRunner, mode: Mode, comings: list[Arrival], max_model_len: int = LONGEST
+) -> dict[tuple[str, int], list[Output]]:
     """All outputs of all choices."""
     engine = Engine(
         runner,
-        max_model_len=LONGEST,
+        max_model_len=max_model_len,
         colocation=Colocation(MODEL, token_budget=48, mode=mode, splits=runner.splits),
         max_num_seqs=6,
         max_queue_tokens=10_000,

@@ -166,6 +166,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         dim, dim_vo, causal, window, split_size, never_split, colocated = arguments[12:]
         assert workspace is self.workspace
         assert numbers is self._numbers
+        assert numbers is not None
         assert staging.shape == numbers.shape
         assert rows == size == len(self._last)
         assert (graph, dim_vo, causal, window, never_split, colocated) == (True, dim, False, -1, False, 0)

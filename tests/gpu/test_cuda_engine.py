@@ -1,0 +1,165 @@
+"""The engine on a GPU: its tokens against transformers', with and without graphs and lanes, and no hidden waits."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cpd.blocks import extend_hashes, hash_root
+from engine.batch import SampleRow
+from engine.colocation import Mode
+from engine.config import load_config
+from engine.runner import TorchRunner
+from engine.types import Request, SamplingParams
+from tests.checkpoints import oracle_generate, oracle_logits
+from tests.conftest import MakeCheckpoint
+from tests.engine.paging import Pager
+from tests.engine.test_lanes_model import Arrival, serve
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PAGES = 400
+LONGEST = 1200
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "llama3": {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 1},
+}
+TOLERANCE = 0.25
+"""In units of the logits' standard deviation: how far below the best one a token of a bfloat16 model may be. On a CPU, which rounds
+as often, 0.14 was the most of 1,400 tokens."""
+
+
+@pytest.fixture(params=list(MODELS))
+def directory(request: pytest.FixtureRequest, checkpoint: MakeCheckpoint) -> Path:
+    return checkpoint(request.param, **MODELS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def load(directory: Path, dtype: str, graphs: int = 8) -> TorchRunner:
+    kv_bytes = PAGES * load_config(directory).page_bytes("float32")
+    return TorchRunner(
+        directory, dtype=dtype, device="cuda", kv_bytes=kv_bytes, max_model_len=LONGEST, max_num_seqs=graphs
+    )
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(480), k=length)
+
+
+def assert_follows(directory: Path, prompt: Sequence[int], output: Sequence[int], tolerance: float = TOLERANCE) -> None:
+    """Every token is nearly the best one after those before it, for transformers in float32."""
+    logits = oracle_logits(directory, [*prompt, *output])
+    spread = float(logits.std())
+    for position, token in enumerate(output, start=len(prompt) - 1):
+        best = float(logits[position].max())
+        assert best - float(logits[position, token]) <= tolerance * spread, position - len(prompt) + 1
+
+
+def test_float32_chooses_as_transformers(directory: Path) -> None:
+    runner = load(directory, "float32")
+    pager = Pager(runner)
+    for length, chunk in ((1, 1), (16, 1 << 30), (75, 7), (900, 333)):
+        prompt = prompt_of(length, seed=length)
+        oracle = oracle_generate(directory, prompt, 24)
+        sequence = pager.start(prompt)
+        tokens = pager.generate(sequence, 24, chunk)
+        sure = next((i for i, margin in enumerate(oracle.margins) if margin < 1e-3), 24)
+        assert tokens[:sure] == oracle.token_ids[:sure], (length, chunk)
+        pager.release(sequence)
+
+
+@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_stay_within_tolerance(directory: Path, dtype: str, graphs: int) -> None:
+    """Batches of 1 to 11 decodes: with graphs, without, padded and beyond the largest graph."""
+    runner = load(directory, dtype, graphs)
+    pager = Pager(runner, seed=1)
+    prompts = [prompt_of(length, seed=length) for length in (3, 200, 17, 90, 64, 33, 700, 5, 1, 40, 120)]
+    running = []
+    for prompt in prompts:
+        running.append(pager.start(prompt))
+        pager.step([(sequence, sequence.remaining) for sequence in running])
+    for left in range(len(running), 0, -1):
+        for _ in range(2):
+            pager.step([(sequence, 1) for sequence in running[:left]])
+    for prompt, sequence in zip(prompts, running, strict=True):
+        assert_follows(directory, prompt, sequence.output)
+
+
+def requests() -> list[Arrival]:
+    """Long and short prompts that come while others decode; all greedy."""
+    root, comings = hash_root(b"model"), []
+    for number, length in enumerate((9, 600, 70, 16, 1000, 33, 300)):
+        tokens = prompt_of(length, seed=length)
+        params = SamplingParams(temperature=0.0, seed=number, max_tokens=60 + number)
+        request = Request(f"r{number}", tokens, length, params, root, extend_hashes(root, tokens))
+        comings.append(Arrival(request, 4 * number, -1, None))
+    return comings
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["mixed", "lanes", "auto"])
+def test_lanes_follow_the_oracle(directory: Path, dtype: str, mode: Mode) -> None:
+    runner = load(directory, dtype)
+    assert runner.splits, "this GPU has no lanes; the log says why"
+    comings = requests()
+    outputs = serve(runner, mode, comings, LONGEST)
+    for arrival in comings:
+        tokens = [token for output in outputs[arrival.request.id, 0] for token in output.token_ids]
+        assert tokens
+        tolerance = 1e-3 if dtype == "float32" else TOLERANCE
+        assert_follows(directory, arrival.request.token_ids, tokens, tolerance)
+
+
+@pytest.mark.parametrize("graphs", [0, 8])
+def test_starting_a_step_waits_for_nothing(directory: Path, graphs: int) -> None:
+    """torch raises on every call that would wait for the device."""
+    runner = load(directory, "bfloat16", graphs)
+    pager = Pager(runner)
+    sequences = [pager.start(prompt_of(length, seed=length)) for length in (30, 50, 70, 20)]
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
+        SamplingParams(temperature=1.0, seed=4, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={7: 2.0}),
+        SamplingParams(temperature=0.0, top_logprobs=3, min_tokens=5, stop_token_ids=frozenset([2])),
+    ]
+    for sequence in sequences:
+        pager.step([(sequence, sequence.remaining)])
+    for turn in range(3):  # the first turns compile, and take memory
+        batch = pager.batch([(sequence, 1) for sequence in sequences])
+        batch.samples = [
+            SampleRow(row.row, kind, row.choice, row.position, row.tokens, row.prompt_len)
+            for row, kind in zip(batch.samples, kinds, strict=True)
+        ]
+        torch.cuda.set_sync_debug_mode("error" if turn == 2 else "default")
+        try:
+            runner.full.launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for sequence, sampled in zip(sequences, runner.full.collect().sampled, strict=True):
+            sequence.tokens.append(sampled.token_id)
+
+
+def test_a_copied_page_continues_alike(directory: Path) -> None:
+    runner = load(directory, "bfloat16")
+    pager = Pager(runner)
+    first = pager.start(prompt_of(40))
+    pager.generate(first, 1)
+    second = pager.start(first.tokens[:40])
+    second.tokens, second.num_computed = list(first.tokens), first.num_computed
+    spare = pager.start([0])
+    pager.step([(spare, 1)])
+    runner.copy_page(first.pages[-1], spare.pages[0])
+    second.pages = [*first.pages[:-1], spare.pages[0]]
+    for _ in range(8):
+        pager.step([(first, 1), (second, 1)])
+    assert first.output == second.output
