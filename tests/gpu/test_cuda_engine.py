@@ -28,8 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3": {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 1},
 }
 TOLERANCE = 0.25
-"""In units of the logits' standard deviation: how far below the best one a token of a bfloat16 model may be. On a CPU, which rounds
-as often, 0.14 was the most of 1,400 tokens."""
+"""In units of the logits' standard deviation: how far below the best one a token of a bfloat16 model may be. On a CPU,
+which rounds as often, 0.14 was the most of 1,400 tokens."""
 
 
 @pytest.fixture(params=list(MODELS))
