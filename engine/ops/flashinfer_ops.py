@@ -218,7 +218,7 @@ class GraphedDecodeOps(TritonOps):
     """See `engine.ops.base.Ops`, for steps of exactly `size` decodes: `prepare` each step, capture the rest once.
 
     The first `prepare` goes through FlashInfer's wrapper. The later ones call the planner behind it and nothing else:
-    the wrapper would spend up to a millisecond on lists that this back end doesn't need, and copy three times.
+    the wrapper would spend tenths of a millisecond on what this back end doesn't need, and copy three times.
     """
 
     def __init__(
