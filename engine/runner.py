@@ -92,17 +92,23 @@ class TorchRunner:
         if self._device.type == "cuda":
             from engine.cuda.setup import make_lanes
 
-            pool = _zeros((self.num_pages + 1, *config.page_shape), torch_dtype, self._device)
+            try:
+                pool = _zeros((self.num_pages + 1, *config.page_shape), torch_dtype, self._device)
+                self._cuda = make_lanes(
+                    model,
+                    ops,
+                    sampler,
+                    pool,
+                    max_model_len=config.max_model_len,
+                    most_decodes=max_num_seqs,
+                    on_progress=progress,
+                )
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    "the GPU's memory holds weights and KV pool, but not what computes beside them; lower --kv-memory "
+                    f"or --max-num-seqs ({error})"
+                ) from error
             self.pool = pool[: self.num_pages]  # the last page is for the padding of captured decodes
-            self._cuda = make_lanes(
-                model,
-                ops,
-                sampler,
-                pool,
-                max_model_len=config.max_model_len,
-                most_decodes=max_num_seqs,
-                on_progress=progress,
-            )
             self.full, self.splits = self._cuda.full, self._cuda.splits
             self._copy_page = self._cuda.copies.copy
         else:

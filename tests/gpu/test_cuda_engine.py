@@ -1,7 +1,8 @@
 """The engine on a GPU: its tokens against transformers', with and without graphs and lanes, and no hidden waits."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,26 @@ TOLERANCE = 0.25
 which rounds as often, 0.14 was the most of 1,400 tokens."""
 
 
+Load = Callable[..., TorchRunner]
+
+
 @pytest.fixture(params=list(MODELS))
 def directory(request: pytest.FixtureRequest, checkpoint: MakeCheckpoint) -> Path:
     return checkpoint(request.param, **MODELS[request.param])
 
 
-@pytest.fixture(autouse=True)
-def _memory() -> Iterator[None]:
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+@pytest.fixture(scope="module")
+def load() -> Load:
+    """`load(directory, dtype, graphs)`: a runner with decode graphs for so many sequences, made once."""
 
+    @cache
+    def make(directory: Path, dtype: str, graphs: int = 8) -> TorchRunner:
+        kv_bytes = PAGES * load_config(directory).page_bytes("float32")
+        return TorchRunner(
+            directory, dtype=dtype, device="cuda", kv_bytes=kv_bytes, max_model_len=LONGEST, max_num_seqs=graphs
+        )
 
-def load(directory: Path, dtype: str, graphs: int = 8) -> TorchRunner:
-    kv_bytes = PAGES * load_config(directory).page_bytes("float32")
-    return TorchRunner(
-        directory, dtype=dtype, device="cuda", kv_bytes=kv_bytes, max_model_len=LONGEST, max_num_seqs=graphs
-    )
+    return make
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -64,7 +68,7 @@ def assert_follows(directory: Path, prompt: Sequence[int], output: Sequence[int]
         assert best - float(logits[position, token]) <= tolerance * spread, position - len(prompt) + 1
 
 
-def test_float32_chooses_as_transformers(directory: Path) -> None:
+def test_float32_chooses_as_transformers(load: Load, directory: Path) -> None:
     runner = load(directory, "float32")
     pager = Pager(runner)
     for length, chunk in ((1, 1), (16, 1 << 30), (75, 7), (900, 333)):
@@ -78,7 +82,7 @@ def test_float32_chooses_as_transformers(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
-def test_bfloat16_stays_within_tolerance(directory: Path, graphs: int) -> None:
+def test_bfloat16_stays_within_tolerance(load: Load, directory: Path, graphs: int) -> None:
     """Batches of 1 to 11 decodes: with graphs, without, padded and beyond the largest graph."""
     runner = load(directory, "bfloat16", graphs)
     pager = Pager(runner, seed=1)
@@ -107,7 +111,7 @@ def requests() -> list[Arrival]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["mixed", "lanes", "auto"])
-def test_lanes_follow_the_oracle(directory: Path, dtype: str, mode: Mode) -> None:
+def test_lanes_follow_the_oracle(load: Load, directory: Path, dtype: str, mode: Mode) -> None:
     runner = load(directory, dtype)
     assert runner.splits, "this GPU has no lanes; the log says why"
     comings = requests()
@@ -120,7 +124,7 @@ def test_lanes_follow_the_oracle(directory: Path, dtype: str, mode: Mode) -> Non
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
-def test_starting_a_step_waits_for_nothing(directory: Path, graphs: int) -> None:
+def test_starting_a_step_waits_for_nothing(load: Load, directory: Path, graphs: int) -> None:
     """torch raises on every call that would wait for the device."""
     runner = load(directory, "bfloat16", graphs)
     pager = Pager(runner)
@@ -148,7 +152,7 @@ def test_starting_a_step_waits_for_nothing(directory: Path, graphs: int) -> None
             sequence.tokens.append(sampled.token_id)
 
 
-def test_a_copied_page_continues_alike(directory: Path) -> None:
+def test_a_copied_page_continues_alike(load: Load, directory: Path) -> None:
     runner = load(directory, "bfloat16")
     pager = Pager(runner)
     first = pager.start(prompt_of(40))
