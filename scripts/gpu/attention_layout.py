@@ -14,7 +14,6 @@ layer each time, so that they find nothing in the L2 cache.
 Usage: `python -m scripts.gpu.attention_layout [--out DIR]`
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -204,7 +203,7 @@ def _queries(config: ModelConfig, case: Case) -> torch.Tensor:
     return torch.randn(tokens, config.num_heads, config.head_dim, dtype=torch.bfloat16, device="cuda")
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """See the module."""
     flashinfer = require("flashinfer", "flashinfer-python")
     for name in ("Qwen3-8B", "Llama-3-8B"):

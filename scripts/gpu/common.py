@@ -8,6 +8,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import statistics
@@ -56,8 +57,7 @@ class Timing:
 def run_experiment(
     name: str,
     question: str,
-    run: Callable[[Report, argparse.Namespace], None],
-    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    run: Callable[[Report], None],
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parses the command line, runs an experiment and prints its table. Returns the exit status, see `Exit`.
@@ -65,14 +65,13 @@ def run_experiment(
     Args:
         question: What it is to answer, in one line.
         run: Measures, and calls `Report.add`.
-        arguments: Adds options beside --out.
         argv: Of the command; None: the process's.
     """
     parser = argparse.ArgumentParser(prog=f"python -m scripts.gpu.{name}", description=question)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for results (default: $OUT)")
-    if arguments is not None:
-        arguments(parser)
     args = parser.parse_args(argv)
+    # What the engine says about its lanes and graphs belongs beside the figures.
+    logging.basicConfig(level=logging.INFO)
     try:
         require_cuda()
         report = Report(name, question, environment(), measure_ceilings(), args.out)
@@ -81,7 +80,7 @@ def run_experiment(
         return Exit.NO_DEVICE
     status = Exit.OK
     try:
-        run(report, args)
+        run(report)
     except MissingError as error:
         status, report.error = Exit.MISSING, str(error)
     except Exception as error:  # the figures so far are worth more than the way it ended

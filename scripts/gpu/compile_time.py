@@ -6,7 +6,6 @@ The archive that it leaves under --out spares the next machine of this kind the 
 Usage: `python -m scripts.gpu.compile_time [--out DIR]`
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -27,7 +26,7 @@ MAX_MIB = Target(at_most=16)
 """What comes back from a lent machine in one file."""
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory(prefix="cpd-compile-") as folder:
         # FlashInfer reads these when it is imported.

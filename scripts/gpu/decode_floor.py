@@ -7,7 +7,7 @@ copy bandwidth. Eager steps are the same model without graphs.
 Usage: `python -m scripts.gpu.decode_floor [--out DIR]`
 """
 
-import argparse
+import gc
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.runner import TorchRunner
-from scripts.gpu.common import Timing, run_experiment
+from scripts.gpu.common import Timing, require, run_experiment
 from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes
 from scripts.gpu.random_model import random_runner, step_ms
 from scripts.gpu.results import Report, Target
@@ -67,11 +67,13 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
             uniform = measure(report, runner, f"{MODEL}: decode 128 x 318", UNIFORM).median
             report.add(f"{MODEL}: outlier / uniform", outlier / uniform, "ratio", target=MAX_OUTLIER)
         del runner
+        gc.collect()
         torch.cuda.empty_cache()
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
-    """See the module."""
+def run(report: Report) -> None:
+    """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
+    require("flashinfer", "flashinfer-python")
     measure_all(report, MODELS[MODEL])
 
 

@@ -7,7 +7,6 @@ pages are read by plain loads, by streaming loads (`__ldcs`), and with an L2 pol
 Usage: `python -m scripts.gpu.evict_first [--out DIR]`
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -62,7 +61,7 @@ def measure(report: Report, driver: Driver, share: float, reads: PageReads, gemm
                     report.add(name, gemm_ms / alone, "x alone", note=note)
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """See the module."""
     device = require_cuda()
     driver = CudaDriver()

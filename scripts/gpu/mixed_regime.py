@@ -7,14 +7,13 @@ that step over the time of the decodes alone; beside it stands what the two woul
 Usage: `python -m scripts.gpu.mixed_regime [--out DIR]`
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from engine.runner import TorchRunner
-from scripts.gpu.common import run_experiment
+from scripts.gpu.common import require, run_experiment
 from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes, step_flop
 from scripts.gpu.random_model import random_runner, step_ms
 from scripts.gpu.results import Report, Target
@@ -60,8 +59,9 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
             report.add(f"{name}: stretch", mixed / alone, "ratio", note=note)
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
-    """See the module."""
+def run(report: Report) -> None:
+    """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
+    require("flashinfer", "flashinfer-python")
     measure_all(report, MODELS[MODEL])
 
 

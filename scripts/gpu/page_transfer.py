@@ -7,7 +7,6 @@ left out where its package is missing.
 Usage: `python -m scripts.gpu.page_transfer [--out DIR]`
 """
 
-import argparse
 import multiprocessing
 import statistics
 import sys
@@ -108,7 +107,7 @@ def measure(report: Report, device: str = "cuda", size: int = POOL_BYTES, pages:
             report.add(f"{name}: failed", None, "GB/s", note=str(error))
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """See the module."""
     measure(report)
 

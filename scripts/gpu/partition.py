@@ -8,7 +8,6 @@ stays where it is.
 Usage: `python -m scripts.gpu.partition [--out DIR]`
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -184,7 +183,7 @@ def isolation(report: Report, parts: PartitionPair, gemm: Gemm, probes: Probes, 
     )
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """See the module."""
     device = require_cuda()
     driver = CudaDriver()

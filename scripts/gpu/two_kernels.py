@@ -8,7 +8,6 @@ on one stream, on two plain streams, on the best split of the sweep, and as plan
 Usage: `python -m scripts.gpu.two_kernels [--out DIR]`
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -198,7 +197,7 @@ def _curves(pair: Pair, points: Sequence[Point]) -> str:
     return f"\n{pair.name}\n" + text_table(list(asdict(points[0])), rows) + "\n"
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """See the module."""
     device = require_cuda()
     driver = CudaDriver()

@@ -1,4 +1,3 @@
-import argparse
 import math
 from collections.abc import Callable, Iterator
 
@@ -36,7 +35,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[Report]:
 
 
 def test_every_layout_is_checked_against_the_reference_and_timed(report: Report) -> None:
-    attention_layout.run(report, argparse.Namespace())
+    attention_layout.run(report)
     values = {figure.name: figure for figure in report.figures}
     assert values["Qwen3-8B: strided: worst error"].met
     assert values["Llama-3-8B: NHD: worst error"].met
@@ -49,7 +48,7 @@ def test_every_layout_is_checked_against_the_reference_and_timed(report: Report)
 
 def test_an_output_that_is_not_written_is_seen(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_cuda._Wrapper, "run", lambda *_, **__: None)
-    attention_layout.run(report, argparse.Namespace())
+    attention_layout.run(report)
     worst = next(figure for figure in report.figures if figure.name.endswith("worst error"))
     assert worst.value is not None
     assert math.isnan(worst.value)

@@ -1,4 +1,3 @@
-import argparse
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ def test_a_timing_is_the_median_and_the_middle() -> None:
 
 @pytest.mark.usefixtures("pretend_device")
 def test_a_failure_keeps_the_figures_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(report: Report, args: argparse.Namespace) -> None:
+    def run(report: Report) -> None:
         report.add("before", 1.0, "ms")
         raise RuntimeError("misaligned address")
 
@@ -35,7 +34,7 @@ def test_a_failure_keeps_the_figures_before_it(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.usefixtures("pretend_device")
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(report: Report, args: argparse.Namespace) -> None:
+    def run(report: Report) -> None:
         common.require("flashinfer_that_is_not_here", "flashinfer-python")
 
     assert common.run_experiment("layout", "?", run, argv=[]) == Exit.MISSING
