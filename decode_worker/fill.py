@@ -35,7 +35,7 @@ from decode_worker.reservations import ReservationQueue, Wanted
 from engine.types import Output, Request, Reservation
 from kvtransfer.base import Landing
 from worker.convert import InvalidRequestError, deadline_ms_to_wire, first_outputs_from_wire, sampling_to_wire
-from worker.engine_thread import EngineDiedError
+from worker.engine_bridge import EngineDiedError
 from worker.node import Node
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections import deque
 
 from engine.engine import Engine
 from engine.types import Request, Reservation
-from worker.engine_thread import EngineThread
+from worker.engine_bridge import EngineBridge
 
 
 class Wanted:
@@ -28,7 +28,7 @@ class Wanted:
 class ReservationQueue:
     """Reserves pages in the order of asking, as soon as the engine can spare them."""
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineBridge) -> None:
         self._engine = engine
         self._waiting: deque[Wanted] = deque()  # the engine thread's
 

@@ -25,7 +25,7 @@ from decode_worker.live import LiveRequest
 from decode_worker.reservations import ReservationQueue
 from engine.engine import Engine
 from engine.types import Output, Request
-from worker.engine_thread import EngineDiedError
+from worker.engine_bridge import EngineDiedError
 from worker.node import Node
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from decode_worker.route import Route, Routes, add_all
 from engine.engine import Engine
 from engine.types import StepOutput
 from worker.convert import InvalidRequestError, request_from_wire
-from worker.engine_thread import EngineDiedError, Update
+from worker.engine_bridge import EngineDiedError, Update
 from worker.node import EXIT_RESTART, Node
 from worker.sessions import Session
 

@@ -32,7 +32,7 @@ from kvtransfer.base import Ticket, Transfer
 from prefill_worker.peers import Peers
 from prefill_worker.queue import FillQueue
 from worker.convert import InvalidRequestError, output_to_wire
-from worker.engine_thread import EngineDiedError, EngineThread
+from worker.engine_bridge import EngineBridge, EngineDiedError
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Fill:
         request: Request,
         start: pb.FillStart,
         *,
-        engine: EngineThread,
+        engine: EngineBridge,
         peers: Peers,
         queue: FillQueue,
         traffic: Traffic,

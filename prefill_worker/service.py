@@ -20,7 +20,7 @@ from prefill_worker.fill import Chunk, Fill, PagesToPush, Traffic, refusal
 from prefill_worker.peers import Peers
 from prefill_worker.queue import FillQueue
 from worker.convert import InvalidRequestError, request_from_wire
-from worker.engine_thread import EngineDiedError, Update
+from worker.engine_bridge import EngineDiedError, Update
 from worker.node import Node
 from worker.sessions import Session
 

@@ -1,7 +1,7 @@
 """An engine without a model."""
 
-from collections.abc import Callable
 from hashlib import blake2b
+from typing import Protocol
 
 from cpd.config import WorkerSettings
 from cpd.errors import ConfigError
@@ -9,7 +9,7 @@ from cpd.perfmodel import PerfModel, Profile
 from engine.colocation import Colocation
 from engine.config import ModelConfig
 from engine.engine import Engine
-from engine.simulated import PAGE_BYTES, RealTime, SimulatedRunner
+from engine.simulated import PAGE_BYTES, SimulatedRunner, VirtualTime, outline
 from kvtransfer.base import PoolMemory
 from simulated_workers.simulation import SIMULATED
 from worker.convert import Limits
@@ -23,13 +23,19 @@ _KV_MEMORY = WorkerSettings.model_fields["kv_memory"].default
 """Stands for as much as the simulated device has, where its profile says how much."""
 
 
+class Load(Protocol):
+    """Makes a worker's engine, whose device has the given clock."""
+
+    def __call__(self, settings: WorkerSettings, clock: VirtualTime) -> Loaded: ...
+
+
 def page_bytes_of(profile: Profile, config: ModelConfig) -> int:
     """Size of a page of the simulated model; that of the checkpoint where the profile doesn't say."""
     return profile.page_bytes or config.page_bytes("bfloat16")
 
 
-def make_loader(profile: Profile, config: ModelConfig) -> Callable[[WorkerSettings], Loaded]:
-    """What `worker.worker.Worker` takes for `load`.
+def make_loader(profile: Profile, config: ModelConfig) -> Load:
+    """What makes engines on such devices.
 
     Args:
         profile: How long steps take. The engine predicts with it, too, unless its settings name another one.
@@ -38,7 +44,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Callable[[WorkerSettin
     page_bytes = page_bytes_of(profile, config)
     fingerprint = blake2b(f"{SIMULATED} {config.vocab_size} {page_bytes}".encode(), digest_size=16).digest()
 
-    def load(settings: WorkerSettings) -> Loaded:
+    def load(settings: WorkerSettings, clock: VirtualTime) -> Loaded:
         num_pages = int(settings.kv_memory) // page_bytes
         if profile.num_pages and settings.kv_memory == _KV_MEMORY:
             num_pages = profile.num_pages
@@ -47,7 +53,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Callable[[WorkerSettin
                 f"--kv-memory {int(settings.kv_memory)} is too small for this model; "
                 f"give at least {_MIN_PAGES * page_bytes} bytes"
             )
-        runner = SimulatedRunner(num_pages, PerfModel(profile), RealTime(), config.vocab_size)
+        runner = SimulatedRunner(num_pages, PerfModel(profile), clock, config.vocab_size)
         known = Profile.load(settings.profile) if settings.profile else profile
         colocation = Colocation(
             PerfModel(known),
@@ -62,6 +68,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Callable[[WorkerSettin
             colocation=colocation,
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
+            build=outline,
         )
         return Loaded(
             engine=engine,

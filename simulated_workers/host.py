@@ -1,4 +1,4 @@
-"""Many workers in one process and one event loop, each with its own engine thread, gRPC port and lease.
+"""Many workers in one process and one event loop, each with its own engine, gRPC port and lease.
 
 Only the devices are simulated, and the wire between them: pages move by a network of this process, which says how
 long they take. Routers can't tell these workers from real ones. One that ends (it was told to drain, or its engine
@@ -8,18 +8,20 @@ failed) is started anew, as by a supervisor.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cpd.config import Role, SimulatedSettings, WorkerSettings
 from cpd.perfmodel import PerfModel, Profile
 from decode_worker.service import DecodeService
 from engine.config import load_config
+from engine.simulated import VirtualTime
 from kvtransfer.base import PoolMemory, Transport
 from kvtransfer.local import LocalNetwork
 from prefill_worker.service import PrefillService
-from simulated_workers.engine import make_loader, page_bytes_of
+from simulated_workers.engine import Load, make_loader, page_bytes_of
+from simulated_workers.inline import InlineEngine
 from simulated_workers.simulation import SIMULATED, read_profile
-from worker.node import Loaded
 from worker.process import on_stop_signals
 from worker.service import MakeService
 from worker.worker import Worker
@@ -65,7 +67,7 @@ class Host:
         network: Moves their pages.
     """
 
-    def __init__(self, load: Callable[[WorkerSettings], Loaded], network: LocalNetwork) -> None:
+    def __init__(self, load: Load, network: LocalNetwork) -> None:
         self._load = load
         self._network = network
         self._workers: set[Worker] = set()
@@ -84,7 +86,15 @@ class Host:
             CPDError: It can't start.
         """
         while not self._stopping.is_set():
-            worker = Worker(settings, role, _SERVICES[role], load=self._load, open_transport=self._open)
+            clock = VirtualTime()
+            worker = Worker(
+                settings,
+                role,
+                _SERVICES[role],
+                load=partial(self._load, clock=clock),
+                make_bridge=partial(InlineEngine, clock=clock),
+                open_transport=self._open,
+            )
             self._workers.add(worker)
             try:
                 await worker.run()

@@ -18,7 +18,7 @@ from engine.engine import Engine
 from kvtransfer.base import PoolMemory, Transport
 from worker.channels import Channels
 from worker.convert import Limits
-from worker.engine_thread import EngineThread
+from worker.engine_bridge import EngineBridge
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Node:
 
     worker_id: str
     settings: WorkerSettings
-    engine: EngineThread
+    engine: EngineBridge
     transport: Transport
     channels: Channels
     limits: Limits

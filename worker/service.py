@@ -8,7 +8,7 @@ import grpc
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import StepOutput
-from worker.engine_thread import Update
+from worker.engine_bridge import Update
 from worker.node import Node
 from worker.sessions import RequestHandler
 

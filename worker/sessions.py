@@ -19,7 +19,7 @@ import grpc
 
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent
-from worker.engine_thread import EngineDiedError, EngineThread, Update
+from worker.engine_bridge import EngineBridge, EngineDiedError, Update
 from worker.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class SessionServer:
         *,
         hello: Callable[[], pb.Hello],
         load: Callable[[], pb.Load],
-        engine: EngineThread,
+        engine: EngineBridge,
         handler: RequestHandler,
         make_outbox: Callable[[], Outbox] = Outbox,
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from cpd.rpc import cpd_pb2 as pb
 from engine.trace import LaneName
-from worker.engine_thread import EngineThread
+from worker.engine_bridge import EngineBridge
 
 _LANES: Mapping[LaneName, pb.Lane.ValueType] = {
     "full": pb.LANE_FULL,
@@ -17,7 +17,7 @@ _AT_ONCE = 200
 """Steps converted before other work of the event loop gets its turn: about a millisecond."""
 
 
-async def read_trace(engine: EngineThread, seconds: float) -> pb.TraceReply:
+async def read_trace(engine: EngineBridge, seconds: float) -> pb.TraceReply:
     """The steps that began at most `seconds` ago; 0: all that are kept."""
     records = await engine.call(lambda engine: engine.trace.records())
     now_s = time.perf_counter()

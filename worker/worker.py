@@ -3,7 +3,7 @@
 Who owns what, from the inside out; each is closed before the one above it in this table:
 
     pool memory     the engine's runner; lives as long as the process
-    engine          the engine thread, alone
+    engine          its bridge: the engine thread, alone
     transport       the event loop; reads and writes pool memory
     service         requests and fills; uses engine and transport
     gRPC server     sessions and fills; uses the service
@@ -37,7 +37,8 @@ from engine.types import EngineStats, PoolCounts
 from kvtransfer.base import PoolMemory, Transport
 from worker.auth import TokenInterceptor
 from worker.channels import SERVER_OPTIONS, Channels
-from worker.engine_thread import EngineThread, Update
+from worker.engine_bridge import EngineBridge, Update
+from worker.engine_thread import EngineThread
 from worker.load import LoadReporter, load_from_stats
 from worker.node import EXIT_RESTART, Lifecycle, Loaded, Node
 from worker.service import MakeService, Service
@@ -49,6 +50,12 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.05
 STEP_S = 0.7
 """Each step of the way down has this long; together they stay within the three seconds a supervisor waits."""
+
+
+class MakeBridge(Protocol):
+    """What the class `EngineThread` is."""
+
+    def __call__(self, build: Callable[[], Engine], *, on_failure: Callable[[BaseException], None]) -> EngineBridge: ...
 
 
 class OpenTransport(Protocol):
@@ -66,7 +73,8 @@ class Worker:
         settings: The worker's settings.
         role: What it does.
         make_service: Makes the part that differs between the kinds of workers.
-        load: Builds the engine, on the engine thread.
+        load: Builds the engine, where the bridge has it run.
+        make_bridge: Makes what runs the engine.
         open_transport: Makes the transport over the engine's pool.
     """
 
@@ -77,12 +85,14 @@ class Worker:
         make_service: MakeService,
         *,
         load: Callable[[WorkerSettings], Loaded],
+        make_bridge: MakeBridge = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
     ) -> None:
         self._settings = settings
         self._role = role
         self._make_service = make_service
         self._load = load
+        self._make_bridge = make_bridge
         self._open_transport = open_transport
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.address = ""
@@ -118,7 +128,7 @@ class Worker:
         settings = self._settings
         host = advertised_host(settings)
         self._redis = _redis(settings.redis_url)
-        self._engine = EngineThread(self._build, on_failure=self._engine_failed)
+        self._engine = self._make_bridge(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
         loaded = self._loaded
@@ -266,7 +276,7 @@ class _WorkerServicer(rpc.WorkerServicer):
 
 
 class _AdminServicer(rpc.AdminServicer):
-    def __init__(self, lifecycle: Lifecycle, engine: EngineThread) -> None:
+    def __init__(self, lifecycle: Lifecycle, engine: EngineBridge) -> None:
         self._lifecycle = lifecycle
         self._engine = engine
 

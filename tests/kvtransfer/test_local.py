@@ -1,44 +1,16 @@
 """How long pages are under way between pools of one process. The rules are in test_contract.py."""
 
 import asyncio
-import selectors
-from collections.abc import Coroutine
 
 import pytest
 
 from kvtransfer.base import Transport
 from kvtransfer.local import BATCH_PAGES, LocalNetwork
+from tests.jumping import LATE_S, run_jumping
 from tests.kvtransfer.pools import Pool, ticket
 
 FIXED_MS, PAGE_MS = 2.0, 0.5
 PAGES = 3 * BATCH_PAGES + 1
-LATE_S = 1e-4
-
-
-class JumpingSelector(selectors.DefaultSelector):
-    """Sets its time ahead, and a little too far, instead of waiting."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0 if timeout else timeout)
-        if timeout and not ready:
-            self.now_s += timeout + LATE_S
-        return ready
-
-
-def elapsed_ms(main: Coroutine[None, None, None]) -> float:
-    """How long it takes in a loop whose time passes only while everybody sleeps."""
-    selector = JumpingSelector()
-
-    def make_loop() -> asyncio.AbstractEventLoop:
-        loop = asyncio.SelectorEventLoop(selector)
-        loop.time = lambda: selector.now_s  # type: ignore[method-assign]
-        return loop
-
-    with asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(main)
-    return selector.now_s * 1e3
 
 
 def pages_ms(pages: int) -> float:
@@ -60,7 +32,7 @@ def test_a_transfer_takes_as_long_as_the_network_says_however_many_batches_it_ha
         sender, receiver = (network.create(pool.memory, epoch=1) for pool in pools)
         await push(sender, receiver, 1, 0)
 
-    assert elapsed_ms(main()) == pytest.approx(pages_ms(PAGES), abs=2 * LATE_S * 1e3)
+    assert run_jumping(main())[1] == pytest.approx(pages_ms(PAGES), abs=2 * LATE_S * 1e3)
 
 
 def test_a_senders_transfers_share_one_link_and_two_senders_do_not() -> None:
@@ -72,7 +44,7 @@ def test_a_senders_transfers_share_one_link_and_two_senders_do_not() -> None:
             push(one, receiver, 1, 0), push(one, receiver, 2, PAGES), push(other, receiver, 3, 2 * PAGES)
         )
 
-    assert elapsed_ms(main()) == pytest.approx(2 * pages_ms(PAGES), abs=2 * LATE_S * 1e3)
+    assert run_jumping(main())[1] == pytest.approx(2 * pages_ms(PAGES), abs=2 * LATE_S * 1e3)
 
 
 def test_by_default_pages_take_no_time() -> None:
@@ -82,4 +54,4 @@ def test_by_default_pages_take_no_time() -> None:
         sender, receiver = (network.create(pool.memory, epoch=1) for pool in pools)
         await push(sender, receiver, 1, 0)
 
-    assert elapsed_ms(main()) == 0
+    assert run_jumping(main())[1] == 0

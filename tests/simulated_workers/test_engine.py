@@ -8,9 +8,11 @@ from cpd.config import WorkerSettings
 from cpd.errors import ConfigError
 from cpd.perfmodel import Profile
 from engine.config import ModelConfig, load_config
+from engine.simulated import VirtualTime
 from models import tiny
-from simulated_workers.engine import CONTEXT, make_loader
+from simulated_workers.engine import CONTEXT, Load, make_loader
 from simulated_workers.simulation import absolute, read_profile
+from worker.node import Loaded
 
 PAGE = 1 << 20
 
@@ -20,48 +22,52 @@ def config() -> ModelConfig:
     return load_config(tiny.CHECKPOINT)
 
 
+def load(make: Load, settings: WorkerSettings) -> Loaded:
+    return make(settings, VirtualTime())
+
+
 def profile(**changes: int) -> Profile:
     return Profile.instant().model_copy(update={"page_bytes": PAGE, **changes})
 
 
 def test_pages_are_as_many_as_fit_into_the_kv_memory(config: ModelConfig) -> None:
-    loaded = make_loader(profile(), config)(WorkerSettings.load({"kv_memory": "100MiB"}))
+    loaded = load(make_loader(profile(), config), WorkerSettings.load({"kv_memory": "100MiB"}))
     assert (loaded.memory.num_pages, loaded.page_bytes) == (100, PAGE)
     assert loaded.limits.max_model_len == 1600
 
 
 def test_without_a_kv_memory_they_are_as_many_as_the_device_has(config: ModelConfig) -> None:
-    load = make_loader(profile(num_pages=50_000), config)
-    loaded = load(WorkerSettings.load({}))
+    make = make_loader(profile(num_pages=50_000), config)
+    loaded = load(make, WorkerSettings.load({}))
     assert loaded.memory.num_pages == 50_000
     assert loaded.limits.max_model_len == CONTEXT
-    assert load(WorkerSettings.load({"max_model_len": 100_000})).limits.max_model_len == 100_000
-    assert load(WorkerSettings.load({"kv_memory": "64MiB"})).memory.num_pages == 64
+    assert load(make, WorkerSettings.load({"max_model_len": 100_000})).limits.max_model_len == 100_000
+    assert load(make, WorkerSettings.load({"kv_memory": "64MiB"})).memory.num_pages == 64
 
 
 def test_a_profile_that_knows_no_page_size_has_pages_of_the_checkpoint(config: ModelConfig) -> None:
-    loaded = make_loader(Profile.instant(), config)(WorkerSettings.load({}))
+    loaded = load(make_loader(Profile.instant(), config), WorkerSettings.load({}))
     assert loaded.page_bytes == config.page_bytes("bfloat16")
     assert loaded.limits.vocab_size == config.vocab_size
 
 
 def test_too_few_pages_are_refused(config: ModelConfig) -> None:
     with pytest.raises(ConfigError, match="give at least 4194304 bytes"):
-        make_loader(profile(), config)(WorkerSettings.load({"kv_memory": 1000}))
+        load(make_loader(profile(), config), WorkerSettings.load({"kv_memory": 1000}))
 
 
 def test_what_the_engine_predicts_with_can_be_another_profile(config: ModelConfig, tmp_path: Path) -> None:
     known = profile(units=7)
     known.save(tmp_path / "known.json")
-    load = make_loader(profile(units=3), config)
-    assert load(WorkerSettings.load({})).profile.units == 3
-    assert load(WorkerSettings.load({"profile": str(tmp_path / "known.json")})).profile == known
+    make = make_loader(profile(units=3), config)
+    assert load(make, WorkerSettings.load({})).profile.units == 3
+    assert load(make, WorkerSettings.load({"profile": str(tmp_path / "known.json")})).profile == known
 
 
 def test_workers_exchange_pages_where_pages_have_one_size(config: ModelConfig) -> None:
     settings = WorkerSettings.load({})
     one, same, other = (
-        make_loader(profile(page_bytes=size), config)(settings).fingerprint for size in (PAGE, PAGE, 2 * PAGE)
+        load(make_loader(profile(page_bytes=size), config), settings).fingerprint for size in (PAGE, PAGE, 2 * PAGE)
     )
     assert one == same != other
     assert len(one) == 16

@@ -11,7 +11,8 @@ from engine.engine import Engine
 from engine.types import Output, StepOutput
 from tests.engine.fakes import FakeRunner, FakeStep, engine_of, expected, make_engine, make_request, prompt
 from tests.waiting import eventually
-from worker.engine_thread import EngineDiedError, EngineThread, Update
+from worker.engine_bridge import EngineDiedError, Update
+from worker.engine_thread import EngineThread
 
 
 class Bridge:

@@ -25,9 +25,9 @@ async def test_outputs_of_a_choice_merge_while_they_wait() -> None:
     outbox.put_result(pb.Output(request=1, token_ids=[3], finish=pb.FINISH_STOP))
     [message] = await outbox.take()
     merged, other_choice, other_attempt = message.step.outputs
-    assert (merged.token_ids, merged.finish, len(merged.logprobs)) == ([1, 2, 3], pb.FINISH_STOP, 1)
+    assert (list(merged.token_ids), merged.finish, len(merged.logprobs)) == ([1, 2, 3], pb.FINISH_STOP, 1)
     assert merged.prefilled.cached_tokens == 16
-    assert (other_choice.token_ids, other_attempt.token_ids) == ([8], [9])
+    assert (list(other_choice.token_ids), list(other_attempt.token_ids)) == ([8], [9])
     outbox.put_result(pb.Output(request=1, token_ids=[4]))
     [message] = await outbox.take()
     assert [output.token_ids for output in message.step.outputs] == [[4]]

@@ -309,7 +309,7 @@ async def _serve(node: Node, name: str, start: int) -> None:
 
 
 async def _long_snapshot() -> Any:
-    from worker.engine_thread import CacheSnapshot
+    from worker.engine_bridge import CacheSnapshot
 
     return CacheSnapshot(0, [i.to_bytes(16, "big") for i in range(2 * SNAPSHOT_HASHES + 1)])
 

@@ -1,0 +1,198 @@
+"""Simulated engines on the event loop, in a loop whose time jumps."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
+from engine.colocation import Colocation, Mode
+from engine.engine import Engine
+from engine.simulated import SimulatedRunner, VirtualTime, outline
+from engine.types import StepOutput
+from simulated_workers.inline import InlineEngine
+from tests.engine.fakes import make_request, prompt
+from tests.jumping import run_jumping
+from worker.engine_bridge import EngineDiedError, Update
+
+STEP_MS = 10.0
+VOCAB = 1000
+
+
+def profile(step_ms: float = STEP_MS) -> Profile:
+    """Each step takes as long, whatever is in it and on however few units, but long prompts take longer."""
+    cost = StepCost(tokens=(1, 512, 1024), tokens_ms=(step_ms, step_ms, 50 * step_ms))
+    shares = tuple(ShareProfile(share=share, decode=cost, prefill=cost) for share in (0.25, 0.5, 1.0))
+    return Profile(
+        schema="cpd-profile/1", source="roofline", device="d", model="m", units=8, unit_step=2, shares=shares
+    )
+
+
+class Bridge:
+    """An engine on the loop, and what it brought when (in ms)."""
+
+    def __init__(self, made: Profile, mode: Mode) -> None:
+        self.clock = VirtualTime()
+        self.brought: list[tuple[float, Update]] = []
+        self.failures: list[BaseException] = []
+        self.hook: Callable[[Engine, StepOutput | None], None] = lambda engine, output: None
+        self.inline = InlineEngine(partial(self._build, made, mode), on_failure=self.failures.append, clock=self.clock)
+        self.inline.attach(lambda engine, output: self.hook(engine, output), self._take)
+
+    def _build(self, made: Profile, mode: Mode) -> Engine:
+        model = PerfModel(made)
+        runner = SimulatedRunner(1000, model, self.clock, VOCAB)
+        colocation = Colocation(model, mode=mode, splits=runner.splits, itl_ms=2 * STEP_MS)
+        return Engine(
+            runner, max_model_len=4096, colocation=colocation, max_num_seqs=64, max_queue_tokens=10**6, build=outline
+        )
+
+    def _take(self, update: Update) -> None:
+        self.brought.append((asyncio.get_running_loop().time() * 1e3, update))
+
+    def tokens(self, request_id: str) -> list[tuple[float, int]]:
+        """A request's tokens and when they came."""
+        return [
+            (ms, token)
+            for ms, update in self.brought
+            if update.output
+            for output in update.output.outputs
+            if output.request_id == request_id
+            for token in output.token_ids
+        ]
+
+    async def done(self, *counts: tuple[str, int]) -> None:
+        """Waits until so many tokens have come."""
+        while any(len(self.tokens(name)) < count for name, count in counts):
+            assert not self.failures
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def bridge(made: Profile | None = None, mode: Mode = "mixed") -> AsyncIterator[Bridge]:
+    b = Bridge(made or profile(), mode)
+    await b.inline.start()
+    try:
+        yield b
+    finally:
+        await b.inline.close()
+
+
+def test_tokens_come_when_the_profile_says_and_delays_do_not_add_up() -> None:
+    async def main() -> list[float]:
+        async with bridge() as b:
+            b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=50)))
+            await b.done(("r", 50))
+            return [ms for ms, _ in b.tokens("r")]
+
+    times, _ = run_jumping(main())
+    assert times == pytest.approx([STEP_MS * (1 + index) for index in range(50)], abs=1.0)
+
+
+def test_commands_wait_for_the_step_that_runs() -> None:
+    async def main() -> float:
+        async with bridge() as b:
+            b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=3)))
+            await asyncio.sleep(0.4 * STEP_MS / 1e3)
+            assert await b.inline.call(lambda engine: engine.stats().running) == 1
+            return asyncio.get_running_loop().time() * 1e3
+
+    called_ms, _ = run_jumping(main())
+    assert called_ms == pytest.approx(STEP_MS, abs=1.0)
+
+
+def test_two_engines_run_at_the_same_time() -> None:
+    async def main() -> None:
+        async with bridge() as one, bridge() as other:
+            for b in (one, other):
+                b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=20)))
+            await asyncio.gather(one.done(("r", 20)), other.done(("r", 20)))
+
+    assert run_jumping(main())[1] == pytest.approx(20 * STEP_MS, abs=5.0)
+
+
+def test_the_end_of_a_prefill_aside_wakes_an_idle_engine() -> None:
+    async def main() -> None:
+        async with bridge(mode="lanes") as b:
+            b.inline.post(partial(Engine.add, request=make_request("stream", prompt(30), max_tokens=8)))
+            await b.done(("stream", 2))
+            b.inline.post(partial(Engine.add, request=make_request("long", prompt(2000, 1), max_tokens=2)))
+            await b.done(("stream", 8), ("long", 2))
+            assert b.tokens("stream")[-1][0] < b.tokens("long")[0][0]
+
+    run_jumping(main())
+
+
+async def test_steps_that_take_no_time_leave_the_loop_to_others() -> None:
+    async with bridge(Profile.instant()) as b:
+        turns = 0
+        b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=2000)))
+        while len(b.tokens("r")) < 2000:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 3
+
+
+async def test_polls_are_tried_after_every_pass() -> None:
+    async with bridge(Profile.instant()) as b:
+        attempts: list[bool] = []
+
+        def third(engine: Engine) -> str | None:
+            attempts.append(True)
+            return "here" if len(attempts) == 3 else None
+
+        found = b.inline.poll(third)
+        while len(attempts) < 3:
+            assert not found.done()
+            await b.inline.call(lambda engine: None)
+        assert await found == "here"
+
+
+async def test_an_error_in_a_call_is_its_callers() -> None:
+    async with bridge() as b:
+        with pytest.raises(ValueError, match="cancel"):
+            await b.inline.call(lambda engine: fail(ValueError("cancel")))
+        assert await b.inline.call(lambda engine: 7) == 7
+        assert not b.failures
+
+
+@pytest.mark.parametrize("where", ["hook", "post"])
+async def test_any_other_error_is_the_engines_failure_and_nobody_waits_for_it(where: str) -> None:
+    async with bridge() as b:
+        waiting: asyncio.Future[None] = b.inline.poll(lambda engine: None)
+        if where == "hook":
+            b.hook = lambda engine, output: fail(RuntimeError("broken"))
+            b.inline.nudge()
+        else:
+            b.inline.post(lambda engine: fail(RuntimeError("broken")))
+        with pytest.raises(EngineDiedError):
+            await asyncio.wait_for(waiting, 10)
+        assert [str(error) for error in b.failures] == ["broken"]
+        with pytest.raises(EngineDiedError):
+            await b.inline.call(lambda engine: None)
+
+
+async def test_after_closing_nothing_can_be_asked() -> None:
+    async with bridge() as b:
+        waiting: asyncio.Future[None] = b.inline.poll(lambda engine: None)
+        await asyncio.sleep(0)
+    for future in (waiting, b.inline.call(lambda engine: None)):
+        with pytest.raises(EngineDiedError):
+            await future
+
+
+def test_an_idle_engines_accounts_are_checked() -> None:
+    async def main() -> list[BaseException]:
+        async with bridge() as b:
+            await b.inline.call(lambda engine: engine._pool.take(1))
+            await asyncio.sleep(2.0)
+            return b.failures
+
+    [failure], _ = run_jumping(main())
+    assert isinstance(failure, AssertionError)
+
+
+def fail(error: Exception) -> None:
+    raise error
