@@ -99,7 +99,12 @@ class Colocation:
         split = self._choose_split(decodes, beside)
         if self.mode == "auto" and not self._worth_it(decodes, split, beside):
             return self._mixed(decodes), None
-        return Room(self._along(decodes, split, None), self._chunk(decodes, split, beside)), split
+        room = Room(
+            along=self._along(decodes, split, None),
+            aside=self._chunk(decodes, split, beside),
+            beside=self._along(decodes, split, beside),
+        )
+        return room, split
 
     def prefill_ms(self, prompts: Work, decodes: Work) -> float:
         """How long these prompts will take, in chunks of the size that `room` gives, while the decodes go on."""

@@ -57,11 +57,13 @@ class Room:
         along: In one batch with the decodes.
         aside: On the prefill lane; 0: it is busy, or there is none.
         cut: Whether a prompt that is longer than `along` goes along in pieces. Otherwise it goes aside, or waits.
+        beside: As `along`, if something goes aside as well: the decodes' batch then has a part of the device only.
     """
 
     along: int
     aside: int = 0
     cut: bool = False
+    beside: int = 0
 
 
 BuildBatch = Callable[[Plan, SeqTable], Batch]

@@ -102,8 +102,8 @@ class Scheduler:
             What goes to the prefill lane.
         """
         aside = Plan()
-        along, left = room.along, room.aside
-        while along or left:
+        along, beside, left = room.along, room.beside, room.aside
+        while along > 0 or left:
             longest = self.table.max_len if left or room.cut else along
             seq = self._next_behind(longest) or self._admit_next(longest, now)
             if seq is None:
@@ -112,11 +112,13 @@ class Scheduler:
             if count <= along or room.cut:
                 count = min(count, along)
                 step.add(seq, count)
-                along -= count
+                along, beside = along - count, beside - count
+                if beside < 0:
+                    left = 0  # this batch wants the whole device
             else:
                 count = min(count, left)
                 aside.add(seq, count)
-                left -= count
+                along, left = min(along, beside), left - count
         return aside
 
     def first_in_line(self, now: float = 0.0) -> Seq | None:

@@ -232,8 +232,10 @@ def outline(plan: Plan, table: SeqTable) -> Batch:
     """What a simulated runner needs of `engine.plan.build_batch`'s arrays, in half the time; the others are empty."""
     chunks = plan.chunks
     context_lens = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
-    query_start = np.zeros(len(chunks) + 1, dtype=np.int32)
-    np.cumsum([chunk.count for chunk in chunks], out=query_start[1:])
+    query_start, size = _NOTHING, len(chunks)
+    if plan.longer:
+        query_start = np.cumsum([0, *(chunk.count for chunk in chunks)], dtype=np.int32)
+        size = int(query_start[-1])
     samples: list[SampleRow] = []
     for chunk in chunks:
         if chunk.samples:
@@ -242,7 +244,7 @@ def outline(plan: Plan, table: SeqTable) -> Batch:
             for choice in chunk.choices:
                 samples.append(SampleRow(0, request.params, choice, seq.num_tokens, tokens, request.prompt_len))
     return Batch(
-        token_ids=np.empty(query_start[-1], dtype=np.int32),
+        token_ids=np.empty(size, dtype=np.int32),
         positions=_NOTHING,
         slots=_NOTHING,
         query_start=query_start,

@@ -180,6 +180,30 @@ def pass_by(scheduler: MixedScheduler, along: int = 20, aside: int = 0) -> tuple
     return [name for name, _, _ in composition(plan)], [name for name, _, _ in composition(lane)]
 
 
+class TestBothLanes:
+    """What goes along while something goes aside runs on a part of the device."""
+
+    def waiting(self, *lengths: int) -> MixedScheduler:
+        scheduler = create_scheduler()
+        for number, length in enumerate(lengths):
+            add(scheduler, length, start=number, number=number)
+        return scheduler
+
+    def room(self, scheduler: MixedScheduler) -> tuple[list[str], list[str]]:
+        plan = scheduler.decodes()
+        lane = scheduler.prefills(plan, Room(along=40, aside=200, beside=10))
+        return [name for name, _, _ in composition(plan)], [name for name, _, _ in composition(lane)]
+
+    def test_a_batch_that_needs_the_whole_device_leaves_nothing_to_the_lane(self) -> None:
+        assert self.room(self.waiting(30, 100)) == (["0"], [])
+
+    def test_beside_a_prompt_that_went_aside_there_is_less_room(self) -> None:
+        assert self.room(self.waiting(100, 9, 8)) == (["1"], ["0", "2"])
+
+    def test_a_small_batch_leaves_the_lane_free(self) -> None:
+        assert self.room(self.waiting(9, 100)) == (["0"], ["1"])
+
+
 class TestPassing:
     """While the first in line waits for a busy prefill lane."""
 
