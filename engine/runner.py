@@ -45,6 +45,7 @@ class TorchRunner:
         kv_bytes: int,
         max_model_len: int,
         max_num_seqs: int = 128,
+        lanes: bool = True,
         on_progress: Callable[[str, float], None] | None = None,
     ) -> None:
         """Loads a checkpoint. All that can be wrong with it is found before the weights are read.
@@ -56,6 +57,7 @@ class TorchRunner:
             kv_bytes: Size of the KV pool.
             max_model_len: Longest prompt plus output; 0 for the checkpoint's limit.
             max_num_seqs: Sequences of one step. A GPU captures decode graphs for up to so many; 0: it captures none.
+            lanes: Whether to prepare splits.
             on_progress: Called with what is going on and the fraction done.
 
         Raises:
@@ -101,6 +103,7 @@ class TorchRunner:
                     pool,
                     max_model_len=config.max_model_len,
                     most_decodes=max_num_seqs,
+                    split=lanes,
                     on_progress=progress,
                 )
             except torch.OutOfMemoryError as error:
@@ -116,7 +119,8 @@ class TorchRunner:
             kv = [self.pool[:, layer] for layer in range(config.num_layers)]
             steps, cores = Steps(model, kv, sampler, self._device), torch.get_num_threads()
             self.full = CallerLane(steps, cores)
-            self.splits = make_splits(steps, Steps(model.beside(), kv, sampler, self._device), cores)
+            aside = Steps(model.beside(), kv, sampler, self._device)
+            self.splits = make_splits(steps, aside, cores) if lanes else []
             self._copy_page = self._copy_on_cpu
 
     def copy_page(self, source: int, target: int) -> None:

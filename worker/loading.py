@@ -37,6 +37,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         kv_bytes=int(settings.kv_memory),
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        lanes=settings.colocate != "mixed",
         on_progress=_log_progress(),
     )
     profile = _profile(settings, runner)

@@ -54,6 +54,7 @@ def make_lanes(
     *,
     max_model_len: int,
     most_decodes: int,
+    split: bool,
     on_progress: Callable[[str, float], None],
 ) -> CudaLanes:
     """Makes the lanes, tries each of them and captures their graphs.
@@ -63,12 +64,13 @@ def make_lanes(
         pool: [pages, layers, 2, Hkv, BS, D]. The last page is for padding and warming up.
         max_model_len: Tokens of the longest sequence.
         most_decodes: Sequences of a step that runs as a captured graph; 0: none does.
+        split: Whether to divide the device, if that is possible.
         on_progress: Told what is going on and the fraction done.
     """
     device, spare_page = pool.device, len(pool) - 1
     kv = [pool[:, layer] for layer in range(pool.shape[1])]
     steps, aside = Steps(model, kv, sampler, device), Steps(model.beside(), kv, sampler, device)
-    contexts, pairs = _partitions(device)
+    contexts, pairs = _partitions(device) if split else (None, [])
     torch.cuda.synchronize(device)  # weights and pool were written on the default stream
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     copies = PageCopies(pool, stream)
@@ -101,11 +103,11 @@ def make_lanes(
         sms = pair.prefill.sms + pair.decode.sms
         sleeper = CudaLane(aside, pair.prefill.stream(), copies, sleeps=True)
         prefill = ThreadLane(executor, sleeper.run, None, pair.prefill.sms / sms)
-        stream = pair.decode.stream()
+        beside = pair.decode.stream()
         _run(prefill, prompt)
-        _run(CudaLane(steps, stream, copies), prompt)
-        decodes = with_graphs(f"{pair.decode.sms}-SM decode", stream)
-        splits.append(Split(prefill, CudaLane(decodes, stream, copies, share=pair.decode.sms / sms)))
+        _run(CudaLane(steps, beside, copies), prompt)
+        decodes = with_graphs(f"{pair.decode.sms}-SM decode", beside)
+        splits.append(Split(prefill, CudaLane(decodes, beside, copies, share=pair.decode.sms / sms)))
     return CudaLanes(full, splits, copies, contexts)
 
 
@@ -134,7 +136,11 @@ def _run(lane: Lane, batch: Batch) -> None:
 def _partitions(device: torch.device) -> tuple[GreenContexts | None, list[PartitionPair]]:
     try:
         contexts = GreenContexts(CudaDriver(), device.index or 0)
-        return contexts, contexts.prepare(DECODE_SHARES)
+        try:
+            return contexts, contexts.prepare(DECODE_SHARES)
+        except CudaError:
+            contexts.close()
+            raise
     except (CudaUnavailableError, CudaError) as error:
         log.warning("prompts and decodes share batches, since there are no lanes: %s", error)
         return None, []

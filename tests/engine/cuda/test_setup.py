@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from cpd.blocks import extend_hashes, hash_root
 from engine.batch import Lane, Split
 from engine.config import load_config
 from engine.cuda import setup
-from engine.cuda.driver import CudaUnavailableError
+from engine.cuda.driver import CudaError, CudaUnavailableError
 from engine.cuda.setup import CudaLanes, make_lanes
 from engine.fit import fit
 from engine.model import Decoder
@@ -85,7 +85,7 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
     monkeypatch.setattr(setup, "CudaDriver", FakeDriver)
     monkeypatch.setattr(setup, "_WARM_UP_TOKENS", 40)
 
-    def make(most_decodes: int = 4, flashinfer: bool = True) -> FakeGpuRunner:
+    def make(most_decodes: int = 4, flashinfer: bool = True, split: bool = True) -> FakeGpuRunner:
         config = load_config(directory)
         heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         ops: Ops = TorchOps()
@@ -104,6 +104,7 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
             pool,
             max_model_len=config.max_model_len,
             most_decodes=most_decodes,
+            split=split,
             on_progress=lambda what, fraction: progress.append((what, fraction)),
         )
         return FakeGpuRunner(lanes, NUM_PAGES, pool[:NUM_PAGES], progress)
@@ -228,6 +229,27 @@ def test_a_device_that_cannot_be_divided_has_no_lanes(
     with caplog.at_level(logging.WARNING):
         assert start().splits == []
     assert "share batches, since there are no lanes: the package cuda-bindings is missing" in caplog.text
+
+
+def test_a_driver_that_refuses_keeps_no_partitions(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(FakeDriver):
+        def create_stream(self, context: Any) -> int:
+            if len(self.streams) == 3:
+                raise CudaError("cuGreenCtxStreamCreate", "CUDA_ERROR_OUT_OF_MEMORY")
+            return super().create_stream(context)
+
+    driver = Refusing()
+    monkeypatch.setattr(setup, "CudaDriver", lambda: driver)
+    assert start().splits == []
+    assert driver.calls.count("cuGreenCtxStreamCreate") == 3
+    assert not driver.contexts
+    assert not driver.streams
+
+
+def test_lanes_that_nobody_wants_are_not_made(start: Start) -> None:
+    runner = start(split=False)
+    assert runner.splits == []
+    assert runner.progress[-1] == ("capturing decode graphs", 1.0)
 
 
 def test_a_lane_tells_when_it_is_done(start: Start) -> None:
