@@ -51,42 +51,50 @@ class BlockTable:
 
     def leading(self, hashes: Hashes) -> list[int]:
         """The values of these hashes, up to the first one that has no entry."""
-        buckets = self._buckets(hashes)
-        values: list[int] = self._find(hashes, buckets)[0].tolist()
-        for position, value in enumerate(values):
+        low = hashes & (self._round - 1)
+        buckets = np.where(low < self._split, hashes & (2 * self._round - 1), low).astype(np.int64)
+        keys, values = self._views()
+        matches = keys.take(buckets, axis=0) == hashes[:, None]
+        found: list[int] = (values.take(buckets, axis=0) * matches).max(axis=1).tolist()
+        for position, value in enumerate(found):
             if value == 0:
-                values[position] = self._in_overflow(int(buckets[position]), hashes[position].tobytes())
-                if values[position] == 0:
-                    return values[:position]
-        return values
+                overflow = self._overflow.get(int(buckets[position]), {})
+                found[position] = overflow.get(hashes[position].tobytes(), 0)
+                if found[position] == 0:
+                    return found[:position]
+        return found
 
-    def update(self, hashes: Hashes, change: Mapping[int, int]) -> list[int]:
-        """Sets the value of every hash to `change[value]`; 0 before or after means no entry.
-
-        Args:
-            hashes: All different.
+    def update(self, hashes: bytes, change: Mapping[int, int]) -> list[int]:
+        """Sets the value of every hash (8 bytes each) to `change[value]`; 0 before or after means no entry.
 
         Returns:
-            The values before.
+            The values before, one a hash.
         """
-        buckets = self._buckets(hashes)
-        found, slots = self._find(hashes, buckets)
-        before: list[int] = found.tolist()
-        after = [change[value] for value in before]
-        new = np.array(after, dtype=np.uint32)
-        np.frombuffer(self._values, dtype=np.uint32)[slots[found > 0]] = new[found > 0]
-        gone = slots[(found > 0) & (new == 0)]
-        np.frombuffer(self._keys, dtype="<u8")[gone] = 0
-        self._len -= len(gone)
-        data = hashes.tobytes()
-        missing = np.flatnonzero(found == 0)
-        for position, bucket in zip(missing.tolist(), buckets[missing].tolist(), strict=True):
-            key = data[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-            if bucket in self._overflow:
-                before[position] = self._take_overflow(bucket, key)
-                after[position] = change[before[position]]
-            if after[position]:
-                self._insert(bucket, key, after[position])
+        before = []
+        keys, values, overflow = self._keys, self._values, self._overflow
+        low_bits, high_bits, split = self._round - 1, 2 * self._round - 1, self._split
+        for position, number in enumerate(memoryview(hashes).cast("Q")):
+            bucket = number & low_bits
+            if bucket < split:
+                bucket = number & high_bits
+            key = hashes[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+            start, end = bucket * _BUCKET_BYTES, (bucket + 1) * _BUCKET_BYTES
+            at = keys.find(key, start, end)
+            while at >= 0 and (at % KEY_BYTES or not values[at // KEY_BYTES]):  # bytes of two slots, or an empty one
+                at = keys.find(key, at + 1, end)
+            if at >= 0:
+                slot = at // KEY_BYTES
+                old = values[slot]
+                values[slot] = new = change[old]
+                if new == 0:
+                    keys[at : at + KEY_BYTES] = _NO_KEY
+                    self._len -= 1
+            else:
+                old = self._take_overflow(bucket, key) if bucket in overflow else 0
+                new = change[old]
+                if new:
+                    self._insert(bucket, key, new)
+            before.append(old)
         while self._len > _MEAN_LOAD * (self._round + self._split):
             self._split_some()
         return before
@@ -111,23 +119,10 @@ class BlockTable:
             if end < self._round + self._split:
                 yield
 
-    def _buckets(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        low = hashes & (self._round - 1)
-        return np.where(low < self._split, hashes & (2 * self._round - 1), low).astype(np.int64)
-
     def _views(self) -> tuple[Hashes, npt.NDArray[np.uint32]]:
         """Keys and values. [buckets, slots] Neither can grow while the views exist."""
         keys = np.frombuffer(self._keys, dtype="<u8").reshape(-1, _SLOTS)
         return keys, np.frombuffer(self._values, dtype=np.uint32).reshape(-1, _SLOTS)
-
-    def _find(
-        self, hashes: Hashes, buckets: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """Values of the hashes, 0 where the bucket doesn't have them, and their slots."""
-        keys, values = self._views()
-        matches = values.take(buckets, axis=0) * (keys.take(buckets, axis=0) == hashes[:, None])
-        slots = matches.argmax(axis=1)
-        return matches.max(axis=1), buckets * _SLOTS + slots
 
     def _insert(self, bucket: int, key: bytes, value: int) -> None:
         try:
@@ -138,9 +133,6 @@ class BlockTable:
             self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
             self._values[slot] = value
         self._len += 1
-
-    def _in_overflow(self, bucket: int, key: bytes) -> int:
-        return self._overflow.get(bucket, {}).get(key, 0)
 
     def _take_overflow(self, bucket: int, key: bytes) -> int:
         """Takes out an entry, if there is one."""

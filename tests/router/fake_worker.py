@@ -181,12 +181,17 @@ class FakeWorker(rpc.WorkerServicer):
                     self._running[message.abort.request].cancel()
 
     async def _answer(self, submit: pb.Submit, queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
+        reported = False
         async for answer in self.script(submit):
             answer.request, answer.attempt = submit.request, submit.attempt
             if isinstance(answer, pb.Output):
                 queue.put_nowait(pb.WorkerMessage(step=pb.StepOutput(outputs=[answer])))
             else:
                 queue.put_nowait(pb.WorkerMessage(refusal=answer))
+            if not reported:  # that the prompt is computed
+                load = pb.Load(state=self.hello.state, running=1, free_pages=self.hello.num_pages)
+                queue.put_nowait(pb.WorkerMessage(load=load))
+                reported = True
 
 
 async def _silent(submit: pb.Submit) -> AsyncIterator[Answer]:

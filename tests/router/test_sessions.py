@@ -99,7 +99,7 @@ class TestNonsense:
         [
             (lambda: _events(8, added=b"odd"), "3 bytes of block hashes"),
             (lambda: _events(8, added=_short(0)), "stored 1 blocks that it had stored before"),
-            (lambda: _events(8, added=_short(1, 1)), "named a block twice"),
+            (lambda: _events(8, added=_short(1, 1)), "stored 1 blocks that it had stored before"),
             (lambda: _events(8, removed=_short(1)), "removed 1 blocks that it had not stored"),
             (lambda: _events(8, added=os.urandom(8 * 100)), "101 cached blocks, but it has only 100 pages"),
             (lambda: _load(prefill_ms=-1.0), "prompts of -1.0 ms"),
