@@ -6,6 +6,7 @@ cpd-no-remote       the same, all workers combined
 cpd-no-cache        the same, blind for what is cached
 aggregated          all workers combined, chunked prefill in the decodes' batches, routing as in SGLang's router
 cache-aware         the same, routing as in Dynamo's router
+most-cached         the same, always to the longest cached prefix: how much caching there is to be had
 static-pd           some workers only prefill, the others only decode, every prompt goes the same way
 """
 
@@ -19,7 +20,9 @@ from engine.colocation import Mode
 from router.candidate import Candidate
 from router.policy import Placement, PolicySettings, Prompt, place
 
-PolicyName = Literal["cpd", "cpd-no-lanes", "cpd-no-remote", "cpd-no-cache", "aggregated", "cache-aware", "static-pd"]
+PolicyName = Literal[
+    "cpd", "cpd-no-lanes", "cpd-no-remote", "cpd-no-cache", "aggregated", "cache-aware", "most-cached", "static-pd"
+]
 
 Place = Callable[
     [Prompt, Sequence[Candidate], Sequence[Candidate], Mapping[str, int], PolicySettings, float, Random],
@@ -64,6 +67,8 @@ def policy(name: PolicyName) -> Policy:
             return Policy(_aggregated, "mixed", prefill_workers=False)
         case "cache-aware":
             return Policy(_least_blocks, "mixed", prefill_workers=False)
+        case "most-cached":
+            return Policy(_most_cached, "mixed", prefill_workers=False)
         case "static-pd":
             return Policy(_static_pd, "mixed", prefill_workers=True)
 
@@ -124,6 +129,20 @@ def _least_blocks(
         return prefill_blocks + one.num_pages - one.free_pages - one.cached_pages, rng.random()
 
     return _local(min(combined, key=cost))
+
+
+def _most_cached(
+    prompt: Prompt,
+    combined: Sequence[Candidate],
+    prefill: Sequence[Candidate],
+    cached: Mapping[str, int],
+    settings: PolicySettings,
+    now: float,
+    rng: Random,
+) -> Placement | None:
+    if not combined:
+        return None
+    return _local(max(combined, key=lambda one: (cached.get(one.worker_id, 0), -one.requests, rng.random())))
 
 
 def _static_pd(

@@ -113,7 +113,7 @@ def test_policies_use_the_workers_that_they_should() -> None:
         match policy:
             case "static-pd":
                 assert routes == {"remote"}
-            case "aggregated" | "cache-aware" | "cpd-no-remote":
+            case "aggregated" | "cache-aware" | "most-cached" | "cpd-no-remote":
                 assert roles == ["combined"] * 4
                 assert routes == {"local"}
             case _:
