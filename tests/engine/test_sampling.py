@@ -268,3 +268,9 @@ class TestLogprobs:
         reported = [s.logprobs for s in Sampler(VOCAB).sample(logits_of(6, rows=4), list(rows))]
         assert reported[0] is None
         assert [len(logprobs.top) for logprobs in reported[1:] if logprobs is not None] == [0, 2, VOCAB]
+
+
+def test_tokens_may_be_read_after_they_were_copied_to_the_host() -> None:
+    rows = [row(0, temperature=0.0, top_logprobs=2), row(1, temperature=1.0, seed=3), row(2, temperature=0.0)]
+    logits, sampler = logits_of(5, rows=3), Sampler(VOCAB)
+    assert sampler.choose(logits.clone(), rows).to_host().read() == sampler.sample(logits.clone(), rows)
