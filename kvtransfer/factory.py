@@ -18,10 +18,14 @@ async def create(name: str, memory: PoolMemory, *, epoch: int, host: str, advert
         ConfigError: There is no transport of that name, or nobody could connect to the address given.
         TransferError: It cannot be set up here.
     """
-    if name not in ("auto", "ucx"):
-        raise ConfigError(f"transport: {name!r} is unknown; give auto or ucx")
+    if name not in ("auto", "nixl", "ucx"):
+        raise ConfigError(f"transport: {name!r} is unknown; give auto, nixl or ucx")
     if (advertise_host or host) == "0.0.0.0":
         raise ConfigError("advertise-host: workers that listen on 0.0.0.0 must say which address others reach them at")
+    if name == "nixl":
+        from kvtransfer.nixl.transport import NixlTransport
+
+        return await NixlTransport.open(memory, epoch=epoch, host=host, advertise_host=advertise_host)
     from kvtransfer.ucx.transport import UcxTransport
 
     return await UcxTransport.open(memory, epoch=epoch, host=host, advertise_host=advertise_host)

@@ -157,12 +157,20 @@ class LandingBook:
             self._forget_if_settled(landing)
         landing.announce()
 
+    def give_up(self, sender: Hashable, reason: str) -> None:
+        """Fails a connection's landings; pages that have begun may still be written until it is `lost`."""
+        self._fail(sender, reason, gone=False)
+
     def lost(self, sender: Hashable, reason: str) -> None:
         """A connection is gone, and nothing can be written through it any more."""
+        self._fail(sender, reason, gone=True)
+
+    def _fail(self, sender: Hashable, reason: str, *, gone: bool) -> None:
         with self._lock:
             landings = [landing for landing in self._unsettled.values() if landing.sender == sender]
             for landing in landings:
-                landing.begun = 0
+                if gone:
+                    landing.begun = 0
                 self._end(landing, LandingState.FAILED, reason)
         for landing in landings:
             landing.announce()

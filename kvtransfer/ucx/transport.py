@@ -2,18 +2,15 @@
 
 import asyncio
 import ctypes
-import fcntl
 import functools
-import ipaddress
 import itertools
 import os
 import secrets
-import socket
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 from cpd.errors import ConfigError, TransferError
+from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, check_push, merge
@@ -23,7 +20,6 @@ from kvtransfer.ucx.outgoing import Outgoing
 from kvtransfer.ucx.reactor import Reactor
 
 _MESSAGE_BYTES = 1 << 20  # neighbouring pages travel together up to this size
-_SIOCGIFADDR = 0x8915
 
 
 class UcxPeer:
@@ -71,7 +67,7 @@ class UcxTransport:
         num_bytes = memory.num_pages * memory.page_bytes
         self._pool = memoryview((ctypes.c_char * num_bytes).from_address(memory.pointer)).cast("B")
         self._book = LandingBook(self._loop, memory.num_pages, epoch)
-        self._key = secrets.token_bytes(wire.KEY_BYTES)
+        self._key = secrets.token_bytes(KEY_BYTES)
         self._tags = itertools.count(int.from_bytes(os.urandom(7)), wire.MAX_RUNS)
         self._ended = ""
         self._reactor = Reactor(ucx_options(host), host, accept=self._accept, ended=self._end)
@@ -85,7 +81,7 @@ class UcxTransport:
             TransferError: UCX cannot be set up.
         """
         try:
-            ip = await _resolve(host)
+            ip = await resolve(host)
         except TransferError as error:
             raise ConfigError(f"host: {error}") from None
         transport = cls(memory, epoch=epoch, host=ip)
@@ -98,7 +94,7 @@ class UcxTransport:
 
     async def connect(self, address: bytes) -> UcxPeer:
         where = wire.Address.decode(address)
-        ip = await _resolve(where.host)
+        ip = await resolve(where.host)
         made: list[Outgoing] = []
         try:
             await self._reactor.run(lambda: made.append(self._dial(ip, where.port, where.key)))
@@ -154,40 +150,10 @@ def ucx_options(host: str) -> dict[str, str]:
         "TCP_KEEPINTVL": "1s",
         "TCP_KEEPCNT": "3",
     }
-    devices = os.environ.get("UCX_NET_DEVICES") or _interface_of(host)
+    devices = os.environ.get("UCX_NET_DEVICES") or interface_of(host)
     return options | ({"NET_DEVICES": devices} if devices else {})
-
-
-def _interface_of(host: str) -> str:
-    """The network interface with this IPv4 address, empty for all of them. Raises ConfigError if there is none."""
-    address = ipaddress.IPv4Address(host)
-    if address.is_unspecified:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                request = struct.pack("256s", name.encode())
-                own = ipaddress.IPv4Address(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if own == address or (own.is_loopback and address.is_loopback):
-                return name
-    raise ConfigError(f"host: no network interface has the IPv4 address {host}")
 
 
 def _abandon(connections: list[Outgoing]) -> None:
     for connection in connections:
         connection.fail("nobody waits for it any more")
-
-
-async def _resolve(host: str) -> str:
-    """The IPv4 address of a name. Raises TransferError if there is none."""
-    try:
-        return str(ipaddress.IPv4Address(host))
-    except ValueError:
-        pass
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, family=socket.AF_INET)
-    except OSError as error:
-        raise TransferError(f"{host} has no IPv4 address: {error}") from None
-    return str(found[0][4][0])

@@ -17,23 +17,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cpd.errors import StaleTransferError, TransferError
+from kvtransfer import addresses
+from kvtransfer.addresses import KEY_BYTES
 
 FRAME_BYTES = 1024
-KEY_BYTES = 16
 MAX_RUNS = 96  # in one offer
 _MAX_TEXT = 512
 
 _VERSION = 1
 _HEAD = struct.Struct("<BxH")  # kind, length of the rest
-_HELLO = struct.Struct("<B16sQ")
+_HELLO = struct.Struct(f"<B{KEY_BYTES}sQ")
 _OFFER = struct.Struct("<QQQQ")
 _RUN = struct.Struct("<II")
 _GRANT = struct.Struct("<QQ")
 _REFUSE = struct.Struct("<Q?")
 _REJECT = struct.Struct("<?")
 _DONE = struct.Struct("<Q")
-_ADDRESS = struct.Struct("<4sH16s")
-_MAGIC = b"cpdu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,25 +178,9 @@ def refusal(stale: bool, reason: str) -> TransferError:
     return StaleTransferError(reason) if stale else TransferError(reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a transport listens, and the secret that lets a peer in. Every transport has its own."""
+class Address(addresses.Address):
+    """Of a ucx transport."""
 
-    host: str
-    port: int
-    key: bytes
-
-    def encode(self) -> bytes:
-        return _ADDRESS.pack(_MAGIC, self.port, self.key) + self.host.encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Address":
-        """Raises TransferError if `data` is no address of a UCX transport."""
-        try:
-            magic, port, key = _ADDRESS.unpack_from(data)
-            host = data[_ADDRESS.size :].decode()
-        except (struct.error, UnicodeDecodeError):
-            magic, host = b"", ""
-        if magic != _MAGIC or not host:
-            raise TransferError("this is not the address of a ucx transport")
-        return cls(host, port, key)
+    __slots__ = ()
+    MAGIC = b"cpdu"
+    TRANSPORT = "ucx"

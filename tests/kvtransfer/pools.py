@@ -58,12 +58,15 @@ class Simulated(Local):
         super().__init__(LocalNetwork("simulated", lambda pages: 1.0 + 0.02 * pages))
 
 
-class Ucx:
-    def __init__(self) -> None:
+class Real:
+    """Transports that move pages between processes; here all of them are in one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._transports: list[Transport] = []
 
     async def open(self, pool: Pool, epoch: int = 1) -> Transport:
-        self._transports.append(await kvtransfer.create("ucx", pool.memory, epoch=epoch, host="127.0.0.1"))
+        self._transports.append(await kvtransfer.create(self._name, pool.memory, epoch=epoch, host="127.0.0.1"))
         return self._transports[-1]
 
     async def close(self) -> None:

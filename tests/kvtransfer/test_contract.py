@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 
 from cpd.errors import StaleTransferError, TransferError
 from kvtransfer.base import Peer, Ticket, Transport
-from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Simulated, Ucx, ticket
+from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Real, Simulated, ticket
 from tests.waiting import DEADLINE_S, eventually
 
 T = TypeVar("T")
 
 
-@pytest.fixture(params=[Local, Simulated, Ucx], ids=["local", "simulated", "ucx"])
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "local": Local,
+    "simulated": Simulated,
+    "ucx": lambda: Real("ucx"),
+    "nixl": lambda: Real("nixl"),
+}
+
+
+@pytest.fixture(params=NETWORKS.values(), ids=list(NETWORKS))
 async def network(request: pytest.FixtureRequest) -> AsyncIterator[Network]:
     network: Network = request.param()
     yield network

@@ -22,18 +22,18 @@ from kvtransfer.ucx.incoming import Incoming
 from kvtransfer.ucx.outgoing import WINDOW
 from kvtransfer.ucx.reactor import Reactor
 from kvtransfer.ucx.transport import ucx_options
-from tests.kvtransfer.pools import Pool, Ucx, ticket
+from tests.kvtransfer.pools import Pool, Real, ticket
 from tests.waiting import DEADLINE_S, eventually
 
 
 @pytest.fixture
-async def network() -> AsyncIterator[Ucx]:
-    network = Ucx()
+async def network() -> AsyncIterator[Real]:
+    network = Real("ucx")
     yield network
     await network.close()
 
 
-async def lands(network: Ucx, receiver: Transport, target: Pool) -> None:
+async def lands(network: Real, receiver: Transport, target: Pool) -> None:
     """The receiver still receives."""
     source = Pool(4, seed=1)
     peer = await (await network.open(source)).connect(receiver.address)
@@ -64,13 +64,13 @@ def listening() -> list[tuple[str, int]]:
     return found
 
 
-async def test_it_listens_on_its_host_only(network: Ucx) -> None:
+async def test_it_listens_on_its_host_only(network: Real) -> None:
     receiver = await network.open(Pool(4))
     assert {ip for ip, _ in listening()} == {"127.0.0.1"}
     assert wire.Address.decode(receiver.address).port in {port for _, port in listening()}
 
 
-async def test_it_listens_everywhere_when_told_so(network: Ucx) -> None:
+async def test_it_listens_everywhere_when_told_so(network: Real) -> None:
     pool = Pool(4)
     transport = await kvtransfer.create("auto", pool.memory, epoch=1, host="0.0.0.0", advertise_host="localhost")
     try:
@@ -92,7 +92,7 @@ async def test_nothing_is_left_behind(error: str | None) -> None:
         return sorted(files) + [thread.name for thread in threading.enumerate()]
 
     async def once() -> None:
-        network, source, target = Ucx(), Pool(64, 1 << 18, seed=1), Pool(64, 1 << 18)
+        network, source, target = Real("ucx"), Pool(64, 1 << 18, seed=1), Pool(64, 1 << 18)
         sender, receiver = await network.open(source), await network.open(target)
         for delay in (0.0, 0.002, 0.004, 0.008) if error == "connect" else ():
             attempt = asyncio.create_task(sender.connect(receiver.address))
@@ -139,7 +139,7 @@ asyncio.run(main())
     assert process.returncode == 0
 
 
-async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Ucx) -> None:
+async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Real) -> None:
     target = Pool(4)
     receiver, sender = await network.open(target), await network.open(Pool(4))
     address = replace(wire.Address.decode(receiver.address), key=bytes(16))
@@ -235,7 +235,7 @@ def rude_frames(address: wire.Address, page_bytes: int) -> dict[str, list[bytes]
 
 @pytest.mark.parametrize("what", list(rude_frames(wire.Address("x", 0, bytes(16)), 0)))
 async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(
-    network: Ucx, reactor: Reactor, what: str
+    network: Real, reactor: Reactor, what: str
 ) -> None:
     target = Pool(16)
     receiver = await network.open(target, epoch=1)
@@ -252,7 +252,7 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_
 
 
 async def test_a_peer_that_never_greets_is_dropped(
-    network: Ucx, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
+    network: Real, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.ucx.incoming.GREETING_S", 0.2)
     target = Pool(4)
@@ -263,7 +263,7 @@ async def test_a_peer_that_never_greets_is_dropped(
 
 
 async def test_a_receiver_that_never_greets_is_an_error_soon(
-    network: Ucx, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
+    network: Real, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtransfer.ucx.outgoing.GREETING_S", 0.2)
     sender = await network.open(Pool(4))
@@ -271,7 +271,7 @@ async def test_a_receiver_that_never_greets_is_an_error_soon(
         await sender.connect(wire.Address("127.0.0.1", reactor.port, bytes(16)).encode())
 
 
-async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Ucx, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.ucx.outgoing.GREETING_S", 0.2)
     sender = await network.open(Pool(4))
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -280,7 +280,7 @@ async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Ucx, monkey
             await sender.connect(address.encode())
 
 
-async def test_giving_up_a_connection_attempt_leaves_none(network: Ucx, reactor: Reactor) -> None:
+async def test_giving_up_a_connection_attempt_leaves_none(network: Real, reactor: Reactor) -> None:
     sender = await network.open(Pool(4))
     attempt = asyncio.create_task(sender.connect(wire.Address("127.0.0.1", reactor.port, bytes(16)).encode()))
     await eventually(lambda: bool(reactor.channels))
@@ -290,7 +290,7 @@ async def test_giving_up_a_connection_attempt_leaves_none(network: Ucx, reactor:
     await eventually(lambda: not reactor.channels)
 
 
-async def test_connecting_may_be_given_up_at_any_moment(network: Ucx) -> None:
+async def test_connecting_may_be_given_up_at_any_moment(network: Real) -> None:
     target = Pool(4)
     receiver, sender = await network.open(target), await network.open(Pool(4))
     for turns in range(30):
@@ -305,7 +305,7 @@ async def test_connecting_may_be_given_up_at_any_moment(network: Ucx) -> None:
 
 
 async def test_a_fault_in_the_thread_fails_everything_instead_of_hanging(
-    network: Ucx, monkeypatch: pytest.MonkeyPatch
+    network: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fault(*_: object) -> None:
         raise RuntimeError("a bug")

@@ -1,0 +1,77 @@
+"""Where transports listen, and how to find that."""
+
+import asyncio
+import fcntl
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from cpd.errors import ConfigError, TransferError
+
+KEY_BYTES = 16
+_ADDRESS = struct.Struct(f"<4sH{KEY_BYTES}s")
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a transport listens, and the secret that lets a peer in. Every transport has its own.
+
+    Attributes:
+        MAGIC: What the encoded addresses of one kind of transport begin with, four bytes.
+        TRANSPORT: That kind.
+    """
+
+    MAGIC: ClassVar[bytes]
+    TRANSPORT: ClassVar[str]
+
+    host: str
+    port: int
+    key: bytes
+
+    def encode(self) -> bytes:
+        return _ADDRESS.pack(self.MAGIC, self.port, self.key) + self.host.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Raises TransferError if `data` is no address of such a transport."""
+        try:
+            magic, port, key = _ADDRESS.unpack_from(data)
+            host = data[_ADDRESS.size :].decode()
+        except (struct.error, UnicodeDecodeError):
+            magic, host = b"", ""
+        if magic != cls.MAGIC or not host:
+            raise TransferError(f"this is not the address of a {cls.TRANSPORT} transport")
+        return cls(host, port, key)
+
+
+async def resolve(host: str) -> str:
+    """The IPv4 address of a name. Raises TransferError if there is none."""
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        pass
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, family=socket.AF_INET)
+    except OSError as error:
+        raise TransferError(f"{host} has no IPv4 address: {error}") from None
+    return str(found[0][4][0])
+
+
+def interface_of(host: str) -> str:
+    """The network interface with this IPv4 address, empty for all of them. Raises ConfigError if there is none."""
+    address = ipaddress.IPv4Address(host)
+    if address.is_unspecified:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                request = struct.pack("256s", name.encode())
+                own = ipaddress.IPv4Address(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if own == address or (own.is_loopback and address.is_loopback):
+                return name
+    raise ConfigError(f"host: no network interface has the IPv4 address {host}")

@@ -1,0 +1,111 @@
+"""What both ends of a connection have in common: frames over TCP, and patience with a peer that owes something."""
+
+import abc
+import asyncio
+import socket
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable
+
+from cpd.errors import TransferError
+from kvtransfer.nixl import wire
+
+GREETING_S = 10.0  # to open a connection; the first NIXL agent of a process takes half a second
+STALL_S = 10.0  # for pages to move
+GRACE_S = 2.0  # for pages to move that this side has given up: revoked, cancelled
+_TICK_S = 0.25
+
+
+class Link(abc.ABC):
+    """One end of a connection, on the event loop. It fails once, for the first reason.
+
+    Attributes:
+        failed: Nothing new happens over it.
+        gone: Set when nothing touches pages for it any more.
+
+    Args:
+        on_gone: Called then.
+    """
+
+    def __init__(self, reader: StreamReader, writer: StreamWriter, on_gone: Callable[["Link"], None]) -> None:
+        self.failed = False
+        self.gone = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stream = writer
+        self._on_gone = on_gone
+        self._ended = asyncio.Event()  # no frame comes any more
+        self._moved_at = self._loop.time()
+        sock: socket.socket = writer.get_extra_info("socket")
+        # Finds a host that vanished within seconds.
+        for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._tasks = [
+            self._loop.create_task(self._read(reader), name="nixl-read"),
+            self._loop.create_task(self._watch(), name="nixl-watch"),
+        ]
+
+    def fail(self, reason: str) -> None:
+        """Ends the connection; `gone` follows. Idempotent."""
+        if not self.failed:
+            self.failed = True
+            self._tasks.append(self._loop.create_task(self._end(reason), name="nixl-end"))
+            self._failing(reason)
+
+    @abc.abstractmethod
+    def _handle(self, frame: wire.Frame) -> None:
+        """A frame has come, perhaps after the failure. Raises TransferError if it may not come now."""
+
+    @abc.abstractmethod
+    def _patience(self) -> float | None:
+        """How long the peer may do nothing, in seconds. None: it owes nothing."""
+
+    @abc.abstractmethod
+    def _failing(self, reason: str) -> None:
+        """The connection has just failed."""
+
+    @abc.abstractmethod
+    async def _settle(self, reason: str) -> None:
+        """Returns when nothing touches pages for this connection any more."""
+
+    def _send(self, frame: wire.Frame) -> None:
+        if not self._stream.is_closing():
+            self._stream.write(wire.encode(frame))
+
+    def _moved(self) -> None:
+        """The peer has done something."""
+        self._moved_at = self._loop.time()
+
+    async def _read(self, reader: StreamReader) -> None:
+        try:
+            while True:
+                frame = await reader.readexactly(wire.length(await reader.readexactly(wire.PREFIX_BYTES)))
+                self._moved()
+                try:
+                    self._handle(wire.decode(frame))
+                except TransferError as error:
+                    self.fail(str(error))
+        except TransferError as error:
+            self.fail(str(error))
+        except (asyncio.IncompleteReadError, OSError):
+            self.fail("the connection was reset by the peer")
+        finally:
+            self._ended.set()
+
+    async def _watch(self) -> None:
+        while not self.failed:
+            await asyncio.sleep(_TICK_S)
+            patience = self._patience()
+            if patience is None:
+                self._moved()
+            elif self._loop.time() - self._moved_at > patience:
+                self.fail(f"the peer did nothing for {patience:g} s")
+
+    async def _end(self, reason: str) -> None:
+        try:
+            await self._settle(reason)
+        finally:
+            self._stream.close()
+            for task in self._tasks[:2]:
+                task.cancel()
+            self.gone.set()
+            self._on_gone(self)

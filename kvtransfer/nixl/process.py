@@ -1,0 +1,66 @@
+"""Which process is at the other end of a connection, and proof that it is gone.
+
+A stopped process that continues goes on with the write it was stopped in. Only its end proves that it will not, and
+a pidfd tells that without mistaking a new process for it.
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process among all of all machines.
+
+    Attributes:
+        boot: Of the machine's kernel, 16 bytes, random at each boot.
+        pid_namespace: In which `pid` means something.
+        pid: Its number there.
+        started: When it began, in clock ticks since boot.
+    """
+
+    boot: bytes
+    pid_namespace: int
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> "ProcessIdentity":
+        """This process."""
+        boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+        pid = os.getpid()
+        return cls(boot, os.stat("/proc/self/ns/pid").st_ino, pid, _started(pid))
+
+    def shares_memory_with(self, other: "ProcessIdentity") -> bool:
+        """Whether the two can see each other as processes of one machine, and so write into each other's memory."""
+        return (self.boot, self.pid_namespace) == (other.boot, other.pid_namespace)
+
+
+async def gone(process: ProcessIdentity) -> None:
+    """Returns when this process of this machine has ended: none of its system calls is under way any more."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    try:
+        # The number may be another process's by now. If this is the right one, the pidfd stands for it from here on.
+        if _started(process.pid) != process.started:
+            return
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pidfd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+    except FileNotFoundError:
+        return  # /proc has nobody of that number
+    finally:
+        os.close(pidfd)
+
+
+def _started(pid: int) -> int:
+    """Raises FileNotFoundError if there is no such process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

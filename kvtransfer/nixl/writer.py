@@ -1,0 +1,121 @@
+"""The thread on which one connection writes pages. It sleeps while nothing is being written."""
+
+import asyncio
+import atexit
+import functools
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpd.errors import TransferError
+from kvtransfer.nixl.agent import Agent
+
+_FIRST_LOOK_S = 0.0001
+_SLOWEST_LOOK_S = 0.002
+_EXIT_S = 5.0
+
+Ended = Callable[[TransferError | None], None]
+"""Called on the event loop when something has ended, with what went wrong."""
+
+
+class Writer:
+    """Runs an agent's calls in order.
+
+    Several writes are under way at once where the agent has them go on in the background (a network); between
+    processes of one machine a write is the thread's own copy, and the next one begins when it is done.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._flying: dict[int, Ended] = {}  # by the agent's handle
+        self._agent: Agent | None = None
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        # A daemon thread inside NIXL must not meet the interpreter's end.
+        atexit.register(self._stop_at_exit)
+
+    def open(self, make: Callable[[], Agent], opened: Ended) -> None:
+        """Has `make` make the agent."""
+        self._calls.put(functools.partial(self._open, make, opened))
+
+    def write(self, own: NDArray[np.int32], theirs: NDArray[np.int32], written: Ended) -> None:
+        """See `Agent.write`."""
+        self._calls.put(functools.partial(self._write, own, theirs, written))
+
+    async def close(self) -> None:
+        """Destroys the agent after the calls before this one, with whatever still flies, and ends the thread.
+
+        When it returns, nothing reads or writes pages through the agent any more.
+        """
+        self._calls.put(None)
+        await self._closed.wait()
+
+    def _stop_at_exit(self) -> None:
+        self._calls.put(None)
+        self._thread.join(_EXIT_S)
+
+    # ---- everything below runs on the thread
+
+    def _open(self, make: Callable[[], Agent], opened: Ended) -> None:
+        error = None
+        try:
+            self._agent = make()
+        except TransferError as problem:
+            error = problem
+        self._tell(opened, error)
+
+    def _write(self, own: NDArray[np.int32], theirs: NDArray[np.int32], written: Ended) -> None:
+        assert self._agent is not None
+        try:
+            handle = self._agent.write(own, theirs)
+        except TransferError as error:
+            self._tell(written, error)
+        else:
+            self._flying[handle] = written
+            self._look()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_LOOK_S
+        while True:
+            try:
+                call = self._calls.get(timeout=pause_s if self._flying else None)
+            except queue.Empty:
+                pause_s = _FIRST_LOOK_S if self._look() else min(2 * pause_s, _SLOWEST_LOOK_S)
+                continue
+            if call is None:
+                break
+            call()
+        self._flying.clear()
+        if self._agent is not None:
+            self._agent.close()
+        atexit.unregister(self._stop_at_exit)
+        self._tell(self._closed.set)
+
+    def _tell(self, callback: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():  # a closed loop has nobody to tell
+                raise
+
+    def _look(self) -> bool:
+        """Reports the writes that have ended. Returns whether there were any."""
+        assert self._agent is not None
+        ended = False
+        for handle, written in list(self._flying.items()):
+            try:
+                if not self._agent.written(handle):
+                    continue
+            except TransferError as error:
+                del self._flying[handle]
+                self._tell(written, error)
+            else:
+                del self._flying[handle]
+                self._tell(written, None)
+            ended = True
+        return ended
