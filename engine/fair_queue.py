@@ -23,6 +23,7 @@ QUANTUM = 512
 """Tokens that a tenant's turn adds to what it may take."""
 
 AGED_SHARE = 8
+"""More of them: late requests and lower classes wait longer; fewer: fewer deadlines are kept."""
 
 T = TypeVar("T", bound=Hashable)
 
