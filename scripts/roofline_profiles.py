@@ -134,6 +134,11 @@ def profile(model: str, shape: Shape) -> Profile:
     )
 
 
+def file_of(model: str) -> str:
+    """Name of a model's file."""
+    return f"h200-{model.lower().replace('llama-3', 'llama3')}.json"
+
+
 def _rounded(ms: float) -> float:
     return float(f"{ms:.5g}")
 
@@ -142,7 +147,7 @@ def main() -> None:
     """Writes all of them."""
     PROFILES.mkdir(exist_ok=True)
     for model, shape in SHAPES.items():
-        path = PROFILES / f"h200-{model.lower().replace('llama-3', 'llama3')}.json"
+        path = PROFILES / file_of(model)
         profile(model, shape).save(path)
         print(f"{path.name}: {shape.layer_params / 1e9:.2f} G parameters in layers")
 
