@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2)
 """Of the SMs, in the prepared splits. Decodes are bound by memory, which is not divided: a few SMs use most of it."""
 
-_WARM_UP_TOKENS = 4096
-"""Of a prompt, as long as the longest chunk aside: the memory for its activations is taken before anybody waits."""
+_CHUNK, _RIDING = 4096, 512
+"""Tokens of a long chunk, and of prompts that ride along with decodes. Each lane computes a step of such a length before
+it serves: kernels are compiled, and memory for activations is taken, while nobody waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def make_lanes(
     captured = itertools.count(1)
 
     def with_graphs(lane: str, stream: torch.cuda.Stream) -> Steps:
-        """The same steps, the decodes among them as graphs where that is possible."""
+        """The steps, the decodes among them as graphs where that is possible."""
         if not isinstance(ops, FlashInferOps) or not most_decodes:
             return steps
         graphs = DecodeGraphs(
@@ -95,19 +96,19 @@ def make_lanes(
         graphs.capture(lane, lambda: on_progress("capturing decode graphs", next(captured) / total))
         return GraphSteps(steps, graphs)
 
-    prompt = warm_up_prompt(min(_WARM_UP_TOKENS, max_model_len), spare_page)
-    _run(CudaLane(steps, stream, copies), prompt)
     full = CudaLane(with_graphs("full", stream), stream, copies)
-    splits = []
+    splits: list[Split] = []
     for pair in pairs:
         sms = pair.prefill.sms + pair.decode.sms
         sleeper = CudaLane(aside, pair.prefill.stream(), copies, sleeps=True)
         prefill = ThreadLane(executor, sleeper.run, None, pair.prefill.sms / sms)
         beside = pair.decode.stream()
-        _run(prefill, prompt)
-        _run(CudaLane(steps, beside, copies), prompt)
         decodes = with_graphs(f"{pair.decode.sms}-SM decode", beside)
         splits.append(Split(prefill, CudaLane(decodes, beside, copies, share=pair.decode.sms / sms)))
+    for lane in (full, *(lanes.prefill for lanes in splits)):  # after the captures, which give unused memory back
+        _run(lane, warm_up_prompt(min(_CHUNK, max_model_len), spare_page))
+    for lanes in splits:
+        _run(lanes.decode, warm_up_prompt(min(_RIDING, max_model_len), spare_page))
     return CudaLanes(full, splits, copies, contexts)
 
 

@@ -83,7 +83,8 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
     """Makes a runner."""
     monkeypatch.setattr(engine.ops, "triton_kernels", fake_kernels, raising=False)
     monkeypatch.setattr(setup, "CudaDriver", FakeDriver)
-    monkeypatch.setattr(setup, "_WARM_UP_TOKENS", 40)
+    monkeypatch.setattr(setup, "_CHUNK", 40)
+    monkeypatch.setattr(setup, "_RIDING", 20)
 
     def make(most_decodes: int = 4, flashinfer: bool = True, split: bool = True) -> FakeGpuRunner:
         config = load_config(directory)
