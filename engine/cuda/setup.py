@@ -29,7 +29,7 @@ DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2)
 """Of the SMs, in the prepared splits. Decodes are bound by memory, which is not divided: a few SMs use most of it."""
 
 _CHUNK, _RIDING = 4096, 512
-"""Tokens of a long chunk, and of prompts that ride along with decodes. Each lane computes a step of such a length before
+"""Tokens of a long chunk, and of prompts that ride along with decodes. Each lane computes a step of that length before
 it serves: kernels are compiled, and memory for activations is taken, while nobody waits."""
 
 
