@@ -55,10 +55,10 @@ PARTS = (
     _experiment("attention_layout", 90, "FlashInfer on the page layout"),
     _experiment("partition", 60, "Do streams and graphs stay in their SMs?"),
     _experiment("two_kernels", 90, "Green Contexts against one and two streams"),
-    _experiment("decode_floor", 120, "Decode steps against the bandwidth floor"),
-    _experiment("mixed_regime", 100, "What a prefill chunk costs the decodes beside it"),
+    _experiment("decode_floor", 150, "Decode steps against the bandwidth floor"),
+    _experiment("mixed_regime", 120, "What a prefill chunk costs the decodes beside it"),
     _experiment("evict_first", 60, "Do evict-first loads help the GEMM beside them?"),
-    _experiment("page_transfer", 60, "NIXL and ucxx between two processes"),
+    _experiment("page_transfer", 120, "NIXL and ucxx between two processes"),
     _experiment(COMPILE, 180, "Compiling FlashInfer's kernels"),
 )
 """The most valuable first."""

@@ -24,7 +24,7 @@ QUESTION = "How fast do NIXL and ucxx move pages between two processes on one GP
 PAGE_BYTES = (256 << 10, 512 << 10, 1 << 20, 9 << 18)
 POOL_BYTES = 9 << 26
 """576 MiB: a whole number of pages of every size."""
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 TRANSPORTS: Mapping[str, tuple[str, Peer, Peer]] = {
     "NIXL": ("nixl_cu13", nixl_receiver, nixl_sender),

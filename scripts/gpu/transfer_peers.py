@@ -72,15 +72,18 @@ def _check(pipe: Connection, pool: torch.Tensor, page_bytes: int) -> None:
 # NIXL: the sender writes into the receiver's memory, which takes no part in it.
 
 
-def _nixl_agent(name: str) -> Any:
+def _nixl_agent(name: str, pool: torch.Tensor) -> Any:
+    """Made after the pool, so that UCX finds a CUDA context when it looks for devices."""
     nixl = require("nixl_cu13", "nixl-cu13")
-    return nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+    agent.register_memory(pool)
+    return agent
 
 
 def nixl_receiver(pipe: Connection, device: str, size: int) -> None:
     """See the module."""
-    agent, pool = _nixl_agent("receiver"), _pool(device, size)
-    agent.register_memory(pool)
+    pool = _pool(device, size)
+    agent = _nixl_agent("receiver", pool)
     pipe.send((agent.get_agent_metadata(), pool.data_ptr()))
     while True:
         page_bytes = pipe.recv()
@@ -89,8 +92,8 @@ def nixl_receiver(pipe: Connection, device: str, size: int) -> None:
 
 def nixl_sender(pipe: Connection, device: str, size: int) -> None:
     """See the module."""
-    agent, pool = _nixl_agent("sender"), _pool(device, size)
-    agent.register_memory(pool)
+    pool = _pool(device, size)
+    agent = _nixl_agent("sender", pool)
     metadata, address = pipe.recv()
     receiver = agent.add_remote_agent(metadata)
     if isinstance(receiver, bytes):
