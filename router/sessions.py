@@ -282,6 +282,9 @@ class Session:
                 self._heard_state(message.load.state)
             case "refusal":
                 listener.refusal(self, message.refusal)
+            case "batch":
+                for one in message.batch.messages:
+                    await self._handle(one, listener)
             case kind:
                 raise ProtocolError(f"{kind} came where it has no place")
 

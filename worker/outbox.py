@@ -12,6 +12,7 @@ from cpd.rpc import cpd_pb2 as pb
 MAX_PENDING_OUTPUTS = 100_000
 MAX_PENDING_HASHES = 2_000_000
 OUTPUTS_PER_MESSAGE = 2048
+MESSAGES_PER_BATCH = 64
 
 
 class Outbox:
@@ -72,7 +73,8 @@ class Outbox:
         self._num_hashes = sum(map(_num_hashes, self._cache))
 
     async def take(self) -> list[pb.WorkerMessage]:
-        """Waits until there is something and takes it all; the next call says that it was written."""
+        """Waits until there is something and takes it all, in as few messages as may be; the next call says that it was
+        written."""
         if not self._filled.is_set():
             self._written.set()
         await self._filled.wait()
@@ -85,7 +87,7 @@ class Outbox:
         messages += [pb.WorkerMessage(cache=events) for events in cache]
         if load is not None:
             messages.append(pb.WorkerMessage(load=load))
-        return messages
+        return _batched(messages)
 
     async def written(self) -> None:
         """Returns when nothing waits and the writer is done with what it took."""
@@ -115,6 +117,13 @@ def _pack(results: list[pb.Output | pb.Refusal]) -> list[pb.WorkerMessage]:
                 end_run()
     end_run()
     return messages
+
+
+def _batched(messages: list[pb.WorkerMessage]) -> list[pb.WorkerMessage]:
+    if len(messages) == 1:
+        return messages
+    batches = (messages[start : start + MESSAGES_PER_BATCH] for start in range(0, len(messages), MESSAGES_PER_BATCH))
+    return [pb.WorkerMessage(batch=pb.Batch(messages=batch)) for batch in batches]
 
 
 def _num_hashes(events: pb.CacheEvents) -> int:

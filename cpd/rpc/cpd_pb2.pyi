@@ -374,6 +374,7 @@ class WorkerMessage(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always first, then the snapshot"""
@@ -388,6 +389,8 @@ class WorkerMessage(_message.Message):
     def load(self) -> Global___Load: ...
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
+    @_builtins.property
+    def batch(self) -> Global___Batch: ...
     def __init__(
         self,
         *,
@@ -397,16 +400,39 @@ class WorkerMessage(_message.Message):
         cache: Global___CacheEvents | None = ...,
         load: Global___Load | None = ...,
         refusal: Global___Refusal | None = ...,
+        batch: Global___Batch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
+
+@_typing.final
+class Batch(_message.Message):
+    """What waited to be sent at the same time, in order: a message costs more than what is in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]: ...
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___WorkerMessage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Batch: _TypeAlias = Batch  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

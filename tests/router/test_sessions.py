@@ -70,6 +70,17 @@ class TestCache:
         await eventually(lambda: _has(router, "cold", cached_blocks=29))
         assert {await _complete(router, LONG_PROMPT) for _ in range(5)} == {"warm"}
 
+    async def test_messages_may_come_in_a_batch(self, start_router: StartRouter, start_worker: StartWorker) -> None:
+        worker = await start_worker(worker_id="w", cached=_short(0))
+        router = await start_router(worker)
+        load = pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=3))
+        messages = [_events(8, added=_short(1)), _events(9, added=_short(2)), load]
+        worker.send(pb.WorkerMessage(batch=pb.Batch(messages=messages)))
+        await eventually(lambda: _has(router, "w", cached_blocks=3))
+        described = await router.worker("w")
+        assert described is not None
+        assert described["load"]["running"] == 3
+
     async def test_the_cached_part_decides_between_local_and_remote(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:

@@ -168,6 +168,10 @@ class Client:
             self.broken = error.code()
 
     def _take(self, message: pb.WorkerMessage) -> None:
+        if message.WhichOneof("kind") == "batch":
+            for one in message.batch.messages:
+                self._take(one)
+            return
         self.messages.append(message)
         match message.WhichOneof("kind"):
             case "hello":

@@ -3,14 +3,21 @@ import asyncio
 import pytest
 
 from cpd.rpc import cpd_pb2 as pb
-from worker.outbox import OUTPUTS_PER_MESSAGE, Outbox
+from worker.outbox import MESSAGES_PER_BATCH, OUTPUTS_PER_MESSAGE, Outbox
+
+
+async def taken(outbox: Outbox) -> list[pb.WorkerMessage]:
+    """What waits, out of its batch."""
+    [message] = await outbox.take()
+    assert message.WhichOneof("kind") == "batch"
+    return list(message.batch.messages)
 
 
 async def test_results_keep_their_order_and_neighbours_share_a_message() -> None:
     outbox = Outbox()
     for result in (pb.Output(request=1), pb.Output(request=2), pb.Refusal(request=3), pb.Output(request=4)):
         outbox.put_result(result)
-    first, second, third = await outbox.take()
+    first, second, third = await taken(outbox)
     assert [output.request for output in first.step.outputs] == [1, 2]
     assert second.refusal.request == 3
     assert [output.request for output in third.step.outputs] == [4]
@@ -37,7 +44,7 @@ async def test_messages_stay_small_however_far_the_router_is_behind() -> None:
     outbox = Outbox()
     for request in range(2 * OUTPUTS_PER_MESSAGE + 1):
         outbox.put_result(pb.Output(request=request))
-    sizes = [len(message.step.outputs) for message in await outbox.take()]
+    sizes = [len(message.step.outputs) for message in await taken(outbox)]
     assert sizes == [OUTPUTS_PER_MESSAGE, OUTPUTS_PER_MESSAGE, 1]
 
 
@@ -56,6 +63,18 @@ async def test_events_that_a_snapshot_holds_are_forgotten() -> None:
     outbox.forget_cache(2)
     assert not outbox.overfull()
     assert [message.cache.number for message in await outbox.take()] == [3]
+
+
+async def test_what_waits_goes_in_batches_of_bounded_size() -> None:
+    outbox = Outbox()
+    outbox.put_load(pb.Load(running=1))
+    outbox.put_result(pb.Output(request=1))
+    for number in range(MESSAGES_PER_BATCH):
+        outbox.put_cache(pb.CacheEvents(number=number))
+    first, second = await outbox.take()
+    kinds = [message.WhichOneof("kind") for message in first.batch.messages]
+    assert kinds == ["step"] + ["cache"] * (MESSAGES_PER_BATCH - 1)
+    assert [message.WhichOneof("kind") for message in second.batch.messages] == ["cache", "load"]
 
 
 async def test_too_many_results_are_too_many() -> None:

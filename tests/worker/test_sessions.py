@@ -1,4 +1,5 @@
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,7 @@ class Router:
         self._stub: WorkerAsyncStub = rpc.WorkerStub(self._channel)
         self.call = self._stub.Session(metadata=token_metadata(token))  # type: ignore[call-arg]
         self.router_id = router_id
+        self._unread: deque[pb.WorkerMessage] = deque()
 
     async def __aenter__(self) -> "Router":
         await self.send(hello=pb.RouterHello(router_id=self.router_id))
@@ -113,9 +115,11 @@ class Router:
         await self.call.write(pb.RouterMessage(**kind))
 
     async def read(self) -> pb.WorkerMessage:
-        message = await asyncio.wait_for(self.call.read(), 20)
-        assert isinstance(message, pb.WorkerMessage), await self.call.details()
-        return message
+        if not self._unread:
+            message = await asyncio.wait_for(self.call.read(), 20)
+            assert isinstance(message, pb.WorkerMessage), await self.call.details()
+            self._unread.extend(message.batch.messages if message.WhichOneof("kind") == "batch" else [message])
+        return self._unread.popleft()
 
     async def read_until(self, kind: str) -> pb.WorkerMessage:
         while (message := await self.read()).WhichOneof("kind") != kind:
