@@ -46,6 +46,10 @@ FULL_SPEED = 0.95
 UNTARGETED_STRETCH = 1.1
 """Without an ITL target a prefill may make a step of the decodes this much longer."""
 
+ITL_MARGIN = 0.8
+"""Steps are planned within this part of the ITL target: streams join and grow while a chunk runs, and a split can't be
+changed before its end."""
+
 STREAMS_WORTH = 2.0
 """Auto: a prompt that gets 1 + x times slower on the lane must spare at least this times x streams a stutter."""
 
@@ -79,7 +83,7 @@ class Colocation:
         self.mode: Mode = mode if splits else "mixed"
         self._splits = {LaneSplit(split.prefill.share, split.decode.share): split for split in splits}
         self._model = model
-        self._itl_ms = itl_ms
+        self._itl_ms = ITL_MARGIN * itl_ms
 
     def room(self, decodes: Work, busy: Split | None) -> tuple[Room, Split | None]:
         """How much may be prefilled now.

@@ -6,7 +6,8 @@ router needs to know them:
     nothing decodes     in steps of at most `token_budget` tokens on the whole device
     mixed               in the decodes' steps, as many tokens a step as keep it within `itl_ms`, MIN_CHUNK at least
     lanes               on a part of the device; the decodes go on, on the rest
-    auto                what fits into one step mixed, else lanes, unless too few streams gain by it
+    auto                what fits into one step mixed, else lanes, unless too few streams gain by it; a short prompt
+                        goes along with the decodes and passes what is on the lane
 """
 
 from bisect import bisect_right
@@ -73,7 +74,8 @@ class Candidate:
         cached_pages: Those with content that could be evicted.
         token_budget: Tokens of a step on the whole device at most.
         colocate: `mixed`, `lanes` or `auto`.
-        itl_ms: Target to which it keeps the gaps of its streams while it prefills; 0: none.
+        decode_shares: Of the device, that its decode lane may have, ascending; empty: it has no lanes.
+        itl_ms: Step that it plans for at most while its streams go on; 0: it has no target.
         idle_at: When the prompts that it has will be computed, in seconds of the clock that `now` is of.
         requests: Sequences, running and waiting.
         decodes: Those of them that decode.
@@ -89,6 +91,7 @@ class Candidate:
     cached_pages: int = 0
     token_budget: int = 512
     colocate: Literal["mixed", "lanes", "auto"] = "mixed"
+    decode_shares: tuple[float, ...] = ()
     itl_ms: float = 0.0
     idle_at: float = 0.0
     requests: int = 0
@@ -96,8 +99,13 @@ class Candidate:
     decode_context: int = 0
 
     def queue_ms(self, now: float) -> float:
-        """Until a prompt that comes now begins to be computed."""
+        """Until the prompts that it has are computed."""
         return max(0.0, (self.idle_at - now) * 1e3)
+
+    def wait_ms(self, tokens: int, now: float) -> float:
+        """Until a prompt of so many uncached tokens that comes now begins to be computed."""
+        queue_ms = self.queue_ms(now)
+        return queue_ms if not queue_ms or tokens > self._passing else min(queue_ms, self._gap_ms)
 
     @cached_property
     def step_ms(self) -> float:
@@ -133,10 +141,8 @@ class Candidate:
         lanes = self._lanes
         if lanes is None or (self.colocate == "auto" and tokens <= self._chunk):
             return self._mixed(tokens, before)
-        prefill_share, decode_share = lanes
-        chunk = Work.prefill(self.token_budget)
-        gap_ms = self.model.step_ms(self._streams, decode_share, chunk)
-        ms = self._chunks_ms(tokens, before, self.token_budget, prefill_share, self._streams)
+        ms = self._chunks_ms(tokens, before, self.token_budget, lanes[0], self._streams)
+        gap_ms = self._gap_ms
         return Pace(ms, gap_ms, ms * max(0.0, 1 - self.step_ms / gap_ms) if gap_ms else 0.0)
 
     def _mixed(self, tokens: int, before: int) -> Pace:
@@ -188,9 +194,28 @@ class Candidate:
         return max(fitting, min(most, MIN_CHUNK))
 
     @cached_property
+    def _gap_ms(self) -> float:
+        """A decode step beside a long prompt on the lane."""
+        share = self._lanes[1] if self._lanes else 1.0
+        return self.model.step_ms(self._streams, share, Work.prefill(self.token_budget))
+
+    @cached_property
+    def _passing(self) -> int:
+        """Tokens of a prompt that need not wait for the lane."""
+        if not self.decodes or self._lanes is None or self.colocate == "lanes":
+            return 0
+        share, model, streams = self._lanes[1], self.model, self._streams
+        chunk, enough = Work.prefill(self.token_budget), max(self.itl_ms, self._gap_ms)
+        return bisect_right(
+            range(1, max(1, self.token_budget - self.decodes) + 1),
+            enough,
+            key=lambda tokens: model.step_ms(streams + Work.prefill(tokens), share, chunk),
+        )
+
+    @cached_property
     def _lanes(self) -> tuple[float, float] | None:
         """Shares of the prefill and the decode lane; None: prompts go into the decodes' steps."""
-        shares = [part.share for part in self.model.profile.shares[:-1]]
+        shares = self.decode_shares
         if self.colocate == "mixed" or not shares:
             return None
         streams, model, chunk = self._streams, self.model, Work.prefill(self.token_budget)

@@ -50,8 +50,9 @@ BROKEN = 5.0
 LATE = 0.25
 """What a ms counts by which other users' tokens are late, while no promise is broken."""
 
-MISSED = 1.25
-"""A promise counts as broken in full at this multiple of its limit, and in part from the limit on."""
+SAFE = 0.8
+"""A promise is safe up to this part of its limit, as predicted, and counts as broken at the limit. In between it counts
+in part: predictions are a little off, and more streams come."""
 
 NEAR_MS, NEAR = 1.0, 0.02
 """Options whose costs differ by less than this, and than this part of the TTFT, are equally good."""
@@ -221,20 +222,20 @@ class _Request:
     def guess_prefill_ms(self, worker: Candidate) -> float:
         """Roughly, until the worker has computed the prompt, with those behind."""
         uncached = self.prompt.tokens - self.before(worker)
-        return worker.queue_ms(self.now) + (1 + BEHIND) * uncached * worker.token_ms
+        return worker.wait_ms(uncached, self.now) + (1 + BEHIND) * uncached * worker.token_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Roughly, the cost of a local option."""
         uncached = self.prompt.tokens - self.before(worker)
         return (
-            worker.queue_ms(self.now)
+            worker.wait_ms(uncached, self.now)
             + (1 + BEHIND + LATE * worker.decodes) * uncached * worker.token_ms
             + LATE * self.output * worker.stream_ms
         )
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
         """What it counts that something takes so long."""
-        return BROKEN * self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - 1) / (MISSED - 1))
+        return BROKEN * self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - SAFE) / (1 - SAFE))
 
 
 class _Prefill:
@@ -250,7 +251,7 @@ class _Prefill:
         before = request.before(worker)
         self.worker = worker
         self.uncached = request.prompt.tokens - before
-        self.queue_ms = worker.queue_ms(request.now)
+        self.queue_ms = worker.wait_ms(self.uncached, request.now)
         self.ms = worker.prefill(self.uncached, before).ms
         self.tail = blocks_for(min(self.uncached, worker.token_budget))
 
@@ -262,14 +263,12 @@ class _Decode:
         prompt, settings = request.prompt, request.settings
         self.worker = worker
         self._request = request
-        self._queue_ms = worker.queue_ms(request.now)
         self._pages = blocks_for(prompt.tokens) - request.before(worker) // BLOCK_SIZE
         self._itl_ms = worker.grown_ms(prompt.tokens, prompt.choices)
         others = worker.requests
         slower_ms = max(0.0, self._itl_ms - worker.crowded_ms)
         missed_ms = request.missed_ms(self._itl_ms, settings.slo_itl_ms)
-        newly_missed_ms = missed_ms - request.missed_ms(worker.crowded_ms, settings.slo_itl_ms)
-        self._crowding_ms = others * (LATE * request.output * slower_ms + max(0.0, newly_missed_ms))
+        self._crowding_ms = others * (LATE * request.output * slower_ms + missed_ms)
         own_ms = prompt.choices * (LATE * request.output * self._itl_ms + missed_ms)
         self._decode_ms = own_ms + self._crowding_ms + self._memory_ms()
 
@@ -285,7 +284,8 @@ class _Decode:
         pace = worker.prefill(uncached, tokens - uncached)
         missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
         stutter_ms = worker.decodes * (LATE * pace.late_ms + missed_ms)
-        return self._option("", uncached, self._queue_ms, pace.ms, 0.0, self._queue_ms + pace.ms, stutter_ms)
+        queue_ms = worker.wait_ms(uncached, request.now)
+        return self._option("", uncached, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
 
     def remote(self, helper: _Prefill) -> Option:
         """The prompt is computed on a prefill worker."""

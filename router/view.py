@@ -69,9 +69,10 @@ class WorkerView:
         self.predictions = Predictions()
         self._hello = hello
         self._address = address
-        self._itl_ms = itl_ms
+        self._itl_ms = ITL_MARGIN * itl_ms
         self._model = _model(hello.profile) if hello.profile else NOMINAL
         self._colocate: Colocate = hello.colocate if hello.colocate in get_args(Colocate) else "mixed"  # type: ignore[assignment]
+        self._decode_shares = _decode_shares(self._model.profile)
         self._load = pb.Load(free_pages=hello.num_pages)
         self._idle_at = 0.0
         self._others = 0
@@ -93,6 +94,7 @@ class WorkerView:
                 cached_pages=load.cached_pages,
                 token_budget=self._hello.token_budget or DEFAULT_BUDGET,
                 colocate=self._colocate,
+                decode_shares=self._decode_shares,
                 itl_ms=self._itl_ms,
                 idle_at=self._idle_at,
                 requests=self._others + self.sequences,
@@ -145,8 +147,19 @@ class WorkerView:
         self._candidate = None
 
 
+ITL_MARGIN = 0.8
+"""Workers plan their steps within this part of the target."""
+
+USUAL_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
+"""About what workers give their decode lanes of the device, as far as it can be cut like that."""
+
 DEFAULT_BUDGET = 512
 """Tokens of a step at most, where the worker does not say."""
+
+
+def _decode_shares(profile: Profile) -> tuple[float, ...]:
+    shares = [part.share for part in profile.shares[:-1]]
+    return tuple(sorted({min(shares, key=lambda one: abs(one - usual)) for usual in USUAL_SHARES})) if shares else ()
 
 
 def _model(profile: bytes) -> PerfModel:

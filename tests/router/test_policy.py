@@ -12,8 +12,8 @@ from router.candidate import Candidate
 from router.policy import Placement, PolicySettings, Prompt, place
 
 
-def _model(ms_per_token: float = 0.04, base_ms: float = 8.0) -> PerfModel:
-    """Prefills 25,000 tokens a second; a decode step takes 8 ms and 0.05 ms a stream."""
+def _model(ms_per_token: float = 0.05, base_ms: float = 8.0) -> PerfModel:
+    """Prefills 20,000 tokens a second; a decode step takes 8 ms and 0.05 ms a stream."""
     decode = StepCost(tokens=(1, 8192), tokens_ms=(base_ms, base_ms + 8192 * 0.05))
     prefill = StepCost(tokens=(1, 8192), tokens_ms=(base_ms, base_ms + 8192 * ms_per_token))
     whole = ShareProfile(share=1.0, decode=decode, prefill=prefill)
@@ -42,7 +42,7 @@ def _worker(name: str, *, streams: int = 0, queue_ms: float = 0.0, **fields: Any
         free_pages=20_000,
         cached_pages=15_000,
         token_budget=2048,
-        itl_ms=50.0,
+        itl_ms=40.0,
         idle_at=queue_ms / 1e3,
         requests=streams,
         decodes=streams,
@@ -154,7 +154,7 @@ class TestCache:
             name = _decode(_place(1024, list(workers.values()), cached={"home": 63}))
             workers[name] = replace(workers[name], requests=workers[name].requests + 1)
         counts = [one.requests for one in workers.values()]
-        assert max(counts) < 2 * min(counts)
+        assert max(counts) < 3 * min(counts)
 
     def test_a_worker_that_would_have_to_wait_for_memory_is_avoided(self) -> None:
         full = _worker("full", free_pages=3, cached_pages=5)
@@ -184,7 +184,7 @@ def test_what_was_predicted_of_the_decision_comes_first() -> None:
     assert chosen == placement.chosen
     assert (chosen.decode, chosen.prefill) == ("b", "p")
     assert chosen.queue_ms == pytest.approx(10)
-    assert chosen.prefill_ms == pytest.approx(2 * 8 + 4096 * 0.04, rel=0.01)
+    assert chosen.prefill_ms == pytest.approx(2 * 8 + 4096 * 0.05, rel=0.01)
     assert chosen.ttft_ms == pytest.approx(chosen.queue_ms + chosen.prefill_ms, abs=5)
     assert chosen.transfer_ms > 2048 * (2 << 20) / BLOCK_SIZE / 45e6
     assert {(one.decode, one.prefill) for one in others} == {("b", ""), ("a", "p"), ("a", "")}

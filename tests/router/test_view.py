@@ -26,7 +26,7 @@ def test_a_candidate_has_what_hello_and_load_say() -> None:
         pb.Load(running=3, waiting=2, decodes=2, decode_context=500, prefill_ms=40, free_pages=7, cached_pages=9), 1.0
     )
     one = view.candidate
-    assert (one.worker_id, one.address, one.token_budget, one.colocate, one.itl_ms) == ("w", "w:1", 256, "lanes", 50.0)
+    assert (one.worker_id, one.address, one.token_budget, one.colocate, one.itl_ms) == ("w", "w:1", 256, "lanes", 40.0)
     assert (one.num_pages, one.page_bytes, one.free_pages, one.cached_pages) == (100, 64, 7, 9)
     assert (one.requests, one.decodes, one.decode_context) == (5, 2, 500)
     assert one.queue_ms(1.0) == pytest.approx(40)
