@@ -65,7 +65,7 @@ class Service:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
         text = self.checkpoint.template.render([one.model_dump(exclude_none=True) for one in request.messages])
-        prompt = await self.checkpoint.tokenizer.encode(text, special_tokens=False)
+        prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
         shape = self._shape(request, "chatcmpl")
         return self._start(request, [prompt], caller, "messages"), ChatFormat(shape, self.checkpoint.vocabulary)
 
@@ -77,10 +77,7 @@ class Service:
         """
         self.check_model(request.model)
         encode = self.checkpoint.tokenizer.encode
-        prompts = [
-            await encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
-            for prompt in request.prompts
-        ]
+        prompts = [await encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
         shape = self._shape(request, "cmpl")
         return self._start(request, prompts, caller, "prompt"), CompletionFormat(shape, self.checkpoint.vocabulary)
 

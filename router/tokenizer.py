@@ -1,8 +1,10 @@
 """Text to token ids, with the tokenizers library (never on the event loop where it takes long)."""
 
 import asyncio
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,17 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from cpd.errors import CheckpointError
+from router.lru import LRU
+from router.markers import cut_pattern
 
 INLINE_CHARS = 8_192
-"""Shorter texts are encoded at once (under about a millisecond); longer ones on a thread."""
+"""So much text is encoded at once (under about a millisecond); more of it on a thread."""
+
+REMEMBERED_CHARS = 1 << 24
+"""Of parts of chats whose tokens are remembered; about twice as many bytes."""
+
+PART_CHARS = 256
+"""What a part counts beside its characters."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -29,20 +39,39 @@ class Tokenizer:
         # a checkpoint may carry what it was trained with; prompts are never cut or filled up
         backend.no_truncation()
         backend.no_padding()
+        self._cuts = cut_pattern(backend)
+        self._parts: LRU[tuple[bytes, str], array[int]] = LRU(REMEMBERED_CHARS)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
-    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own special tokens (such as BOS) around it or without."""
-        if len(text) <= INLINE_CHARS:
-            return self.encode_now(text, special_tokens=special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: self.encode_now(text, special_tokens=special_tokens))
-
-    def encode_now(self, text: str, *, special_tokens: bool) -> list[int]:
-        """As `encode`, on this thread."""
-        # the batch call, unlike `encode`, releases the GIL, and its fast form computes no offsets
-        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own special tokens (such as BOS) around it."""
+        (ids,) = await self._encode([text], special_tokens=True)
         return ids
+
+    async def encode_chat(self, text: str, owner: bytes) -> list[int]:
+        """Token ids of what a chat template made, without the tokenizer's own special tokens.
+
+        The parts of a chat that the same `owner` sent before (the same system prompt, earlier turns) are not tokenised
+        again. Other owners' are: how long it takes would tell what they sent.
+        """
+        starts = [match.start() for match in self._cuts.finditer(text)] if self._cuts else []
+        parts = [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True) if start < end]
+        known = {part: self._parts.get((owner, part)) for part in parts}
+        missing = [part for part, ids in known.items() if ids is None]
+        for part, ids in zip(missing, await self._encode(missing, special_tokens=False), strict=True):
+            known[part] = tokens = array("I", ids)
+            self._parts.put((owner, part), tokens, len(part) + PART_CHARS)
+        return list(chain.from_iterable(known[part] or () for part in parts))
+
+    async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            # the batch call, unlike `encode`, releases the GIL, and its fast form computes no offsets
+            batch = self.backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
+            return [encoding.ids for encoding in batch]
+
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
 
 def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:

@@ -538,7 +538,7 @@ class TestHealthAndModels:
             'cpd_ttft_seconds_count{route="local"} 1.0',
             "cpd_cached_tokens_total 16.0",
             'cpd_worker_live{role="combined",worker="combined-0"} 1.0',
-            'cpd_worker_pages{role="combined",state="free",worker="combined-0"} 0.0',
+            'cpd_worker_pages{role="combined",state="free",worker="combined-0"} 100.0',
         ):
             assert line in text.splitlines()
 

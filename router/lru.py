@@ -1,0 +1,39 @@
+"""A mapping that forgets what was not used for longest."""
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class LRU(Generic[K, V]):
+    """At most `capacity` of whatever `put` counts."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """The sizes of all entries, summed."""
+        return self._size
+
+    def get(self, key: K) -> V | None:
+        """What was put there, if it is still known."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: K, value: V, size: int) -> None:
+        """Remembers a value, which counts as `size`; one that is too large for everything is not remembered."""
+        if key in self._entries:
+            self._size -= self._entries.pop(key)[1]
+        self._entries[key] = (value, size)
+        self._size += size
+        while self._size > self._capacity:
+            _, (_, dropped) = self._entries.popitem(last=False)
+            self._size -= dropped
