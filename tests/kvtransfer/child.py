@@ -1,4 +1,4 @@
-"""A process with a UCX transport that does as it is told: `python -m tests.kvtransfer.child PAGES PAGE_BYTES SEED`.
+"""A process with a transport, which does as it is told: `python -m tests.kvtransfer.child NAME PAGES PAGE_BYTES SEED`.
 
 Each line of stdin is JSON {"id", "do", …}; each line of stdout answers one: {"id", "ok", …}, when that has happened.
 """
@@ -47,9 +47,9 @@ async def answer(child: Child, order: dict[str, Any]) -> None:
     print(json.dumps({"id": order["id"]} | reply), flush=True)
 
 
-async def main(num_pages: int, page_bytes: int, seed: int) -> None:
+async def main(name: str, num_pages: int, page_bytes: int, seed: int) -> None:
     pool = Pool(num_pages, page_bytes, seed=seed)
-    child = Child(pool, await kvtransfer.create("ucx", pool.memory, epoch=seed, host="127.0.0.1"))
+    child = Child(pool, await kvtransfer.create(name, pool.memory, epoch=seed, host="127.0.0.1"))
     stdin = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
     tasks = set()
@@ -60,4 +60,4 @@ async def main(num_pages: int, page_bytes: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*map(int, sys.argv[1:4])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5])))

@@ -1,109 +1,17 @@
 """UCX between real processes, one of which is killed, stopped or restarted."""
 
 import asyncio
-import itertools
-import json
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
 
 import pytest
 
 import kvtransfer
 from cpd.errors import TransferError
-from kvtransfer.base import Ticket, Transport
+from kvtransfer.base import Transport
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
-from tests.waiting import DEADLINE_S, eventually
-
-T = TypeVar("T")
-PAGES, PAGE_BYTES = 160, 1 << 20
-
-
-class Remote:
-    """A process of tests/kvtransfer/child.py."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._reader = asyncio.create_task(self._read())
-
-    @classmethod
-    async def start(cls, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> "Remote":
-        command = [sys.executable, "-m", "tests.kvtransfer.child", str(num_pages), str(page_bytes), str(seed)]
-        pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
-
-    def order(self, do: str, **arguments: Any) -> "asyncio.Future[dict[str, Any]]":
-        """The child's answer, when it comes."""
-        number = next(self._ids)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"id": number, "do": do} | arguments).encode() + b"\n")
-        return self._waiting[number]
-
-    async def address(self) -> bytes:
-        return bytes.fromhex((await within(self.order("address")))["address"])
-
-    async def connect(self, transport: Transport) -> None:
-        answer = await within(self.order("connect", address=transport.address.hex()))
-        assert answer["ok"], answer
-
-    async def expect(self, pages: Sequence[int]) -> Ticket:
-        """Opens a landing; returns its ticket."""
-        answer = await within(self.order("expect", reservation=1, generation=1, pages=list(pages)))
-        return Ticket(answer["epoch"], 1, 1, tuple(pages))
-
-    def push(self, landing: Ticket, pairs: Sequence[tuple[int, int]]) -> "asyncio.Future[dict[str, Any]]":
-        return self.order(
-            "push",
-            epoch=landing.epoch,
-            reservation=landing.reservation,
-            generation=landing.generation,
-            pages=landing.pages,
-            pairs=list(pairs),
-        )
-
-    def signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:
-            self._process.send_signal(number)
-
-    async def stopped(self) -> None:
-        """Returns when SIGSTOP has taken effect."""
-        with open(f"/proc/{self._process.pid}/stat") as stat:  # noqa: ASYNC230 - not a real file
-
-            def state() -> str:
-                stat.seek(0)
-                return stat.read().rpartition(")")[2].split()[0]
-
-            await eventually(lambda: state() == "T")
-
-    async def end(self) -> int:
-        """Ends the process by closing its stdin; returns the exit code."""
-        assert self._process.stdin is not None
-        self.signal(signal.SIGCONT)
-        self._process.stdin.close()
-        await within(self._reader)
-        return await within(self._process.wait())
-
-    async def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        await within(self._process.wait())
-        await within(self._reader)
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            answer = json.loads(line)
-            self._waiting.pop(answer["id"]).set_result(answer)
-        for future in self._waiting.values():
-            future.cancel()
-
-
-async def within(awaitable: Awaitable[T]) -> T:
-    async with asyncio.timeout(DEADLINE_S):
-        return await awaitable
+from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -117,7 +25,7 @@ async def remotes() -> AsyncIterator[list[Remote]]:
 
 @pytest.fixture
 async def remote(remotes: list[Remote]) -> Remote:
-    remotes.append(await Remote.start(seed=5))
+    remotes.append(await Remote.start("ucx", seed=5))
     return remotes[-1]
 
 
@@ -211,7 +119,7 @@ async def test_a_restarted_peer_is_found_at_its_new_address_and_not_at_the_old(
     await remote.kill()
     with pytest.raises(TransferError, match="no connection"):
         await within(transport.connect(old))
-    remotes.append(await Remote.start(seed=8))
+    remotes.append(await Remote.start("ucx", seed=8))
     new = await remotes[-1].address()
     peer = await within(transport.connect(new))
     await within(peer.push(await remotes[-1].expect([3]), [(0, 0)]).done())
@@ -302,7 +210,7 @@ async def test_senders_killed_at_any_moment_never_harm_the_receiver(page_bytes: 
     pages = range(len(pool.pages))
     transport = await kvtransfer.create("ucx", pool.memory, epoch=78, host="127.0.0.1")
     for reservation in range(3):
-        remote = await Remote.start(seed=reservation, num_pages=8, page_bytes=page_bytes)
+        remote = await Remote.start("ucx", seed=reservation, num_pages=8, page_bytes=page_bytes)
         remotes.append(remote)
         await remote.connect(transport)
         landing = transport.expect(reservation, 1, pages)

@@ -1,0 +1,102 @@
+"""Processes with a transport of their own, for tests that kill, stop or restart them."""
+
+import asyncio
+import itertools
+import json
+import signal
+import sys
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from kvtransfer.base import Ticket, Transport
+from tests.waiting import DEADLINE_S, eventually
+
+T = TypeVar("T")
+PAGES, PAGE_BYTES = 160, 1 << 20
+
+
+class Remote:
+    """A process of tests/kvtransfer/child.py."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, transport: str, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> "Remote":
+        command = [sys.executable, "-m", "tests.kvtransfer.child", transport]
+        command += [str(num_pages), str(page_bytes), str(seed)]
+        pipe = asyncio.subprocess.PIPE
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
+
+    def order(self, do: str, **arguments: Any) -> "asyncio.Future[dict[str, Any]]":
+        """The child's answer, when it comes."""
+        number = next(self._ids)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"id": number, "do": do} | arguments).encode() + b"\n")
+        return self._waiting[number]
+
+    async def address(self) -> bytes:
+        return bytes.fromhex((await within(self.order("address")))["address"])
+
+    async def connect(self, transport: Transport) -> None:
+        answer = await within(self.order("connect", address=transport.address.hex()))
+        assert answer["ok"], answer
+
+    async def expect(self, pages: Sequence[int]) -> Ticket:
+        """Opens a landing; returns its ticket."""
+        answer = await within(self.order("expect", reservation=1, generation=1, pages=list(pages)))
+        return Ticket(answer["epoch"], 1, 1, tuple(pages))
+
+    def push(self, landing: Ticket, pairs: Sequence[tuple[int, int]]) -> "asyncio.Future[dict[str, Any]]":
+        return self.order(
+            "push",
+            epoch=landing.epoch,
+            reservation=landing.reservation,
+            generation=landing.generation,
+            pages=landing.pages,
+            pairs=list(pairs),
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def stopped(self) -> None:
+        """Returns when SIGSTOP has taken effect."""
+        with open(f"/proc/{self._process.pid}/stat") as stat:  # noqa: ASYNC230 - not a real file
+
+            def state() -> str:
+                stat.seek(0)
+                return stat.read().rpartition(")")[2].split()[0]
+
+            await eventually(lambda: state() == "T")
+
+    async def end(self) -> int:
+        """Ends the process by closing its stdin; returns the exit code."""
+        assert self._process.stdin is not None
+        self.signal(signal.SIGCONT)
+        self._process.stdin.close()
+        await within(self._reader)
+        return await within(self._process.wait())
+
+    async def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        await within(self._process.wait())
+        await within(self._reader)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            answer = json.loads(line)
+            self._waiting.pop(answer["id"]).set_result(answer)
+        for future in self._waiting.values():
+            future.cancel()
+
+
+async def within(awaitable: Awaitable[T]) -> T:
+    async with asyncio.timeout(DEADLINE_S):
+        return await awaitable

@@ -1,0 +1,272 @@
+"""NIXL between real processes, one of which is killed, stopped or restarted."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import kvtransfer
+from cpd.errors import TransferError
+from kvtransfer.base import Landing, Transport
+from tests.kvtransfer.pools import EMPTY, Pool, ticket
+from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
+from tests.waiting import eventually
+
+
+@pytest.fixture
+async def remotes() -> AsyncIterator[list[Remote]]:
+    """Processes put here are killed in the end."""
+    remotes: list[Remote] = []
+    yield remotes
+    for remote in remotes:
+        await remote.kill()
+
+
+@pytest.fixture
+async def remote(remotes: list[Remote]) -> Remote:
+    remotes.append(await Remote.start("nixl", seed=5))
+    return remotes[-1]
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(PAGES, PAGE_BYTES)
+
+
+@pytest.fixture
+async def transport(pool: Pool, remotes: list[Remote]) -> AsyncIterator[Transport]:
+    transport = await kvtransfer.create("nixl", pool.memory, epoch=77, host="127.0.0.1")
+    yield transport
+    for remote in remotes:  # a stopped one would be waited for
+        await remote.kill()
+    await within(transport.close())
+
+
+async def works(transport: Transport, pool: Pool) -> None:
+    """The transport still receives from others."""
+    source = Pool(4, PAGE_BYTES, seed=6)
+    other = await kvtransfer.create("nixl", source.memory, epoch=1, host="127.0.0.1")
+    peer = await within(other.connect(transport.address))
+    landing = transport.expect(99, 1, [7, 150])
+    await within(peer.push(ticket(transport, 99, 1, [7, 150]), [(3, 0), (2, 1)]).done())
+    await within(landing.done())
+    assert (pool.pages[[7, 150]] == source.pages[[3, 2]]).all()
+    await within(other.close())
+
+
+async def stopped_amid_a_write(
+    transport: Transport, pool: Pool, remote: Remote
+) -> "tuple[Landing, asyncio.Future[dict[str, Any]]]":
+    """A landing whose sender stands still with batches that were granted to it; and the sender's answer to come."""
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
+    await eventually(lambda: not pool.untouched([0]))
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    return landing, answer
+
+
+async def test_pages_cross_between_processes(transport: Transport, pool: Pool, remote: Remote) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(PAGES - 1 - k, k) for k in range(PAGES)])
+    await within(landing.done())
+    assert (await within(answer))["ok"]
+    assert (pool.pages[::-1] == Pool(PAGES, PAGE_BYTES, seed=5).pages).all()
+    assert await remote.end() == 0
+
+
+@pytest.mark.parametrize("when", ["before it pushed", "amid its push", "between its pushes"])
+async def test_a_killed_sender_fails_its_landing_within_seconds(
+    transport: Transport, pool: Pool, remote: Remote, when: str
+) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))  # one page more than is ever pushed
+    current = ticket(transport, 1, 1, range(PAGES))
+    if when == "amid its push":
+        remote.push(current, [(0, k) for k in range(PAGES - 1)])
+        await eventually(lambda: not pool.untouched([0]))
+    elif when == "between its pushes":
+        assert (await within(remote.push(current, [(0, 0), (1, 1)])))["ok"]
+    await remote.kill()
+    if when == "before it pushed":  # a landing learns its sender from the first push
+        assert landing.revoke()
+        with pytest.raises(TransferError, match="revoked"):
+            await within(landing.done())
+    else:
+        with pytest.raises(TransferError, match="reset"):
+            await within(landing.done())
+    await within(landing.peer_gone())
+    assert landing.revoke()
+    pool.pages[:] = EMPTY
+    await works(transport, pool)
+    assert pool.untouched(range(8, 150))
+
+
+@pytest.mark.parametrize("when", ["before the push", "amid the push"])
+async def test_a_killed_receiver_fails_the_push_within_seconds(
+    transport: Transport, pool: Pool, remote: Remote, when: str
+) -> None:
+    address = await remote.address()
+    peer = await transport.connect(address)
+    current = await remote.expect(range(PAGES))
+    await within(peer.push(current, [(0, 0)]).done())
+    if when == "before the push":
+        await remote.kill()
+        await eventually(lambda: not peer.alive)
+        transfer = peer.push(current, [(0, 1)])
+    else:
+        transfer = peer.push(current, [(0, k) for k in range(1, PAGES)])
+        await remote.kill()
+    with pytest.raises(TransferError):
+        await within(transfer.done())
+    assert not peer.alive
+    await works(transport, pool)
+
+
+async def test_a_restarted_peer_is_found_at_its_new_address_and_not_at_the_old(
+    transport: Transport, remote: Remote, remotes: list[Remote]
+) -> None:
+    old = await remote.address()
+    await transport.connect(old)
+    await remote.kill()
+    with pytest.raises(TransferError, match="no connection"):
+        await within(transport.connect(old))
+    remotes.append(await Remote.start("nixl", seed=8))
+    new = await remotes[-1].address()
+    peer = await within(transport.connect(new))
+    await within(peer.push(await remotes[-1].expect([3]), [(0, 0)]).done())
+    assert (await within(remotes[-1].order("land", pages=[3])))["first_bytes"] == [EMPTY]
+
+
+@pytest.mark.parametrize("end", ["it continues", "it is killed"])
+async def test_a_stopped_senders_pages_stay_in_quarantine_until_it_says_bye_or_is_gone(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote, end: str
+) -> None:
+    monkeypatch.setattr("kvtransfer.nixl.incoming.STALL_S", 0.5)
+    landing, answer = await stopped_amid_a_write(transport, pool, remote)
+    with pytest.raises(TransferError, match="did nothing"):
+        await within(landing.done())
+    assert not landing.revoke()
+    gone = asyncio.create_task(landing.peer_gone())
+    await works_beside(transport, pool)  # a while in which nothing ends the quarantine
+    assert not gone.done()
+    with pytest.raises(ValueError, match="still open"):
+        transport.expect(2, 1, [0])
+    if end == "it continues":
+        remote.signal(signal.SIGCONT)
+        assert not (await within(answer))["ok"]
+    else:
+        await remote.kill()
+    await within(gone)
+    assert landing.revoke()
+    pool.pages[:] = EMPTY
+    await works(transport, pool)
+    assert pool.untouched(range(8, 150))
+
+
+async def works_beside(transport: Transport, pool: Pool) -> None:
+    """The transport still pushes to itself over a new connection, which takes some time."""
+    peer = await within(transport.connect(transport.address))
+    await within(peer.close())
+
+
+async def test_a_revoked_landing_of_a_stopped_sender_is_given_up_sooner(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    monkeypatch.setattr("kvtransfer.nixl.incoming.GRACE_S", 0.5)
+    landing, answer = await stopped_amid_a_write(transport, pool, remote)
+    assert not landing.revoke()
+    with pytest.raises(TransferError, match="revoked"):
+        await within(landing.done())
+    remote.signal(signal.SIGCONT)
+    await within(landing.peer_gone())
+    pool.pages[:] = EMPTY
+    assert not (await within(answer))["ok"]
+    assert pool.untouched()
+
+
+async def test_closing_waits_for_a_stopped_sender(transport: Transport, pool: Pool, remote: Remote) -> None:
+    landing, _ = await stopped_amid_a_write(transport, pool, remote)
+    closing = asyncio.create_task(transport.close())
+    with pytest.raises(TransferError, match="closed"):
+        await within(landing.done())
+    assert not closing.done()
+    await remote.kill()
+    await within(closing)
+    assert landing.revoke()
+
+
+async def test_a_stopped_sender_that_continues_in_time_completes_its_landing(
+    transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(k, k) for k in range(PAGES)])
+    await eventually(lambda: not pool.untouched([0]))
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    remote.signal(signal.SIGCONT)
+    await within(landing.done())
+    assert (await within(answer))["ok"]
+    assert (pool.pages == Pool(PAGES, PAGE_BYTES, seed=5).pages).all()
+
+
+async def test_a_transfer_to_a_stopped_receiver_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    monkeypatch.setattr("kvtransfer.nixl.outgoing.GRACE_S", 0.5)
+    address = await remote.address()
+    peer = await transport.connect(address)
+    current = await remote.expect(range(PAGES))
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    transfer = peer.push(current, [(0, k) for k in range(PAGES)])
+    transfer.cancel()
+    with pytest.raises(TransferError, match="cancelled"):
+        await within(transfer.done())
+    await works(transport, pool)
+
+
+async def test_a_receiver_that_stays_stopped_fails_the_push_by_itself(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, remote: Remote
+) -> None:
+    monkeypatch.setattr("kvtransfer.nixl.outgoing.STALL_S", 0.5)
+    address = await remote.address()
+    peer = await transport.connect(address)
+    current = await remote.expect([1, 2])
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    with pytest.raises(TransferError, match="did nothing"):
+        await within(peer.push(current, [(0, 0)]).done())
+    assert not peer.alive
+
+
+async def test_a_process_that_never_closes_its_transport_ends_cleanly(transport: Transport, remote: Remote) -> None:
+    await remote.connect(transport)
+    assert await remote.end() == 0
+
+
+@pytest.mark.parametrize("page_bytes", [16 << 10, 2_359_296])
+async def test_senders_killed_at_any_moment_never_harm_the_receiver(page_bytes: int, remotes: list[Remote]) -> None:
+    pool = Pool((128 << 20) // page_bytes, page_bytes)
+    pages = range(len(pool.pages))
+    transport = await kvtransfer.create("nixl", pool.memory, epoch=78, host="127.0.0.1")
+    for reservation in range(3):
+        remote = await Remote.start("nixl", seed=reservation, num_pages=8, page_bytes=page_bytes)
+        remotes.append(remote)
+        await remote.connect(transport)
+        landing = transport.expect(reservation, 1, pages)
+        remote.push(ticket(transport, reservation, 1, pages), [(0, k) for k in pages[:-1]])
+        until = len(pages) * reservation // 4
+        await eventually(lambda until=until: not pool.untouched([until]))  # type: ignore[misc]
+        await remote.kill()
+        with pytest.raises(TransferError):
+            await within(landing.done())
+        await within(landing.peer_gone())
+        pool.pages[:] = EMPTY
+    await within(transport.close())
+    assert pool.untouched()
