@@ -37,8 +37,8 @@ for path in sys.argv[1:]:
 """
 
 
-def _experiment(name: str, seconds: float, about: str, *arguments: str) -> Part:
-    return Part(name, ("-m", f"scripts.gpu.{name}", *arguments), seconds, about)
+def _experiment(name: str, seconds: float, about: str) -> Part:
+    return Part(name, ("-m", f"scripts.gpu.{name}"), seconds, about)
 
 
 PARTS = (
