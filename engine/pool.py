@@ -47,6 +47,7 @@ class BlockPool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._owner = bytearray(num_pages)
+        self._counts = [num_pages, 0, 0, 0, 0]  # pages of each owner
         self._refcount = array("i", bytes(4 * num_pages))
         self._hash: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -85,7 +86,7 @@ class BlockPool:
         for page in pages:
             if self._owner[page] == Owner.CACHED:
                 del self._available[page]
-                self._owner[page] = Owner.USED
+                self._give(page, Owner.USED)
             elif self._owner[page] != Owner.USED:
                 raise AssertionError(f"page {page} is {Owner(self._owner[page]).name.lower()}, so it can't be held")
             self._refcount[page] += 1
@@ -101,7 +102,7 @@ class BlockPool:
                 if self._hash[page] is None:
                     self._free(page)
                 else:
-                    self._owner[page] = Owner.CACHED
+                    self._give(page, Owner.CACHED)
                     self._available[page] = None
 
     def publish(self, page: int, block_hash: bytes) -> bool:
@@ -127,7 +128,7 @@ class BlockPool:
         """Reserved pages have their content: used by one holder."""
         for page in pages:
             self._leave(page, Owner.RESERVED)
-            self._owner[page] = Owner.USED
+            self._give(page, Owner.USED)
             self._refcount[page] = 1
 
     def free_reserved(self, pages: Iterable[int]) -> None:
@@ -140,7 +141,7 @@ class BlockPool:
         """A write into these reserved pages may still come."""
         for page in pages:
             self._leave(page, Owner.RESERVED)
-            self._owner[page] = Owner.QUARANTINED
+            self._give(page, Owner.QUARANTINED)
 
     def end_quarantine(self, pages: Iterable[int]) -> None:
         """No write into these quarantined pages can come any more."""
@@ -150,7 +151,7 @@ class BlockPool:
 
     def counts(self) -> PoolCounts:
         """Pages by owner state."""
-        return PoolCounts(*(self._owner.count(owner) for owner in Owner))
+        return PoolCounts(*self._counts)
 
     def take_events(self) -> list[CacheEvent]:
         """Blocks that became findable or were evicted since the last call, in order."""
@@ -165,6 +166,8 @@ class BlockPool:
         """Raises AssertionError unless all records agree. About 10 ms for 100,000 pages: for idle moments."""
         owner = np.frombuffer(self._owner, dtype=np.uint8)
         available = np.fromiter(self._available, dtype=np.int64, count=len(self._available))
+        if np.bincount(owner, minlength=len(Owner)).tolist() != self._counts:
+            raise AssertionError("pages are miscounted")
         if len(available) != self.counts().free + self.counts().cached or (owner[available] > Owner.CACHED).any():
             raise AssertionError("the queue does not consist of the free and the cached pages")
         if ((self.refcounts() > 0) != (owner == Owner.USED)).any():
@@ -190,16 +193,21 @@ class BlockPool:
                 del self._page_of[block_hash]
                 self._hash[page] = None
                 self._record(True, block_hash)
-            self._owner[page] = owner
+            self._give(page, owner)
             pages.append(page)
         return pages
+
+    def _give(self, page: int, owner: Owner) -> None:
+        self._counts[self._owner[page]] -= 1
+        self._counts[owner] += 1
+        self._owner[page] = owner
 
     def _leave(self, page: int, owner: Owner) -> None:
         if self._owner[page] != owner:
             raise AssertionError(f"page {page} is {Owner(self._owner[page]).name.lower()}, not {owner.name.lower()}")
 
     def _free(self, page: int) -> None:
-        self._owner[page] = Owner.FREE
+        self._give(page, Owner.FREE)
         self._available[page] = None
         self._available.move_to_end(page, last=False)
 
