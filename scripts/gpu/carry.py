@@ -1,6 +1,6 @@
 """Fetches what `scripts.gpu_check` needs on a GPU machine without a package registry, into folders of this checkout.
 
-Usage: `python -m scripts.gpu.carry [core|nixl|ucx ...]`, where there is a registry. `core` (the default) is FlashInfer,
+Usage: `python -m scripts.gpu.carry [core] [nixl] [ucx]`, where there is a registry. `core` (the default) is FlashInfer,
 with its kernels compiled if there is an `nvcc` here, and what the engine imports; `nixl` and `ucx` are the transports
 that `page_transfer` compares, each about as large as one upload may be, and so in a folder of its own.
 """
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
 GLIBCS = (39, 35, 34, 31, 28, 27, 24, 17)
 MAX_MIB = 59
-"""Of one folder: with this repository's own files, 64 MiB travel."""
+"""Of one folder: a checkout with it stays below 64 MiB, for places where uploads are limited."""
 
 FLASHINFER = ("flashinfer-python==0.6.4", "apache-tvm-ffi==0.1.15.post2", "tabulate")
 FLASHINFER_HERE = ("filelock", "packaging", "requests", "einops", "click", "tqdm", "nvidia-ml-py")
@@ -85,7 +85,7 @@ def fetch(load: Load) -> None:
         else:
             compile_kernels(folder)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
-    print(f"{load.folder}: {size:.1f} MiB" + (f", over the {MAX_MIB} that travel" if size > MAX_MIB else ""))
+    print(f"{load.folder}: {size:.1f} MiB" + (f", over {MAX_MIB}" if size > MAX_MIB else ""))
 
 
 def command_line(load: Load, commit: str) -> str:
@@ -97,14 +97,16 @@ def command_line(load: Load, commit: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; see the module."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu.carry", description=__doc__)
-    parser.add_argument("loads", nargs="*", choices=list(LOADS), default=["core"], help="what to fetch (default: core)")
-    args = parser.parse_args(argv)
+    parser.add_argument("loads", nargs="*", metavar="LOAD", help=f"{', '.join(LOADS)} (default: core)")
+    loads = parser.parse_args(argv).loads or ["core"]
+    if unknown := set(loads) - set(LOADS):
+        parser.error(f"there is no load {', '.join(sorted(unknown))}; there are {', '.join(LOADS)}")
     head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     commit = head.stdout.strip() or "unknown"
-    for name in args.loads:
+    for name in loads:
         fetch(LOADS[name])
     print("\nCopy this checkout with the folder to the GPU machine, and run there:")
-    for name in args.loads:
+    for name in loads:
         print(f"  {command_line(LOADS[name], commit)}")
     return 0
 

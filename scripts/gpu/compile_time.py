@@ -23,7 +23,7 @@ QUESTION = "How long do FlashInfer's kernels take to compile, and how large is t
 MAX_SECONDS = Target(at_most=180)
 """More would leave too little of a ten-minute run."""
 MAX_MIB = Target(at_most=16)
-"""What comes back from a lent machine in one file."""
+"""More is too much to hand on to every machine."""
 
 
 def run(report: Report) -> None:

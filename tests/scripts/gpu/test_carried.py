@@ -113,3 +113,20 @@ def test_fetching_fills_a_folder_that_git_ignores(tmp_path: Path, monkeypatch: p
     carry.fetch(LOADS["nixl"])
     assert downloads == [["nixl-cu13"]]
     assert (tmp_path / ".gpu-nixl" / ".gitignore").read_text() == "*\n"
+
+
+@pytest.mark.parametrize(("argv", "fetched"), [([], ["core"]), (["nixl", "ucx"], ["nixl", "ucx"])])
+def test_without_a_name_the_core_is_fetched(
+    argv: list[str], fetched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads: list[object] = []
+    monkeypatch.setattr(carry, "fetch", loads.append)
+    assert carry.main(argv) == 0
+    assert loads == [LOADS[name] for name in fetched]
+    assert capsys.readouterr().out.count("gpu_check") == len(fetched)
+
+
+def test_an_unknown_load_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        carry.main(["vllm"])
+    assert "there is no load vllm" in capsys.readouterr().err
