@@ -1,0 +1,136 @@
+"""Compares `cpd sim` with the same cluster in real time: `python -m scripts.validate_simulator`.
+
+A prefill worker and two combined ones, simulated (`cpd up --simulate`), serve a trace of short prompts with shared
+beginnings and some long ones, sent by `cpd bench run`; the simulator replays the same trace in virtual time. Both use
+an H200's profile slowed down (`--slower`), so that HTTP, Python and other users of this machine weigh little beside the
+steps. Percentiles should agree within 10 %. On a machine that is busy otherwise they say nothing: look whether the
+client could keep up.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from bench.result import Result, Stat
+from cpd.perfmodel import Profile, ShareProfile, StepCost, TransferProfile
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENIZER = ROOT / "models" / "tiny" / "checkpoint"
+CPD = [sys.executable, "-c", "from cpd.cli import main; main()"]
+REQUESTS_PER_S = 1.3
+"""Divided by how many times slower the cluster is than ten times slower than the profile."""
+
+
+def slowed(profile: Profile, factor: float) -> Profile:
+    """The profile of a device on which everything takes so many times as long."""
+
+    def cost(one: StepCost) -> StepCost:
+        times = {name: getattr(one, name) * factor for name in ("seq_ms", "context_ms", "pair_ms")}
+        return one.model_copy(update={**times, "tokens_ms": tuple(ms * factor for ms in one.tokens_ms)})
+
+    def share(one: ShareProfile) -> ShareProfile:
+        return one.model_copy(update={"decode": cost(one.decode), "prefill": cost(one.prefill)})
+
+    transfer = TransferProfile(
+        fixed_ms=profile.transfer.fixed_ms * factor, bytes_per_ms=profile.transfer.bytes_per_ms / factor
+    )
+    return profile.model_copy(update={"shares": tuple(map(share, profile.shares)), "transfer": transfer})
+
+
+def write_trace(path: Path, requests: int, per_s: float, seed: int = 5) -> None:
+    """A trace in Mooncake's form: an eighth are long prompts, the others begin with one of four shared blocks."""
+    rng = np.random.default_rng(seed)
+    at_ms, lines = 0.0, []
+    for number in range(requests):
+        at_ms += rng.exponential(1000 / per_s)
+        long = rng.random() < 1 / 8
+        length = int(rng.uniform(4000, 9000) if long else rng.uniform(570, 1400))
+        blocks = [1_000 + 100 * number + block for block in range(-(-length // 512))]
+        if not long:
+            blocks[0] = int(rng.integers(4))
+        line = {"timestamp": round(at_ms), "input_length": length, "output_length": int(rng.integers(10, 40))}
+        lines.append(orjson.dumps({**line, "hash_ids": blocks}))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def in_real_time(profile: Path, trace: Path, result: Path, targets: list[str], port: int) -> Result:
+    """Starts the cluster, sends the trace and ends the cluster."""
+    url = f"http://127.0.0.1:{port}"
+    command = [*CPD, "up", "--cluster", f"validate-{os.getpid()}", "--port", str(port), "--prefill", "1"]
+    command += ["--combined", "2", "--simulate", str(profile), *targets]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as cluster:
+        try:
+            wait_until_ready(url)
+            bench = ["bench", "run", "--url", url, "--workload", "trace", "--file", str(trace), "--endpoint"]
+            bench += ["completions", "--tokenizer", str(TOKENIZER), "--no-selftest", "--json", str(result)]
+            subprocess.run([*CPD, *bench], stdout=subprocess.DEVNULL, check=False)
+        finally:
+            cluster.send_signal(signal.SIGINT)
+    return Result.load(result)
+
+
+def wait_until_ready(url: str, limit_s: float = 120.0) -> None:
+    """Returns when requests can be served."""
+    ends = time.monotonic() + limit_s
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+                return
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.5)
+
+
+def in_virtual_time(profile: Path, trace: Path, result: Path, targets: list[str]) -> Result:
+    """Simulates the same."""
+    command = ["sim", "run", "--profile", str(profile), "--workers", "3", "--prefill-workers", "1", "--warmup", "0"]
+    command += ["--workload", "trace", "--file", str(trace), "--duration", "100000", "--json", str(result), *targets]
+    subprocess.run([*CPD, *command], stdout=subprocess.DEVNULL, check=True)
+    return Result.load(result)
+
+
+def compare(name: str, real: Stat, simulated: Stat) -> str:
+    """A line of percentiles: real time, virtual time, difference."""
+    parts = []
+    for figure in ("p50", "p90", "p95", "p99"):
+        there, here = getattr(real, figure), getattr(simulated, figure)
+        parts.append(f"{figure} {there:8.1f} {here:8.1f} {here / there - 1:+6.1%}")
+    return f"{name:5}" + "   ".join(parts)
+
+
+def main() -> None:
+    """Runs both and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--profile", type=Path, default=ROOT / "profiles" / "h200-qwen3-8b.json")
+    parser.add_argument("--slower", type=float, default=20.0, help="times; more where the machine is busy")
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--port", type=int, default=8940)
+    options = parser.parse_args()
+    slower: float = options.slower
+    targets = ["--slo-ttft", f"{2000 * slower:g}", "--slo-itl", f"{50 * slower:g}"]
+    with tempfile.TemporaryDirectory() as directory:
+        profile, trace = Path(directory, "slow.json"), Path(directory, "trace.jsonl")
+        slowed(Profile.load(options.profile), slower).save(profile)
+        write_trace(trace, options.requests, REQUESTS_PER_S * 10 / slower)
+        simulated = in_virtual_time(profile, trace, Path(directory, "sim.json"), targets)
+        real_targets = [*targets, "--itl-ms", f"{50 * slower:g}"]
+        real = in_real_time(profile, trace, Path(directory, "real.json"), real_targets, options.port)
+    print("real time, virtual time (ms) and the difference")
+    for name in ("ttft", "itl", "tpot", "e2e"):
+        print(compare(name, getattr(real.summary, f"{name}_ms"), getattr(simulated.summary, f"{name}_ms")))
+    if real.client.limited:
+        print("the machine was too busy: the load generator could not keep up:", "; ".join(real.client.reasons))
+
+
+if __name__ == "__main__":
+    main()
