@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from cpd.rpc import cpd_pb2 as pb
 from router.errors import ApiError
+from router.legs import Request, Route
 from router.metrics import Metrics
 from router.output import Choice
-from router.requests import Dispatcher, Request, Route
+from router.requests import Dispatcher
 
 
 class Completion:

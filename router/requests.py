@@ -17,16 +17,14 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
 
-from cpd.blocks import BLOCK_SIZE, extend_hashes
 from cpd.rpc import cpd_pb2 as pb
 from router.errors import ApiError, failed, too_many, unavailable
-from router.history import History, Record
+from router.history import History
+from router.legs import Leg, Request, Route
 from router.metrics import Metrics
-from router.policy import Placement, PolicySettings, Prompt, place
+from router.policy import PolicySettings, Prompt, place
 from router.sessions import ProtocolError, Session
 from router.workers import Workers
 
@@ -43,103 +41,6 @@ IMMEDIATE_REROUTES = 3
 
 RETRY_S = 1.0
 """When to try again where a worker did not say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where the first token of a request was made.
-
-    Attributes:
-        prefill_worker: Empty where the decode worker computed the prompt itself.
-        cached_tokens: Prompt tokens that were taken from a cache.
-    """
-
-    decode_worker: str
-    prefill_worker: str
-    cached_tokens: int
-
-    @property
-    def kind(self) -> str:
-        """`local` or `remote`."""
-        return "remote" if self.prefill_worker else "local"
-
-
-class Consumer(Protocol):
-    """Who takes a request's tokens. Called on the event loop; must not block."""
-
-    def started(self, route: Route) -> None:
-        """The first output is there (once a request)."""
-
-    def output(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> bool:
-        """New tokens of a choice; the last ones where `finish` is set. Returns whether the choice wants more."""
-
-    def failed(self, error: ApiError) -> None:
-        """The request is over (once, and last)."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One prompt and how to continue it.
-
-    Attributes:
-        trace_id: The client's request id, for logs.
-        tenant: Whose request it is.
-        fingerprint: Of the model that the request was started on; no other one can go on with it.
-        hash_root, block_hashes: As on the wire; hashes of the prompt's full blocks.
-        priority: Higher ones go first.
-        received: When it came, in loop time.
-        outputs: Tokens of each choice so far.
-    """
-
-    trace_id: str
-    tenant: str
-    token_ids: list[int]
-    fingerprint: bytes
-    hash_root: bytes
-    block_hashes: list[bytes]
-    sampling: pb.Sampling
-    n: int
-    consumer: Consumer
-    priority: int
-    received: float
-    outputs: list[list[int]] = field(init=False)
-    started: bool = field(init=False, default=False)
-    legs: set["_Leg"] = field(init=False, default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.outputs = [[] for _ in range(self.n)]
-
-
-@dataclass(slots=True, eq=False)
-class _Leg:
-    """Some choices of a request on one worker.
-
-    Attributes:
-        choices: Those that are not done.
-        attempt: Submits before the last one; -1 before the first.
-        session: Where it runs; None while parked.
-        prefill_session: Where its prompt is computed; None where nobody does that any more.
-        record: Of its last placement.
-        refused_by: Workers that gave it back in this round; they come last.
-        full: Refusals because of full queues, in this round.
-        failed_prefill: Prefill workers that were tried in vain; they are not offered again.
-        deadline: Loop time until which it may be parked; None before it is.
-    """
-
-    id: int
-    request: Request
-    choices: set[int]
-    attempt: int = -1
-    session: Session | None = None
-    prefill_session: Session | None = None
-    record: Record | None = None
-    refused_by: set[str] = field(default_factory=set)
-    full: list[pb.Refusal] = field(default_factory=list)
-    failed_prefill: set[str] = field(default_factory=set)
-    losses: int = 0
-    reroutes: int = 0
-    deadline: float | None = None
-    timer: asyncio.TimerHandle | None = None
 
 
 class Dispatcher:
@@ -160,8 +61,8 @@ class Dispatcher:
         self._policy = policy
         self._rng = rng
         self._ids = itertools.count(1)
-        self._legs: dict[int, _Leg] = {}
-        self._parked: set[_Leg] = set()
+        self._legs: dict[int, Leg] = {}
+        self._parked: set[Leg] = set()
 
     # ---- for consumers ----
 
@@ -218,7 +119,7 @@ class Dispatcher:
             return
         retry_after_s = refusal.retry_after_ms / 1000 or RETRY_S
         reason = _reason(refusal)
-        self._detach(leg, f"{reason}: {refusal.message}")
+        leg.detach(f"{reason}: {refusal.message}")
         self._metrics.refusals.labels(reason).inc()
         leg.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
@@ -239,7 +140,7 @@ class Dispatcher:
         for leg in [leg for leg in self._legs.values() if leg.session is session]:
             if leg.id not in self._legs:
                 continue  # its request failed with another leg
-            self._detach(leg, "worker lost")
+            leg.detach("worker lost")
             self._metrics.replays.inc()
             leg.losses += 1
             if leg.losses > MAX_LOSSES:
@@ -251,15 +152,10 @@ class Dispatcher:
 
     # ---- inside ----
 
-    def _hand_on(self, leg: _Leg, session: Session, output: pb.Output) -> None:
+    def _hand_on(self, leg: Leg, session: Session, output: pb.Output) -> None:
         request, choice = leg.request, output.choice
         prefilled = output.prefilled
-        now = asyncio.get_running_loop().time()
-        if leg.prefill_session is not None:
-            _first_token(leg, prefilled, now)
-        if leg.record is not None and leg.record.choice == choice:
-            leg.record.output(now)
-        leg.deadline = None
+        leg.output(choice, prefilled, asyncio.get_running_loop().time())
         if not request.started:
             request.started = True
             self._metrics.queue.labels(request.tenant).observe(prefilled.queue_ms / 1e3)
@@ -274,14 +170,14 @@ class Dispatcher:
             session.abort(pb.Abort(request=leg.id, attempt=leg.attempt, choices=[choice]))
             self._choice_done(leg, choice)
 
-    def _place(self, leg: _Leg) -> bool:
+    def _place(self, leg: Leg) -> bool:
         """Sends the leg to the best worker; False where there is none."""
         request = leg.request
         if self._workers.fingerprint != request.fingerprint:
             return False
         emitted = request.outputs[min(leg.choices)]
         token_ids = request.token_ids + emitted if emitted else request.token_ids
-        hashes = _hashes(request, token_ids)
+        hashes = request.hashes(token_ids)
         cached = self._workers.index.cached_prefixes(hashes)
         now = asyncio.get_running_loop().time()
         placement = place(
@@ -295,8 +191,10 @@ class Dispatcher:
         )
         if placement is None:
             return False
-        self._attach(leg, placement, now)
         session = self._workers.get(placement.decode.worker_id)
+        computes = self._workers.get(placement.prefill[0].worker_id) if placement.prefill else session
+        self.history.add(leg.attach(placement, session, computes, now))
+        self._metrics.placements.labels(placement.route, "yes" if placement.replicated else "no").inc()
         first = min(leg.choices)
         session.submit(
             pb.Submit(
@@ -326,12 +224,12 @@ class Dispatcher:
         waited_ms = 0.0 if request.started else (now - request.received) * 1e3
         return max(1, round(self._policy.slo_ttft_ms - waited_ms))
 
-    def _place_again(self, leg: _Leg, retry_after_s: float) -> None:
+    def _place_again(self, leg: Leg, retry_after_s: float) -> None:
         """Places a leg that came back; where no worker takes it, refuses it or parks it."""
         for part in self._split(leg):
             self._place_part_again(part, retry_after_s)
 
-    def _place_part_again(self, leg: _Leg, retry_after_s: float) -> None:
+    def _place_part_again(self, leg: Leg, retry_after_s: float) -> None:
         if leg.id not in self._legs:
             return  # its request failed with another leg
         self._unpark(leg)
@@ -353,15 +251,15 @@ class Dispatcher:
         wait_s = min(retry_after_s, leg.deadline - now)
         leg.timer = asyncio.get_running_loop().call_later(wait_s, self._place_part_again, leg, RETRY_S)
 
-    def _split(self, leg: _Leg) -> list[_Leg]:
+    def _split(self, leg: Leg) -> list[Leg]:
         """A leg for every choice, where some choice has an output by now; else the leg as it is."""
         if len(leg.choices) == 1 or not leg.request.started:
             return [leg]
         self._remove(leg, "split")
         return [self._add_leg(leg.request, {choice}, leg) for choice in sorted(leg.choices)]
 
-    def _add_leg(self, request: Request, choices: set[int], origin: _Leg | None = None) -> _Leg:
-        leg = _Leg(next(self._ids), request, choices)
+    def _add_leg(self, request: Request, choices: set[int], origin: Leg | None = None) -> Leg:
+        leg = Leg(next(self._ids), request, choices)
         if origin is not None:
             leg.attempt, leg.deadline = origin.attempt, origin.deadline
             leg.losses, leg.reroutes = origin.losses, origin.reroutes
@@ -370,10 +268,8 @@ class Dispatcher:
         request.legs.add(leg)
         return leg
 
-    def _choice_done(self, leg: _Leg, choice: int) -> None:
-        leg.choices.discard(choice)
-        if leg.session is not None and leg.session.view is not None:
-            leg.session.view.ended(1)
+    def _choice_done(self, leg: Leg, choice: int) -> None:
+        leg.choice_done(choice)
         if not leg.choices:
             self._remove(leg, "finished")
 
@@ -381,70 +277,17 @@ class Dispatcher:
         self.cancel(request)
         request.consumer.failed(error)
 
-    def _attach(self, leg: _Leg, placement: Placement, now: float) -> None:
-        """The leg is on a worker from now on, and its prompt perhaps on another one."""
-        decode = self._workers.get(placement.decode.worker_id)
-        prefill = self._workers.get(placement.prefill[0].worker_id) if placement.prefill else decode
-        assert decode.view is not None
-        assert prefill.view is not None
-        leg.attempt += 1
-        leg.session, leg.prefill_session = decode, prefill
-        decode.view.began(len(leg.choices))
-        prefill.view.sent(leg.id, placement.chosen.prefill_ms, now)
-        request = leg.request
-        prompt_tokens, first = len(request.token_ids), min(leg.choices)
-        leg.record = Record(
-            request.tenant, request.trace_id, placement, prompt_tokens, leg.attempt, first, placed_at=now
-        )
-        self.history.add(leg.record)
-        self._metrics.placements.labels(placement.route, "yes" if placement.replicated else "no").inc()
-
-    def _detach(self, leg: _Leg, outcome: str) -> None:
-        """The leg is on no worker any more."""
-        _prompt_computed(leg)
-        if leg.record is not None:
-            leg.record.outcome = outcome
-            leg.record = None
-        if leg.session is not None and leg.session.view is not None:
-            leg.session.view.ended(len(leg.choices))
-        leg.session = None
-
-    def _unpark(self, leg: _Leg) -> None:
+    def _unpark(self, leg: Leg) -> None:
         self._parked.discard(leg)
         if leg.timer is not None:
             leg.timer.cancel()
             leg.timer = None
 
-    def _remove(self, leg: _Leg, outcome: str) -> None:
+    def _remove(self, leg: Leg, outcome: str) -> None:
         self._unpark(leg)
-        self._detach(leg, outcome)
+        leg.detach(outcome)
         self._legs.pop(leg.id, None)
         leg.request.legs.discard(leg)
-
-
-def _first_token(leg: _Leg, prefilled: pb.Prefilled, now: float) -> None:
-    """The leg's prompt is computed: was it as predicted?"""
-    record, session = leg.record, leg.prefill_session
-    if record is not None and session is not None and session.view is not None:
-        record.prefilled.CopyFrom(prefilled)
-        session.view.predictions.add(record.placement.chosen.ttft_ms, (now - record.placed_at) * 1e3)
-    _prompt_computed(leg)
-
-
-def _prompt_computed(leg: _Leg) -> None:
-    """Nobody computes the leg's prompt any more."""
-    if leg.prefill_session is not None and leg.prefill_session.view is not None:
-        leg.prefill_session.view.answered(leg.id)
-    leg.prefill_session = None
-
-
-def _hashes(request: Request, token_ids: Sequence[int]) -> list[bytes]:
-    """Hashes of all full blocks of the prompt and what follows it; the prompt's are not computed again."""
-    known = request.block_hashes
-    if len(token_ids) == len(request.token_ids):
-        return known
-    parent = known[-1] if known else request.hash_root
-    return known + extend_hashes(parent, token_ids[len(known) * BLOCK_SIZE :])
 
 
 def _reason(refusal: pb.Refusal) -> str:

@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from router.completion import Completion
 from router.errors import error_event
+from router.legs import Route
 from router.openai import DONE, Format, Usage
 from router.output import Choice
-from router.requests import Route
 
 Headers = list[tuple[bytes, bytes]]
 

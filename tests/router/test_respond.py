@@ -13,11 +13,12 @@ from cpd.rpc import cpd_pb2 as pb
 from router.completion import Completion, PromptConsumer
 from router.detokenize import Vocabulary
 from router.errors import ApiError, failed
+from router.legs import Route
 from router.metrics import Metrics
 from router.openai import ChatFormat, Shape
 from router.output import Choice
 from router.policy import PolicySettings
-from router.requests import Dispatcher, Route
+from router.requests import Dispatcher
 from router.respond import CompletionResponse
 from router.workers import Workers
 from tests.router.conftest import eventually

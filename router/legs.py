@@ -1,0 +1,168 @@
+"""A request as the router keeps it, and its legs: which of its choices are on which worker."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cpd.blocks import BLOCK_SIZE, extend_hashes
+from cpd.rpc import cpd_pb2 as pb
+from router.errors import ApiError
+from router.history import Record
+from router.policy import Placement
+from router.sessions import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the first token of a request was made.
+
+    Attributes:
+        prefill_worker: Empty where the decode worker computed the prompt itself.
+        cached_tokens: Prompt tokens that were taken from a cache.
+    """
+
+    decode_worker: str
+    prefill_worker: str
+    cached_tokens: int
+
+    @property
+    def kind(self) -> str:
+        """`local` or `remote`."""
+        return "remote" if self.prefill_worker else "local"
+
+
+class Consumer(Protocol):
+    """Who takes a request's tokens. Called on the event loop; must not block."""
+
+    def started(self, route: Route) -> None:
+        """The first output is there (once a request)."""
+
+    def output(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> bool:
+        """New tokens of a choice; the last ones where `finish` is set. Returns whether the choice wants more."""
+
+    def failed(self, error: ApiError) -> None:
+        """The request is over (once, and last)."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        trace_id: The client's request id, for logs.
+        tenant: Whose request it is.
+        fingerprint: Of the model that the request was started on; no other one can go on with it.
+        hash_root, block_hashes: As on the wire; hashes of the prompt's full blocks.
+        priority: Higher ones go first.
+        received: When it came, in loop time.
+        outputs: Tokens of each choice so far.
+    """
+
+    trace_id: str
+    tenant: str
+    token_ids: list[int]
+    fingerprint: bytes
+    hash_root: bytes
+    block_hashes: list[bytes]
+    sampling: pb.Sampling
+    n: int
+    consumer: Consumer
+    priority: int
+    received: float
+    outputs: list[list[int]] = field(init=False)
+    started: bool = field(init=False, default=False)
+    legs: set["Leg"] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.outputs = [[] for _ in range(self.n)]
+
+    def hashes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Of all full blocks of the prompt and what follows it; the prompt's are not computed again."""
+        known = self.block_hashes
+        if len(token_ids) == len(self.token_ids):
+            return known
+        parent = known[-1] if known else self.hash_root
+        return known + extend_hashes(parent, token_ids[len(known) * BLOCK_SIZE :])
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """Some choices of a request on one worker.
+
+    Attributes:
+        choices: Those that are not done.
+        attempt: Submits before the last one; -1 before the first.
+        session: Where it runs; None while parked.
+        prefill_session: Where its prompt is computed; None where nobody does that any more.
+        record: Of its last placement.
+        refused_by: Workers that gave it back in this round; they come last.
+        full: Refusals because of full queues, in this round.
+        failed_prefill: Prefill workers that were tried in vain; they are not offered again.
+        deadline: Loop time until which it may be parked; None before it is.
+    """
+
+    id: int
+    request: Request
+    choices: set[int]
+    attempt: int = -1
+    session: Session | None = None
+    prefill_session: Session | None = None
+    record: Record | None = None
+    refused_by: set[str] = field(default_factory=set)
+    full: list[pb.Refusal] = field(default_factory=list)
+    failed_prefill: set[str] = field(default_factory=set)
+    losses: int = 0
+    reroutes: int = 0
+    deadline: float | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def attach(self, placement: Placement, decode: Session, prefill: Session, now: float) -> Record:
+        """The leg is on a worker from now on, and its prompt there or on another one."""
+        assert decode.view is not None
+        assert prefill.view is not None
+        self.attempt += 1
+        self.session, self.prefill_session = decode, prefill
+        decode.view.began(len(self.choices))
+        prefill.view.sent(self.id, placement.chosen.prefill_ms, now)
+        request = self.request
+        prompt_tokens, first = len(request.token_ids), min(self.choices)
+        self.record = Record(
+            request.tenant, request.trace_id, placement, prompt_tokens, self.attempt, first, placed_at=now
+        )
+        return self.record
+
+    def output(self, choice: int, prefilled: pb.Prefilled, now: float) -> None:
+        """A token came; `prefilled` tells of the prompt if it is the attempt's first one."""
+        self.deadline = None
+        record, computed_by = self.record, self.prefill_session
+        if record is None:
+            return
+        if computed_by is not None:
+            record.prefilled.CopyFrom(prefilled)
+            if computed_by.view is not None:
+                computed_by.view.predictions.add(record.placement.chosen.ttft_ms, (now - record.placed_at) * 1e3)
+            self._prompt_computed()
+        if record.choice == choice:
+            record.output(now)
+
+    def choice_done(self, choice: int) -> None:
+        """A choice has ended, or nobody wants more of it."""
+        self.choices.discard(choice)
+        if self.session is not None and self.session.view is not None:
+            self.session.view.ended(1)
+
+    def detach(self, outcome: str) -> None:
+        """The leg is on no worker any more."""
+        self._prompt_computed()
+        if self.record is not None:
+            self.record.outcome = outcome
+            self.record = None
+        if self.session is not None and self.session.view is not None:
+            self.session.view.ended(len(self.choices))
+        self.session = None
+
+    def _prompt_computed(self) -> None:
+        if self.prefill_session is not None and self.prefill_session.view is not None:
+            self.prefill_session.view.answered(self.id)
+        self.prefill_session = None
