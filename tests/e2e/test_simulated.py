@@ -2,20 +2,22 @@
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
 from models import tiny
-from tests.e2e.client import MODEL, Answer, client, complete, complete_all
-from tests.e2e.cluster import Cluster
+from tests.e2e.client import MODEL, Answer, client, complete
+from tests.e2e.cluster import START_S, Cluster
 
 pytestmark = pytest.mark.e2e
 
 LONG = 64
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 PROMPTS = [[random.Random(seed).randrange(5, 2000) for _ in range(length)] for seed, length in enumerate([5, 40, 300])]
 
 
-def test_a_simulated_cluster_answers_routes_and_recovers() -> None:
+def test_a_simulated_cluster_answers_the_same_by_both_routes() -> None:
     with Cluster(
         model=str(tiny.CHECKPOINT),
         served_model_name=MODEL,
@@ -37,19 +39,42 @@ def test_a_simulated_cluster_answers_routes_and_recovers() -> None:
         assert [answer.token_ids for answer in remote] == [answer.token_ids for answer in local]
         cluster.wait_until_idle()
 
-        prompts = [[seed % 2000] * (10 + seed % 200) for seed in range(60)]
-        before = asyncio.run(complete_all(cluster.url, prompts, at_once=16))
-        cluster.kill("simulated")
-        cluster.wait_until_whole()
-        after = asyncio.run(complete_all(cluster.url, prompts, at_once=16))
-        assert [answer.token_ids for answer in after] == [answer.token_ids for answer in before]
+
+def test_streams_go_on_with_the_same_tokens_after_the_workers_died() -> None:
+    with Cluster(
+        model=str(tiny.CHECKPOINT),
+        served_model_name=MODEL,
+        simulate=str(PROFILES / "h200-qwen3-8b.json"),
+        prefill=1,
+        combined=2,
+        long_prefill_tokens=LONG,
+        kv_memory="1GiB",
+    ) as cluster:
+        before = asyncio.run(ask(cluster.url, max_tokens=200))
+
+        async def harmed() -> list[Answer]:
+            asking = asyncio.create_task(ask(cluster.url, max_tokens=200))
+            async with asyncio.timeout(START_S):
+                while not await asyncio.to_thread(is_busy, cluster):  # noqa: ASYNC110 - it is asked for
+                    await asyncio.sleep(0.01)
+            await asyncio.to_thread(cluster.kill, "simulated")
+            return await asking
+
+        assert [answer.token_ids for answer in asyncio.run(harmed())] == [answer.token_ids for answer in before]
         cluster.wait_until_idle()
 
 
-async def ask(url: str) -> list[Answer]:
-    """One completion after the other, streamed ones, too."""
+def is_busy(cluster: Cluster) -> bool:
+    """Whether something runs on a worker."""
+    return any(worker["load"] and worker["load"]["running"] for worker in cluster.state()["workers"])
+
+
+async def ask(url: str, **fields: int) -> list[Answer]:
+    """Completions, all at once and then all at once as streams."""
     async with client(url) as http:
-        answers = [await complete(http, prompt) for prompt in PROMPTS]
-        streamed = [await complete(http, prompt, stream=True) for prompt in PROMPTS]
+        answers, streamed = [
+            await asyncio.gather(*(complete(http, prompt, stream=stream, **fields) for prompt in PROMPTS))
+            for stream in (False, True)
+        ]
     assert [answer.text for answer in streamed] == [answer.text for answer in answers]
     return answers
