@@ -16,9 +16,13 @@ import numpy as np
 from cpd.errors import CPDError
 from router.blocktable import KEY_BYTES, BlockTable
 from router.holders import Adding, HolderSets, Removing
+from router.lru import LRU
 
 _LOOKUP_BLOCKS = 256
 """Looked up at a time: the rest of a long prompt is not, where nobody has these."""
+
+_REMEMBERED_GROUPS = 64
+"""Answers for sets of workers that have equally many blocks."""
 
 _SWEEP_SETS = 2048
 """Looked through at a time, in about 0.5 ms."""
@@ -49,6 +53,7 @@ class PrefixIndex:
         self._live = 0
         self._dead = 0
         self._sweeping: Iterator[None] = iter(())
+        self._remembered: LRU[tuple[int, int], dict[str, int]] = LRU(_REMEMBERED_GROUPS)
 
     def reset(self, worker_id: str, capacity: int) -> None:
         """The worker has announced nothing (a new session begins); it will never hold more than `capacity` blocks."""
@@ -60,6 +65,7 @@ class PrefixIndex:
         self._names[number] = worker_id
         self._workers[worker_id] = _Worker(1 << number, capacity)
         self._live |= 1 << number
+        self._remembered = LRU(_REMEMBERED_GROUPS)  # the bit may have been another worker's
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
@@ -134,7 +140,12 @@ class PrefixIndex:
             if not alive or len(found) < len(part):
                 break
         leaving.append((depth, alive))
-        return self._named([group for group in leaving if group[0] > 0])
+        groups = [group for group in leaving if group[0] > 0]
+        if not groups:
+            return {}
+        # most often all workers have the same system prompt, and few have more
+        named = self._alike(groups[0][0], sum(mask for _, mask in groups)).copy()
+        return named | self._named(groups[1:]) if len(groups) > 1 else named
 
     def _change(self, hashes: bytes, change: Mapping[int, int]) -> int:
         """Changes the holders of these blocks. Returns for how many of them nothing changed."""
@@ -147,6 +158,14 @@ class PrefixIndex:
             if change[old] == old:
                 faults += count
         return faults
+
+    def _alike(self, depth: int, mask: int) -> dict[str, int]:
+        """As `_named` for one group, remembered."""
+        known = self._remembered.get((depth, mask))
+        if known is None:
+            known = self._named([(depth, mask)])
+            self._remembered.put((depth, mask), known, 1)
+        return known
 
     def _named(self, groups: Sequence[tuple[int, int]]) -> dict[str, int]:
         """The number of blocks of every worker, where `groups` has it for disjoint sets of workers."""
