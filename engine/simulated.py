@@ -3,17 +3,13 @@
 Two lanes that run side by side slow each other down for as long as they do: when a step begins or ends on one of them,
 the end of the other's moves accordingly.
 
-Time is a Clock's. In real time a lane's `collect` sleeps until its step ends; in virtual time, which a simulator tells
-each engine, it moves the time there.
+Nobody waits: a lane's `collect` moves the time, which whoever runs the engine sets, to the step's end. What to do with
+that is theirs: a simulator of clusters goes on with whatever is next, a simulated worker tells nobody until then.
 """
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,43 +30,7 @@ _DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
 _MIX = 0x9E3779B1
 """An odd number near 2^32 / golden ratio: multiples of it spread over 32 bits (Knuth, TAOCP 6.4)."""
 
-
 _NOTHING = np.zeros(0, dtype=np.int32)
-
-
-class Clock(Protocol):
-    """The time of one runner, in seconds."""
-
-    def now(self) -> float:
-        """What time it is."""
-
-    def wait_until(self, time_s: float) -> None:
-        """Returns when that time has come."""
-
-    def call_after(self, left_s: Callable[[], float], callback: Callable[[], None]) -> None:
-        """Has `callback` called, on any thread, when `left_s()`, which may grow meanwhile, has come down to 0."""
-
-
-class RealTime:
-    """Time passes by itself. One `call_after` at a time."""
-
-    def __init__(self) -> None:
-        self._timer = ThreadPoolExecutor(1, thread_name_prefix="simulated-lane")
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def wait_until(self, time_s: float) -> None:
-        if (left_s := time_s - time.perf_counter()) > 0:
-            time.sleep(left_s)
-
-    def call_after(self, left_s: Callable[[], float], callback: Callable[[], None]) -> None:
-        def run() -> None:
-            while (wait_s := left_s()) > 0:
-                time.sleep(wait_s)
-            callback()
-
-        self._timer.submit(run)
 
 
 class VirtualTime:
@@ -84,19 +44,17 @@ class VirtualTime:
         self.time_s = time_s
         self._left_s: Callable[[], float] | None = None
 
-    def now(self) -> float:
-        return self.time_s
-
     def wait_until(self, time_s: float) -> None:
+        """Jumps there, unless that has passed."""
         self.time_s = max(self.time_s, time_s)
 
-    def call_after(self, left_s: Callable[[], float], callback: Callable[[], None]) -> None:
-        """`callback` is not called: who sets the time also looks at `alarm_s`."""
+    def alarm(self, left_s: Callable[[], float]) -> None:
+        """Who sets the time is to set it, at the latest, to when `left_s()`, which may grow meanwhile, comes to 0."""
         self._left_s = left_s
 
     @property
     def alarm_s(self) -> float | None:
-        """When the last `call_after` is due, as things are; None if there was none, or it is due already."""
+        """When the last `alarm` is due, as things are; None if there was none, or it is due already."""
         left_s = self._left_s() if self._left_s else 0.0
         return self.time_s + left_s if left_s > 0 else None
 
@@ -105,7 +63,8 @@ class SimulatedRunner:
     """See `engine.batch.Runner`.
 
     Args:
-        model: How long steps take; None: no time at all.
+        model: How long steps take.
+        clock: Shows the device's time.
         vocab_size: Tokens are below it.
 
     Attributes:
@@ -113,14 +72,14 @@ class SimulatedRunner:
         num_pages, full, splits: See `engine.batch.Runner`.
     """
 
-    def __init__(self, num_pages: int, model: PerfModel | None, clock: Clock, vocab_size: int) -> None:
+    def __init__(self, num_pages: int, model: PerfModel, clock: VirtualTime, vocab_size: int) -> None:
         self.num_pages = num_pages
         self.pool: npt.NDArray[np.uint8] = np.zeros((num_pages, PAGE_BYTES), dtype=np.uint8)
         device = _Device(model, clock, vocab_size)
         self.full = SimulatedLane(device, 1.0)
         self.splits: Sequence[Split] = [
             Split(SimulatedLane(device, 1 - share), SimulatedLane(device, share))
-            for share in (_decode_shares(model.profile) if model else ())
+            for share in _decode_shares(model.profile)
         ]
 
     def copy_page(self, source: int, target: int) -> None:
@@ -138,8 +97,8 @@ class SimulatedLane:
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
         assert self._step is None, "the last step was not collected"
         self._step = step = self._device.start(batch, self.share)
-        if on_done is not None:
-            self._device.clock.call_after(lambda: self._device.left_s(step), on_done)
+        if on_done is not None:  # not to be called: nothing happens between two settings of the clock
+            self._device.clock.alarm(lambda: self._device.left_s(step))
 
     def done(self) -> bool:
         return self._step is not None and self._device.left_s(self._step) == 0
@@ -166,30 +125,26 @@ class _Step:
 
 
 class _Device:
-    """What all lanes share: who runs now. A timer's thread may ask when a step ends."""
+    """What all lanes share: who runs now."""
 
-    def __init__(self, model: PerfModel | None, clock: Clock, vocab_size: int) -> None:
+    def __init__(self, model: PerfModel, clock: VirtualTime, vocab_size: int) -> None:
         self.clock = clock
         self._model = model
         self._vocab_size = vocab_size
         self._running: list[_Step] = []
-        self._lock = Lock()
 
     def start(self, batch: Batch, share: float) -> _Step:
         """Begins a step now. At most one other may run."""
         sampled = [self._choose(row) for row in batch.samples]
-        with self._lock:
-            now = self.clock.now()
-            step = _Step(work_of(batch), share, sampled, now, now)
-            if self._model is not None:
-                self._set_ends(self._model, step, now)
-            self._running.append(step)
+        now = self.clock.time_s
+        step = _Step(work_of(batch), share, sampled, now, now)
+        self._set_ends(step, now)
+        self._running.append(step)
         return step
 
     def left_s(self, step: _Step) -> float:
         """How long it still runs."""
-        with self._lock:
-            return max(0.0, step.end_s - self.clock.now())
+        return max(0.0, step.end_s - self.clock.time_s)
 
     def finish(self, step: _Step) -> Ran:
         """Waits for its end."""
@@ -197,7 +152,8 @@ class _Device:
         self._running.remove(step)
         return Ran(step.sampled, step.start_s, 1e3 * (step.end_s - step.start_s))
 
-    def _set_ends(self, model: PerfModel, step: _Step, now: float) -> None:
+    def _set_ends(self, step: _Step, now: float) -> None:
+        model = self._model
         alone_s = model.step_ms(step.work, step.share) / 1e3
         step.end_s = now + alone_s
         # Both lanes run from now on, until one of them ends. So far the other one's end was that of a step alone: who

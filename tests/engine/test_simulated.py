@@ -1,4 +1,3 @@
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from engine.batch import Batch, SampleRow
 from engine.colocation import Colocation
 from engine.engine import Engine
 from engine.plan import BuildBatch
-from engine.simulated import RealTime, SimulatedRunner, VirtualTime, outline, work_of
+from engine.simulated import SimulatedRunner, VirtualTime, outline, work_of
 from engine.trace import StepRecord
 from engine.types import Request, SamplingParams
 from tests.engine.fakes import ROOT, Served, drain, engine_of, make_request, prompt
@@ -24,6 +23,7 @@ def share(part: float, factor: float) -> ShareProfile:
     return ShareProfile(share=part, decode=decode, prefill=prefill)
 
 
+INSTANT = PerfModel(Profile.instant())
 MODEL = PerfModel(
     Profile(
         schema="cpd-profile/1",
@@ -137,27 +137,9 @@ def test_virtual_time_says_when_a_lane_will_be_done() -> None:
     assert clock.alarm_s is None
 
 
-def test_real_time_passes() -> None:
-    runner = SimulatedRunner(16, MODEL, RealTime(), VOCAB)
-    split, rung = runner.splits[1], threading.Event()
-    seen: list[bool] = []
-
-    def on_done() -> None:
-        seen.append(split.prefill.done())
-        rung.set()
-
-    split.prefill.launch(batch([(0, 2)]), on_done)
-    split.decode.launch(DECODES)
-    ran = split.decode.collect()
-    assert RealTime().now() - ran.start_s >= ran.ms / 1e3
-    assert rung.wait(10)
-    assert seen == [True]
-    split.prefill.collect()
-
-
 def test_without_a_model_nothing_takes_time() -> None:
     clock = VirtualTime()
-    runner = SimulatedRunner(16, None, clock, VOCAB)
+    runner = SimulatedRunner(16, INSTANT, clock, VOCAB)
     assert not runner.splits
     runner.full.launch(PREFILL)
     assert runner.full.done()
@@ -166,7 +148,7 @@ def test_without_a_model_nothing_takes_time() -> None:
 
 
 def simulated_engine(**options: int) -> Engine:
-    return engine_of(SimulatedRunner(64, None, VirtualTime(), VOCAB), **options)  # type: ignore[arg-type]
+    return engine_of(SimulatedRunner(64, INSTANT, VirtualTime(), VOCAB), **options)  # type: ignore[arg-type]
 
 
 def tokens_of(request: Request, **options: int) -> list[int]:
@@ -199,7 +181,7 @@ def test_no_stop_token_by_accident() -> None:
 
 
 def test_logprobs_come_where_they_are_asked_for() -> None:
-    runner = SimulatedRunner(16, None, VirtualTime(), VOCAB)
+    runner = SimulatedRunner(16, INSTANT, VirtualTime(), VOCAB)
     tokens = np.arange(8, dtype=np.int32)
     for top, alternatives in ((0, 0), (3, 1)):
         one = batch([(0, 8)])
