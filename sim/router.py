@@ -29,7 +29,8 @@ class Flight:
         on_refused: Called when no worker takes it.
         cached_tokens: Prompt tokens that came from a cache, once it is known.
         remote: Whether a prefill worker computed the prompt, once it is known.
-        replicated: Whether another worker had more of it cached.
+        decode, prefill: The workers that it was sent to last; the same one where it is computed locally.
+        refused_by: Workers that had no room for it.
     """
 
     number: int

@@ -18,8 +18,7 @@ from bench.workloads.lengths import Distribution
 from bench.workloads.trace import BLOCK_TOKENS, TracedRequest, read_trace
 from cpd.errors import ConfigError
 from sim.settings import ClusterShape
-
-VOCAB_SIZE = 150_000
+from sim.worker import VOCAB_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,160 @@
+"""Those who are served: their sessions under way, and what becomes of each request."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from bench.metrics import request_row
+from bench.record import Failure, Record
+from bench.slo import Slo
+from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from engine.types import Finish, Output, Request, SamplingParams
+from sim.events import Events
+from sim.router import Flight
+from sim.workload import Session, Turn, Workload
+
+ROOT = hash_root(b"simulated")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """When requests must come to be measured, in seconds."""
+
+    start_s: float
+    end_s: float
+
+    def __contains__(self, time_s: float) -> bool:
+        return self.start_s <= time_s <= self.end_s
+
+
+@dataclass(eq=False, slots=True)
+class _Conversation:
+    """A session under way.
+
+    Attributes:
+        token_ids: Of the last prompt.
+        hashes: Of its full blocks.
+        answer: What came back so far.
+    """
+
+    number: int
+    turns: Sequence[Turn]
+    token_ids: list[int]
+    hashes: list[bytes]
+    answer: list[int] = field(default_factory=list)
+    turn: int = 0
+    record: Record | None = None
+
+
+class Users:
+    """Begins sessions when they are due, and asks their next turns when the answers are complete.
+
+    Args:
+        submit: Sends a request to the cluster.
+        window: When requests must come to be measured.
+        slo: What a good request is.
+
+    Attributes:
+        records: Of the measured requests.
+        unfinished, good, bad: How many of them are.
+    """
+
+    def __init__(
+        self, workload: Workload, events: Events, submit: Callable[[Flight], None], window: Window, slo: Slo
+    ) -> None:
+        self.records: list[Record] = []
+        self.unfinished = self.good = self.bad = 0
+        self._sessions = workload.sessions()
+        self._events = events
+        self._submit = submit
+        self._window = window
+        self._slo = slo
+        self._numbers = count()
+        self._conversations: dict[int, _Conversation] = {}
+
+    def next_session(self) -> None:
+        """Waits for the next session of the workload, and then for the one after it."""
+        session = next(self._sessions, None)
+        if session is not None:
+            self._events.at(session.start_s, self._begin, session)
+
+    def give_up(self) -> None:
+        """Nobody waits any longer: requests that are not done have failed."""
+        for conversation in self._conversations.values():
+            if conversation.record is not None and not conversation.record.ended_s:
+                conversation.record.ended_s, conversation.record.error = self._events.now, Failure.TIMEOUT
+
+    def _begin(self, session: Session) -> None:
+        self.next_session()
+        if session.turns:
+            number = next(self._numbers)
+            self._conversations[number] = conversation = _Conversation(number, session.turns, [], [])
+            self._ask(conversation)
+
+    def _ask(self, conversation: _Conversation) -> None:
+        """The next turn is due."""
+        turn, now = conversation.turns[conversation.turn], self._events.now
+        conversation.token_ids = token_ids = [*conversation.token_ids, *conversation.answer, *turn.token_ids]
+        conversation.answer = []
+        hashes = conversation.hashes
+        hashes += extend_hashes(hashes[-1] if hashes else ROOT, token_ids[len(hashes) * BLOCK_SIZE :])
+        conversation.record = Record(
+            session=conversation.number,
+            turn=conversation.turn,
+            input_len=len(token_ids),
+            output_len=turn.output_len,
+            due_s=now,
+            sent_s=now,
+            status=200,
+            prompt_tokens=len(token_ids),
+        )
+        if now in self._window:
+            self.records.append(conversation.record)
+            self.unfinished += 1
+        request = Request(
+            id=f"{conversation.number}.{conversation.turn}",
+            token_ids=token_ids,
+            prompt_len=len(token_ids),
+            params=SamplingParams(max_tokens=turn.output_len),
+            hash_root=ROOT,
+            block_hashes=list(hashes),
+            received=now,
+            deadline=now + self._slo.ttft / 1e3 if self._slo.ttft else float("inf"),
+        )
+        self._submit(Flight(conversation.number, request, self._token, self._refused))
+
+    def _token(self, flight: Flight, output: Output, after_s: float) -> None:
+        conversation = self._conversations[flight.number]
+        record = conversation.record
+        assert record is not None
+        record.content_s.append(self._events.now + after_s)
+        conversation.answer.append(output.token_ids[0])
+        if output.finish is not None:
+            record.finish_reason = "stop" if output.finish is Finish.STOP else "length"
+            record.cached_tokens = flight.cached_tokens
+            record.output_tokens = len(record.content_s)
+            record.route = "remote" if flight.remote else "local"
+            self._end(conversation, record, self._events.now + after_s)
+
+    def _refused(self, flight: Flight) -> None:
+        conversation = self._conversations[flight.number]
+        assert conversation.record is not None
+        conversation.record.error = "http_429"
+        conversation.turns = ()  # the user goes away
+        self._end(conversation, conversation.record, self._events.now)
+
+    def _end(self, conversation: _Conversation, record: Record, ended_s: float) -> None:
+        record.ended_s = ended_s
+        record.answer_s = record.content_s[0] if record.content_s else None
+        if record.due_s in self._window:
+            self.unfinished -= 1
+            if request_row(record, 0.0, self._slo).good:
+                self.good += 1
+            else:
+                self.bad += 1
+        conversation.turn += 1
+        if conversation.turn < len(conversation.turns):
+            pause_s = conversation.turns[conversation.turn].pause_s
+            self._events.at(ended_s + pause_s, self._ask, conversation)
+        else:
+            del self._conversations[conversation.number]
