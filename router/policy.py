@@ -8,13 +8,13 @@ ms, and the least one is taken. It is what the request makes people wait, this u
     crowding      of each stream there, what one more stream adds to every step
     those behind  of who comes next, the prefill's time
     misses        a broken promise (`--slo-ttft`, `--slo-itl`), own or others', counts as a TTFT at its limit
-    memory        evicted blocks may be wanted again; without room the request waits until another one ends
+    memory        pages that come to a worker displace what may be wanted again; without room the request waits
 
 So sessions stay where their cache is while that saves more than the crowd there costs, hot prefixes are copied to other
 workers when it does not, and a prompt leaves its decode worker when streams there would suffer more than it gains.
 
 A cheap guess finds the few workers whose options are predicted in full. Among near-equals the one with least to
-compute is taken, then any: several routers see the same loads.
+compute is taken, a local one first, then any: several routers see the same loads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,17 +38,17 @@ REMOTE_MS = 2.0
 EXPECTED_OUTPUT = 256
 """Tokens that an output is expected to have, unless it may have only fewer."""
 
-BEHIND = 1.0
+COMPANY = 64
+"""For so many tokens the streams of now are taken to stay."""
+
+BEHIND = 2.0
 """How many others wait for a prefill that starts now, on average."""
 
-EVICTED = 0.1
-"""How often an evicted block will be wanted again."""
+DISPLACED = 0.25
+"""How often what a page displaces, sooner or later, will be wanted again."""
 
-BROKEN = 5.0
-"""What a broken promise counts, own or of a stream there, in TTFTs at their limit."""
-
-LATE = 0.25
-"""What a ms counts by which other users' tokens are late, while no promise is broken."""
+BROKEN = 50.0
+"""What a broken promise counts, own or of a stream there, in TTFTs at their limit: far more than any delay."""
 
 SAFE = 0.8
 """A promise is safe up to this part of its limit, as predicted, and counts as broken at the limit. In between it counts
@@ -185,8 +185,8 @@ def place(
     best = options[0][0]
     near_ms = best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
     near = [option for option in options if option[0].cost_ms <= near_ms]
-    least = min(option[0].uncached_tokens for option in near)
-    chosen = rng.choice([option for option in near if option[0].uncached_tokens == least])
+    simplest = min(_effort(option[0]) for option in near)
+    chosen = rng.choice([option for option in near if _effort(option[0]) == simplest])
     option, decoder, helper = chosen
     most_cached = max((cached.get(one.worker_id, 0) for one in combined), default=0)
     return Placement(
@@ -198,6 +198,11 @@ def place(
     )
 
 
+def _effort(option: Option) -> tuple[int, bool]:
+    """Decides among near-equals: what is to be computed, and whether it takes two workers."""
+    return option.uncached_tokens, bool(option.prefill)
+
+
 class _Request:
     """A prompt to place, and what is known beside the workers."""
 
@@ -206,6 +211,7 @@ class _Request:
         self.settings = settings
         self.now = now
         self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
+        self.together = min(prompt.output_tokens, COMPANY)
         self._cached = cached
 
     def before(self, worker: Candidate) -> int:
@@ -229,8 +235,8 @@ class _Request:
         uncached = self.prompt.tokens - self.before(worker)
         return (
             worker.wait_ms(uncached, self.now)
-            + (1 + BEHIND + LATE * worker.decodes) * uncached * worker.token_ms
-            + LATE * self.output * worker.stream_ms
+            + (1 + BEHIND + worker.decodes) * uncached * worker.token_ms
+            + self.together * worker.stream_ms
         )
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
@@ -268,8 +274,8 @@ class _Decode:
         others = worker.requests
         slower_ms = max(0.0, self._itl_ms - worker.crowded_ms)
         missed_ms = request.missed_ms(self._itl_ms, settings.slo_itl_ms)
-        self._crowding_ms = others * (LATE * request.output * slower_ms + missed_ms)
-        own_ms = prompt.choices * (LATE * request.output * self._itl_ms + missed_ms)
+        self._crowding_ms = others * (request.together * slower_ms + missed_ms)
+        own_ms = prompt.choices * (request.together * self._itl_ms + missed_ms)
         self._decode_ms = own_ms + self._crowding_ms + self._memory_ms()
 
     def local(self, uncached: int | None = None) -> Option:
@@ -283,7 +289,7 @@ class _Decode:
         uncached = tokens - request.before(worker) if uncached is None else uncached
         pace = worker.prefill(uncached, tokens - uncached)
         missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
-        stutter_ms = worker.decodes * (LATE * pace.late_ms + missed_ms)
+        stutter_ms = worker.decodes * (pace.late_ms + missed_ms)
         queue_ms = worker.wait_ms(uncached, request.now)
         return self._option("", uncached, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
 
@@ -312,10 +318,9 @@ class _Decode:
     def _memory_ms(self) -> float:
         worker, request = self.worker, self._request
         wanted = self._pages + request.prompt.choices * blocks_for(request.output)
-        evicted = max(0, wanted - worker.free_pages)
-        lacking = evicted > worker.cached_pages and worker.num_pages > 0
-        evicted = min(evicted, worker.cached_pages)
-        return EVICTED * evicted * BLOCK_SIZE * worker.token_ms + lacking * request.settings.slo_ttft_ms
+        lacking = wanted > worker.free_pages + worker.cached_pages and worker.num_pages > 0
+        displaced_ms = DISPLACED * self._pages * BLOCK_SIZE * worker.token_ms
+        return displaced_ms + lacking * BROKEN * request.settings.slo_ttft_ms
 
     def _option(
         self,

@@ -94,6 +94,15 @@ class TestRoute:
         assert _place(1024, [streams], [_worker("p", queue_ms=0)]).prefill
         assert not _place(1024, [streams], [_worker("p", queue_ms=1500)]).prefill
 
+    def test_a_burst_of_prompts_spares_the_streams_while_the_prefill_workers_keep_the_promise(self) -> None:
+        combined = [_worker(f"d{i}", streams=32) for i in range(4)]
+        helpers = {f"p{i}": _worker(f"p{i}") for i in range(4)}
+        for _ in range(16):
+            placement = _place(4096, combined, list(helpers.values()))
+            name = placement.chosen.prefill
+            queue_ms = placement.chosen.queue_ms + placement.chosen.prefill_ms
+            helpers[name] = replace(helpers[name], idle_at=queue_ms / 1e3)
+
     def test_prefill_workers_are_chosen_by_their_own_cache_and_queue(self) -> None:
         helpers = [_worker("busy", queue_ms=400), _worker("warm", queue_ms=30), _worker("idle")]
         placement = _place(4096, [_worker("d", streams=64)], helpers, {"warm": 200})
@@ -142,7 +151,7 @@ class TestCache:
         assert {_decode(_place(40, workers, cached={"home": 1}, seed=seed)) for seed in range(20)} == {"home"}
 
     def test_a_hot_prefix_is_copied_when_its_worker_is_crowded(self) -> None:
-        home, other = _worker("home", streams=8), _worker("other", streams=8)
+        home, other = _worker("home", streams=2), _worker("other", streams=2)
         assert not _place(1024, [home, other], cached={"home": 63}).replicated
         crowded = replace(home, requests=80, decodes=80)
         placement = _place(1024, [crowded, other], cached={"home": 63})
@@ -160,9 +169,11 @@ class TestCache:
         full = _worker("full", free_pages=3, cached_pages=5)
         assert _decode(_place(1000, [full, _worker("b", streams=10)])) == "b"
 
-    def test_evicting_costs_something(self) -> None:
-        workers = [_worker("evicts", free_pages=0), _worker("free")]
-        assert {_decode(_place(4000, workers, seed=seed)) for seed in range(10)} == {"free"}
+    def test_a_session_comes_back_to_its_cache_by_the_remote_route_too(self) -> None:
+        workers = [_worker("other", streams=60), _worker("home", streams=62)]
+        placement = _place(6000, workers, [_worker("p")], {"home": 250, "p": 250})
+        assert placement.prefill
+        assert _decode(placement) == "home"
 
 
 def test_equals_are_chosen_at_random() -> None:
