@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 LATE_S = 2e-3
 """The event loop's timers may be late by this much. What follows begins when it should have: delays don't add up."""
 
-BURST_S = 3e-4
-"""Steps that take no time follow each other for so long before the event loop's other work has its turn."""
+BURST_S = 1e-3
+"""Steps that take no time follow each other for so long before the event loop's other work has its turn. The first one
+after a pause is alone: what it brings shall not wait."""
 
 
 class InlineEngine(EngineBridge):
@@ -64,15 +65,15 @@ class InlineEngine(EngineBridge):
         if not self._passing:
             self._passing = True
             self._due_s = self._loop.time()
-            self._then(self._loop.call_soon(self._run))
+            self._then(self._loop.call_soon(self._run, 0.0))
 
-    def _run(self) -> None:
+    def _run(self, burst_s: float = BURST_S) -> None:
         """Makes passes until one takes its time, or there is nothing to do, or it is other work's turn."""
         engine = self._engine
         assert engine is not None
         now = turn_s = self._loop.time()
         try:
-            while now - turn_s < BURST_S:
+            while now - turn_s <= burst_s:
                 output = self._begin_pass(engine, now)
                 if self._due_s > now:
                     self._then(self._loop.call_at(self._due_s, self._finish, engine, output))
