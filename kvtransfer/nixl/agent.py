@@ -53,7 +53,7 @@ def options(host: str, *, local: bool) -> dict[str, str]:
             loopback device carries what little else UCX has to say; if the kernel forbids it, TCP carries the pages.
     """
     if local:
-        return {"NET_DEVICES": "lo"}
+        return {"TLS": "^mm", "NET_DEVICES": "lo"}  # not shared queues (mm): UCX would only allocate them
     devices = interface_of(host)
     return {"TLS": "^sm"} | ({"NET_DEVICES": devices} if devices else {})
 

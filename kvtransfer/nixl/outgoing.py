@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
@@ -153,13 +154,9 @@ class Outgoing(Link):
             raise TransferError("the receiver granted another number of runs than was offered")
         assert self._writer is not None
         batch.state = _State.GRANTED
-        own = np.concatenate([np.arange(run.page, run.page + run.count, dtype=np.int32) for run in batch.runs])
-        theirs = np.concatenate(
-            [
-                np.arange(page, page + run.count, dtype=np.int32)
-                for page, run in zip(grant.pages, batch.runs, strict=True)
-            ]
-        )
+        counts = np.array([run.count for run in batch.runs], np.int32)
+        own = _spread(np.array([run.page for run in batch.runs], np.int32), counts)
+        theirs = _spread(np.array(grant.pages, np.int32), counts)
         self._writer.write(own, theirs, functools.partial(self._written, grant.batch))
 
     def _written(self, number: int, error: TransferError | None) -> None:
@@ -193,3 +190,9 @@ class Outgoing(Link):
         self._transfers.clear()
         self._batches.clear()
         self.greeted.set()
+
+
+def _spread(first: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The pages of runs: first[k], first[k] + 1, …, `counts[k]` of them."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.repeat(first - ends + counts, counts) + np.arange(ends[-1], dtype=np.int32)

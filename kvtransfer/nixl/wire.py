@@ -18,6 +18,7 @@ parse raises TransferError, and the connection is given up.
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from cpd.errors import StaleTransferError, TransferError
 from kvtransfer import addresses
@@ -149,9 +150,9 @@ def _encode_rest(frame: Frame) -> bytes:
             return _REJECT.pack(frame.stale) + _text(frame.reason)
         case Offer():
             ticket = _OFFER.pack(frame.batch, frame.epoch, frame.reservation, frame.generation)
-            return ticket + b"".join(_RUN.pack(*run) for run in frame.runs)
+            return ticket + struct.pack(f"<{2 * len(frame.runs)}I", *chain.from_iterable(frame.runs))
         case Grant():
-            return _BATCH.pack(frame.batch) + b"".join(map(_PAGE.pack, frame.pages))
+            return _BATCH.pack(frame.batch) + struct.pack(f"<{len(frame.pages)}I", *frame.pages)
         case Refuse():
             return _REFUSE.pack(frame.batch, frame.stale) + _text(frame.reason)
         case Written() | Done():

@@ -1,6 +1,7 @@
 """NIXL between real processes, one of which is killed, stopped or restarted."""
 
 import asyncio
+import dataclasses
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import kvtransfer
 from cpd.errors import TransferError
 from kvtransfer.base import Landing, Transport
+from kvtransfer.nixl.process import ProcessIdentity
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
 from tests.waiting import eventually
@@ -269,4 +271,66 @@ async def test_senders_killed_at_any_moment_never_harm_the_receiver(page_bytes: 
         await within(landing.peer_gone())
         pool.pages[:] = EMPTY
     await within(transport.close())
+    assert pool.untouched()
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process and the others seem to be of different machines: pages travel over TCP."""
+    elsewhere = dataclasses.replace(ProcessIdentity.own(), boot=bytes(16))
+    monkeypatch.setattr(ProcessIdentity, "own", lambda: elsewhere)
+
+
+@pytest.mark.usefixtures("network")
+async def test_pages_cross_a_network(transport: Transport, pool: Pool, remote: Remote) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(PAGES - 1 - k, k) for k in range(PAGES)])
+    await within(landing.done())
+    assert (await within(answer))["ok"]
+    assert (pool.pages[::-1] == Pool(PAGES, PAGE_BYTES, seed=5).pages).all()
+
+
+@pytest.mark.usefixtures("network")
+async def test_a_killed_sender_of_another_machine_harms_nothing(
+    transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
+    await eventually(lambda: not pool.untouched([0]))
+    await remote.kill()
+    with pytest.raises(TransferError, match="reset"):
+        await within(landing.done())
+    await within(landing.peer_gone())
+    pool.pages[:] = EMPTY
+    await works(transport, pool)
+    assert pool.untouched(range(8, 150))
+
+
+@pytest.mark.usefixtures("network")
+async def test_a_killed_receiver_on_another_machine_fails_the_push(
+    transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    peer = await transport.connect(await remote.address())
+    transfer = peer.push(await remote.expect(range(PAGES)), [(0, k) for k in range(PAGES)])
+    await remote.kill()
+    with pytest.raises(TransferError):
+        await within(transfer.done())
+    await works(transport, pool)
+
+
+@pytest.mark.usefixtures("network")
+async def test_a_stopped_sender_of_another_machine_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    monkeypatch.setattr("kvtransfer.nixl.incoming.STALL_S", 0.5)
+    landing, answer = await stopped_amid_a_write(transport, pool, remote)
+    with pytest.raises(TransferError, match="did nothing"):
+        await within(landing.done())
+    await within(landing.peer_gone())
+    assert landing.revoke()
+    pool.pages[:] = EMPTY
+    remote.signal(signal.SIGCONT)
+    assert not (await within(answer))["ok"]
     assert pool.untouched()
