@@ -29,8 +29,12 @@ class ProcessIdentity:
     @classmethod
     def own(cls) -> "ProcessIdentity":
         """This process."""
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity":
+        """The process of this number, in the own namespace."""
         boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
-        pid = os.getpid()
         return cls(boot, os.stat("/proc/self/ns/pid").st_ino, pid, _started(pid))
 
     def shares_memory_with(self, other: "ProcessIdentity") -> bool:

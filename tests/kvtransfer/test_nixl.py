@@ -1,0 +1,144 @@
+"""What only the NIXL transport does; see test_contract.py for what all do."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvtransfer
+from cpd.errors import ConfigError, StaleTransferError, TransferError
+from kvtransfer.nixl import agent, wire
+from kvtransfer.nixl.process import ProcessIdentity, gone
+from tests.kvtransfer.pools import Pool, Real, ticket
+from tests.waiting import DEADLINE_S, eventually
+
+u64 = st.integers(0, 2**64 - 1)
+u32 = st.integers(0, 2**32 - 1)
+reasons = st.text(max_size=100)
+keys = st.binary(min_size=16, max_size=16)
+frames = st.one_of(
+    st.builds(wire.Hello, keys, u64, st.builds(ProcessIdentity, keys, u64, u64, u64)),
+    st.builds(wire.Welcome, st.booleans(), st.binary(max_size=300), u64, u64),
+    st.builds(wire.Reject, st.booleans(), reasons),
+    st.builds(wire.Offer, u64, u64, u64, u64, st.lists(st.tuples(u32, u32), max_size=wire.MAX_RUNS).map(tuple)),
+    st.builds(wire.Grant, u64, st.lists(u32, max_size=wire.MAX_RUNS).map(tuple)),
+    st.builds(wire.Refuse, u64, st.booleans(), reasons),
+    st.builds(wire.Written, u64),
+    st.builds(wire.Done, u64),
+    st.builds(wire.Stop, reasons),
+    st.just(wire.Bye()),
+)
+
+
+@pytest.fixture
+async def network() -> AsyncIterator[Real]:
+    network = Real("nixl")
+    yield network
+    await network.close()
+
+
+@given(frames)
+def test_frames_survive_the_wire(frame: wire.Frame) -> None:
+    data = wire.encode(frame)
+    rest = data[wire.PREFIX_BYTES :]
+    assert wire.length(data[: wire.PREFIX_BYTES]) == len(rest)
+    assert wire.decode(rest) == frame
+
+
+@given(st.binary(min_size=1, max_size=200))
+def test_what_is_no_frame_is_a_transfer_error(data: bytes) -> None:
+    with contextlib.suppress(TransferError):
+        wire.decode(data)
+
+
+@pytest.mark.parametrize("size", [0, wire.MAX_FRAME_BYTES + 1])
+def test_a_frame_of_an_impossible_length_is_refused(size: int) -> None:
+    with pytest.raises(TransferError, match="bytes"):
+        wire.length(size.to_bytes(wire.PREFIX_BYTES, "little"))
+
+
+async def test_a_process_that_has_ended_is_gone() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    child = ProcessIdentity.of(process.pid)
+    waiting = asyncio.create_task(gone(child))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    process.kill()
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
+        await process.wait()
+        await gone(child)
+
+
+async def test_another_process_of_the_same_number_is_not_waited_for() -> None:
+    own = ProcessIdentity.own()
+    async with asyncio.timeout(DEADLINE_S):
+        await gone(ProcessIdentity(own.boot, own.pid_namespace, own.pid, own.started - 1))
+
+
+async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Real) -> None:
+    receiver, sender = await network.open(Pool(4)), await network.open(Pool(4))
+    where = wire.Address.decode(receiver.address)
+    with pytest.raises(StaleTransferError, match="another transport"):
+        await sender.connect(wire.Address(where.host, where.port, bytes(16)).encode())
+
+
+async def test_what_speaks_no_protocol_of_ours_is_turned_away(network: Real) -> None:
+    receiver = await network.open(Pool(4))
+    where = wire.Address.decode(receiver.address)
+    reader, writer = await asyncio.open_connection(where.host, where.port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    async with asyncio.timeout(DEADLINE_S):
+        assert b"announced" in await reader.read()
+    writer.close()
+
+
+async def test_connections_leave_no_threads_and_no_files_behind(network: Real) -> None:
+    receiver, sender = await network.open(Pool(64)), await network.open(Pool(64, seed=1))
+
+    async def once() -> None:
+        peer = await sender.connect(receiver.address)
+        landing = receiver.expect(1, 1, range(64))
+        await peer.push(ticket(receiver, 1, 1, range(64)), [(k, 63 - k) for k in range(64)]).done()
+        await landing.done()
+        await peer.close()
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    await once()  # NIXL keeps some things for the life of the process
+    await eventually(lambda: not any(thread.name.startswith("kvtransfer-nixl") for thread in threading.enumerate()))
+    before = held()
+    for _ in range(3):
+        await once()
+    await eventually(lambda: held() <= before)
+
+
+async def test_a_missing_nixl_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "MODULES", ("nixl_of_nobody",))
+    with pytest.raises(TransferError, match="pip install nixl-cu13"):
+        await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="127.0.0.1")
+
+
+async def test_auto_takes_nixl_where_it_works_and_ucx_where_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = []
+    for modules in (agent.MODULES, ("nixl_of_nobody",)):
+        monkeypatch.setattr(agent, "MODULES", modules)
+        transport = await kvtransfer.create("auto", Pool(4).memory, epoch=1, host="127.0.0.1")
+        chosen.append(transport.name)
+        await transport.close()
+    assert chosen == ["nixl", "ucx"]
+    assert "nixl does not work here: NIXL is not installed" in caplog.text
+
+
+async def test_an_interface_that_is_not_this_machines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="host"):
+        await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="203.0.113.7")
