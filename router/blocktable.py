@@ -1,7 +1,7 @@
 """A map from 64-bit block hashes to small numbers, in flat memory.
 
 What a dict would cost at ten million entries: 80 bytes each, half a second without an answer when it grows, and three
-waits for memory a look-up, one after the other. Here it is 25 bytes; growing takes place in pieces; and numpy looks up
+waits for memory a look-up, one after the other. Here it is 28 bytes; growing takes place in pieces; and numpy looks up
 a whole chain at once, so that the waits overlap.
 
 It is linear hashing (W. Litwin, VLDB 1980). A bucket has 8 slots. A round begins with `round` buckets, a power of two;
@@ -107,11 +107,11 @@ class BlockTable:
         # what a split moves between the steps goes up, to where this comes later
         while end < self._round + self._split:
             start, end = end, min(end + _ERASE_BUCKETS, self._round + self._split)
-            keys, values_there = (view[start:end] for view in self._views())
-            gone = doomed.take(values_there, mode="clip")
-            keys[gone], values_there[gone] = 0, 0
+            keys, found = (view[start:end] for view in self._views())
+            gone = doomed.take(found, mode="clip")
+            keys[gone], found[gone] = 0, 0
             self._len -= int(np.count_nonzero(gone))
-            del keys, values_there
+            del keys, found
             for bucket in [bucket for bucket in range(start, end) if bucket in self._overflow]:
                 for key, value in list(self._overflow[bucket].items()):
                     if doomed.take(value, mode="clip"):
@@ -150,10 +150,10 @@ class BlockTable:
         keys, values = self._views()
         target = slice(self._round + first, self._round + last)
         moves = (keys[first:last] & self._round) != 0
-        for array_ in (keys, values):
-            array_[target] = np.where(moves, array_[first:last], 0)
-            array_[first:last][moves] = 0
-        del keys, values, array_
+        for slots in (keys, values):
+            slots[target] = np.where(moves, slots[first:last], 0)
+            slots[first:last][moves] = 0
+        del keys, values, slots
         for bucket in range(first, last):
             for key, value in self._overflow.pop(bucket, {}).items():
                 moved = int.from_bytes(key, "little") & self._round
