@@ -52,11 +52,16 @@ def _worker(session: Session, cached_blocks: int) -> dict[str, Any]:
         "page_bytes": hello.page_bytes,
         "max_model_len": hello.max_model_len,
         "vocab_size": hello.vocab_size,
+        "token_budget": hello.token_budget,
+        "colocate": hello.colocate or None,
     }
     report = {
         "running": load.running,
         "waiting": load.waiting,
         "waiting_tokens": load.waiting_tokens,
+        "decodes": load.decodes,
+        "prefill_ms": load.prefill_ms,
+        "step_ms": load.step_ms,
         "pages": pages(load),
         "preemptions": load.preemptions,
         "prefill_tokens": load.prefill_tokens,

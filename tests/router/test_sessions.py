@@ -404,7 +404,7 @@ async def _routers_are(router: Router, ids: list[str]) -> bool:
 
 
 async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter, start_worker: StartWorker) -> None:
-    worker = await start_worker(hello={"epoch": 77, "page_bytes": 4096})
+    worker = await start_worker(hello={"epoch": 77, "page_bytes": 4096, "token_budget": 256, "colocate": "auto"})
     router = await start_router(worker)
     load = pb.Load(
         state=pb.STATE_READY,
@@ -421,12 +421,18 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         decode_tokens=11,
         cached_tokens=12,
         fills={"completed": 13, "failed": 1},
+        decodes=1,
+        prefill_ms=2.5,
+        step_ms=7.5,
     )
     worker.send(pb.WorkerMessage(load=load))
     expected = {
         "running": 1,
         "waiting": 2,
         "waiting_tokens": 3,
+        "decodes": 1,
+        "prefill_ms": 2.5,
+        "step_ms": 7.5,
         "pages": {"free": 4, "cached": 5, "used": 6, "reserved": 7, "quarantined": 8},
         "preemptions": 9,
         "prefill_tokens": 10,
@@ -437,6 +443,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     await eventually(lambda: _has(router, "combined-0", load=expected))
     shown = await router.worker("combined-0") or {}
     assert (shown["role"], shown["address"], shown["state"]) == ("combined", worker.address, "ready")
+    assert (shown["info"]["token_budget"], shown["info"]["colocate"]) == (256, "auto")
     assert (shown["info"]["epoch"], shown["info"]["page_bytes"], shown["info"]["num_pages"]) == (77, 4096, 100)
     text = (await router.http.get("/metrics")).text
     assert 'cpd_worker_pages{role="combined",state="quarantined",worker="combined-0"} 8.0' in text
