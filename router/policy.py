@@ -29,6 +29,9 @@ from router.candidate import Candidate
 COMBINED_PREDICTED = 4
 """Combined workers predicted in full: so many of those that look best for a local prompt, and for a remote one."""
 
+WARM_PREDICTED = 2
+"""And so many of those with most of the prompt cached: a guess takes no account of prompts that need not queue."""
+
 PREFILL_PREDICTED = 4
 """Prefill workers likewise; also as many as a request may try."""
 
@@ -228,13 +231,13 @@ class _Request:
     def guess_prefill_ms(self, worker: Candidate) -> float:
         """Roughly, until the worker has computed the prompt, with those behind."""
         uncached = self.prompt.tokens - self.before(worker)
-        return worker.wait_ms(uncached, self.now) + (1 + BEHIND) * uncached * worker.token_ms
+        return worker.queue_ms(self.now) + (1 + BEHIND) * uncached * worker.token_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Roughly, the cost of a local option."""
         uncached = self.prompt.tokens - self.before(worker)
         return (
-            worker.wait_ms(uncached, self.now)
+            worker.queue_ms(self.now)
             + (1 + BEHIND + worker.decodes) * uncached * worker.token_ms
             + self.together * worker.stream_ms
         )
@@ -352,7 +355,8 @@ def _most_promising(request: _Request, workers: Sequence[Candidate], rng: Random
     """Those whose options are worth predicting."""
     local = _few(workers, COMBINED_PREDICTED, request.guess_local_ms, rng)
     remote = _few(workers, COMBINED_PREDICTED, lambda one: one.stream_ms, rng)
-    return [_Decode(request, worker) for worker in {one.worker_id: one for one in (*local, *remote)}.values()]
+    warm = _few(workers, WARM_PREDICTED, lambda one: -request.before(one), rng)
+    return [_Decode(request, worker) for worker in {one.worker_id: one for one in (*local, *remote, *warm)}.values()]
 
 
 def _few(workers: Sequence[Candidate], count: int, guess: Callable[[Candidate], float], rng: Random) -> list[Candidate]:
