@@ -173,7 +173,9 @@ def _cells(found: Comparison) -> Iterator[list[str]]:
 
 
 def _show(found: Comparison, console: Console) -> None:
-    table = TerminalTable(*_COLUMNS, box=box.SIMPLE_HEAD)
+    table = TerminalTable(box=box.SIMPLE_HEAD, collapse_padding=True, show_edge=False, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "Policy" else "right", no_wrap=True)
     for cells in _cells(found):
         table.add_row(*cells)
     console.print(table, _NOTE)
