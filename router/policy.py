@@ -7,7 +7,7 @@ ms, and the least one is taken. It is what the request makes people wait, this u
     stutter       of each stream beside a prefill, what its tokens are late when that is over
     crowding      of each stream there, what one more stream adds to every step
     those behind  of who comes next, the prefill's time
-    misses        a broken promise (`--slo-ttft`, `--slo-itl`), own or others', counts as a TTFT at its limit
+    misses        a broken promise (`--slo-ttft`, `--slo-itl`), own or others', counts far more than delays do
     memory        pages that come to a worker displace what may be wanted again; without room the request waits
 
 So sessions stay where their cache is while that saves more than the crowd there costs, hot prefixes are copied to other
@@ -17,6 +17,7 @@ A cheap guess finds the few workers whose options are predicted in full. Among n
 compute is taken, a local one first, then any: several routers see the same loads.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
@@ -104,7 +105,7 @@ class Option:
         transfer_ms: What the pages' way adds to the gap after the first token.
         ttft_ms: Until the first token.
         itl_ms: Between the tokens after it.
-        harm_ms: What other users' tokens are delayed by, summed over all of them.
+        harm_ms: What other users' tokens are delayed by, summed over all of them, and what their broken promises count.
         cost_ms: What is compared.
     """
 
@@ -307,16 +308,16 @@ class _Decode:
         return self._option(name, helper.uncached, helper.queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0)
 
     def break_even(self, chosen: Option) -> int:
-        """Uncached tokens up to which a local prompt costs no more than the chosen option, the cost being a line."""
+        """Uncached tokens up to which a local prompt costs no more than the chosen option."""
         threshold = self._request.settings.long_prefill_tokens
         if threshold != "auto":
             return threshold
         if not chosen.prefill:
             return self._request.prompt.tokens
-        none, all_of_it = self.local(1), self.local()
-        rise = max(all_of_it.cost_ms - none.cost_ms, 1e-9)
-        share = max(0.0, min(1.0, (chosen.cost_ms - none.cost_ms) / rise))
-        return min(int(share * all_of_it.uncached_tokens), all_of_it.uncached_tokens - 1)
+        tokens = self._request.prompt.tokens
+        sizes = range(1, tokens - self._request.before(self.worker), BLOCK_SIZE)
+        fitting = bisect_right(sizes, chosen.cost_ms, key=lambda uncached: self.local(uncached).cost_ms)
+        return sizes[fitting - 1] if fitting else 0
 
     def _memory_ms(self) -> float:
         worker, request = self.worker, self._request
