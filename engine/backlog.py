@@ -4,8 +4,8 @@ A queue is bounded in tokens. It takes more
 
     - while they fit into the bound; an empty queue takes anything
     - of a tenant with less than its share of the bound, up to twice the bound. The share is the bound divided by the
-      tenants that wait, this one included: so nobody can fill the queue up for the others. A tenant of which nothing
-      waits may always have one.
+      tenants that wait, this one included: so nobody can fill the queue up for the others. For a tenant of which
+      nothing waits one may be longer than the share.
 """
 
 from collections import Counter, deque

@@ -35,7 +35,7 @@ MAX_CHUNK = 4096
 """Tokens of a chunk aside at most: its activations need memory."""
 
 MIN_BUDGET = 128
-"""A budget that follows from the model is no smaller: prompts must get on, too."""
+"""A budget that follows from the model leaves prompts no less, beside however many decodes: they must get on, too."""
 
 MAX_BUDGET = 8192
 """Nor larger: a step's activations need memory."""
@@ -128,11 +128,10 @@ class Colocation:
         return chunks * self._model.step_ms(decodes + chunk)
 
     def _mixed(self, decodes: Work) -> Room:
-        most = self.max_tokens
-        if not self._fixed and decodes.tokens:
-            within = self._itl_ms or UNTARGETED_STRETCH * self._model.step_ms(decodes)
-            most = max(min(most, MIN_BUDGET), self._fitting(decodes, within))
-        return Room(most - decodes.tokens, cut=True)
+        if self._fixed or not decodes.tokens:
+            return Room(self.max_tokens - decodes.tokens, cut=True)
+        within = self._itl_ms or UNTARGETED_STRETCH * self._model.step_ms(decodes)
+        return Room(max(MIN_BUDGET, self._fitting(decodes, within)), cut=True)
 
     def _choose_split(self, decodes: Work, beside: Work) -> Split:
         """The one with most for the prefill that leaves the decodes enough."""
@@ -160,16 +159,15 @@ class Colocation:
             return min(most, 1)  # no more than one more decode
         share = 1.0 if beside is None else split.decode.share
         stretched = self._model.step_ms(decodes, split.decode.share, beside or Work.prefill(self.max_tokens))
-        return self._fitting(decodes, max(self._itl_ms, stretched), share, beside) - decodes.tokens
+        return self._fitting(decodes, max(self._itl_ms, stretched), share, beside)
 
     def _fitting(self, decodes: Work, within_ms: float, share: float = 1.0, beside: Work | None = None) -> int:
-        """Tokens of the largest batch with these decodes that takes no longer, at most `max_tokens`."""
-        prefill = bisect_right(
+        """Most prefill tokens with which a batch of these decodes takes no longer, and has at most `max_tokens`."""
+        return bisect_right(
             range(1, self.max_tokens - decodes.tokens + 1),
             within_ms,
             key=lambda tokens: self._model.step_ms(decodes + Work.prefill(tokens), share, beside),
         )
-        return decodes.tokens + prefill
 
     def _chunk(self, decodes: Work, split: Split, beside: Work) -> int:
         """Tokens of the next chunk aside."""

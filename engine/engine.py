@@ -286,7 +286,7 @@ class Engine:
             self._aside.launch(split, aside, self._on_aside_done)
 
     def _record(self, name: LaneName, lane: Lane, batch: Batch, ran: Ran) -> None:
-        if batch.num_decodes:
+        if batch.num_decodes and name != "prefill":
             self._step_ms.append(ran.ms)
         waiting, tokens = self._scheduler.num_waiting, self._scheduler.backlog.tokens
         self.trace.add(name, lane.share, batch, ran, waiting, tokens)

@@ -22,6 +22,9 @@ from typing import Generic, NamedTuple, TypeVar
 QUANTUM = 512
 """Tokens that a tenant's turn adds to what it may take."""
 
+MAX_DEBT = 8 * QUANTUM
+"""A tenant that went out of turn for long, while nobody else of its class wanted to, owes those who come no more."""
+
 AGED_SHARE = 8
 """More of them: late requests and lower classes wait longer; fewer: fewer deadlines are kept."""
 
@@ -36,7 +39,7 @@ class Terms:
         tokens: What its turn costs.
         tenant: Whose it is.
         priority: Its class.
-        deadline: When its turn should have come, in seconds by the clock of the queue's owner.
+        deadline: Until when it can be in time, in seconds by the clock of the queue's owner.
     """
 
     tokens: int
@@ -141,9 +144,12 @@ class FairQueue(Generic[T]):
     def take(self, item: T) -> None:
         """Somebody has its turn: the first one, or another one out of turn. It pays for it."""
         terms, _ = self._entries[item]
-        if item is not next(iter(self._entries)):
-            self._past_oldest += terms.tokens
-        self._classes[terms.priority][terms.tenant].credit -= terms.tokens
+        oldest = next(iter(self._entries))
+        if item is not oldest:  # while the oldest one can't go, it is owed no more than its turn
+            due = (AGED_SHARE - 1) * self._entries[oldest][0].tokens
+            self._past_oldest = max(self._past_oldest, min(due, self._past_oldest + terms.tokens))
+        account = self._classes[terms.priority][terms.tenant]
+        account.credit = max(account.credit - terms.tokens, -max(terms.tokens, MAX_DEBT))
         self.remove(item)
 
     def remove(self, item: T) -> None:

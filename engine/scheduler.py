@@ -328,7 +328,7 @@ class Scheduler:
         if seq.queued:
             seq.cached_tokens = min(len(found) * BLOCK_SIZE - int(whole), seq.request.prompt_len)
             self.cached_tokens += seq.cached_tokens
-            seq.queued_s = now - seq.request.received
+            seq.queued_s = max(0.0, now - seq.request.received)  # simulated time may be a little behind
             self.backlog.take(seq.request.tenant, seq.num_tokens, now)
             self._not_queued(seq)
         self.start(seq, shared + own, seq.num_tokens - 1 if whole else len(shared) * BLOCK_SIZE, len(shared))

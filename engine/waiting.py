@@ -82,7 +82,7 @@ class Line:
 
     def short(self, seq: Seq, available: int, headroom: int) -> None:
         """The first in line found too few pages with this many available (-1: no row)."""
-        overtaken = self._shortage is not None and self._shortage.seq is seq and self._shortage.overtaken
+        overtaken = self._shortage is not None and self._shortage.overtaken  # maybe with another one in front
         self._shortage = _Shortage(seq, available, headroom, overtaken)
 
     def still_short(self, seq: Seq, available: int, headroom: int) -> bool:

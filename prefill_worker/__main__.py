@@ -16,8 +16,7 @@ def run(settings: WorkerSettings) -> None:
     from prefill_worker.service import PrefillService
     from worker import process
 
-    # It has no decodes, so nothing to decide.
-    process.run(settings.model_copy(update={"colocate": "mixed"}), "prefill", PrefillService)
+    process.run(settings, "prefill", PrefillService)
 
 
 if __name__ == "__main__":

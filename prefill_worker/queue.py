@@ -47,6 +47,11 @@ class Place:
         """Of its prompt."""
         return self.terms.tokens
 
+    @property
+    def work(self) -> Work:
+        """What it lacks, as far as known."""
+        return Work.prefill(self.left, self.tokens - self.left)
+
 
 class FillQueue:
     """All fills of a prefill worker that still need its engine, or a landing.
@@ -75,6 +80,7 @@ class FillQueue:
         self._waiting = FairQueue[Place]()
         self._backlog = Backlog(predicted_s)
         self._granted: list[Place] = []
+        self._waiting_work = Work()
 
     @property
     def waiting(self) -> list[Place]:
@@ -89,7 +95,7 @@ class FillQueue:
     @property
     def waiting_work(self) -> Work:
         """What they lack, as far as known."""
-        return sum((Work.prefill(place.left, place.tokens - place.left) for place in self._waiting), Work())
+        return self._waiting_work
 
     def enter(self, owner: str, terms: Terms, now: float) -> Place:
         """Queues a fill of the decode worker `owner`.
@@ -101,12 +107,17 @@ class FillQueue:
         place = Place(owner, terms, terms.tokens)
         self._waiting.push(place, terms)
         self._backlog.add(terms.tenant, terms.tokens, now)
+        self._waiting_work += place.work
         self._grant(now)
         return place
 
     def computed(self, place: Place, left: int, now: float) -> None:
         """The fill has made progress, or it is known how much of it is to be computed at all."""
+        if place in self._waiting:
+            self._waiting_work -= place.work
         place.left = left
+        if place in self._waiting:
+            self._waiting_work += place.work
         self._grant(now)
 
     def landed(self, place: Place, now: float) -> None:
@@ -120,6 +131,7 @@ class FillQueue:
             self._granted.remove(place)
         elif place in self._waiting:
             self._waiting.remove(place)
+            self._waiting_work -= place.work
             self._backlog.remove(place.terms.tenant, place.tokens)
         self._grant(now)
 
@@ -127,6 +139,7 @@ class FillQueue:
         left = sum(place.left for place in self._granted if place.early or place.landed)
         while left < self._slack_tokens and (place := self._next(now)) is not None:
             self._waiting.take(place)
+            self._waiting_work -= place.work
             self._backlog.take(place.terms.tenant, place.tokens, now)
             early_pages = sum(blocks_for(other.tokens) for other in self._granted if other.early and not other.landed)
             place.early = early_pages + blocks_for(place.tokens) <= self._early_pages

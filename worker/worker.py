@@ -88,7 +88,8 @@ class Worker:
         make_bridge: MakeBridge = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
     ) -> None:
-        self._settings = settings
+        # A prefill worker has no decodes beside which prompts could be computed.
+        self._settings = settings.model_copy(update={"colocate": "mixed"}) if role == "prefill" else settings
         self._role = role
         self._make_service = make_service
         self._load = load

@@ -48,8 +48,9 @@ class TestBudget:
         assert predict.step_ms(DECODES + Work.prefill(room.along + 1)) > 1.1 * predict.step_ms(DECODES)
 
     def test_prompts_get_on_where_no_target_can_be_kept(self) -> None:
-        room, _ = Colocation(model(), itl_ms=1).room(DECODES, None)
-        assert room.along == MIN_BUDGET - DECODES.tokens
+        for decodes in (DECODES, Work.decode(2 * MIN_BUDGET, 100_000)):
+            room, _ = Colocation(model(), itl_ms=1).room(decodes, None)
+            assert room.along == MIN_BUDGET
 
 
 class TestPrefillMs:

@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.fair_queue import AGED_SHARE, QUANTUM, FairQueue, Terms
+from engine.fair_queue import AGED_SHARE, MAX_DEBT, QUANTUM, FairQueue, Terms
 
 
 def queue_of(*terms: Terms) -> FairQueue[int]:
@@ -144,11 +144,13 @@ class Naive:
     def leave(self, item: int, *, taken: bool) -> None:
         index, terms = next((i, terms) for i, (one, terms) in enumerate(self.waiting) if one == item)
         if taken:
-            self.tenants[terms.priority, terms.tenant].credit -= terms.tokens
+            tenant = self.tenants[terms.priority, terms.tenant]
+            tenant.credit = max(tenant.credit - terms.tokens, -max(terms.tokens, MAX_DEBT))
         if index == 0:
             self.past_oldest = max(0, self.past_oldest - (AGED_SHARE - 1) * terms.tokens)
         elif taken:
-            self.past_oldest += terms.tokens
+            due = (AGED_SHARE - 1) * self.waiting[0][1].tokens
+            self.past_oldest = max(self.past_oldest, min(due, self.past_oldest + terms.tokens))
         del self.waiting[index]
         if not any((one.priority, one.tenant) == (terms.priority, terms.tenant) for _, one in self.waiting):
             self.rings[terms.priority].remove(terms.tenant)
@@ -236,3 +238,29 @@ def test_tenants_that_always_wait_get_the_same(sizes: list[int], tenants: int, t
     assert max(served[tenant] for tenant in range(tenants)) - min(served[tenant] for tenant in range(tenants)) <= (
         QUANTUM + 2 * max(sizes)
     )
+
+
+def test_who_went_out_of_turn_for_long_owes_no_more_than_a_few_turns() -> None:
+    terms = {item: Terms(QUANTUM, "old") for item in range(200)} | {
+        item: Terms(QUANTUM, "new") for item in range(200, 300)
+    }
+    queue = FairQueue[int]()
+    for item in range(200):
+        queue.push(item, terms[item])
+    for item in range(1, 100):
+        queue.take(item)  # out of turn: not the oldest one
+    for item in range(200, 300):
+        queue.push(item, terms[item])
+    tenants = [terms[item].tenant for item in order(queue)[:60]]
+    assert tenants.count("old") >= 20
+
+
+def test_the_oldest_one_is_owed_its_turn_and_no_more() -> None:
+    queue = FairQueue[int]()
+    queue.push(0, Terms(QUANTUM, priority=0))
+    for item in range(1, 200):
+        queue.push(item, Terms(QUANTUM, priority=1))
+    queue.push(200, Terms(QUANTUM, priority=0))
+    for item in range(1, 100):
+        queue.take(item)  # the oldest one can't go for long
+    assert order(queue)[:3] == [0, 100, 101]

@@ -372,7 +372,8 @@ async def test_a_fill_can_be_ended_in_every_state(redis_url: str, state: str, ho
             while (event := await call.next()) is not None:
                 last = event
             assert last.WhichOneof("kind") == "released"
-            assert last.released.error
+            all_pushed = how == "landing twice" and last.released.pages == len(message.pages)  # before the second one
+            assert last.released.error or all_pushed
         await s.view.balanced()
         assert (s.receiver.memory[list(message.pages)] == -7).all() or state in ("computing", "computed")
 
