@@ -49,6 +49,19 @@ def test_flags_reach_the_command(invoke: Invoke) -> None:
     assert invoke.given.api_key == ["a", "b"]
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("64", 64)])
+def test_a_number_or_a_word_reaches_the_command(invoke: Invoke, text: str, value: int | str) -> None:
+    assert invoke("--long-prefill-tokens", text)[0] == 0
+    assert invoke.given is not None
+    assert invoke.given.long_prefill_tokens == value
+
+
+def test_neither_the_number_nor_the_word_is_one_sentence(invoke: Invoke) -> None:
+    code, output = invoke("--long-prefill-tokens", "much")
+    assert code == 1
+    assert "long-prefill-tokens" in output
+
+
 def test_the_file_is_read(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("port: 9000\nprefill: 0\n")
