@@ -1,9 +1,9 @@
 """Measures KV page transfers between two processes: `python -m scripts.bench_transfer` from the repository's root.
 
 One process receives, one pushes scattered pages over the transport; a push is timed from the call until both sides
-know that every page has arrived. Before each row `ucx_perftest` says what UCX reaches at best: for `ucx` messages of the
-page's size with the same settings (`tag_bw`; it polls, so it suffers where cores are scarce), for `nixl` one-sided writes
-of 256 MiB through shared memory (`ucp_put_bw`). Prints a Markdown table.
+know that every page has arrived. Before each row `ucx_perftest` says what UCX reaches at best: for `ucx` messages of
+the page's size with the same settings (`tag_bw`), for `nixl` one-sided writes of 256 MiB through shared memory
+(`ucp_put_bw`). It polls on both sides, so it suffers where cores are scarce. Prints a Markdown table.
 """
 
 import argparse
