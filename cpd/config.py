@@ -112,7 +112,9 @@ class AllWorkersSettings(EngineSettings, SharedSettings):
     """What all workers of a cluster have in common."""
 
     cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
-    transport: Literal["auto", "nixl", "ucx"] = Field("auto", description="How KV pages move between workers.")
+    transport: Literal["auto", "nixl", "ucx"] = Field(
+        "ucx", description="How KV pages move between workers; auto: by nixl where it works, else by ucx."
+    )
     lease_s: float = Field(5.0, gt=0, description="A worker silent in Redis for this long, in seconds, is gone.")
     fill_progress_s: float = Field(
         10.0, gt=0, description="A remote prefill without progress for this long, in seconds, has failed."
