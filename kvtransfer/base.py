@@ -70,8 +70,9 @@ class Landing(Protocol):
     async def peer_gone(self) -> None:
         """Returns when it is certain that no write into these pages is under way or can begin.
 
-        For a landing that was revoked, failed or completed. A sender that makes no progress is cut off after a
-        few seconds, so this ends even when the sender is stopped.
+        For a landing that was revoked, failed or completed. A sender that makes no progress is cut off after a few
+        seconds, so this ends even when the sender is stopped; unless it writes from its own process straight into
+        this one's memory (nixl, on one machine): then it ends when the sender continues, or is gone.
         """
 
 
@@ -133,4 +134,7 @@ class Transport(Protocol):
         """
 
     async def close(self) -> None:
-        """Ends all landings, transfers and connections; afterwards the pool is not touched any more."""
+        """Ends all landings, transfers and connections; afterwards the pool is not touched any more.
+
+        It takes as long as `Landing.peer_gone` does.
+        """
