@@ -212,7 +212,7 @@ def _taken_with(landing: BookedLanding, runs: Sequence[tuple[int, int]]) -> byte
             raise TransferError(f"index {index + count - 1} is outside the landing of {len(pages)} pages")
         if any(taken[index : index + count]):
             raise TransferError(f"a page at index {index} to {index + count - 1} of the landing was pushed before")
-        if any(pages[index + k] != pages[index] + k for k in range(count)):
+        if count > 1 and pages[index : index + count] != tuple(range(pages[index], pages[index] + count)):
             raise TransferError(f"the pages at index {index} to {index + count - 1} of the landing are not neighbours")
         taken[index : index + count] = b"\x01" * count
     return taken
