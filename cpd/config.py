@@ -22,6 +22,10 @@ from cpd.errors import ConfigError
 Role = Literal["prefill", "combined"]
 
 
+MOST_SLO_MS = 1e9
+"""No target is longer: eleven days, which is none."""
+
+
 class Settings(BaseSettings):
     """Base of all settings."""
 
@@ -159,9 +163,13 @@ class AllRoutersSettings(SharedSettings):
         default_factory=list,
         description="Key that clients must send; repeat for several tenants. None: open to all.",
     )
-    slo_ttft: float = Field(2000.0, gt=0, description="A first token is to come within this time, in ms.")
-    slo_itl: float = Field(50.0, gt=0, description="The next token of a stream is to come within this time, in ms.")
-    long_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    slo_ttft: float = Field(
+        2000.0, gt=0, le=MOST_SLO_MS, description="A first token is to come within this time, in ms."
+    )
+    slo_itl: float = Field(
+        50.0, gt=0, le=MOST_SLO_MS, description="The next token of a stream is to come within this time, in ms."
+    )
+    long_prefill_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | Literal["auto"] = Field(
         "auto",
         description="A prompt with more uncached tokens than this goes to a prefill worker; auto: where that is "
         "predicted to be better.",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpd.perfmodel import FitError, PerfModel, Profile, ShareProfile, StepCost, Work
+from cpd.perfmodel import MOST_SLOWDOWN, FitError, PerfModel, Profile, ShareProfile, StepCost, Work
 
 KNOT_RATIO = 1.9
 """Knots of the curve over the tokens are at least this far apart."""
@@ -99,7 +99,7 @@ def _fit_cost(samples: Sequence[Sample], *, is_decode: bool) -> StepCost:
         seq_ms=seq_ms,
         context_ms=context_ms,
         pair_ms=pair_ms,
-        slowdown=float(np.median(slowdowns)) if slowdowns else 1.0,
+        slowdown=min(float(np.median(slowdowns)), MOST_SLOWDOWN) if slowdowns else 1.0,
     )
 
 

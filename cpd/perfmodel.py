@@ -18,7 +18,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -77,15 +77,24 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+MOST_MS = 1e9
+"""No step takes longer: sums and products of such times are still numbers."""
+
+MOST_SLOWDOWN = 1e6
+
+_Ms = Annotated[float, Field(ge=0, le=MOST_MS)]
+_Tokens = Annotated[int, Field(ge=1, le=1 << 30)]
+
+
 class StepCost(_Part):
     """What one kind of steps costs."""
 
-    tokens: tuple[int, ...] = Field(min_length=1, description="Knots of the curve: 1, and then ascending.")
-    tokens_ms: tuple[float, ...] = Field(description="Time of a step of that many tokens, without what follows.")
-    seq_ms: float = Field(0.0, ge=0, description="For each sequence.")
-    context_ms: float = Field(0.0, ge=0, description="For each token of context.")
-    pair_ms: float = Field(0.0, ge=0, description="For each pair of a query and a key.")
-    slowdown: float = Field(1.0, gt=0, description="Factor while the other lane runs on the rest of the device.")
+    tokens: tuple[_Tokens, ...] = Field(min_length=1, description="Knots of the curve: 1, and then ascending.")
+    tokens_ms: tuple[_Ms, ...] = Field(description="Time of a step of that many tokens, without what follows.")
+    seq_ms: _Ms = Field(0.0, description="For each sequence.")
+    context_ms: _Ms = Field(0.0, description="For each token of context.")
+    pair_ms: _Ms = Field(0.0, description="For each pair of a query and a key.")
+    slowdown: float = Field(1.0, gt=0, le=MOST_SLOWDOWN, description="Factor while the other lane runs beside it.")
 
     @model_validator(mode="after")
     def _curve(self) -> Self:
@@ -93,7 +102,7 @@ class StepCost(_Part):
             raise ValueError(f"{len(self.tokens)} knots, but {len(self.tokens_ms)} times")
         if self.tokens[0] != 1 or any(a >= b for a, b in pairwise(self.tokens)):
             raise ValueError("the knots must begin with 1 and ascend")
-        if self.tokens_ms[0] < 0 or any(a > b for a, b in pairwise(self.tokens_ms)):
+        if any(a > b for a, b in pairwise(self.tokens_ms)):
             raise ValueError("the times at the knots must not fall")
         return self
 

@@ -140,7 +140,8 @@ class Leg:
             return
         if computed_by is not None:
             record.prefilled.CopyFrom(prefilled)
-            if computed_by.view is not None:
+            planned = (prefilled.prefill_worker or record.placement.decode.worker_id) == computed_by.id
+            if planned and computed_by.view is not None:
                 computed_by.view.predictions.add(record.placement.chosen.ttft_ms, (now - record.placed_at) * 1e3)
             self._prompt_computed()
         if record.choice == choice:

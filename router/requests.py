@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from math import inf
 from random import Random
 
 from cpd.rpc import cpd_pb2 as pb
@@ -35,6 +36,9 @@ PARK_S = 30.0
 
 MAX_LOSSES = 4
 """A request that lost so many workers may be what ends them: it fails."""
+
+MOST_FULL = 3
+"""A new request that so many workers had no room for is refused: they looked the best."""
 
 IMMEDIATE_REROUTES = 3
 """A request that was given back more often than this is not placed again without a pause."""
@@ -108,6 +112,8 @@ class Dispatcher:
                 raise ProtocolError(f"choice {output.choice} of a request that has {leg.request.n}")
             try:
                 self._hand_on(leg, session, output)
+            except ProtocolError:
+                raise
             except Exception:
                 log.exception("request %s: its output could not be handled", leg.request.trace_id)
                 self._fail(leg.request, failed("The output could not be processed."))
@@ -124,7 +130,10 @@ class Dispatcher:
         leg.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
             leg.full.append(refusal)
-            self._place_again(leg, retry_after_s)
+            if len(leg.full) < MOST_FULL or leg.losses or leg.request.started:
+                self._place_again(leg, retry_after_s)
+            else:
+                self._fail(leg.request, _queues_full(leg.full, retry_after_s))
         elif refusal.kind == pb.Refusal.KIND_REROUTE:
             log.warning("request %s is placed anew: %s", leg.request.trace_id, refusal.message)
             leg.reroutes += 1
@@ -155,6 +164,8 @@ class Dispatcher:
     def _hand_on(self, leg: Leg, session: Session, output: pb.Output) -> None:
         request, choice = leg.request, output.choice
         prefilled = output.prefilled
+        if not 0 <= prefilled.queue_ms < inf:
+            raise ProtocolError(f"a request waited {prefilled.queue_ms} ms")
         leg.output(choice, prefilled, asyncio.get_running_loop().time())
         if not request.started:
             request.started = True
@@ -193,30 +204,28 @@ class Dispatcher:
             return False
         session = self._workers.get(placement.decode.worker_id)
         computes = self._workers.get(placement.prefill[0].worker_id) if placement.prefill else session
+        submit = pb.Submit(
+            request=leg.id,
+            attempt=leg.attempt + 1,
+            token_ids=token_ids,
+            prompt_len=len(request.token_ids),
+            hash_root=request.hash_root,
+            block_hashes=b"".join(hashes),
+            sampling=request.sampling,
+            n=len(leg.choices),
+            choice=min(leg.choices),
+            tenant=request.tenant,
+            prefill_candidates=[
+                pb.PrefillCandidate(worker_id=one.worker_id, address=one.address) for one in placement.prefill
+            ],
+            long_prefill_tokens=placement.long_prefill_tokens,
+            trace_id=request.trace_id,
+            priority=request.priority,
+            deadline_ms=self._deadline_ms(request, now),
+        )
         self.history.add(leg.attach(placement, session, computes, now))
         self._metrics.placements.labels(placement.route, "yes" if placement.replicated else "no").inc()
-        first = min(leg.choices)
-        session.submit(
-            pb.Submit(
-                request=leg.id,
-                attempt=leg.attempt,
-                token_ids=token_ids,
-                prompt_len=len(request.token_ids),
-                hash_root=request.hash_root,
-                block_hashes=b"".join(hashes),
-                sampling=request.sampling,
-                n=len(leg.choices),
-                choice=first,
-                tenant=request.tenant,
-                prefill_candidates=[
-                    pb.PrefillCandidate(worker_id=one.worker_id, address=one.address) for one in placement.prefill
-                ],
-                long_prefill_tokens=placement.long_prefill_tokens,
-                trace_id=request.trace_id,
-                priority=request.priority,
-                deadline_ms=self._deadline_ms(request, now),
-            )
-        )
+        session.submit(submit)
         return True
 
     def _deadline_ms(self, request: Request, now: float) -> int:
@@ -236,7 +245,7 @@ class Dispatcher:
         if self._place(leg):
             return
         now = asyncio.get_running_loop().time()
-        if not (leg.losses or leg.reroutes or leg.request.started):
+        if not (leg.losses or leg.request.started) and (leg.full or not leg.reroutes):
             self._fail(leg.request, _queues_full(leg.full, retry_after_s))
             return
         if leg.deadline is None:

@@ -9,7 +9,7 @@ from cpd.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.checkpoint import Checkpoint
 from router.completion import Completion, PromptConsumer
-from router.errors import ApiError, invalid, unavailable
+from router.errors import invalid, unavailable
 from router.legs import Request
 from router.metrics import Metrics
 from router.openai import ChatFormat, CompletionFormat, Format, Shape
@@ -108,7 +108,7 @@ class Service:
             for position, prompt in enumerate(prompts):
                 own = choices[position * request.n : (position + 1) * request.n]
                 completion.start(self._request(request, prompt, sampling, caller, completion, own))
-        except ApiError:
+        except BaseException:
             completion.cancel()
             raise
         return completion

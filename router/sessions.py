@@ -210,7 +210,10 @@ class Session:
         self._outgoing = asyncio.Queue()
         self._index.forget(self.id)
         if connected:
-            listener.lost(self)
+            try:
+                listener.lost(self)
+            except Exception:  # one request's trouble must not end the session with this worker for good
+                log.exception("what ran on worker %s could not be placed anew", self.id)
         self.view = None
 
     async def _connect(self, listener: Listener) -> None:

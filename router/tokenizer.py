@@ -4,7 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ INLINE_CHARS = 8_192
 
 REMEMBERED_CHARS = 1 << 24
 """Of parts of chats whose tokens are remembered; about twice as many bytes."""
+
+MOST_PARTS = 1024
+"""A chat has fewer parts."""
 
 PART_CHARS = 256
 """What a part counts beside its characters."""
@@ -54,7 +57,11 @@ class Tokenizer:
         The parts of a chat that the same `owner` sent before (the same system prompt, earlier turns) are not tokenised
         again. Other owners' are: how long it takes would tell what they sent.
         """
-        starts = [match.start() for match in self._cuts.finditer(text)] if self._cuts else []
+        cuts = self._cuts.finditer(text) if self._cuts else ()
+        starts = [match.start() for match in islice(cuts, MOST_PARTS)]
+        if len(starts) == MOST_PARTS:  # no chat, but somebody's text: looking up its parts takes longer than they do
+            (ids,) = await self._encode([text], special_tokens=False)
+            return ids
         parts = [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True) if start < end]
         known = {part: self._parts.get((owner, part)) for part in parts}
         missing = [part for part, ids in known.items() if ids is None]

@@ -5,16 +5,17 @@ they are sent. The worker's figures include what this router has on it, the rest
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import Literal, get_args
 
 from cpd.errors import ConfigError, CPDError
-from cpd.perfmodel import PerfModel, Profile, Work
+from cpd.perfmodel import MOST_MS, PerfModel, Profile
 from cpd.rpc import cpd_pb2 as pb
 from router.candidate import NOMINAL, Candidate
 
 MOST_TOKENS = 1 << 40
 """More than this on one worker is nonsense."""
+
+MOST_PROFILE_BYTES = 1 << 18
 
 UNSEEN_S = 0.1
 """A report may not yet know of requests that were sent so shortly before it: as long as a worker's longest silence."""
@@ -109,7 +110,7 @@ class WorkerView:
         Raises:
             UnusableError: It makes no sense.
         """
-        if not (0 <= load.prefill_ms < inf and 0 <= load.step_ms < inf):
+        if not (0 <= load.prefill_ms <= MOST_MS and 0 <= load.step_ms <= MOST_MS):
             raise UnusableError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
         pages = load.free_pages + load.cached_pages + load.used_pages + load.reserved_pages + load.quarantined_pages
         if pages > self._hello.num_pages:
@@ -121,7 +122,7 @@ class WorkerView:
         self._others = max(0, load.running + load.waiting - self.sequences)
         prefill_ms = load.prefill_ms
         if not self._hello.profile:
-            prefill_ms = self._model.step_ms(Work.prefill(load.waiting_tokens))
+            prefill_ms = load.waiting_tokens * self.candidate.token_ms
         unseen_ms = sum(ms for at, ms in self._sent.values() if now - at < UNSEEN_S)
         self._idle_at = now + (prefill_ms + unseen_ms) / 1e3
         self._candidate = None
@@ -163,6 +164,8 @@ def _decode_shares(profile: Profile) -> tuple[float, ...]:
 
 
 def _model(profile: bytes) -> PerfModel:
+    if len(profile) > MOST_PROFILE_BYTES:
+        raise UnusableError(f"what it predicts with has {len(profile)} bytes, and no profile needs so many")
     try:
         return PerfModel(Profile.parse(profile, "what it predicts with"))
     except ConfigError as error:

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 
+MOST_PAGES = 1 << 24
+"""Of one worker: bounds what is kept of its cache."""
+
 SWEEP_PAUSE_S = 0.01
 """Between two pieces of clearing up after workers that are gone, of about a millisecond each."""
 
@@ -171,6 +174,8 @@ class Workers:
             raise RefusedError(f"its lease says {member.kind!r}, but its session {pb.Role.Name(hello.role)}")
         if not (hello.epoch and hello.num_pages and hello.max_model_len and hello.vocab_size):
             raise RefusedError("it did not say its epoch, num_pages, max_model_len and vocab_size")
+        if hello.num_pages > MOST_PAGES:
+            raise RefusedError(f"it has {hello.num_pages} pages, and this router keeps track of {MOST_PAGES} at most")
         if hello.block_size != BLOCK_SIZE:
             raise RefusedError(f"it has blocks of {hello.block_size} tokens, this router {BLOCK_SIZE}")
         if self.fingerprint not in (b"", hello.fingerprint):

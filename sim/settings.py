@@ -1,7 +1,7 @@
 """The settings of `cpd sim`. Environment variables start with `CPD_SIM_`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -31,7 +31,7 @@ class ClusterShape(Settings):
     network_ms: float = Field(0.5, ge=0, description="One way between router and worker, and between two workers.")
     slo_ttft: float = Field(2000.0, gt=0, description="Target for the time to the first token, in ms.")
     slo_itl: float = Field(50.0, gt=0, description="Target for the gap between two tokens of a stream, in ms.")
-    long_prefill_tokens: int | Literal["auto"] = Field(
+    long_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="More uncached tokens go to a prefill worker; auto: where it is predicted to be better."
     )
     workload: Literal["mix", "trace"] = Field(

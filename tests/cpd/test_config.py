@@ -41,6 +41,9 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
         ({"kv_memory": "plenty"}, "kv-memory: "),
         ({"token_budget": "-1"}, "token-budget: .*0"),
         ({"lease_s": "0"}, "lease-s: "),
+        ({"slo_ttft": "inf"}, "slo-ttft: "),
+        ({"slo_itl": "nan"}, "slo-itl: "),
+        ({"long_prefill_tokens": "5000000000"}, "long-prefill-tokens"),
         ({"no_such": "1"}, "no-such: "),
     ],
 )

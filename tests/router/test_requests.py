@@ -144,6 +144,25 @@ class TestRefusals:
         response = await router.http.post("/v1/chat/completions", json=CHAT)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
+    async def test_not_every_worker_is_asked_when_the_best_ones_are_full(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        workers = [await start_worker(_refuses(pb.Refusal.KIND_QUEUE_FULL), worker_id=f"full-{i}") for i in range(6)]
+        router = await start_router(*workers)
+        response = await router.http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 503
+        assert sum(len(worker.submits) for worker in workers) == requests_module.MOST_FULL
+
+    async def test_a_request_whose_prefill_failed_does_not_wait_for_full_queues(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        full = _refuses(pb.Refusal.KIND_QUEUE_FULL)
+        worker = await start_worker(_refuses(pb.Refusal.KIND_REROUTE, full, times=1))
+        router = await start_router(worker)
+        response = await router.http.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_full")
+        assert len(worker.submits) == 2
+
     async def test_a_rerouted_request_is_placed_anew(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from router import tokenizer as tokenizer_module
-from router.tokenizer import INLINE_CHARS, Tokenizer, load_tokenizer, special_tokens
+from router.tokenizer import INLINE_CHARS, MOST_PARTS, Tokenizer, load_tokenizer, special_tokens
 
 
 async def test_long_texts_are_encoded_off_the_loop_with_the_same_result(model_dir: Path) -> None:
@@ -75,6 +75,15 @@ class TestChats:
             text = f"<|start|>{number}<|end|>" + "x" * number
             assert await tokenizer.encode_chat(text, b"") == tokenizer.backend.encode(text).ids
             assert tokenizer._parts.size <= 3_000
+
+    async def test_a_text_with_more_parts_than_a_chat_is_encoded_whole(
+        self, model_dir: Path, encoded: list[str]
+    ) -> None:
+        tokenizer = load_tokenizer(model_dir, {})
+        text = "<|start|>fox" * MOST_PARTS
+        assert await tokenizer.encode_chat(text, b"") == tokenizer.backend.encode(text).ids
+        assert encoded == [text]
+        assert tokenizer._parts.size == 0
 
     async def test_an_empty_chat_has_no_tokens(self, model_dir: Path) -> None:
         assert await load_tokenizer(model_dir, {}).encode_chat("", b"") == []

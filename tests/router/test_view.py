@@ -1,9 +1,11 @@
+from typing import Any
+
 import pytest
 
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from cpd.rpc import cpd_pb2 as pb
 from router.candidate import NOMINAL
-from router.view import UNSEEN_S, UnusableError, WorkerView
+from router.view import MOST_PROFILE_BYTES, UNSEEN_S, UnusableError, WorkerView
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
 PROFILE = Profile(
@@ -15,7 +17,7 @@ PROFILE = Profile(
 )
 
 
-def _view(**hello: object) -> WorkerView:
+def _view(**hello: Any) -> WorkerView:
     profile = PROFILE.model_dump_json(by_alias=True).encode()
     return WorkerView(pb.Hello(**{"worker_id": "w", "profile": profile, **hello}), "w:1", itl_ms=50.0)
 
@@ -77,7 +79,7 @@ def test_without_a_profile_waiting_tokens_tell_the_queue() -> None:
     view = _view(profile=b"")
     view.reported(pb.Load(waiting_tokens=5_000), 0.0)
     assert view.candidate.model is NOMINAL
-    assert view.candidate.queue_ms(0.0) == pytest.approx(NOMINAL.step_ms(Work.prefill(5_000)))
+    assert view.candidate.queue_ms(0.0) == pytest.approx(5_000 * view.candidate.token_ms)
 
 
 @pytest.mark.parametrize("profile", [b"x", b"{}", PROFILE.model_dump_json(by_alias=True).encode()[:-1]])
@@ -88,7 +90,18 @@ def test_a_corrupt_profile_is_told_in_one_sentence(profile: bytes) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_profile_is_no_larger_than_profiles_are() -> None:
+    with pytest.raises(UnusableError, match="no profile needs so many"):
+        _view(profile=b" " * (MOST_PROFILE_BYTES + 1))
+
+
+def test_times_beyond_reason_are_in_no_profile() -> None:
+    absurd = PROFILE.model_dump_json(by_alias=True).replace("100.0", "1.7e308").encode()
+    with pytest.raises(UnusableError, match="what it predicts with is not a profile"):
+        _view(profile=absurd)
+
+
 @pytest.mark.parametrize("load", [{"prefill_ms": -1.0}, {"prefill_ms": float("nan")}, {"step_ms": float("inf")}])
-def test_a_nonsensical_load_is_refused(load: dict[str, float]) -> None:
+def test_a_nonsensical_load_is_refused(load: dict[str, Any]) -> None:
     with pytest.raises(UnusableError):
         _view().reported(pb.Load(**load), 0.0)
