@@ -12,6 +12,8 @@ up: venv
 # Real processes share the cores with whatever else runs: a test that fails gets one more try, and the summary says so.
 test: lint
 	$(BIN)/python -m pytest --reruns 1
+	@# NIXL and ucxx each bring a UCX of their own, and a process that has both crashes.
+	$(BIN)/python -m pytest --reruns 1 -m nixl tests/kvtransfer
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -59,8 +59,8 @@ async def gone(process: ProcessIdentity) -> None:
             await ended.wait()
         finally:
             loop.remove_reader(pidfd)
-    except FileNotFoundError:
-        return  # /proc has nobody of that number
+    except (FileNotFoundError, ProcessLookupError):
+        return  # /proc has nobody of that number, or not any more
     finally:
         os.close(pidfd)
 

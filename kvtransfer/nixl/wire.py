@@ -38,6 +38,8 @@ _OFFER = struct.Struct("<QQQQ")
 _RUN = struct.Struct("<II")
 _BATCH = struct.Struct("<Q")
 _PAGE = struct.Struct("<I")
+_MOST = (1 << 31) - 1
+_MOST_PAGES = 1 << 24
 _REFUSE = struct.Struct("<Q?")
 _REJECT = struct.Struct("<?")
 
@@ -191,11 +193,16 @@ def _hello(rest: bytes) -> Hello:
     version, key, page_bytes, *process = _HELLO.unpack(rest)
     if version != _VERSION:
         raise TransferError(f"the peer speaks version {version} of the transfer protocol, this worker {_VERSION}")
-    return Hello(key, page_bytes, ProcessIdentity(*process))
+    identity = ProcessIdentity(*process)
+    if not 0 < identity.pid <= _MOST:
+        raise TransferError(f"the peer says that its process has the number {identity.pid}")
+    return Hello(key, page_bytes, identity)
 
 
 def _welcome(rest: bytes) -> Welcome:
     local, pointer, num_pages = _WELCOME.unpack_from(rest)
+    if not 0 < num_pages <= _MOST_PAGES:
+        raise TransferError(f"the peer says that its pool has {num_pages} pages")
     return Welcome(local, rest[_WELCOME.size :], pointer, num_pages)
 
 
@@ -206,7 +213,10 @@ def _offer(rest: bytes) -> Offer:
 
 def _grant(rest: bytes) -> Grant:
     (batch,) = _BATCH.unpack_from(rest)
-    return Grant(batch, tuple(page for (page,) in _PAGE.iter_unpack(rest[_BATCH.size :])))
+    pages = tuple(page for (page,) in _PAGE.iter_unpack(rest[_BATCH.size :]))
+    if any(page >= _MOST_PAGES for page in pages):
+        raise TransferError(f"the peer granted page {max(pages)}, which no pool has")
+    return Grant(batch, pages)
 
 
 def _reject(rest: bytes) -> Reject:

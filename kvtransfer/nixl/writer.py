@@ -67,6 +67,8 @@ class Writer:
             self._agent = make()
         except TransferError as problem:
             error = problem
+        except Exception as problem:  # whatever the peer said: this thread must live to be closed
+            error = TransferError(f"the receiver's pool can't be written: {problem}")
         self._tell(opened, error)
 
     def _write(self, own: NDArray[np.int32], theirs: NDArray[np.int32], written: Ended) -> None:
@@ -75,6 +77,8 @@ class Writer:
             handle = self._agent.write(own, theirs)
         except TransferError as error:
             self._tell(written, error)
+        except Exception as error:
+            self._tell(written, TransferError(f"the pages can't be written: {error}"))
         else:
             self._flying[handle] = written
             self._look()

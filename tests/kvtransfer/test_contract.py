@@ -26,7 +26,11 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 }
 
 
-@pytest.fixture(params=NETWORKS.values(), ids=list(NETWORKS))
+@pytest.fixture(
+    params=[
+        pytest.param(make, id=name, marks=pytest.mark.nixl if name == "nixl" else ()) for name, make in NETWORKS.items()
+    ]
+)
 async def network(request: pytest.FixtureRequest) -> AsyncIterator[Network]:
     network: Network = request.param()
     yield network

@@ -16,6 +16,8 @@ from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.nixl
+
 
 @pytest.fixture
 async def remotes() -> AsyncIterator[list[Remote]]:
@@ -252,7 +254,6 @@ async def test_a_process_that_never_closes_its_transport_ends_cleanly(transport:
     assert await remote.end() == 0
 
 
-@pytest.mark.skip(reason="now and then this process, the receiver, aborts inside NIXL: docs/decisions/0013")
 @pytest.mark.parametrize("page_bytes", [16 << 10, 2_359_296])
 async def test_senders_killed_at_any_moment_never_harm_the_receiver(page_bytes: int, remotes: list[Remote]) -> None:
     pool = Pool((128 << 20) // page_bytes, page_bytes)

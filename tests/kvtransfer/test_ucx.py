@@ -72,7 +72,7 @@ async def test_it_listens_on_its_host_only(network: Real) -> None:
 
 async def test_it_listens_everywhere_when_told_so(network: Real) -> None:
     pool = Pool(4)
-    transport = await kvtransfer.create("auto", pool.memory, epoch=1, host="0.0.0.0", advertise_host="localhost")
+    transport = await kvtransfer.create("ucx", pool.memory, epoch=1, host="0.0.0.0", advertise_host="localhost")
     try:
         await lands(network, transport, pool)
     finally:
