@@ -8,7 +8,7 @@ from bench.result import Accuracy, Summary
 _TOLERANCE = 0.05  # relative error of a median that the client may cause
 _ITL_TOLERANCE = 0.2  # of its median: a delay that is the same at both ends of a gap does not change the gap
 _TAIL_SHARE = 0.5
-_FULL_IDLE = 0.05  # of the machine's time: with less to spare, whoever runs takes it from somebody
+_FULL_IDLE = 0.15  # of the machine's time: with less to spare, who runs mostly takes it from somebody
 _CLIENT_SHARE = 0.1  # of the machine's time
 _BUSY_SHARE = 0.9  # of a core: above it, events queue up in the client
 _LAG_MS = 10.0  # schedule lag that is never worth a refusal
@@ -34,7 +34,8 @@ def slow_client(health: Health, accuracy: Accuracy | None, medians_ms: Mapping[s
         reasons.append(f"a client process was busy for {health.cpu_share:.0%} of the time")
     if health.machine_idle < _FULL_IDLE and health.machine_share > _CLIENT_SHARE:
         reasons.append(
-            f"no core of this machine was idle, and the client took {health.machine_share:.0%} of their time: "
+            f"this machine's cores were idle for {health.machine_idle:.0%} of the time, and the client took "
+            f"{health.machine_share:.0%} of it: "
             "it may have slowed down a server here, and others may have slowed it down"
         )
     for name, median_ms in medians_ms.items():

@@ -36,7 +36,7 @@ def test_a_healthy_client_has_no_reasons() -> None:
     [
         (replace(HEALTHY, cpu_share=0.97), ACCURATE, summary(), "97%"),
         (replace(HEALTHY, loop_lag_ms_p50=2.1, loop_lag_ms_p99=9.0), ACCURATE, summary(), "median ITL"),
-        (replace(HEALTHY, machine_share=0.2, machine_idle=0.01), ACCURATE, summary(), "no core"),
+        (replace(HEALTHY, machine_share=0.2, machine_idle=0.08), ACCURATE, summary(), "were idle for 8%"),
         (HEALTHY, ACCURATE.model_copy(update={"itl_error": 0.2}), summary(), "20%"),
         (HEALTHY, ACCURATE.model_copy(update={"ttft_error": 0.07}), summary(), "7%"),
         (HEALTHY, ACCURATE, summary(lag_s=0.2), "after they were due"),
