@@ -11,7 +11,7 @@ static-pd           some workers only prefill, the others only decode, every pro
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
@@ -24,11 +24,26 @@ PolicyName = Literal[
     "cpd", "cpd-no-lanes", "cpd-no-remote", "cpd-no-cache", "aggregated", "cache-aware", "most-cached", "static-pd"
 ]
 
-Place = Callable[
-    [Prompt, Sequence[Candidate], Sequence[Candidate], Mapping[str, int], PolicySettings, float, Random],
-    Placement | None,
-]
-"""As `router.policy.place`, with `now` before `rng` at the end."""
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a policy decides by: see `router.policy.place`. There is a combined worker."""
+
+    prompt: Prompt
+    combined: Sequence[Candidate]
+    prefill: Sequence[Candidate]
+    cached: Mapping[str, int]
+    settings: PolicySettings
+    now: float
+    rng: Random
+
+    def cached_blocks(self, worker: Candidate) -> int:
+        """Leading blocks of the prompt that the worker has."""
+        return self.cached.get(worker.worker_id, 0)
+
+
+Place = Callable[[Situation], Placement | None]
+"""Where a request goes; None: nowhere yet."""
 
 # SGLang's router, cache_aware (its defaults at 0.5): the shortest queue while load is uneven, else the longest match if
 # it is long enough, else the shortest queue.
@@ -73,108 +88,54 @@ def policy(name: PolicyName) -> Policy:
             return Policy(_static_pd, "mixed", prefill_workers=True)
 
 
-def _ours(
-    prompt: Prompt,
-    combined: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    cached: Mapping[str, int],
-    settings: PolicySettings,
-    now: float,
-    rng: Random,
-) -> Placement | None:
-    return place(prompt, combined, prefill, cached, settings, now=now, rng=rng)
+def _ours(seen: Situation) -> Placement | None:
+    return place(seen.prompt, seen.combined, seen.prefill, seen.cached, seen.settings, now=seen.now, rng=seen.rng)
 
 
-def _blind(
-    prompt: Prompt,
-    combined: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    cached: Mapping[str, int],
-    settings: PolicySettings,
-    now: float,
-    rng: Random,
-) -> Placement | None:
-    return place(prompt, combined, prefill, {}, settings, now=now, rng=rng)
+def _blind(seen: Situation) -> Placement | None:
+    return _ours(replace(seen, cached={}))
 
 
-def _aggregated(
-    prompt: Prompt,
-    combined: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    cached: Mapping[str, int],
-    settings: PolicySettings,
-    now: float,
-    rng: Random,
-) -> Placement | None:
-    if not combined:
-        return None
-    return _local(_sglang(prompt, combined, cached, rng))
+def _aggregated(seen: Situation) -> Placement:
+    loads = [one.requests for one in seen.combined]
+    least, most = min(loads), max(loads)
+    shortest = min(seen.combined, key=lambda one: (one.requests, seen.rng.random()))
+    if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
+        return _local(shortest)
+    best = _best_match(seen)
+    matched = seen.cached_blocks(best) * BLOCK_SIZE
+    return _local(best if matched > CACHE_THRESHOLD * seen.prompt.tokens else shortest)
 
 
-def _least_blocks(
-    prompt: Prompt,
-    combined: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    cached: Mapping[str, int],
-    settings: PolicySettings,
-    now: float,
-    rng: Random,
-) -> Placement | None:
+def _least_blocks(seen: Situation) -> Placement:
     """Dynamo's KV router (overlap weight 1): least of blocks to prefill plus blocks in use."""
-    if not combined:
-        return None
 
     def cost(one: Candidate) -> tuple[float, float]:
-        prefill_blocks = prompt.tokens / BLOCK_SIZE - cached.get(one.worker_id, 0)
-        return prefill_blocks + one.num_pages - one.free_pages - one.cached_pages, rng.random()
+        prefill_blocks = seen.prompt.tokens / BLOCK_SIZE - seen.cached_blocks(one)
+        return prefill_blocks + one.num_pages - one.free_pages - one.cached_pages, seen.rng.random()
 
-    return _local(min(combined, key=cost))
-
-
-def _most_cached(
-    prompt: Prompt,
-    combined: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    cached: Mapping[str, int],
-    settings: PolicySettings,
-    now: float,
-    rng: Random,
-) -> Placement | None:
-    if not combined:
-        return None
-    return _local(max(combined, key=lambda one: (cached.get(one.worker_id, 0), -one.requests, rng.random())))
+    return _local(min(seen.combined, key=cost))
 
 
-def _static_pd(
-    prompt: Prompt,
-    combined: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    cached: Mapping[str, int],
-    settings: PolicySettings,
-    now: float,
-    rng: Random,
-) -> Placement | None:
+def _most_cached(seen: Situation) -> Placement:
+    return _local(_best_match(seen))
+
+
+def _static_pd(seen: Situation) -> Placement | None:
     """The prefill worker that will be done soonest, for its cache and its queue; the least busy decode worker."""
-    if not (combined and prefill):
+    if not seen.prefill:
         return None
-    decode = min(combined, key=lambda one: (one.requests, rng.random()))
+    decode = min(seen.combined, key=lambda one: (one.requests, seen.rng.random()))
 
     def done_ms(one: Candidate) -> tuple[float, float]:
-        before = cached.get(one.worker_id, 0) * BLOCK_SIZE
-        return one.queue_ms(now) + one.prefill(max(1, prompt.tokens - before), before).ms, rng.random()
+        before = seen.cached_blocks(one) * BLOCK_SIZE
+        return one.queue_ms(seen.now) + one.prefill(max(1, seen.prompt.tokens - before), before).ms, seen.rng.random()
 
-    return Placement(decode, (min(prefill, key=done_ms),), 0, False, ())
+    return Placement(decode, (min(seen.prefill, key=done_ms),), 0, False, ())
 
 
-def _sglang(prompt: Prompt, workers: Sequence[Candidate], cached: Mapping[str, int], rng: Random) -> Candidate:
-    loads = [one.requests for one in workers]
-    least, most = min(loads), max(loads)
-    shortest = min(workers, key=lambda one: (one.requests, rng.random()))
-    if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
-        return shortest
-    best = max(workers, key=lambda one: (cached.get(one.worker_id, 0), -one.requests, rng.random()))
-    matched = cached.get(best.worker_id, 0) * BLOCK_SIZE
-    return best if matched > CACHE_THRESHOLD * prompt.tokens else shortest
+def _best_match(seen: Situation) -> Candidate:
+    return max(seen.combined, key=lambda one: (seen.cached_blocks(one), -one.requests, seen.rng.random()))
 
 
 def _local(decode: Candidate) -> Placement:

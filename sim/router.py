@@ -15,7 +15,7 @@ from router.policy import Placement, PolicySettings, Prompt
 from router.view import WorkerView
 from sim.events import Events
 from sim.fills import DecodeSide, Order
-from sim.policies import Place
+from sim.policies import Place, Situation
 from sim.worker import SimWorker
 
 
@@ -80,7 +80,7 @@ class SimRouter:
         """Places a request and sends it to its worker."""
         request, now = flight.request, self._events.now
         cached = self._index.cached_prefixes(request.block_hashes)
-        placement = self._place(
+        seen = Situation(
             Prompt(len(request.token_ids), request.params.max_tokens),
             self._candidates("combined", flight.refused_by),
             self._candidates("prefill", frozenset()),
@@ -89,6 +89,7 @@ class SimRouter:
             now,
             self._rng,
         )
+        placement = self._place(seen) if seen.combined else None
         if placement is None:
             flight.on_refused(flight)
             return
