@@ -1,11 +1,12 @@
-"""Pages over NIXL's UCX back end: one-sided writes straight into the receiver's reserved pages.
+"""Pages by one-sided writes, straight into the receiver's reserved pages.
 
 transport.py   what callers see, on the event loop
 link.py        one connection: frames over TCP; outgoing.py its sender's side, incoming.py its receiver's side
-writer.py      the thread on which a connection writes
-agent.py       every call into NIXL
+details.py     what these frames say that other transports' don't
+writer.py      the thread on which a connection writes, through a door:
+neighbour.py   the kernel, into a process of the same machine
+agent.py       NIXL's UCX back end, RDMA or TCP, into a process of another one; every call into NIXL
 process.py     which process is at the other end, and when it is gone
-wire.py        what both ends say to each other
 
 Nobody can refuse a one-sided write. So a sender writes only what was granted, and a landing that was given up stays
 unsettled until the sender has said that it is through, or its process is gone; over a network it is enough that the

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from cpd.errors import TransferError
 from kvtransfer.addresses import interface_of
 from kvtransfer.base import PoolMemory
+from kvtransfer.nixl.writer import Pages
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 _PROGRESS_US = 100_000  # UCX wakes the progress thread when there is something; this is for what it misses
@@ -42,24 +43,20 @@ def load() -> ModuleType:
     raise TransferError(f"NIXL is not installed ({missing}): pip install nixl-cu13, or use --transport ucx")
 
 
-def options(host: str, *, local: bool) -> dict[str, str]:
-    """UCX configuration of an agent.
-
-    UCX_TLS and UCX_NET_DEVICES of the environment win.
+def options(host: str) -> dict[str, str]:
+    """UCX configuration of an agent. UCX_TLS and UCX_NET_DEVICES of the environment win.
 
     Args:
         host: IPv4 address of the interface to use.
-        local: The peer is a process of this machine. The kernel then copies the pages (cma), and TCP over the
-            loopback device carries what little else UCX has to say; if the kernel forbids it, TCP carries the pages.
     """
-    if local:
-        return {"TLS": "^mm", "NET_DEVICES": "lo"}  # not shared queues (mm): UCX would only allocate them
     devices = interface_of(host)
     return {"TLS": "^sm"} | ({"NET_DEVICES": devices} if devices else {})
 
 
 class Agent:
-    """A NIXL agent over one pool, for one connection. Not for several threads at a time.
+    """A NIXL agent over one pool, for one connection (implements `kvtransfer.nixl.writer.Door`).
+
+    Not for several threads at a time.
 
     Args:
         memory: The pool.
@@ -119,15 +116,21 @@ class Agent:
         self._lists.append(handle)
         return handle
 
-    def write(self, own: NDArray[np.int32], theirs: NDArray[np.int32]) -> Handle:
-        """Begins to write own page `own[k]` to their page `theirs[k]`, for every k. Ask `written` for the end.
+    def write(self, own: Pages, theirs: Pages, counts: Pages) -> Handle:
+        """Begins to write. Ask `written` for the end.
 
         Raises:
             TransferError: The peer is gone.
         """
         try:
             handle: Handle = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, self._own, own, self._theirs, theirs, "", [self._backend]
+                self._nixl.NIXL_WRITE,
+                self._own,
+                _spread(own, counts),
+                self._theirs,
+                _spread(theirs, counts),
+                "",
+                [self._backend],
             )
             self._agent.postXferReq(handle)
         except self._errors as error:
@@ -151,6 +154,12 @@ class Agent:
     def close(self) -> None:
         """Destroys the agent: nothing is read or written through it any more."""
         self._agent = None
+
+
+def _spread(first: Pages, counts: Pages) -> NDArray[np.int32]:
+    """The pages of runs: first[k], first[k] + 1, …, `counts[k]` of them."""
+    ends = np.cumsum(counts)
+    return (np.repeat(first - ends + counts, counts) + np.arange(ends[-1])).astype(np.int32)
 
 
 def _advice(error: Exception) -> str:

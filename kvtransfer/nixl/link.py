@@ -7,11 +7,8 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
 from cpd.errors import TransferError
-from kvtransfer.nixl import wire
+from kvtransfer.session import frames
 
-GREETING_S = 10.0  # to open a connection; the first NIXL agent of a process takes half a second
-STALL_S = 10.0  # for pages to move
-GRACE_S = 2.0  # for pages to move that this side has given up: revoked, cancelled
 _TICK_S = 0.25
 
 
@@ -52,7 +49,7 @@ class Link(abc.ABC):
             self._failing(reason)
 
     @abc.abstractmethod
-    def _handle(self, frame: wire.Frame) -> None:
+    def _handle(self, frame: frames.Frame) -> None:
         """A frame has come, perhaps after the failure. Raises TransferError if it may not come now."""
 
     @abc.abstractmethod
@@ -67,9 +64,9 @@ class Link(abc.ABC):
     async def _settle(self, reason: str) -> None:
         """Returns when nothing touches pages for this connection any more."""
 
-    def _send(self, frame: wire.Frame) -> None:
+    def _send(self, frame: frames.Frame) -> None:
         if not self._stream.is_closing():
-            self._stream.write(wire.encode(frame))
+            self._stream.write(frames.encode(frame))
 
     def _moved(self) -> None:
         """The peer has done something."""
@@ -78,10 +75,10 @@ class Link(abc.ABC):
     async def _read(self, reader: StreamReader) -> None:
         try:
             while True:
-                frame = await reader.readexactly(wire.length(await reader.readexactly(wire.PREFIX_BYTES)))
+                data = await reader.readexactly(frames.length(await reader.readexactly(frames.PREFIX_BYTES)))
                 self._moved()
                 try:
-                    self._handle(wire.decode(frame))
+                    self._handle(frames.decode(data))
                 except TransferError as error:
                     self.fail(str(error))
         except TransferError as error:

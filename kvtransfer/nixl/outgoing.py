@@ -1,46 +1,29 @@
 """The sender's end of a connection.
 
-    greeting ── Welcome, agent made ──▶ open ──▶ failed ── nothing is being written ──▶ gone
-
-A batch of a push: offered -> granted (the writer has it) -> written -> done: the receiver knows that it has arrived.
+greeting ── Welcome, door made ──▶ open ──▶ failed ── nothing is being written ──▶ gone
 """
 
 import asyncio
 import functools
-import itertools
 from asyncio import StreamReader, StreamWriter
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
-from kvtransfer.nixl import wire
 from kvtransfer.nixl.agent import Agent, options
-from kvtransfer.nixl.link import GRACE_S, GREETING_S, STALL_S, Link
+from kvtransfer.nixl.details import ReceiversPool, encode_process
+from kvtransfer.nixl.link import Link
+from kvtransfer.nixl.neighbour import Neighbour
 from kvtransfer.nixl.process import ProcessIdentity
-from kvtransfer.nixl.writer import Writer
-from kvtransfer.pushes import PushedTransfer, Run
+from kvtransfer.nixl.writer import Door, Writer
+from kvtransfer.pushes import PushedTransfer
+from kvtransfer.session import frames
+from kvtransfer.session.sending import Sending
 
-WINDOW = 4  # batches offered and not arrived
 _BATCH_BYTES = 8 << 20
-
-
-class _State(Enum):
-    OFFERED = auto()
-    GRANTED = auto()
-    WRITTEN = auto()
-
-
-@dataclass(slots=True)
-class _Batch:
-    transfer: PushedTransfer
-    runs: list[Run]
-    state: _State = _State.OFFERED
+_BATCH_RUNS = 256
 
 
 class Outgoing(Link):
@@ -55,6 +38,7 @@ class Outgoing(Link):
         host: IPv4 address of this side.
         memory: The pool.
         key: From the receiver's address.
+        local: Whether to write straight into the receiver's memory if it is a process of this machine.
     """
 
     def __init__(
@@ -65,6 +49,8 @@ class Outgoing(Link):
         host: str,
         memory: PoolMemory,
         key: bytes,
+        *,
+        local: bool,
     ) -> None:
         self.greeted = asyncio.Event()
         self.error: TransferError | None = None
@@ -73,64 +59,57 @@ class Outgoing(Link):
         self._memory = memory
         self._open = False
         self._writer: Writer | None = None
-        self._transfers: deque[PushedTransfer] = deque()
-        self._batches: dict[int, _Batch] = {}
-        self._numbers = itertools.count()
+        self._sending = Sending(max_runs=_BATCH_RUNS, max_pages=self.batch_pages)
         super().__init__(reader, writer, on_gone)
-        self._send(wire.Hello(key, memory.page_bytes, ProcessIdentity.own()))
+        process = encode_process(ProcessIdentity.own()) if local else b""
+        self._send(frames.Hello(key, memory.page_bytes, process))
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Sends a transfer after those before it."""
         if self.failed:
             transfer.lost(self.error or TransferError("the connection is closed"))
             return
-        self._transfers.append(transfer)
+        self._sending.submit(transfer)
         self._moved()
         self._offer()
 
     def _offer(self) -> None:
-        while self._transfers and len(self._batches) < WINDOW:
-            transfer = self._transfers[0]
-            if not transfer.waiting:
-                self._transfers.popleft()
-                continue
-            number, ticket = next(self._numbers), transfer.ticket
-            runs = transfer.take_batch(wire.MAX_RUNS, self.batch_pages)
-            self._batches[number] = _Batch(transfer, runs)
-            indices = tuple((run.index, run.count) for run in runs)
-            self._send(wire.Offer(number, ticket.epoch, ticket.reservation, ticket.generation, indices))
+        for offer in self._sending.offers():
+            self._send(offer)
 
-    def _handle(self, frame: wire.Frame) -> None:
+    def _handle(self, frame: frames.Frame) -> None:
         if self.failed:
             return
         match frame:
-            case wire.Welcome() if self._writer is None:
-                self._prepare(frame)
-            case wire.Reject() if not self._open:
-                self.error = wire.refusal(frame.stale, frame.reason)
+            case frames.Welcome() if self._writer is None:
+                self._prepare(ReceiversPool.decode(frame.details))
+            case frames.Reject() if not self._open:
+                self.error = frames.refusal(frame)
                 raise self.error
-            case wire.Grant():
+            case frames.Grant():
                 self._grant(frame)
-            case wire.Refuse():
-                batch = self._batch(frame.batch, _State.OFFERED)
-                del self._batches[frame.batch]
-                batch.transfer.refused(wire.refusal(frame.stale, frame.reason))
+            case frames.Refuse():
+                self._sending.refused(frame)
                 self._offer()
-            case wire.Done():
-                self._batch(frame.batch, _State.WRITTEN).transfer.arrived()
-                del self._batches[frame.batch]
+            case frames.Done():
+                self._sending.done(frame)
                 self._offer()
-            case wire.Stop():
+            case frames.Stop():
                 raise TransferError(f"the receiver gave the connection up: {frame.reason}")
             case _:
                 raise TransferError(f"the receiver sent {type(frame).__name__} out of turn")
 
-    def _prepare(self, welcome: wire.Welcome) -> None:
-        def make() -> Agent:
-            agent = Agent(self._memory, options(self._host, local=welcome.local), progress=False)
-            agent.connect(welcome.metadata, PoolMemory(welcome.pointer, welcome.num_pages, self._memory.page_bytes))
+    def _prepare(self, pool: ReceiversPool) -> None:
+        theirs = PoolMemory(pool.pointer, pool.num_pages, self._memory.page_bytes)
+
+        def make() -> Door:
+            if isinstance(pool.through, ProcessIdentity):
+                return Neighbour(self._memory, pool.through, theirs)
+            agent = Agent(self._memory, options(self._host), progress=False)
+            agent.connect(pool.through, theirs)
             return agent
 
+        self._num_theirs = pool.num_pages
         self._writer = Writer("kvtransfer-nixl-send")
         self._writer.open(make, self._prepared)
 
@@ -142,57 +121,36 @@ class Outgoing(Link):
             self._open = True
             self.greeted.set()
 
-    def _batch(self, number: int, state: _State) -> _Batch:
-        batch = self._batches.get(number)
-        if batch is None or batch.state is not state:
-            raise TransferError("the receiver spoke of a batch that is not at issue")
-        return batch
-
-    def _grant(self, grant: wire.Grant) -> None:
-        batch = self._batch(grant.batch, _State.OFFERED)
-        if len(grant.pages) != len(batch.runs):
-            raise TransferError("the receiver granted another number of runs than was offered")
+    def _grant(self, grant: frames.Grant) -> None:
+        runs = self._sending.granted(grant)
+        counts = np.array([run.count for run in runs], np.int64)
+        theirs = np.array(grant.places, np.uint64)
+        if (theirs >= self._num_theirs).any():
+            raise TransferError(f"the peer granted page {theirs.max()}, its pool has {self._num_theirs}")
         assert self._writer is not None
-        batch.state = _State.GRANTED
-        counts = np.array([run.count for run in batch.runs], np.int32)
-        own = _spread(np.array([run.page for run in batch.runs], np.int32), counts)
-        theirs = _spread(np.array(grant.pages, np.int32), counts)
-        self._writer.write(own, theirs, functools.partial(self._written, grant.batch))
+        own = np.array([run.page for run in runs], np.int64)
+        self._writer.write(own, theirs.astype(np.int64), counts, functools.partial(self._written, grant.batch))
 
-    def _written(self, number: int, error: TransferError | None) -> None:
+    def _written(self, batch: int, error: TransferError | None) -> None:
         self._moved()
         if error is not None:
             self.fail(str(error))  # the batch is over when the writer is
             return
         if not self.failed:
-            self._batches[number].state = _State.WRITTEN
-        self._send(wire.Written(number))
+            self._sending.sent(batch)
+        self._send(frames.Sent(batch))
 
     def _patience(self) -> float | None:
-        if not self._open:
-            return GREETING_S
-        if not self._batches:
-            return None
-        return GRACE_S if any(batch.transfer.error for batch in self._batches.values()) else STALL_S
+        return self._sending.patience(is_open=self._open)
 
     def _failing(self, reason: str) -> None:
         self.error = self.error or TransferError(reason)
 
     async def _settle(self, reason: str) -> None:
         assert self.error is not None
-        for transfer in self._transfers:
-            transfer.stop(self.error)
+        self._sending.stop(self.error)
         if self._writer is not None:
             await self._writer.close()
-        self._send(wire.Bye())
-        for transfer in [*self._transfers, *(batch.transfer for batch in self._batches.values())]:
-            transfer.lost(self.error)
-        self._transfers.clear()
-        self._batches.clear()
+        self._send(frames.Bye())
+        self._sending.lost(self.error)
         self.greeted.set()
-
-
-def _spread(first: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The pages of runs: first[k], first[k] + 1, …, `counts[k]` of them."""
-    ends = np.cumsum(counts, dtype=np.int32)
-    return np.repeat(first - ends + counts, counts) + np.arange(ends[-1], dtype=np.int32)

@@ -41,27 +41,34 @@ class ProcessIdentity:
         """Whether the two can see each other as processes of one machine, and so write into each other's memory."""
         return (self.boot, self.pid_namespace) == (other.boot, other.pid_namespace)
 
+    def open(self) -> int | None:
+        """A pidfd of this process of this machine, which is the caller's to close. None: it has ended."""
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        try:
+            # The number may be another process's by now. If this is the right one, the pidfd stands for it from now on.
+            if _started(self.pid) == self.started:
+                return pidfd
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # /proc has nobody of that number, or not any more
+        os.close(pidfd)
+        return None
+
 
 async def gone(process: ProcessIdentity) -> None:
     """Returns when this process of this machine has ended: none of its system calls is under way any more."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+    pidfd = process.open()
+    if pidfd is None:
         return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pidfd, ended.set)
     try:
-        # The number may be another process's by now. If this is the right one, the pidfd stands for it from here on.
-        if _started(process.pid) != process.started:
-            return
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(pidfd, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(pidfd)
-    except (FileNotFoundError, ProcessLookupError):
-        return  # /proc has nobody of that number, or not any more
+        await ended.wait()
     finally:
+        loop.remove_reader(pidfd)
         os.close(pidfd)
 
 

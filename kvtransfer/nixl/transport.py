@@ -1,6 +1,7 @@
 """The NIXL transport as callers see it, on the event loop."""
 
 import asyncio
+import logging
 import secrets
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
@@ -9,11 +10,16 @@ from cpd.errors import ConfigError, TransferError
 from kvtransfer.addresses import KEY_BYTES, resolve
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
-from kvtransfer.nixl import agent, wire
+from kvtransfer.nixl import agent
+from kvtransfer.nixl.details import Address
 from kvtransfer.nixl.incoming import Incoming
-from kvtransfer.nixl.link import GREETING_S, Link
+from kvtransfer.nixl.link import Link
+from kvtransfer.nixl.neighbour import ForbiddenError
 from kvtransfer.nixl.outgoing import Outgoing
 from kvtransfer.pushes import PushedTransfer, check_push, merge
+from kvtransfer.session.limits import GREETING_S
+
+log = logging.getLogger(__name__)
 
 
 class NixlPeer:
@@ -58,6 +64,7 @@ class NixlTransport:
         self._links: set[Link] = set()
         self._server: asyncio.Server
         self._closed = False
+        self._local = True  # until the kernel says that it may not
 
     @classmethod
     async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "") -> "NixlTransport":
@@ -78,14 +85,25 @@ class NixlTransport:
         except OSError as error:
             raise ConfigError(f"host: cannot listen on {ip}: {error}; give an IPv4 address of this machine") from None
         port = transport._server.sockets[0].getsockname()[1]
-        transport.address = wire.Address(advertise_host or ip, port, transport._key).encode()
+        transport.address = Address(advertise_host or ip, port, transport._key).encode()
         return transport
 
     def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> BookedLanding:
         return self._book.expect(reservation, generation, pages)
 
     async def connect(self, address: bytes) -> NixlPeer:
-        where = wire.Address.decode(address)
+        where = Address.decode(address)
+        connection = await self._dial(where)
+        if isinstance(connection.error, ForbiddenError):
+            log.warning("pages go over the network also on this machine: %s", connection.error)
+            self._local = False
+            connection = await self._dial(where)
+        if connection.error is not None:
+            text = f"no connection to {where.host}:{where.port}: {connection.error}"
+            raise type(connection.error)(text) from None
+        return NixlPeer(connection, self._memory.num_pages)
+
+    async def _dial(self, where: Address) -> Outgoing:
         self._check_open()
         try:
             async with asyncio.timeout(GREETING_S):
@@ -93,17 +111,14 @@ class NixlTransport:
         except (OSError, TimeoutError) as error:
             raise TransferError(f"no connection to {where.host}:{where.port}: {error}") from None
         self._check_open(streams)
-        connection = Outgoing(*streams, self._links.discard, self._host, self._memory, where.key)
+        connection = Outgoing(*streams, self._links.discard, self._host, self._memory, where.key, local=self._local)
         self._links.add(connection)
         try:
             await connection.greeted.wait()
         except asyncio.CancelledError:
             connection.fail("nobody waits for it any more")
             raise
-        if connection.error is not None:
-            text = f"no connection to {where.host}:{where.port}: {connection.error}"
-            raise type(connection.error)(text) from None
-        return NixlPeer(connection, self._memory.num_pages)
+        return connection
 
     async def close(self) -> None:
         """See `kvtransfer.base.Transport.close`. Waits as long as a sender may be writing: see `incoming.py`."""

@@ -6,51 +6,68 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpd.errors import TransferError
-from kvtransfer.nixl.agent import Agent
 
 _FIRST_LOOK_S = 0.0001
 _SLOWEST_LOOK_S = 0.002
 _EXIT_S = 5.0
 
+Pages = NDArray[np.int64]
 Ended = Callable[[TransferError | None], None]
 """Called on the event loop when something has ended, with what went wrong."""
 
 
-class Writer:
-    """Runs an agent's calls in order.
+class Door(Protocol):
+    """A way into one other pool."""
 
-    Several writes are under way at once where the agent has them go on in the background (a network); between
-    processes of one machine a write is the thread's own copy, and the next one begins when it is done.
+    def write(self, own: Pages, theirs: Pages, counts: Pages) -> int:
+        """Begins to write own pages `own[k]`, `own[k] + 1`, … to their `theirs[k]`, …, `counts[k]` of them, for all k.
+
+        Returns a number to ask `written` with. Raises TransferError if the peer is gone.
+        """
+
+    def written(self, handle: int) -> bool:
+        """Whether all of it has arrived; then the number is used up. Raises TransferError if the peer is gone."""
+
+    def close(self) -> None:
+        """Nothing is read or written through it any more."""
+
+
+class Writer:
+    """Writes through a door in order.
+
+    Several writes are under way at once where they go on in the background (a network); between processes of one
+    machine a write is the thread's own copy, and the next one begins when it is done.
     """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._flying: dict[int, Ended] = {}  # by the agent's handle
-        self._agent: Agent | None = None
+        self._flying: dict[int, Ended] = {}  # by the door's number
+        self._door: Door | None = None
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         # A daemon thread inside NIXL must not meet the interpreter's end.
         atexit.register(self._stop_at_exit)
 
-    def open(self, make: Callable[[], Agent], opened: Ended) -> None:
-        """Has `make` make the agent."""
+    def open(self, make: Callable[[], Door], opened: Ended) -> None:
+        """Has `make` make the door."""
         self._calls.put(functools.partial(self._open, make, opened))
 
-    def write(self, own: NDArray[np.int32], theirs: NDArray[np.int32], written: Ended) -> None:
-        """See `Agent.write`."""
-        self._calls.put(functools.partial(self._write, own, theirs, written))
+    def write(self, own: Pages, theirs: Pages, counts: Pages, written: Ended) -> None:
+        """See `Door.write`."""
+        self._calls.put(functools.partial(self._write, own, theirs, counts, written))
 
     async def close(self) -> None:
-        """Destroys the agent after the calls before this one, with whatever still flies, and ends the thread.
+        """Closes the door after the calls before this one, with whatever still flies, and ends the thread.
 
-        When it returns, nothing reads or writes pages through the agent any more.
+        When it returns, nothing reads or writes pages through the door any more.
         """
         self._calls.put(None)
         await self._closed.wait()
@@ -61,20 +78,20 @@ class Writer:
 
     # ---- everything below runs on the thread
 
-    def _open(self, make: Callable[[], Agent], opened: Ended) -> None:
+    def _open(self, make: Callable[[], Door], opened: Ended) -> None:
         error = None
         try:
-            self._agent = make()
+            self._door = make()
         except TransferError as problem:
             error = problem
         except Exception as problem:  # whatever the peer said: this thread must live to be closed
             error = TransferError(f"the receiver's pool can't be written: {problem}")
         self._tell(opened, error)
 
-    def _write(self, own: NDArray[np.int32], theirs: NDArray[np.int32], written: Ended) -> None:
-        assert self._agent is not None
+    def _write(self, own: Pages, theirs: Pages, counts: Pages, written: Ended) -> None:
+        assert self._door is not None
         try:
-            handle = self._agent.write(own, theirs)
+            handle = self._door.write(own, theirs, counts)
         except TransferError as error:
             self._tell(written, error)
         except Exception as error:
@@ -95,8 +112,8 @@ class Writer:
                 break
             call()
         self._flying.clear()
-        if self._agent is not None:
-            self._agent.close()
+        if self._door is not None:
+            self._door.close()
         atexit.unregister(self._stop_at_exit)
         self._tell(self._closed.set)
 
@@ -109,11 +126,11 @@ class Writer:
 
     def _look(self) -> bool:
         """Reports the writes that have ended. Returns whether there were any."""
-        assert self._agent is not None
+        assert self._door is not None
         ended = False
         for handle, written in list(self._flying.items()):
             try:
-                if not self._agent.written(handle):
+                if not self._door.written(handle):
                     continue
             except TransferError as error:
                 del self._flying[handle]

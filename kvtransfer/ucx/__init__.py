@@ -3,5 +3,4 @@
 transport.py    what callers see, on the event loop
 reactor.py      the thread that owns UCX
 connection.py   one connection; outgoing.py its sender's side, incoming.py its receiver's side
-wire.py         what they say to each other
 """

@@ -10,12 +10,11 @@ from collections import deque
 from typing import Any
 
 from cpd.errors import TransferError
-from kvtransfer.ucx import wire
+from kvtransfer.session import frames
 from kvtransfer.ucx.reactor import Reactor
 
-GREETING_S = 5.0  # to open a connection
-STALL_S = 10.0  # for pages to move
-GRACE_S = 2.0  # for pages to move that this side has given up: revoked, cancelled
+MAX_RUNS = 96  # in one offer
+FRAME_BYTES = 1024  # on the wire: a receive has to be posted before its frame's length is known
 _TICK_S = 0.25
 
 
@@ -34,7 +33,7 @@ class Connection(abc.ABC):
         self._moved_at = time.monotonic()
         self._looked_at = self._moved_at
         self._incomplete = 0
-        self._inbox = bytearray(wire.FRAME_BYTES)
+        self._inbox = bytearray(FRAME_BYTES)
         endpoint.raise_on_error()
         self._frame_request = self._receive_frame()
         reactor.channels.add(self)
@@ -70,7 +69,7 @@ class Connection(abc.ABC):
         self._lost(reason)
 
     @abc.abstractmethod
-    def _handle(self, frame: wire.Frame) -> None:
+    def _handle(self, frame: frames.Frame) -> None:
         """A frame has come. Raises TransferError if it may not come now."""
 
     @abc.abstractmethod
@@ -89,8 +88,8 @@ class Connection(abc.ABC):
     def _lost(self, reason: str) -> None:
         """The endpoint is gone, and UCX touches no page for it any more."""
 
-    def _send(self, frame: wire.Frame) -> None:
-        data = wire.encode(frame)
+    def _send(self, frame: frames.Frame) -> None:
+        data = bytearray(frames.encode(frame).ljust(FRAME_BYTES, b"\0"))
         self._outbox.append((self._endpoint.stream_send(self._reactor.array(data)), data))
 
     def _receive_frame(self) -> Any:
@@ -117,7 +116,7 @@ class Connection(abc.ABC):
         worked = False
         while self._frame_request.completed:
             self._frame_request.check_error()
-            self._handle(wire.decode(self._inbox))
+            self._handle(frames.decode(_unpadded(self._inbox)))
             self._endpoint.raise_on_error()
             self._frame_request = self._receive_frame()
             worked = True
@@ -133,6 +132,10 @@ class Connection(abc.ABC):
         self._looked_at = now
         before, self._incomplete = self._incomplete, sum(not request.completed for request in self._page_requests())
         return self._incomplete != before
+
+
+def _unpadded(data: bytearray) -> bytes:
+    return bytes(data[frames.PREFIX_BYTES :][: frames.length(data[: frames.PREFIX_BYTES])])
 
 
 def pop_completed(requests: deque[Any]) -> bool:

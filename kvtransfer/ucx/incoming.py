@@ -4,26 +4,16 @@ greeting ── Hello ──▶ open ──────▶ failed
     └── wrong Hello ─▶ rejected ─────┘      lingers so that the sender can read why
 """
 
-import hmac
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from cpd.errors import StaleTransferError, TransferError
-from kvtransfer.landings import BookedLanding, LandingBook, LandingState
-from kvtransfer.ucx import wire
-from kvtransfer.ucx.connection import GRACE_S, GREETING_S, STALL_S, Connection, pop_completed
-from kvtransfer.ucx.outgoing import WINDOW
+from cpd.errors import TransferError
+from kvtransfer.landings import LandingBook
+from kvtransfer.session import frames
+from kvtransfer.session.receiving import Receiving
+from kvtransfer.ucx.connection import MAX_RUNS, Connection, pop_completed
 from kvtransfer.ucx.reactor import Reactor
-
-
-@dataclass(slots=True)
-class _Batch:
-    number: int
-    landing: BookedLanding
-    num_pages: int
-    requests: deque[Any]
 
 
 class Incoming(Connection):
@@ -33,7 +23,7 @@ class Incoming(Connection):
         pool: All pages' bytes.
         page_bytes: Of one page.
         key: Of this transport's address.
-        tags: Tags nobody has used; each batch takes one and the MAX_RUNS - 1 that follow it.
+        tags: Tags nobody has used; a message takes one.
     """
 
     def __init__(
@@ -50,68 +40,53 @@ class Incoming(Connection):
         self._book = book
         self._pool = pool
         self._page_bytes = page_bytes
-        self._key = key
+        self._receiving = Receiving(book, self, key, page_bytes)
         self._tags = tags
         self._open = False
-        self._batches: list[_Batch] = []
+        self._landing: dict[int, deque[Any]] = {}  # requests, by batch
 
-    def _handle(self, frame: wire.Frame) -> None:
+    def _handle(self, frame: frames.Frame) -> None:
         match frame:
-            case wire.Hello() if not self._open:
-                self._greet(frame)
-            case wire.Offer() if self._open and len(self._batches) < WINDOW:
+            case frames.Hello() if not self._open:
+                rejection = self._receiving.rejection(frame)
+                self._open = rejection is None
+                self._send(rejection or frames.Welcome())
+            case frames.Offer() if self._open and len(frame.runs) <= MAX_RUNS:
                 self._admit(frame)
             case _:
                 raise TransferError(f"the sender sent {type(frame).__name__} out of turn")
 
-    def _greet(self, hello: wire.Hello) -> None:
-        if not hmac.compare_digest(hello.key, self._key):
-            self._send(wire.Reject(stale=True, reason="another transport has this address now"))
-        elif hello.page_bytes != self._page_bytes:
-            sizes = f"the sender's pages have {hello.page_bytes} bytes, the receiver's {self._page_bytes}"
-            self._send(wire.Reject(stale=False, reason=f"{sizes}: both must serve the same model and dtype"))
-        else:
-            self._open = True
-            self._send(wire.Welcome())
-
-    def _admit(self, offer: wire.Offer) -> None:
-        try:
-            landing = self._book.begin(self, offer.epoch, offer.reservation, offer.generation, offer.runs)
-        except TransferError as error:
-            self._send(wire.Refuse(offer.batch, isinstance(error, StaleTransferError), str(error)))
+    def _admit(self, offer: frames.Offer) -> None:
+        landing = self._receiving.admit(offer)
+        if isinstance(landing, frames.Refuse):
+            self._send(landing)
             return
-        tag = next(self._tags)
-        requests: deque[Any] = deque()
-        for k, (index, count) in enumerate(offer.runs):
+        requests = self._landing[offer.batch] = deque()
+        tags = tuple(next(self._tags) for _ in offer.runs)
+        for tag, (index, count) in zip(tags, offer.runs, strict=True):
             start = landing.pages[index] * self._page_bytes
             data = self._pool[start : start + count * self._page_bytes]
-            requests.append(self._endpoint.tag_recv(self._reactor.array(data), self._reactor.ucx.UCXXTag(tag + k)))
-        num_pages = sum(count for _, count in offer.runs)
-        self._batches.append(_Batch(offer.batch, landing, num_pages, requests))
-        self._send(wire.Grant(offer.batch, tag))
+            requests.append(self._endpoint.tag_recv(self._reactor.array(data), self._reactor.ucx.UCXXTag(tag)))
+        self._send(frames.Grant(offer.batch, tags))
 
     def _advance(self) -> bool:
         worked = False
-        for batch in list(self._batches):
-            worked |= pop_completed(batch.requests)
-            if not batch.requests:
-                self._batches.remove(batch)
-                self._book.finish(batch.landing, batch.num_pages)
-                self._send(wire.Done(batch.number))
+        for batch, requests in list(self._landing.items()):
+            worked |= pop_completed(requests)
+            if not requests:
+                del self._landing[batch]
+                self._receiving.arrived(batch)
+                self._send(frames.Done(batch))
                 worked = True
         return worked
 
     def _page_requests(self) -> list[Any]:
-        return [request for batch in self._batches for request in batch.requests]
+        return [request for requests in self._landing.values() for request in requests]
 
     def _patience(self) -> float | None:
-        if not self._open:
-            return GREETING_S
-        if not self._batches:
-            return None
-        given_up = any(batch.landing.state is not LandingState.OPEN for batch in self._batches)
-        return GRACE_S if given_up else STALL_S
+        return self._receiving.patience(is_open=self._open)
 
     def _lost(self, reason: str) -> None:
-        self._batches.clear()
+        self._landing.clear()
+        self._receiving.through()
         self._book.lost(self, reason)

@@ -2,35 +2,23 @@
 
     greeting ── Welcome ──▶ open ──▶ failed
 
-A batch of a push: offered -> granted (its messages are posted) -> arrived, when the receiver said Done and UCX no
-longer reads its pages.
+A batch that was granted is one message a run. It has been sent when UCX no longer reads its pages.
 """
 
 import asyncio
-import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from cpd.errors import TransferError
 from kvtransfer.latch import Latch
-from kvtransfer.pushes import PushedTransfer, Run
-from kvtransfer.ucx import wire
-from kvtransfer.ucx.connection import GRACE_S, GREETING_S, STALL_S, Connection, pop_completed
+from kvtransfer.pushes import PushedTransfer
+from kvtransfer.session import frames
+from kvtransfer.session.sending import Sending
+from kvtransfer.ucx.connection import MAX_RUNS, Connection, pop_completed
 from kvtransfer.ucx.reactor import Reactor
 
-WINDOW = 4  # batches offered and not done
 _BATCH_BYTES = 8 << 20
-
-
-@dataclass(slots=True)
-class _Batch:
-    transfer: PushedTransfer
-    runs: list[Run]
-    granted: bool = False
-    acknowledged: bool = False
-    requests: deque[Any] = field(default_factory=deque)
 
 
 class Outgoing(Connection):
@@ -58,92 +46,64 @@ class Outgoing(Connection):
         self._pool = pool
         self._page_bytes = page_bytes
         self._open = False
-        self._transfers: deque[PushedTransfer] = deque()
-        self._batches: dict[int, _Batch] = {}
-        self._numbers = itertools.count()
-        self._send(wire.Hello(key, page_bytes))
+        self._sending = Sending(max_runs=MAX_RUNS, max_pages=max(1, _BATCH_BYTES // page_bytes))
+        self._flying: dict[int, deque[Any]] = {}  # requests, by batch
+        self._send(frames.Hello(key, page_bytes))
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Sends a transfer after those before it."""
         if self.failed:
             transfer.lost(self.error or TransferError("the connection is closed"))
             return
-        self._transfers.append(transfer)  # the poll that follows offers it
+        self._sending.submit(transfer)  # the poll that follows offers it
         self._moved_at = time.monotonic()
 
-    def _offer(self) -> bool:
-        offered = False
-        while self._transfers and len(self._batches) < WINDOW:
-            transfer = self._transfers[0]
-            if not transfer.waiting:
-                self._transfers.popleft()
-                continue
-            number, ticket = next(self._numbers), transfer.ticket
-            runs = transfer.take_batch(wire.MAX_RUNS, _BATCH_BYTES // self._page_bytes)
-            self._batches[number] = _Batch(transfer, runs)
-            indices = tuple((run.index, run.count) for run in runs)
-            self._send(wire.Offer(number, ticket.epoch, ticket.reservation, ticket.generation, indices))
-            offered = True
-        return offered
-
-    def _handle(self, frame: wire.Frame) -> None:
+    def _handle(self, frame: frames.Frame) -> None:
         match frame:
-            case wire.Welcome() if not self._open:
+            case frames.Welcome() if not self._open:
                 self._open = True
                 self.greeted.set()
-            case wire.Reject() if not self._open:
-                self.error = wire.refusal(frame.stale, frame.reason)
+            case frames.Reject() if not self._open:
+                self.error = frames.refusal(frame)
                 raise self.error
-            case wire.Grant():
-                self._grant(self._batch(frame.batch, granted=False), frame.tag)
-            case wire.Refuse():
-                self._batch(frame.batch, granted=False).transfer.refused(wire.refusal(frame.stale, frame.reason))
-                del self._batches[frame.batch]
-            case wire.Done():
-                self._batch(frame.batch, granted=True).acknowledged = True
+            case frames.Grant():
+                self._grant(frame)
+            case frames.Refuse():
+                self._sending.refused(frame)
+            case frames.Done():
+                self._sending.done(frame)
             case _:
                 raise TransferError(f"the receiver sent {type(frame).__name__} out of turn")
 
-    def _batch(self, number: int, *, granted: bool) -> _Batch:
-        batch = self._batches.get(number)
-        if batch is None or batch.granted is not granted or batch.acknowledged:
-            raise TransferError("the receiver spoke of a batch that is not at issue")
-        return batch
-
-    def _grant(self, batch: _Batch, tag: int) -> None:
-        batch.granted = True
-        for k, run in enumerate(batch.runs):
+    def _grant(self, grant: frames.Grant) -> None:
+        requests = self._flying[grant.batch] = deque()
+        for run, tag in zip(self._sending.granted(grant), grant.places, strict=True):
             start = run.page * self._page_bytes
             data = self._pool[start : start + run.count * self._page_bytes]
-            batch.requests.append(
-                self._endpoint.tag_send(self._reactor.array(data), self._reactor.ucx.UCXXTag(tag + k))
-            )
+            requests.append(self._endpoint.tag_send(self._reactor.array(data), self._reactor.ucx.UCXXTag(tag)))
 
     def _advance(self) -> bool:
         worked = False
-        for number, batch in list(self._batches.items()):
-            worked |= pop_completed(batch.requests)
-            if batch.acknowledged and not batch.requests:
-                del self._batches[number]
-                batch.transfer.arrived()
+        for batch, requests in list(self._flying.items()):
+            worked |= pop_completed(requests)
+            if not requests:
+                del self._flying[batch]
+                self._sending.sent(batch)
                 worked = True
-        return self._offer() or worked
+        for offer in self._sending.offers():
+            self._send(offer)
+            worked = True
+        return worked
 
     def _page_requests(self) -> list[Any]:
-        return [request for batch in self._batches.values() for request in batch.requests]
+        return [request for requests in self._flying.values() for request in requests]
 
     def _patience(self) -> float | None:
-        if not self._open:
-            return GREETING_S
-        if not self._batches:
-            return None
-        return GRACE_S if any(batch.transfer.error for batch in self._batches.values()) else STALL_S
+        return self._sending.patience(is_open=self._open)
 
     def _lost(self, reason: str) -> None:
         self.error = self.error or TransferError(reason)
-        for transfer in [*self._transfers, *(batch.transfer for batch in self._batches.values())]:
-            transfer.lost(self.error)
-        self._transfers.clear()
-        self._batches.clear()
+        self._flying.clear()
+        self._sending.lost(self.error)
         self.greeted.set()
         self.gone.set()

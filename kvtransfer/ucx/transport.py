@@ -10,16 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from cpd.errors import ConfigError, TransferError
+from kvtransfer import addresses
 from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, check_push, merge
-from kvtransfer.ucx import wire
 from kvtransfer.ucx.incoming import Incoming
 from kvtransfer.ucx.outgoing import Outgoing
 from kvtransfer.ucx.reactor import Reactor
 
 _MESSAGE_BYTES = 1 << 20  # neighbouring pages travel together up to this size
+
+
+class Address(addresses.Address):
+    """Of a ucx transport."""
+
+    __slots__ = ()
+    MAGIC = b"cpdu"
+    TRANSPORT = "ucx"
 
 
 class UcxPeer:
@@ -68,7 +76,7 @@ class UcxTransport:
         self._pool = memoryview((ctypes.c_char * num_bytes).from_address(memory.pointer)).cast("B")
         self._book = LandingBook(self._loop, memory.num_pages, epoch)
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._tags = itertools.count(int.from_bytes(os.urandom(7)), wire.MAX_RUNS)
+        self._tags = itertools.count(int.from_bytes(os.urandom(7)))
         self._ended = ""
         self._reactor = Reactor(ucx_options(host), host, accept=self._accept, ended=self._end)
 
@@ -86,14 +94,14 @@ class UcxTransport:
             raise ConfigError(f"host: {error}") from None
         transport = cls(memory, epoch=epoch, host=ip)
         await transport._reactor.start()
-        transport.address = wire.Address(advertise_host or ip, transport._reactor.port, transport._key).encode()
+        transport.address = Address(advertise_host or ip, transport._reactor.port, transport._key).encode()
         return transport
 
     def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> BookedLanding:
         return self._book.expect(reservation, generation, pages)
 
     async def connect(self, address: bytes) -> UcxPeer:
-        where = wire.Address.decode(address)
+        where = Address.decode(address)
         ip = await resolve(where.host)
         made: list[Outgoing] = []
         try:

@@ -13,29 +13,11 @@ from hypothesis import strategies as st
 
 import kvtransfer
 from cpd.errors import ConfigError, StaleTransferError, TransferError
-from kvtransfer.nixl import agent, wire
+from kvtransfer.nixl import agent
+from kvtransfer.nixl.details import Address, ReceiversPool, decode_process
 from kvtransfer.nixl.process import ProcessIdentity, gone
 from tests.kvtransfer.pools import Pool, Real, ticket
 from tests.waiting import DEADLINE_S, eventually
-
-u64 = st.integers(0, 2**64 - 1)
-u32 = st.integers(0, 2**32 - 1)
-pids = st.integers(1, 2**31 - 1)
-reasons = st.text(max_size=100)
-keys = st.binary(min_size=16, max_size=16)
-frames = st.one_of(
-    st.builds(wire.Hello, keys, u64, st.builds(ProcessIdentity, keys, u64, pids, u64)),
-    st.builds(wire.Welcome, st.booleans(), st.binary(max_size=300), u64, st.integers(1, 1 << 24)),
-    st.builds(wire.Reject, st.booleans(), reasons),
-    st.builds(wire.Offer, u64, u64, u64, u64, st.lists(st.tuples(u32, u32), max_size=wire.MAX_RUNS).map(tuple)),
-    st.builds(wire.Grant, u64, st.lists(st.integers(0, (1 << 24) - 1), max_size=wire.MAX_RUNS).map(tuple)),
-    st.builds(wire.Refuse, u64, st.booleans(), reasons),
-    st.builds(wire.Written, u64),
-    st.builds(wire.Done, u64),
-    st.builds(wire.Stop, reasons),
-    st.just(wire.Bye()),
-)
-
 
 pytestmark = pytest.mark.nixl
 
@@ -47,39 +29,35 @@ async def network() -> AsyncIterator[Real]:
     await network.close()
 
 
-@given(frames)
-def test_frames_survive_the_wire(frame: wire.Frame) -> None:
-    data = wire.encode(frame)
-    rest = data[wire.PREFIX_BYTES :]
-    assert wire.length(data[: wire.PREFIX_BYTES]) == len(rest)
-    assert wire.decode(rest) == frame
+keys = st.binary(min_size=16, max_size=16)
+u64 = st.integers(0, 2**64 - 1)
+processes = st.builds(ProcessIdentity, keys, u64, st.integers(1, 2**31 - 1), u64)
+
+
+@given(st.builds(ReceiversPool, u64, st.integers(1, 1 << 24), st.one_of(processes, st.binary(max_size=300))))
+def test_what_a_receiver_adds_survives_the_wire(pool: ReceiversPool) -> None:
+    assert ReceiversPool.decode(pool.encode()) == pool
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "pool",
     [
-        wire.Hello(bytes(16), 64, ProcessIdentity(bytes(16), 1, 0, 1)),
-        wire.Hello(bytes(16), 64, ProcessIdentity(bytes(16), 1, 1 << 31, 1)),
-        wire.Welcome(True, b"", 0, 1 << 62),
-        wire.Grant(1, (1, 1 << 31)),
+        ReceiversPool(0, 1 << 62, b""),
+        ReceiversPool(0, 1, ProcessIdentity(bytes(16), 1, 0, 1)),
+        ReceiversPool(0, 1, ProcessIdentity(bytes(16), 1, 1 << 31, 1)),
     ],
-    ids=["no process", "no process's number", "no pool", "no page"],
+    ids=["no pool", "no process", "no process's number"],
 )
-def test_impossible_numbers_are_a_transfer_error(frame: wire.Frame) -> None:
+def test_impossible_numbers_are_a_transfer_error(pool: ReceiversPool) -> None:
     with pytest.raises(TransferError, match="the peer"):
-        wire.decode(wire.encode(frame)[wire.PREFIX_BYTES :])
+        ReceiversPool.decode(pool.encode())
 
 
-@given(st.binary(min_size=1, max_size=200))
-def test_what_is_no_frame_is_a_transfer_error(data: bytes) -> None:
-    with contextlib.suppress(TransferError):
-        wire.decode(data)
-
-
-@pytest.mark.parametrize("size", [0, wire.MAX_FRAME_BYTES + 1])
-def test_a_frame_of_an_impossible_length_is_refused(size: int) -> None:
-    with pytest.raises(TransferError, match="bytes"):
-        wire.length(size.to_bytes(wire.PREFIX_BYTES, "little"))
+@given(st.binary(max_size=100))
+def test_what_no_receiver_adds_is_a_transfer_error(data: bytes) -> None:
+    for decode in (ReceiversPool.decode, decode_process):
+        with contextlib.suppress(TransferError):
+            decode(data)
 
 
 async def test_a_process_that_has_ended_is_gone() -> None:
@@ -103,14 +81,14 @@ async def test_another_process_of_the_same_number_is_not_waited_for() -> None:
 
 async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Real) -> None:
     receiver, sender = await network.open(Pool(4)), await network.open(Pool(4))
-    where = wire.Address.decode(receiver.address)
+    where = Address.decode(receiver.address)
     with pytest.raises(StaleTransferError, match="another transport"):
-        await sender.connect(wire.Address(where.host, where.port, bytes(16)).encode())
+        await sender.connect(Address(where.host, where.port, bytes(16)).encode())
 
 
 async def test_what_speaks_no_protocol_of_ours_is_turned_away(network: Real) -> None:
     receiver = await network.open(Pool(4))
-    where = wire.Address.decode(receiver.address)
+    where = Address.decode(receiver.address)
     reader, writer = await asyncio.open_connection(where.host, where.port)
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     async with asyncio.timeout(DEADLINE_S):

@@ -16,12 +16,12 @@ import kvtransfer
 from cpd.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer.base import Transport
 from kvtransfer.landings import BookedLanding
-from kvtransfer.ucx import wire
-from kvtransfer.ucx.connection import Connection
+from kvtransfer.session import frames
+from kvtransfer.session.limits import WINDOW
+from kvtransfer.ucx.connection import FRAME_BYTES, Connection
 from kvtransfer.ucx.incoming import Incoming
-from kvtransfer.ucx.outgoing import WINDOW
 from kvtransfer.ucx.reactor import Reactor
-from kvtransfer.ucx.transport import ucx_options
+from kvtransfer.ucx.transport import Address, ucx_options
 from tests.kvtransfer.pools import Pool, Real, ticket
 from tests.waiting import DEADLINE_S, eventually
 
@@ -67,7 +67,7 @@ def listening() -> list[tuple[str, int]]:
 async def test_it_listens_on_its_host_only(network: Real) -> None:
     receiver = await network.open(Pool(4))
     assert {ip for ip, _ in listening()} == {"127.0.0.1"}
-    assert wire.Address.decode(receiver.address).port in {port for _, port in listening()}
+    assert Address.decode(receiver.address).port in {port for _, port in listening()}
 
 
 async def test_it_listens_everywhere_when_told_so(network: Real) -> None:
@@ -142,7 +142,7 @@ asyncio.run(main())
 async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Real) -> None:
     target = Pool(4)
     receiver, sender = await network.open(target), await network.open(Pool(4))
-    address = replace(wire.Address.decode(receiver.address), key=bytes(16))
+    address = replace(Address.decode(receiver.address), key=bytes(16))
     with pytest.raises(StaleTransferError, match="another transport"):
         await sender.connect(address.encode())
     await lands(network, receiver, target)
@@ -178,14 +178,14 @@ def test_operators_may_choose_ucx_transports(monkeypatch: pytest.MonkeyPatch) ->
 class Rude(Connection):
     """An end of a connection that sends what it likes and only notes what it gets."""
 
-    def __init__(self, reactor: Reactor, endpoint: Any, frames: list[bytes]) -> None:
+    def __init__(self, reactor: Reactor, endpoint: Any, said: list[bytes]) -> None:
         super().__init__(reactor, endpoint)
-        self.got: list[wire.Frame] = []
-        for frame in frames:
+        self.got: list[frames.Frame] = []
+        for frame in said:
             data = bytearray(frame)
             self._outbox.append((endpoint.stream_send(reactor.array(data)), data))
 
-    def _handle(self, frame: wire.Frame) -> None:
+    def _handle(self, frame: frames.Frame) -> None:
         self.got.append(frame)
 
     def _advance(self) -> bool:
@@ -214,33 +214,35 @@ async def reactor() -> AsyncIterator[Reactor]:
     await made.stop()
 
 
-async def be_rude(reactor: Reactor, address: wire.Address, frames: list[bytes]) -> Rude:
-    return await reactor.run(lambda: Rude(reactor, reactor.connect(address.host, address.port), frames))
+async def be_rude(reactor: Reactor, address: Address, said: list[bytes]) -> Rude:
+    return await reactor.run(lambda: Rude(reactor, reactor.connect(address.host, address.port), said))
 
 
-def rude_frames(address: wire.Address, page_bytes: int) -> dict[str, list[bytes]]:
-    hello = bytes(wire.encode(wire.Hello(address.key, page_bytes)))
-    offer = bytes(wire.encode(wire.Offer(1, 1, 900, 1, ((0, 1),))))
+def rude_frames(address: Address, page_bytes: int) -> dict[str, list[bytes]]:
+    def padded(frame: frames.Frame) -> bytes:
+        return frames.encode(frame).ljust(FRAME_BYTES, b"\0")
+
+    hello = padded(frames.Hello(address.key, page_bytes))
     return {
         "noise": [bytes(range(256)) * 4],
-        "a page before the greeting": [offer],
+        "a page before the greeting": [padded(frames.Offer(1, 1, 900, 1, ((0, 1),)))],
         "two greetings": [hello, hello],
-        "what only a receiver says": [hello, bytes(wire.encode(wire.Grant(1, 1)))],
+        "what only a receiver says": [hello, padded(frames.Grant(1, (1,)))],
         "more offers than may be": [
             hello,
-            *[bytes(wire.encode(wire.Offer(n, 1, 1, 1, ((n, 1),)))) for n in range(WINDOW + 1)],
+            *[padded(frames.Offer(n, 1, 1, 1, ((n, 1),))) for n in range(WINDOW + 1)],
         ],
     }
 
 
-@pytest.mark.parametrize("what", list(rude_frames(wire.Address("x", 0, bytes(16)), 0)))
+@pytest.mark.parametrize("what", list(rude_frames(Address("x", 0, bytes(16)), 0)))
 async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(
     network: Real, reactor: Reactor, what: str
 ) -> None:
     target = Pool(16)
     receiver = await network.open(target, epoch=1)
     landing = receiver.expect(1, 1, range(8, 16))
-    address = wire.Address.decode(receiver.address)
+    address = Address.decode(receiver.address)
     rude = await be_rude(reactor, address, rude_frames(address, target.memory.page_bytes)[what])
     await eventually(lambda: rude.failed)
     if isinstance(landing, BookedLanding) and landing.sender:
@@ -254,10 +256,10 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_
 async def test_a_peer_that_never_greets_is_dropped(
     network: Real, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.ucx.incoming.GREETING_S", 0.2)
+    monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
     target = Pool(4)
     receiver = await network.open(target)
-    rude = await be_rude(reactor, wire.Address.decode(receiver.address), [])
+    rude = await be_rude(reactor, Address.decode(receiver.address), [])
     await eventually(lambda: rude.failed)
     await lands(network, receiver, target)
 
@@ -265,24 +267,24 @@ async def test_a_peer_that_never_greets_is_dropped(
 async def test_a_receiver_that_never_greets_is_an_error_soon(
     network: Real, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.ucx.outgoing.GREETING_S", 0.2)
+    monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
     sender = await network.open(Pool(4))
     with pytest.raises(TransferError, match="did nothing"):
-        await sender.connect(wire.Address("127.0.0.1", reactor.port, bytes(16)).encode())
+        await sender.connect(Address("127.0.0.1", reactor.port, bytes(16)).encode())
 
 
 async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.ucx.outgoing.GREETING_S", 0.2)
+    monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
     sender = await network.open(Pool(4))
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        address = wire.Address("127.0.0.1", deaf.getsockname()[1], bytes(16))
+        address = Address("127.0.0.1", deaf.getsockname()[1], bytes(16))
         with pytest.raises(TransferError, match="no connection"):
             await sender.connect(address.encode())
 
 
 async def test_giving_up_a_connection_attempt_leaves_none(network: Real, reactor: Reactor) -> None:
     sender = await network.open(Pool(4))
-    attempt = asyncio.create_task(sender.connect(wire.Address("127.0.0.1", reactor.port, bytes(16)).encode()))
+    attempt = asyncio.create_task(sender.connect(Address("127.0.0.1", reactor.port, bytes(16)).encode()))
     await eventually(lambda: bool(reactor.channels))
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,17 +1,37 @@
-"""UCX between real processes, one of which is killed, stopped or restarted."""
+"""Every transport between real processes, one of which is killed, stopped or restarted."""
 
 import asyncio
+import dataclasses
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 import kvtransfer
 from cpd.errors import TransferError
-from kvtransfer.base import Transport
+from kvtransfer.base import Landing, Transport
+from kvtransfer.nixl.process import ProcessIdentity
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
 from tests.waiting import eventually
+
+UCX = pytest.param(("ucx", False), id="ucx")
+NEIGHBOURS = pytest.param(("nixl", False), id="nixl, one machine", marks=pytest.mark.nixl)
+NETWORK = pytest.param(("nixl", True), id="nixl, two machines", marks=pytest.mark.nixl)
+
+cut_off = pytest.mark.parametrize("way", [UCX, NETWORK], indirect=True)
+in_quarantine = pytest.mark.parametrize("way", [NEIGHBOURS], indirect=True)
+
+
+@pytest.fixture(params=[UCX, NEIGHBOURS, NETWORK])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The transport's name. For another machine, this process calls itself one of another boot."""
+    name, elsewhere = request.param
+    if elsewhere:
+        identity = dataclasses.replace(ProcessIdentity.own(), boot=bytes(16))
+        monkeypatch.setattr(ProcessIdentity, "own", lambda: identity)
+    return str(name)
 
 
 @pytest.fixture
@@ -24,8 +44,8 @@ async def remotes() -> AsyncIterator[list[Remote]]:
 
 
 @pytest.fixture
-async def remote(remotes: list[Remote]) -> Remote:
-    remotes.append(await Remote.start("ucx", seed=5))
+async def remote(way: str, remotes: list[Remote]) -> Remote:
+    remotes.append(await Remote.start(way, seed=5))
     return remotes[-1]
 
 
@@ -35,22 +55,37 @@ def pool() -> Pool:
 
 
 @pytest.fixture
-async def transport(pool: Pool) -> AsyncIterator[Transport]:
-    transport = await kvtransfer.create("ucx", pool.memory, epoch=77, host="127.0.0.1")
+async def transport(way: str, pool: Pool, remotes: list[Remote]) -> AsyncIterator[Transport]:
+    transport = await kvtransfer.create(way, pool.memory, epoch=77, host="127.0.0.1")
     yield transport
-    await transport.close()
+    for remote in remotes:  # a stopped one would be waited for
+        await remote.kill()
+    await within(transport.close())
 
 
 async def works(transport: Transport, pool: Pool) -> None:
     """The transport still receives from others."""
     source = Pool(4, PAGE_BYTES, seed=6)
-    other = await kvtransfer.create("ucx", source.memory, epoch=1, host="127.0.0.1")
+    other = await kvtransfer.create(transport.name, source.memory, epoch=1, host="127.0.0.1")
     peer = await within(other.connect(transport.address))
     landing = transport.expect(99, 1, [7, 150])
     await within(peer.push(ticket(transport, 99, 1, [7, 150]), [(3, 0), (2, 1)]).done())
     await within(landing.done())
     assert (pool.pages[[7, 150]] == source.pages[[3, 2]]).all()
-    await other.close()
+    await within(other.close())
+
+
+async def stopped_amid_a_push(
+    transport: Transport, pool: Pool, remote: Remote
+) -> "tuple[Landing, asyncio.Future[dict[str, Any]]]":
+    """A landing whose sender stands still with batches that were granted to it; and the sender's answer to come."""
+    await remote.connect(transport)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
+    await eventually(lambda: not pool.untouched([0]))
+    remote.signal(signal.SIGSTOP)
+    await remote.stopped()
+    return landing, answer
 
 
 async def test_pages_cross_between_processes(transport: Transport, pool: Pool, remote: Remote) -> None:
@@ -119,32 +154,24 @@ async def test_a_restarted_peer_is_found_at_its_new_address_and_not_at_the_old(
     await remote.kill()
     with pytest.raises(TransferError, match="no connection"):
         await within(transport.connect(old))
-    remotes.append(await Remote.start("ucx", seed=8))
+    remotes.append(await Remote.start(transport.name, seed=8))
     new = await remotes[-1].address()
     peer = await within(transport.connect(new))
     await within(peer.push(await remotes[-1].expect([3]), [(0, 0)]).done())
     assert (await within(remotes[-1].order("land", pages=[3])))["first_bytes"] == [EMPTY]
 
 
-async def test_a_stopped_sender_writes_nothing_after_its_landing_settled(
+@cut_off
+async def test_a_stopped_sender_is_cut_off_and_writes_nothing_after_its_landing_settled(
     monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
 ) -> None:
-    monkeypatch.setattr("kvtransfer.ucx.incoming.GRACE_S", 0.5)
-    await remote.connect(transport)
-    landing = transport.expect(1, 1, range(PAGES))
-    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
-    await eventually(lambda: not pool.untouched([0]))
-    remote.signal(signal.SIGSTOP)
-    await remote.stopped()
-    done = asyncio.create_task(landing.done())
-    gone = asyncio.create_task(landing.peer_gone())
-    assert not landing.revoke()
-    with pytest.raises(TransferError, match="revoked"):
-        await within(done)
+    monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.5)
+    landing, answer = await stopped_amid_a_push(transport, pool, remote)
     with pytest.raises(ValueError, match="still open"):
         transport.expect(2, 1, [0])
-    assert not gone.done()
-    await within(gone)  # the connection was destroyed for want of progress
+    with pytest.raises(TransferError, match="did nothing"):
+        await within(landing.done())
+    await within(landing.peer_gone())
     assert landing.revoke()
     pool.pages[:] = EMPTY
     remote.signal(signal.SIGCONT)
@@ -152,6 +179,67 @@ async def test_a_stopped_sender_writes_nothing_after_its_landing_settled(
     assert pool.untouched()
     await works(transport, pool)
     assert pool.untouched(range(8, 150))
+
+
+async def test_a_revoked_landing_of_a_stopped_sender_is_given_up_sooner(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
+) -> None:
+    monkeypatch.setattr("kvtransfer.session.limits.GRACE_S", 0.5)
+    landing, answer = await stopped_amid_a_push(transport, pool, remote)
+    assert not landing.revoke()
+    with pytest.raises(TransferError, match="revoked"):
+        await within(landing.done())
+    remote.signal(signal.SIGCONT)
+    await within(landing.peer_gone())
+    pool.pages[:] = EMPTY
+    assert not (await within(answer))["ok"]
+    assert pool.untouched()
+
+
+@in_quarantine
+@pytest.mark.parametrize("end", ["it continues", "it is killed"])
+async def test_a_stopped_senders_pages_stay_in_quarantine_until_it_says_bye_or_is_gone(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote, end: str
+) -> None:
+    monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.5)
+    landing, answer = await stopped_amid_a_push(transport, pool, remote)
+    with pytest.raises(TransferError, match="did nothing"):
+        await within(landing.done())
+    assert not landing.revoke()
+    gone = asyncio.create_task(landing.peer_gone())
+    await works_beside(transport)  # a while in which nothing ends the quarantine
+    assert not gone.done()
+    with pytest.raises(ValueError, match="still open"):
+        transport.expect(2, 1, [0])
+    if end == "it continues":
+        remote.signal(signal.SIGCONT)
+        assert not (await within(answer))["ok"]
+    else:
+        await remote.kill()
+    await within(gone)
+    assert landing.revoke()
+    pool.pages[:] = EMPTY
+    await works(transport, pool)
+    assert pool.untouched(range(8, 150))
+
+
+async def works_beside(transport: Transport) -> None:
+    """The transport still connects to itself, which takes some time."""
+    for _ in range(10):
+        peer = await within(transport.connect(transport.address))
+        await within(peer.close())
+
+
+@in_quarantine
+async def test_closing_waits_for_a_stopped_sender(transport: Transport, pool: Pool, remote: Remote) -> None:
+    landing, _ = await stopped_amid_a_push(transport, pool, remote)
+    closing = asyncio.create_task(transport.close())
+    with pytest.raises(TransferError, match="closed"):
+        await within(landing.done())
+    assert not closing.done()
+    await remote.kill()
+    await within(closing)
+    assert landing.revoke()
 
 
 async def test_a_stopped_sender_that_continues_in_time_completes_its_landing(
@@ -172,7 +260,7 @@ async def test_a_stopped_sender_that_continues_in_time_completes_its_landing(
 async def test_a_transfer_to_a_stopped_receiver_can_be_cancelled(
     monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
 ) -> None:
-    monkeypatch.setattr("kvtransfer.ucx.outgoing.GRACE_S", 0.5)
+    monkeypatch.setattr("kvtransfer.session.limits.GRACE_S", 0.5)
     address = await remote.address()
     peer = await transport.connect(address)
     current = await remote.expect(range(PAGES))
@@ -188,7 +276,7 @@ async def test_a_transfer_to_a_stopped_receiver_can_be_cancelled(
 async def test_a_receiver_that_stays_stopped_fails_the_push_by_itself(
     monkeypatch: pytest.MonkeyPatch, transport: Transport, remote: Remote
 ) -> None:
-    monkeypatch.setattr("kvtransfer.ucx.outgoing.STALL_S", 0.5)
+    monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.5)
     address = await remote.address()
     peer = await transport.connect(address)
     current = await remote.expect([1, 2])
@@ -205,12 +293,14 @@ async def test_a_process_that_never_closes_its_transport_ends_cleanly(transport:
 
 
 @pytest.mark.parametrize("page_bytes", [16 << 10, 2_359_296])
-async def test_senders_killed_at_any_moment_never_harm_the_receiver(page_bytes: int, remotes: list[Remote]) -> None:
+async def test_senders_killed_at_any_moment_never_harm_the_receiver(
+    way: str, page_bytes: int, remotes: list[Remote]
+) -> None:
     pool = Pool((128 << 20) // page_bytes, page_bytes)
     pages = range(len(pool.pages))
-    transport = await kvtransfer.create("ucx", pool.memory, epoch=78, host="127.0.0.1")
+    transport = await kvtransfer.create(way, pool.memory, epoch=78, host="127.0.0.1")
     for reservation in range(3):
-        remote = await Remote.start("ucx", seed=reservation, num_pages=8, page_bytes=page_bytes)
+        remote = await Remote.start(way, seed=reservation, num_pages=8, page_bytes=page_bytes)
         remotes.append(remote)
         await remote.connect(transport)
         landing = transport.expect(reservation, 1, pages)
