@@ -77,22 +77,30 @@ class ModelSettings(Settings):
     max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
 
 
-class EngineSettings(ModelSettings):
+class TargetSettings(Settings):
+    """What workers and routers plan by."""
+
+    slo_itl: float = Field(
+        50.0,
+        ge=0,
+        le=MOST_SLO_MS,
+        description="The next token of a stream is to come within this time, in ms; 0: no target.",
+    )
+
+
+class EngineSettings(ModelSettings, TargetSettings):
     """What the engine of a worker needs to know."""
 
     token_budget: int = Field(
         0,
         ge=0,
         description="Most tokens that one batch on the whole device computes; 0 takes as many as keep a step within "
-        "--itl-ms while there are decodes, and what prefills at nearly full speed otherwise.",
+        "--slo-itl while there are decodes, and what prefills at nearly full speed otherwise.",
     )
     colocate: Literal["auto", "mixed", "lanes"] = Field(
         "auto",
         description="Where prompts go while there are decodes: into their batch (mixed), onto a lane beside them "
         "(lanes), or whichever is predicted to be better (auto).",
-    )
-    itl_ms: float = Field(
-        50.0, ge=0, description="Gap between a stream's tokens, in ms, that is short enough; 0: no target."
     )
     profile: Path | None = Field(
         None,
@@ -152,7 +160,7 @@ class SimulatedSettings(WorkersSettings, _Advertised):
     """One process with all workers of a cluster, simulated."""
 
 
-class AllRoutersSettings(SharedSettings):
+class AllRoutersSettings(TargetSettings, SharedSettings):
     """What all routers of a cluster have in common."""
 
     model: str = Field("", description="Checkpoint directory: tokenizer.json, tokenizer_config.json, config.json.")
@@ -165,9 +173,6 @@ class AllRoutersSettings(SharedSettings):
     )
     slo_ttft: float = Field(
         2000.0, gt=0, le=MOST_SLO_MS, description="A first token is to come within this time, in ms."
-    )
-    slo_itl: float = Field(
-        50.0, gt=0, le=MOST_SLO_MS, description="The next token of a stream is to come within this time, in ms."
     )
     long_prefill_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | Literal["auto"] = Field(
         "auto",

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cpd.blocks import blocks_for
+from cpd.perfmodel import Work
 from engine.batch import Batch, Ran, Split
 from engine.plan import BuildBatch, Plan
 from engine.pool import BlockPool
@@ -37,6 +38,7 @@ class Launched:
 
     split: Split
     plan: Plan
+    work: Work
     batch: Batch
     pages: list[int]
 
@@ -56,6 +58,11 @@ class Aside:
         return self._launched.split if self._launched else None
 
     @property
+    def work(self) -> Work | None:
+        """What the prefill lane computes; None: nothing."""
+        return self._launched.work if self._launched else None
+
+    @property
     def done(self) -> bool:
         """Whether there is something to collect."""
         return self._launched is not None and self._launched.split.prefill.done()
@@ -70,7 +77,7 @@ class Aside:
         self._pool.hold(pages)
         for chunk in plan.chunks:
             chunk.seq.aside = True
-        self._launched = Launched(split, plan, self._build(plan, self._table), pages)
+        self._launched = Launched(split, plan, plan.work, self._build(plan, self._table), pages)
         split.prefill.launch(self._launched.batch, on_done)
 
     def collect(self) -> tuple[Launched, Ran]:

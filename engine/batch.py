@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cpd.split import LaneSplit
 from engine.types import SamplingParams, TokenLogprobs
 
 IntArray = npt.NDArray[np.int32]
@@ -110,6 +111,11 @@ class Split:
 
     prefill: Lane
     decode: Lane
+
+    @property
+    def shares(self) -> LaneSplit:
+        """Of the device."""
+        return LaneSplit(self.prefill.share, self.decode.share)
 
 
 class Runner(Protocol):

@@ -3,7 +3,7 @@
     add ──▶ scheduler ──plan──▶ build_batch ──▶ lane.launch … collect ──▶ tokens appended, blocks published, outputs
 
 A step's batch runs on the whole device, or on the decode lane while the prefill lane computes something else
-(`engine/aside.py`); what goes where is `engine/colocation.py`'s to say.
+(`engine/aside.py`); what goes where is `cpd/colocation.py`'s to say.
 
 Runs on one thread and never reads a clock. Whatever is called between two steps sees a consistent state: pages are
 released and blocks published only when the step that touches them has been collected.
@@ -11,15 +11,16 @@ released and blocks published only when the step that touches them has been coll
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.colocation import Colocation
 from cpd.perfmodel import Work
 from engine.aside import Aside
 from engine.backlog import Backlog
 from engine.batch import Batch, Lane, Ran, Runner
-from engine.colocation import Colocation
 from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
@@ -28,8 +29,11 @@ from engine.scheduler import Scheduler
 from engine.trace import LaneName, StepTrace
 from engine.types import CacheEvent, EngineStats, Output, Request, Reservation, StepOutput
 
-STEPS_OF_MEAN = 32
-"""Recent steps that the load report takes the mean of."""
+RECENT_STEPS = 32
+"""Whose times the load report tells."""
+
+STEPS_TO_TELL = 8
+"""At least so many, to tell how much slower than predicted they are."""
 
 
 class Engine:
@@ -71,6 +75,7 @@ class Engine:
             backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
         )
         self.colocation = colocation
+        self._splits = {split.shares: split for split in runner.splits}
         self._build = build
         self._aside = Aside(self._pool, self._scheduler.table, build)
         self._on_aside_done: Callable[[], None] = lambda: None
@@ -78,7 +83,8 @@ class Engine:
         self._requests = LiveRequests(self._scheduler, self.max_model_len)
         self.trace = StepTrace()
         self._pins: Counter[int] = Counter()
-        self._step_ms: deque[float] = deque(maxlen=STEPS_OF_MEAN)
+        self._step_ms: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._slower: deque[float] = deque(maxlen=RECENT_STEPS)
         self._stalled = False
 
     def add(self, request: Request) -> None:
@@ -130,8 +136,11 @@ class Engine:
             split = self._aside.split
             lane = split.decode if split else self._runner.full
             batch = self._build(plan, self._scheduler.table)
+            predicted_ms = self.colocation.model.step_ms(plan.work, lane.share, self._aside.work)
             lane.launch(batch)
             ran = lane.collect()
+            if predicted_ms:
+                self._slower.append(ran.ms / predicted_ms)
             self._requests.process(plan, ran.sampled, output)
             self._record("decode" if split else "full", lane, batch, ran)
         elif self._aside.split is None:
@@ -248,6 +257,7 @@ class Engine:
             decode_context=decodes.context,
             prefill_ms=self.colocation.prefill_ms(lacking, decodes),
             step_ms=sum(self._step_ms) / len(self._step_ms) if self._step_ms else 0.0,
+            slower=median(self._slower) if len(self._slower) >= STEPS_TO_TELL else 0.0,
         )
 
     def take_cache_events(self) -> list[CacheEvent]:
@@ -279,11 +289,12 @@ class Engine:
     def _prefill(self, plan: Plan, now: float) -> None:
         """Adds prefills to the step, and starts the prefill lane if it is its turn."""
         decodes = Work.decode(len(plan.singles), sum(chunk.start + 1 for chunk in plan.singles))
-        room, split = self.colocation.room(decodes, self._aside.split)
+        busy = self._aside.split
+        room, shares = self.colocation.room(decodes, busy.shares if busy else None)
         aside = self._scheduler.prefills(plan, room, now)
         if aside:
-            assert split is not None
-            self._aside.launch(split, aside, self._on_aside_done)
+            assert shares is not None
+            self._aside.launch(self._splits[shares], aside, self._on_aside_done)
 
     def _record(self, name: LaneName, lane: Lane, batch: Batch, ran: Ran) -> None:
         if batch.num_decodes and name != "prefill":

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.perfmodel import Work
 from engine.batch import Batch, IntArray, SampleRow
 from engine.sequence import Seq, SeqTable
 
@@ -45,25 +46,14 @@ class Plan:
         """All of them, in the batch's order."""
         return self.singles + self.longer if self.longer else self.singles
 
+    @property
+    def work(self) -> Work:
+        """As far as its time goes."""
+        decodes = Work.decode(len(self.singles), sum(chunk.start + 1 for chunk in self.singles))
+        return sum((Work.prefill(chunk.count, chunk.start) for chunk in self.longer), decodes)
+
     def __bool__(self) -> bool:
         return bool(self.singles or self.longer)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How many prefill tokens may be computed now.
-
-    Attributes:
-        along: In one batch with the decodes.
-        aside: On the prefill lane; 0: it is busy, or there is none.
-        cut: Whether a prompt that is longer than `along` goes along in pieces. Otherwise it goes aside, or waits.
-        beside: As `along`, if something goes aside as well: the decodes' batch then has a part of the device only.
-    """
-
-    along: int
-    aside: int = 0
-    cut: bool = False
-    beside: int = 0
 
 
 BuildBatch = Callable[[Plan, SeqTable], Batch]

@@ -2,7 +2,7 @@
 
 There are no phases: every sequence has `num_computed` tokens and catches up with `num_tokens`. Running sequences go
 before waiting ones, and those with one token to compute before those with more. Among themselves, older ones go first.
-How many tokens the others may have, and where, is for others to say (`engine.plan.Room`).
+How many tokens the others may have, and where, is for others to say (`cpd.colocation.Room`).
 
 A sequence is admitted when there are pages for all its tokens and, beside them, one for each running sequence and
 reservation to grow by. When pages run out all the same, the newest running sequence is preempted: its pages go to the
@@ -16,10 +16,11 @@ from operator import attrgetter
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from cpd.colocation import Room
 from cpd.perfmodel import Work
 from engine.backlog import Backlog
 from engine.pending import PendingBlocks
-from engine.plan import Chunk, Plan, Room
+from engine.plan import Chunk, Plan
 from engine.pool import BlockPool
 from engine.sequence import Seq, SeqTable, State
 from engine.waiting import Line

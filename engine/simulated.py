@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cpd.perfmodel import PerfModel, Profile, Work
+from cpd.split import Device, lane_splits
 from engine.batch import Batch, Ran, Sampled, SampleRow, Split
 from engine.plan import Plan
 from engine.sequence import SeqTable
-from engine.split import Device, lane_splits
 from engine.types import TokenLogprobs
 
 PAGE_BYTES = 8

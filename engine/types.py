@@ -183,6 +183,7 @@ class EngineStats:
         decode_context: Tokens that these attend to, summed.
         prefill_ms: Predicted time until `waiting_tokens` are computed.
         step_ms: Mean of the recent steps that had decodes; 0: there were none.
+        slower: How many times as long as predicted recent steps took, on median; 0: too few of them to tell.
     """
 
     running: int
@@ -198,3 +199,4 @@ class EngineStats:
     decode_context: int = 0
     prefill_ms: float = 0.0
     step_ms: float = 0.0
+    slower: float = 0.0

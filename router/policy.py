@@ -83,7 +83,7 @@ class PolicySettings:
 
     Attributes:
         slo_ttft_ms: A first token is to come within this time.
-        slo_itl_ms: So long at most between two tokens of a stream.
+        slo_itl_ms: So long at most between two tokens of a stream; 0: there is no such promise.
         long_prefill_tokens: More uncached tokens go to a prefill worker; auto: where it is predicted to be better.
     """
 
@@ -244,7 +244,9 @@ class _Request:
         )
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
-        """What it counts that something takes so long."""
+        """What it counts that something takes so long; without a limit nothing."""
+        if not limit_ms:
+            return 0.0
         return BROKEN * self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - SAFE) / (1 - SAFE))
 
 
@@ -299,9 +301,8 @@ class _Decode:
 
     def remote(self, helper: _Prefill) -> Option:
         """The prompt is computed on a prefill worker."""
-        model, page_bytes = self.worker.model, self.worker.page_bytes
-        all_ms = model.transfer_ms(self._pages * page_bytes)
-        tail_ms = model.transfer_ms(min(self._pages, helper.tail) * page_bytes)
+        all_ms = self.worker.transfer_ms(self._pages)
+        tail_ms = self.worker.transfer_ms(min(self._pages, helper.tail))
         transfer_ms = max(tail_ms, all_ms - helper.ms)
         ttft_ms = helper.queue_ms + helper.ms + REMOTE_MS
         name = helper.worker.worker_id

@@ -5,17 +5,25 @@ they are sent. The worker's figures include what this router has on it, the rest
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
+from cpd.colocation import Beside, Colocation, Mode
 from cpd.errors import ConfigError, CPDError
-from cpd.perfmodel import MOST_MS, PerfModel, Profile
+from cpd.perfmodel import MOST_MS, MOST_SLOWDOWN, PerfModel, Profile, Work
 from cpd.rpc import cpd_pb2 as pb
+from cpd.split import LaneSplit
 from router.candidate import NOMINAL, Candidate
 
 MOST_TOKENS = 1 << 40
 """More than this on one worker is nonsense."""
 
 MOST_PROFILE_BYTES = 1 << 18
+
+MOST_SPLITS = 64
+
+MOST_SLOWER = 4.0
+"""A worker counts as at most so many times slower, or faster, than its profile says: one that gets no work can't show
+that it is better now."""
 
 UNSEEN_S = 0.1
 """A report may not yet know of requests that were sent so shortly before it: as long as a worker's longest silence."""
@@ -42,9 +50,6 @@ class Predictions:
         self.error_ms += abs(actual_ms - predicted_ms)
 
 
-Colocate = Literal["mixed", "lanes", "auto"]
-
-
 class UnusableError(CPDError):
     """The worker says what no worker should; the message says what."""
 
@@ -62,7 +67,7 @@ class WorkerView:
         predictions: Of own prompts that it computed.
 
     Raises:
-        UnusableError: Its profile is none.
+        UnusableError: Its profile is none, or its lanes can't be.
     """
 
     def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float) -> None:
@@ -70,10 +75,8 @@ class WorkerView:
         self.predictions = Predictions()
         self._hello = hello
         self._address = address
-        self._itl_ms = ITL_MARGIN * itl_ms
-        self._model = _model(hello.profile) if hello.profile else NOMINAL
-        self._colocate: Colocate = hello.colocate if hello.colocate in get_args(Colocate) else "mixed"  # type: ignore[assignment]
-        self._decode_shares = _decode_shares(self._model.profile)
+        self._rule = _rule(hello, itl_ms)
+        self._beside = Beside(self._rule)
         self._load = pb.Load(free_pages=hello.num_pages)
         self._idle_at = 0.0
         self._others = 0
@@ -88,19 +91,13 @@ class WorkerView:
             self._candidate = Candidate(
                 worker_id=self._hello.worker_id,
                 address=self._address,
-                model=self._model,
+                beside=self._beside,
                 page_bytes=self._hello.page_bytes,
                 num_pages=self._hello.num_pages,
                 free_pages=load.free_pages,
                 cached_pages=load.cached_pages,
-                token_budget=self._hello.token_budget or DEFAULT_BUDGET,
-                colocate=self._colocate,
-                decode_shares=self._decode_shares,
-                itl_ms=self._itl_ms,
                 idle_at=self._idle_at,
                 requests=self._others + self.sequences,
-                decodes=load.decodes,
-                decode_context=load.decode_context,
             )
         return self._candidate
 
@@ -112,6 +109,8 @@ class WorkerView:
         """
         if not (0 <= load.prefill_ms <= MOST_MS and 0 <= load.step_ms <= MOST_MS):
             raise UnusableError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
+        if not 0 <= load.slower <= MOST_SLOWDOWN:
+            raise UnusableError(f"it reported steps that take {load.slower} times as long as predicted")
         pages = load.free_pages + load.cached_pages + load.used_pages + load.reserved_pages + load.quarantined_pages
         if pages > self._hello.num_pages:
             raise UnusableError(f"it reported {pages} pages, but it has only {self._hello.num_pages}")
@@ -119,10 +118,12 @@ class WorkerView:
         if tokens > MOST_TOKENS:
             raise UnusableError(f"it reported {tokens} tokens, which no worker can have")
         self._load = load
+        slower = min(max(load.slower or 1.0, 1 / MOST_SLOWER), MOST_SLOWER)
+        self._beside = Beside(self._rule, Work.decode(load.decodes, load.decode_context), slower)
         self._others = max(0, load.running + load.waiting - self.sequences)
-        prefill_ms = load.prefill_ms
+        prefill_ms = self._beside.slower * load.prefill_ms
         if not self._hello.profile:
-            prefill_ms = load.waiting_tokens * self.candidate.token_ms
+            prefill_ms = load.waiting_tokens * self._beside.token_ms
         unseen_ms = sum(ms for at, ms in self._sent.values() if now - at < UNSEEN_S)
         self._idle_at = now + (prefill_ms + unseen_ms) / 1e3
         self._candidate = None
@@ -148,19 +149,21 @@ class WorkerView:
         self._candidate = None
 
 
-ITL_MARGIN = 0.8
-"""Workers plan their steps within this part of the target."""
-
-USUAL_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
-"""About what workers give their decode lanes of the device, as far as it can be cut like that."""
-
-DEFAULT_BUDGET = 512
-"""Tokens of a step at most, where the worker does not say."""
-
-
-def _decode_shares(profile: Profile) -> tuple[float, ...]:
-    shares = [part.share for part in profile.shares[:-1]]
-    return tuple(sorted({min(shares, key=lambda one: abs(one - usual)) for usual in USUAL_SHARES})) if shares else ()
+def _rule(hello: pb.Hello, itl_ms: float) -> Colocation:
+    """By which the worker computes prompts beside its streams."""
+    shares = hello.decode_shares
+    if len(shares) > MOST_SPLITS or not all(0 < share < 1 for share in shares):
+        raise UnusableError(
+            f"it said that its decode lanes have {len(shares)} shares of the device: {list(shares)[:3]}"
+        )
+    mode: Mode = hello.colocate if hello.colocate in get_args(Mode) else "mixed"  # type: ignore[assignment]
+    return Colocation(
+        _model(hello.profile) if hello.profile else NOMINAL,
+        token_budget=hello.token_budget,
+        mode=mode,
+        splits=[LaneSplit(1 - share, share) for share in shares],
+        itl_ms=itl_ms,
+    )
 
 
 def _model(profile: bytes) -> PerfModel:

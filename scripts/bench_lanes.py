@@ -24,8 +24,8 @@ import numpy as np
 
 from bench.report.page import Chart, Page
 from cpd.blocks import extend_hashes, hash_root
+from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile
-from engine.colocation import Colocation, Mode
 from engine.cpu_lanes import own_cores, use_threads
 from engine.engine import Engine
 from engine.profile.rough import time_a_few_steps
@@ -201,7 +201,9 @@ def main() -> None:
     benches = [
         Bench(
             runner,
-            Colocation(model, token_budget=budget, mode=mode, splits=runner.splits, itl_ms=50.0),
+            Colocation(
+                model, token_budget=budget, mode=mode, splits=[split.shares for split in runner.splits], itl_ms=50.0
+            ),
             name,
             options.streams,
             options.prompt,

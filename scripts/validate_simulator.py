@@ -123,8 +123,7 @@ def main() -> None:
         slowed(Profile.load(options.profile), slower).save(profile)
         write_trace(trace, options.requests, REQUESTS_PER_S * 10 / slower)
         simulated = in_virtual_time(profile, trace, Path(directory, "sim.json"), targets)
-        real_targets = [*targets, "--itl-ms", f"{50 * slower:g}"]
-        real = in_real_time(profile, trace, Path(directory, "real.json"), real_targets, options.port)
+        real = in_real_time(profile, trace, Path(directory, "real.json"), targets, options.port)
     print("real time, virtual time (ms) and the difference")
     for name in ("ttft", "itl", "tpot", "e2e"):
         print(compare(name, getattr(real.summary, f"{name}_ms"), getattr(simulated.summary, f"{name}_ms")))

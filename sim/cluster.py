@@ -81,6 +81,7 @@ class SimCluster:
                 self._events,
                 model,
                 colocate=chosen.colocate if role == "combined" else "mixed",
+                token_budget=settings.token_budget,
                 itl_ms=settings.slo_itl,
                 num_pages=num_pages,
                 max_model_len=settings.max_model_len,

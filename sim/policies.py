@@ -16,7 +16,7 @@ from random import Random
 from typing import Literal
 
 from cpd.blocks import BLOCK_SIZE
-from engine.colocation import Mode
+from cpd.colocation import Mode
 from router.candidate import Candidate
 from router.policy import Placement, PolicySettings, Prompt, place
 

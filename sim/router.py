@@ -151,6 +151,7 @@ class SimRouter:
             profile=worker.model.profile.model_dump_json(by_alias=True).encode(),
             token_budget=worker.token_budget,
             colocate=worker.colocate,
+            decode_shares=worker.decode_shares,
         )
         view = WorkerView(hello, worker.id, itl_ms=self._settings.slo_itl_ms)
         self._index.reset(worker.id, worker.num_pages)

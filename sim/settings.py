@@ -25,6 +25,12 @@ class ClusterShape(Settings):
     num_pages: int = Field(0, ge=0, description="KV pages of each worker; 0 takes the profile's.")
     max_model_len: int = Field(40_960, ge=32, description="Longest prompt plus output, in tokens.")
     max_num_seqs: int = Field(256, ge=1, description="Most sequences in a worker's running batch.")
+    token_budget: int = Field(
+        0,
+        ge=0,
+        description="Most tokens of a step on the whole device; 0 takes as many as keep it within --slo-itl while "
+        "there are decodes, and what prefills at nearly full speed otherwise.",
+    )
     max_queue_tokens: int = Field(
         262_144, ge=1, description="Most prompt tokens that wait in a worker's queue before it refuses more."
     )

@@ -10,9 +10,9 @@ Commands that come while a step runs wait for its end, as they do on a real work
 
 from collections.abc import Callable
 
+from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel
 from cpd.rpc import cpd_pb2 as pb
-from engine.colocation import Colocation, Mode
 from engine.engine import Engine
 from engine.simulated import SimulatedRunner, VirtualTime, outline
 from engine.types import CacheEvent, StepOutput
@@ -32,13 +32,14 @@ class SimWorker:
     Args:
         model: How long its steps take, and what it predicts with.
         colocate: Where prompts go while it decodes.
+        token_budget: Of a step on the whole device; 0: as follows from the model.
         itl_ms: Target for the gaps of its streams.
 
     Attributes:
         id: Its name.
         role: prefill or combined.
         engine: Its engine. Change it in commands only.
-        model, colocate, num_pages, token_budget: As its Hello tells routers.
+        model, colocate, num_pages, token_budget, decode_shares: As its Hello tells routers.
         on_output: Called with what a step brought, at its end.
         on_events: Called with what changed in the cache, at a pass's end.
         on_load: Called with a load report, as often as a real worker sends one.
@@ -52,6 +53,7 @@ class SimWorker:
         model: PerfModel,
         *,
         colocate: Mode,
+        token_budget: int,
         itl_ms: float,
         num_pages: int,
         max_model_len: int,
@@ -66,8 +68,10 @@ class SimWorker:
         self._events = events
         self._clock = VirtualTime()
         runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
-        colocation = Colocation(model, mode=colocate, splits=runner.splits, itl_ms=itl_ms)
-        self.token_budget = colocation.max_tokens
+        splits = [split.shares for split in runner.splits]
+        colocation = Colocation(model, token_budget=token_budget, mode=colocate, splits=splits, itl_ms=itl_ms)
+        self.token_budget = token_budget
+        self.decode_shares = [split.decode for split in colocation.splits]
         self.engine = Engine(
             runner,
             max_model_len=max_model_len,

@@ -3,10 +3,10 @@
 from hashlib import blake2b
 from typing import Protocol
 
+from cpd.colocation import Colocation
 from cpd.config import WorkerSettings
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
-from engine.colocation import Colocation
 from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.simulated import PAGE_BYTES, SimulatedRunner, VirtualTime, outline
@@ -59,8 +59,8 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
             PerfModel(known),
             token_budget=settings.token_budget,
             mode=settings.colocate,
-            splits=runner.splits,
-            itl_ms=settings.itl_ms,
+            splits=[split.shares for split in runner.splits],
+            itl_ms=settings.slo_itl,
         )
         engine = Engine(
             runner,
@@ -78,7 +78,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
             fingerprint=fingerprint,
             dtype=SIMULATED,
             profile=known,
-            token_budget=colocation.max_tokens,
+            token_budget=settings.token_budget,
         )
 
     return load

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from cpd.colocation import Colocation
 from cpd.config import WorkerSettings
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
-from engine.colocation import Colocation
 from engine.cpu_lanes import own_cores, use_threads
 from engine.engine import Engine
 from engine.profile.about import about
@@ -57,7 +57,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         fingerprint=runner.fingerprint,
         dtype=runner.dtype,
         profile=profile,
-        token_budget=colocation.max_tokens,
+        token_budget=settings.token_budget,
     )
 
 
@@ -81,8 +81,8 @@ def _colocation(settings: WorkerSettings, runner: TorchRunner, profile: Profile)
         PerfModel(profile),
         token_budget=settings.token_budget,
         mode=settings.colocate,
-        splits=runner.splits,
-        itl_ms=settings.itl_ms,
+        splits=[split.shares for split in runner.splits],
+        itl_ms=settings.slo_itl,
     )
 
 

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cpd.colocation import Colocation
 from cpd.config import WorkerSettings
 from cpd.perfmodel import Profile
 from cpd.rpc import cpd_pb2 as pb
-from engine.colocation import Colocation
 from engine.engine import Engine
 from kvtransfer.base import PoolMemory, Transport
 from worker.channels import Channels
@@ -70,7 +70,8 @@ class Loaded:
         fingerprint: Equal on workers that can exchange pages.
         dtype: Of weights and pool.
         profile: What the engine predicts its steps with.
-        token_budget: Tokens that one batch on the whole device computes at most.
+        token_budget: Tokens that one batch on the whole device computes at most, if it is given; 0: as follows from the
+            profile.
     """
 
     engine: Engine

@@ -228,6 +228,7 @@ class Worker:
         return load
 
     def _hello(self) -> pb.Hello:
+        rule = self._loaded.engine.colocation
         return pb.Hello(
             worker_id=self.id,
             role=pb.ROLE_PREFILL if self._role == "prefill" else pb.ROLE_COMBINED,
@@ -243,7 +244,8 @@ class Worker:
             transport=self._transport.name,
             profile=self._loaded.profile.model_dump_json(by_alias=True).encode(),
             token_budget=self._loaded.token_budget,
-            colocate=self._loaded.engine.colocation.mode,
+            colocate=rule.mode,
+            decode_shares=[split.decode for split in rule.splits],
         )
 
     def _engine_failed(self, error: BaseException) -> None:

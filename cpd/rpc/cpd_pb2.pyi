@@ -453,6 +453,7 @@ class Hello(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     COLOCATE_FIELD_NUMBER: _builtins.int
+    DECODE_SHARES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     state: Global___State.ValueType
@@ -470,8 +471,13 @@ class Hello(_message.Message):
     profile: _builtins.bytes
     """JSON (cpd/perfmodel.py) of what the worker predicts its steps with; empty: nothing"""
     token_budget: _builtins.int
+    """of a step on the whole device; 0: what follows from the profile (cpd/colocation.py)"""
     colocate: _builtins.str
     """mixed, lanes or auto"""
+    @_builtins.property
+    def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of the device, that decode lanes may have; the prefill lane has the rest"""
+
     def __init__(
         self,
         *,
@@ -490,10 +496,11 @@ class Hello(_message.Message):
         profile: _builtins.bytes = ...,
         token_budget: _builtins.int = ...,
         colocate: _builtins.str = ...,
+        decode_shares: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -620,6 +627,7 @@ class Load(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    SLOWER_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
@@ -647,6 +655,8 @@ class Load(_message.Message):
     """mean of the recent steps with decodes; 0: there were none"""
     queued_tokens: _builtins.int
     """of requests that wait for their first turn: what the queue's bound counts"""
+    slower: _builtins.float
+    """recent steps took so many times as long as the profile says; 0: too few to tell"""
     @_builtins.property
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by outcome: completed, failed, cancelled, local_fallback, rerouted"""
@@ -673,10 +683,11 @@ class Load(_message.Message):
         prefill_ms: _builtins.float = ...,
         step_ms: _builtins.float = ...,
         queued_tokens: _builtins.int = ...,
+        slower: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,8 +20,8 @@ from typing import Self
 import torch
 
 from cpd.errors import CPDError
+from cpd.split import Device, lane_splits
 from engine.cuda.driver import CudaError, CudaUnavailableError, Driver, SmResource
-from engine.split import Device, lane_splits
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class GreenContexts:
         """Divides the device in two. If that fails, nothing of it is left, and what was opened before stays.
 
         Args:
-            decode_sms: For the decodes; the rest is for prefills. See `engine.split.lane_splits`.
+            decode_sms: For the decodes; the rest is for prefills. See `cpd.split.lane_splits`.
 
         Raises:
             ValueError: No such parts exist, see `units`.

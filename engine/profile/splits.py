@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile, Work
-from engine.split import Device, LaneLoad, LaneSplit, lane_split, lane_splits, prepared_splits
+from cpd.split import Device, LaneLoad, LaneSplit, lane_split, lane_splits, prepared_splits
 
 DECODES = (1, 4, 16, 64, 128)
 CONTEXTS = (256, 1024, 4096)

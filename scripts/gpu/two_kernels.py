@@ -2,7 +2,7 @@
 
 Three pairs: a compute-bound beside a memory-bound kernel, and a prefill's GEMM beside a decode's GEMM and beside its
 attention. For every split the times t(SMs) of a piece are measured, alone and beside the other kind, and the time of
-100 pieces of each. From the curves `engine.split.plan_split` chooses a split. At the end 100 pieces of each are timed
+100 pieces of each. From the curves `cpd.split.plan_split` chooses a split. At the end 100 pieces of each are timed
 on one stream, on two plain streams, on the best split of the sweep, and as planned, in turns.
 
 Usage: `python -m scripts.gpu.two_kernels [--out DIR]`
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from cpd.split import Curve, Device, Workload, lane_splits, plan_split
 from engine.cuda.driver import CudaDriver, Driver
 from engine.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
-from engine.split import Curve, Device, Workload, lane_splits, plan_split
 from scripts.gpu.common import require_cuda, run_experiment
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target, number, text_table

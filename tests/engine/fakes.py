@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
 from engine.batch import Batch, Ran, Sampled, SampleRow, Split
-from engine.colocation import Colocation, Mode
 from engine.engine import Engine
 from engine.types import Finish, Output, Request, Reservation, SamplingParams, StepOutput
 
@@ -328,7 +328,9 @@ def engine_of(
     return Engine(
         runner,
         max_model_len=max_model_len,
-        colocation=Colocation(MODEL, token_budget=token_budget, mode=colocate, splits=runner.splits),
+        colocation=Colocation(
+            MODEL, token_budget=token_budget, mode=colocate, splits=[split.shares for split in runner.splits]
+        ),
         max_num_seqs=max_num_seqs,
         max_queue_tokens=max_queue_tokens,
     )

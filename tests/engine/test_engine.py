@@ -6,7 +6,7 @@ import pytest
 from cpd.errors import QueueFullError
 from cpd.perfmodel import Work
 from engine.batch import Batch
-from engine.engine import Engine
+from engine.engine import STEPS_TO_TELL, Engine
 from engine.types import Computed, Finish, Output, Request
 from tests.engine.fakes import (
     GARBAGE,
@@ -858,6 +858,15 @@ class TestQueue:
         assert after.waiting_tokens == 320 - 50
         engine.step()
         assert engine.stats().step_ms == 1.0  # all steps of a fake lane take so long
+
+    def test_stats_tell_how_much_slower_than_predicted_steps_are(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_request("a", prompt(10), max_tokens=20))
+        for _ in range(STEPS_TO_TELL - 1):
+            engine.step()
+        assert engine.stats().slower == 0
+        engine.step()
+        assert engine.stats().slower == pytest.approx(1.0 / MODEL.step_ms(Work.decode(1, 17)), rel=0.1)
 
     def test_what_is_cached_is_not_to_be_computed(self) -> None:
         engine, _ = make_engine(max_num_seqs=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
-from engine.colocation import Colocation
+from cpd.colocation import Colocation
 from engine.config import load_config
 from engine.engine import Engine
 from engine.runner import TorchRunner

@@ -8,7 +8,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.colocation import Mode
+from cpd.colocation import Mode
 from engine.types import Computed, Request, Reservation
 from tests.engine.fakes import (
     GARBAGE,

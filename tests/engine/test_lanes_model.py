@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpd.blocks import extend_hashes, hash_root
-from engine.colocation import Colocation, Mode
+from cpd.colocation import Colocation, Mode
 from engine.config import load_config
 from engine.cpu_lanes import use_threads
 from engine.engine import Engine
@@ -83,7 +83,7 @@ def serve(
     engine = Engine(
         runner,
         max_model_len=max_model_len,
-        colocation=Colocation(MODEL, token_budget=48, mode=mode, splits=runner.splits),
+        colocation=Colocation(MODEL, token_budget=48, mode=mode, splits=[split.shares for split in runner.splits]),
         max_num_seqs=6,
         max_queue_tokens=10_000,
     )

@@ -5,7 +5,8 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan import Plan, Room, build_batch
+from cpd.colocation import Room
+from engine.plan import Plan, build_batch
 from engine.pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Seq, State

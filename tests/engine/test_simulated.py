@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from cpd.blocks import extend_hashes
+from cpd.colocation import Colocation
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from engine.batch import Batch, SampleRow
-from engine.colocation import Colocation
 from engine.engine import Engine
 from engine.plan import BuildBatch
 from engine.simulated import SimulatedRunner, VirtualTime, outline, work_of
@@ -217,7 +217,7 @@ def test_an_outline_of_the_batches_gives_the_same_run() -> None:
     def run(**build: BuildBatch) -> list[StepRecord]:
         clock = VirtualTime()
         runner = SimulatedRunner(256, MODEL, clock, VOCAB)
-        colocation = Colocation(MODEL, token_budget=64, mode="lanes", splits=runner.splits)
+        colocation = Colocation(MODEL, token_budget=64, mode="lanes", splits=[split.shares for split in runner.splits])
         engine = Engine(
             runner, max_model_len=512, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000, **build
         )

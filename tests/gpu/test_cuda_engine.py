@@ -11,7 +11,7 @@ import torch
 
 from cpd.blocks import extend_hashes, hash_root
 from engine.batch import SampleRow
-from engine.colocation import Mode
+from cpd.colocation import Mode
 from engine.config import load_config
 from engine.runner import TorchRunner
 from engine.types import Request, SamplingParams

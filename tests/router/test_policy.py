@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.blocks import BLOCK_SIZE
-from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile
+from cpd.colocation import Beside, Colocation, Mode
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
+from cpd.split import LaneSplit
 from router.candidate import Candidate
 from router.policy import Placement, PolicySettings, Prompt, place
 
@@ -36,19 +38,21 @@ def _worker(name: str, *, streams: int = 0, queue_ms: float = 0.0, **fields: Any
     worker = Candidate(
         worker_id=name,
         address=f"{name}:1",
-        model=MODEL,
+        beside=_beside(streams),
         page_bytes=2 << 20,
         num_pages=40_000,
         free_pages=20_000,
         cached_pages=15_000,
-        token_budget=2048,
-        itl_ms=40.0,
         idle_at=queue_ms / 1e3,
         requests=streams,
-        decodes=streams,
-        decode_context=streams * 1000,
     )
     return replace(worker, **fields)
+
+
+def _beside(streams: int, *, itl_ms: float = 50.0, budget: int = 0, mode: Mode = "mixed") -> Beside:
+    splits = [LaneSplit(1 - share, share) for share in (0.25, 0.5)]
+    rule = Colocation(MODEL, token_budget=budget, mode=mode, splits=splits, itl_ms=itl_ms)
+    return Beside(rule, Work.decode(streams, streams * 1000))
 
 
 def _place(
@@ -132,7 +136,7 @@ class TestLatencyTargets:
 
     def test_streams_that_would_break_their_promise_count(self) -> None:
         # both gaps would be longer, only one too long
-        worker, helper = _worker("d", streams=2, itl_ms=90.0), _worker("p", queue_ms=300)
+        worker, helper = _worker("d", streams=2, beside=_beside(2, itl_ms=112.5)), _worker("p", queue_ms=300)
         assert not _place(2048, [worker], [helper], slo_itl_ms=200).prefill
         assert _place(2048, [worker], [helper], slo_itl_ms=50).prefill
 
@@ -153,7 +157,7 @@ class TestCache:
     def test_a_hot_prefix_is_copied_when_its_worker_is_crowded(self) -> None:
         home, other = _worker("home", streams=2), _worker("other", streams=2)
         assert not _place(1024, [home, other], cached={"home": 63}).replicated
-        crowded = replace(home, requests=80, decodes=80)
+        crowded = replace(home, requests=80, beside=_beside(80))
         placement = _place(1024, [crowded, other], cached={"home": 63})
         assert (_decode(placement), placement.replicated) == ("other", True)
 
@@ -202,13 +206,13 @@ def test_what_was_predicted_of_the_decision_comes_first() -> None:
 
 
 _CANDIDATES = st.builds(
-    lambda streams, queue_ms, free, budget, colocate: _worker(
-        "x", streams=streams, queue_ms=queue_ms, free_pages=free, token_budget=budget, colocate=colocate
+    lambda streams, queue_ms, free, budget, mode: _worker(
+        "x", streams=streams, queue_ms=queue_ms, free_pages=free, beside=_beside(streams, budget=budget, mode=mode)
     ),
     st.integers(0, 200),
     st.floats(0, 5000),
     st.integers(0, 3000),
-    st.sampled_from([256, 2048, 8192]),
+    st.sampled_from([0, 256, 2048, 8192]),
     st.sampled_from(["mixed", "lanes", "auto"]),
 )
 
@@ -257,8 +261,7 @@ def test_more_load_makes_no_worker_more_attractive(
     loaded = replace(
         worker,
         requests=worker.requests + streams,
-        decodes=worker.decodes + streams,
-        decode_context=worker.decode_context + 1000 * streams,
+        beside=Beside(worker.beside.rule, worker.beside.decodes + Work.decode(streams, 1000 * streams)),
         idle_at=worker.idle_at + queue_ms / 1e3,
         free_pages=max(0, worker.free_pages - pages),
     )

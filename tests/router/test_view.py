@@ -4,8 +4,9 @@ import pytest
 
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from cpd.rpc import cpd_pb2 as pb
+from cpd.split import LaneSplit
 from router.candidate import NOMINAL
-from router.view import MOST_PROFILE_BYTES, UNSEEN_S, UnusableError, WorkerView
+from router.view import MOST_PROFILE_BYTES, MOST_SLOWER, UNSEEN_S, UnusableError, WorkerView
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
 PROFILE = Profile(
@@ -23,18 +24,19 @@ def _view(**hello: Any) -> WorkerView:
 
 
 def test_a_candidate_has_what_hello_and_load_say() -> None:
-    view = _view(num_pages=100, page_bytes=64, token_budget=256, colocate="lanes")
+    view = _view(num_pages=100, page_bytes=64, token_budget=256, colocate="lanes", decode_shares=[0.25])
     view.reported(
         pb.Load(running=3, waiting=2, decodes=2, decode_context=500, prefill_ms=40, free_pages=7, cached_pages=9), 1.0
     )
     one = view.candidate
-    assert (one.worker_id, one.address, one.token_budget, one.colocate, one.itl_ms) == ("w", "w:1", 256, "lanes", 40.0)
+    assert (one.worker_id, one.address, one.token_budget) == ("w", "w:1", 256)
+    assert (one.beside.rule.mode, one.beside.rule.splits) == ("lanes", (LaneSplit(0.75, 0.25),))
     assert (one.num_pages, one.page_bytes, one.free_pages, one.cached_pages) == (100, 64, 7, 9)
-    assert (one.requests, one.decodes, one.decode_context) == (5, 2, 500)
+    assert (one.requests, one.beside.decodes) == (5, Work.decode(2, 500))
     assert one.queue_ms(1.0) == pytest.approx(40)
     assert one.queue_ms(1.03) == pytest.approx(10)
     assert one.queue_ms(2.0) == 0
-    assert one.model.step_ms(Work.prefill(500)) == PerfModel(PROFILE).step_ms(Work.prefill(500))
+    assert one.beside.step_ms(Work.prefill(500)) == PerfModel(PROFILE).step_ms(Work.prefill(500))
 
 
 def test_own_requests_count_at_once_and_others_by_report() -> None:
@@ -78,8 +80,31 @@ def test_a_prompt_that_is_sent_to_an_idle_worker_begins_now() -> None:
 def test_without_a_profile_waiting_tokens_tell_the_queue() -> None:
     view = _view(profile=b"")
     view.reported(pb.Load(waiting_tokens=5_000), 0.0)
-    assert view.candidate.model is NOMINAL
+    assert view.candidate.beside.rule.model is NOMINAL
     assert view.candidate.queue_ms(0.0) == pytest.approx(5_000 * view.candidate.token_ms)
+
+
+def test_a_worker_that_is_slower_than_its_profile_is_reckoned_with_as_it_is() -> None:
+    view = _view()
+    view.reported(pb.Load(prefill_ms=40, decodes=2, decode_context=500), 1.0)
+    fast = view.candidate
+    view.reported(pb.Load(prefill_ms=40, decodes=2, decode_context=500, slower=1.5), 1.0)
+    slow = view.candidate
+    assert slow.queue_ms(1.0) == pytest.approx(1.5 * fast.queue_ms(1.0))
+    assert slow.crowded_ms == pytest.approx(1.5 * fast.crowded_ms)
+    assert slow.prefill(300, 0).ms == pytest.approx(1.5 * fast.prefill(300, 0).ms)
+
+
+def test_one_that_was_very_slow_for_a_while_is_not_avoided_for_ever() -> None:
+    view = _view()
+    view.reported(pb.Load(slower=1000.0), 1.0)
+    assert view.candidate.beside.slower == MOST_SLOWER
+
+
+@pytest.mark.parametrize("shares", [[0.0], [1.0], [float("nan")], [0.5] * 65])
+def test_shares_that_no_lane_can_have_are_refused(shares: list[float]) -> None:
+    with pytest.raises(UnusableError, match="shares of the device"):
+        _view(decode_shares=shares)
 
 
 @pytest.mark.parametrize("profile", [b"x", b"{}", PROFILE.model_dump_json(by_alias=True).encode()[:-1]])
@@ -101,7 +126,16 @@ def test_times_beyond_reason_are_in_no_profile() -> None:
         _view(profile=absurd)
 
 
-@pytest.mark.parametrize("load", [{"prefill_ms": -1.0}, {"prefill_ms": float("nan")}, {"step_ms": float("inf")}])
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"prefill_ms": -1.0},
+        {"prefill_ms": float("nan")},
+        {"step_ms": float("inf")},
+        {"slower": float("nan")},
+        {"slower": -1.0},
+    ],
+)
 def test_a_nonsensical_load_is_refused(load: dict[str, Any]) -> None:
     with pytest.raises(UnusableError):
         _view().reported(pb.Load(**load), 0.0)

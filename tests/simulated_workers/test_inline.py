@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
-from engine.colocation import Colocation, Mode
+from cpd.colocation import Colocation, Mode
 from engine.engine import Engine
 from engine.simulated import SimulatedRunner, VirtualTime, outline
 from engine.types import StepOutput
@@ -44,7 +44,7 @@ class Bridge:
     def _build(self, made: Profile, mode: Mode) -> Engine:
         model = PerfModel(made)
         runner = SimulatedRunner(1000, model, self.clock, VOCAB)
-        colocation = Colocation(model, mode=mode, splits=runner.splits, itl_ms=2 * STEP_MS)
+        colocation = Colocation(model, mode=mode, splits=[split.shares for split in runner.splits], itl_ms=2 * STEP_MS)
         return Engine(
             runner, max_model_len=4096, colocation=colocation, max_num_seqs=64, max_queue_tokens=10**6, build=outline
         )

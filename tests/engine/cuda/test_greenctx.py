@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpd.split import Device, lane_splits
 from engine.cuda.driver import CudaError, CudaUnavailableError
 from engine.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
-from engine.split import Device, lane_splits
 from tests.engine.cuda.fakes import FakeDriver
 
 H200 = range(132)

@@ -4,8 +4,8 @@ import pytest
 
 from cpd.errors import ConfigError
 from cpd.perfmodel import Profile, ShareProfile, StepCost
+from cpd.split import LaneSplit
 from engine.profile.splits import SplitTable, split_table
-from engine.split import LaneSplit
 
 
 def profile(units: int, unit_step: int) -> Profile:

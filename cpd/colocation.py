@@ -1,5 +1,7 @@
 """Where prefills go while there are decodes: into their batch, or aside on the prefill lane. Pure.
 
+Workers act by it, and routers predict by it what workers will do.
+
     mixed   one batch on the whole device; long prompts go in pieces under the token budget
     lanes   prefills go aside; what they leave of the device goes to the decodes
     auto    a prompt rides along if the step then stays within the ITL target, or takes no longer than a decode beside a
@@ -13,12 +15,12 @@ tokens as keep the step within the ITL target, and otherwise as many as it takes
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from cpd.perfmodel import PerfModel, Work
-from engine.batch import Split
-from engine.plan import Room
-from engine.split import LaneLoad, LaneSplit, lane_split
+from cpd.split import LaneLoad, LaneSplit, lane_split
 
 Mode = Literal["mixed", "lanes", "auto"]
 
@@ -54,6 +56,23 @@ STREAMS_WORTH = 2.0
 """Auto: a prompt that gets 1 + x times slower on the lane must spare at least this times x streams a stutter."""
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many prefill tokens may be computed now.
+
+    Attributes:
+        along: In one batch with the decodes.
+        aside: On the prefill lane; 0: it is busy, or there is none.
+        cut: Whether a prompt that is longer than `along` goes along in pieces. Otherwise it goes aside, or waits.
+        beside: As `along`, if something goes aside as well: the decodes' batch then has a part of the device only.
+    """
+
+    along: int
+    aside: int = 0
+    cut: bool = False
+    beside: int = 0
+
+
 class Colocation:
     """The rule.
 
@@ -61,10 +80,11 @@ class Colocation:
         model: Predicts the device.
         token_budget: Tokens that one batch on the whole device computes at most; 0: as the model says.
         mode: See the module.
-        splits: The runner's. Without any, every mode is `mixed`.
+        splits: Shares of the device that the two lanes may have. Without any, every mode is `mixed`.
         itl_ms: Gap between a stream's tokens that is short enough; 0: there is no target.
 
     Attributes:
+        model, splits: As given.
         max_tokens: Of any batch on the whole device.
         mode: As the splits allow it.
     """
@@ -75,17 +95,17 @@ class Colocation:
         *,
         token_budget: int = 0,
         mode: Mode = "mixed",
-        splits: Sequence[Split] = (),
+        splits: Sequence[LaneSplit] = (),
         itl_ms: float = 0.0,
     ) -> None:
         self.max_tokens = token_budget or _full_speed_tokens(model)
         self._fixed = token_budget > 0
         self.mode: Mode = mode if splits else "mixed"
-        self._splits = {LaneSplit(split.prefill.share, split.decode.share): split for split in splits}
-        self._model = model
+        self.model = model
+        self.splits = tuple(splits)
         self._itl_ms = ITL_MARGIN * itl_ms
 
-    def room(self, decodes: Work, busy: Split | None) -> tuple[Room, Split | None]:
+    def room(self, decodes: Work, busy: LaneSplit | None) -> tuple[Room, LaneSplit | None]:
         """How much may be prefilled now.
 
         Args:
@@ -124,31 +144,31 @@ class Colocation:
             pairs=round(prompts.pairs / chunks),
         )
         if room.aside and split is not None:
-            return chunks * self._model.step_ms(chunk, split.prefill.share, decodes)
-        return chunks * self._model.step_ms(decodes + chunk)
+            return chunks * self.model.step_ms(chunk, split.prefill, decodes)
+        return chunks * self.model.step_ms(decodes + chunk)
 
     def _mixed(self, decodes: Work) -> Room:
         if self._fixed or not decodes.tokens:
             return Room(self.max_tokens - decodes.tokens, cut=True)
-        within = self._itl_ms or UNTARGETED_STRETCH * self._model.step_ms(decodes)
+        within = self._itl_ms or UNTARGETED_STRETCH * self.model.step_ms(decodes)
         return Room(max(MIN_BUDGET, self._fitting(decodes, within)), cut=True)
 
-    def _choose_split(self, decodes: Work, beside: Work) -> Split:
+    def _choose_split(self, decodes: Work, beside: Work) -> LaneSplit:
         """The one with most for the prefill that leaves the decodes enough."""
-        model = self._model
+        model = self.model
         load = LaneLoad(
             prefill_ms=lambda share: model.step_ms(beside, share, decodes),
             decode_ms=lambda share: model.step_ms(decodes, share, beside),
             target_ms=max(self._itl_ms, MAX_STRETCH * model.step_ms(decodes)),
         )
-        return self._splits[lane_split(load, self._splits)]
+        return lane_split(load, self.splits)
 
-    def _worth_it(self, decodes: Work, split: Split, prefill: Work) -> bool:
-        model = self._model
-        slower = model.step_ms(prefill, split.prefill.share, decodes) / model.step_ms(decodes + prefill) - 1
+    def _worth_it(self, decodes: Work, split: LaneSplit, prefill: Work) -> bool:
+        model = self.model
+        slower = model.step_ms(prefill, split.prefill, decodes) / model.step_ms(decodes + prefill) - 1
         return decodes.seqs >= STREAMS_WORTH * slower
 
-    def _along(self, decodes: Work, split: Split, beside: Work | None) -> int:
+    def _along(self, decodes: Work, split: LaneSplit, beside: Work | None) -> int:
         """Prefill tokens that may be in the decodes' batch.
 
         Args:
@@ -157,8 +177,8 @@ class Colocation:
         most = self.max_tokens - decodes.tokens
         if self.mode == "lanes":
             return min(most, 1)  # no more than one more decode
-        share = 1.0 if beside is None else split.decode.share
-        stretched = self._model.step_ms(decodes, split.decode.share, beside or Work.prefill(self.max_tokens))
+        share = 1.0 if beside is None else split.decode
+        stretched = self.model.step_ms(decodes, split.decode, beside or Work.prefill(self.max_tokens))
         return self._fitting(decodes, max(self._itl_ms, stretched), share, beside)
 
     def _fitting(self, decodes: Work, within_ms: float, share: float = 1.0, beside: Work | None = None) -> int:
@@ -166,18 +186,118 @@ class Colocation:
         return bisect_right(
             range(1, self.max_tokens - decodes.tokens + 1),
             within_ms,
-            key=lambda tokens: self._model.step_ms(decodes + Work.prefill(tokens), share, beside),
+            key=lambda tokens: self.model.step_ms(decodes + Work.prefill(tokens), share, beside),
         )
 
-    def _chunk(self, decodes: Work, split: Split, beside: Work) -> int:
+    def _chunk(self, decodes: Work, split: LaneSplit, beside: Work) -> int:
         """Tokens of the next chunk aside."""
-        model = self._model
-        enough = CHUNK_STEPS * model.step_ms(decodes, split.decode.share, beside)
+        model = self.model
+        enough = CHUNK_STEPS * model.step_ms(decodes, split.decode, beside)
         sizes = range(_CHUNK_UNIT, MAX_CHUNK + 1, _CHUNK_UNIT)
         fitting = bisect_right(
-            sizes, enough, key=lambda tokens: model.step_ms(Work.prefill(tokens), split.prefill.share, decodes)
+            sizes, enough, key=lambda tokens: model.step_ms(Work.prefill(tokens), split.prefill, decodes)
         )
         return sizes[max(0, fitting - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A prompt on a worker, from its first chunk on.
+
+    Attributes:
+        ms: Until it is computed.
+        gap_ms: Between tokens of the streams beside it, meanwhile; 0: there are none.
+        late_ms: What each of their tokens is late when that is over.
+    """
+
+    ms: float
+    gap_ms: float = 0.0
+    late_ms: float = 0.0
+
+
+class Beside:
+    """What the rule makes of prompts beside certain decodes. Whatever does not depend on the prompt is computed once.
+
+    Args:
+        rule: The worker's.
+        decodes: What it decodes.
+        slower: Its steps take so many times as long as its model says.
+
+    Attributes:
+        rule, decodes, slower: As given.
+    """
+
+    def __init__(self, rule: Colocation, decodes: Work | None = None, slower: float = 1.0) -> None:
+        self.rule = rule
+        self.decodes = decodes or Work()
+        self.slower = slower
+
+    def step_ms(self, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
+        """Of any step on this worker: see `PerfModel.step_ms`."""
+        return self.slower * self.rule.model.step_ms(work, share, beside)
+
+    @cached_property
+    def alone_ms(self) -> float:
+        """A step of the decodes alone."""
+        return self.step_ms(self.decodes)
+
+    @cached_property
+    def gap_ms(self) -> float:
+        """Of the decodes beside a long prompt."""
+        room, split = self._room
+        if split is None:
+            return self.step_ms(self.decodes + Work.prefill(max(1, room.along)))
+        return self.step_ms(self.decodes, split.decode, Work.prefill(self.rule.max_tokens))
+
+    @cached_property
+    def token_ms(self) -> float:
+        """Of computing one token of a long prompt on the whole device."""
+        return self.step_ms(Work.prefill(self.rule.max_tokens)) / self.rule.max_tokens
+
+    @cached_property
+    def passing(self) -> int:
+        """Tokens of a prompt that need not wait for one on the lane."""
+        split = self._room[1]
+        return self.rule.room(self.decodes, split)[0].along if split else 0
+
+    def pace(self, tokens: int, before: int) -> Pace:
+        """Computing `tokens` tokens of a prompt after `before` cached ones."""
+        decodes = self.decodes
+        if not decodes.tokens:
+            return Pace(self._chunks_ms(tokens, before, self.rule.max_tokens))
+        room, split = self._room
+        if split is not None and tokens > room.along:
+            ms = self._chunks_ms(tokens, before, room.aside, split.prefill, beside=decodes)
+            return Pace(ms, self.gap_ms, ms * max(0.0, 1 - self.alone_ms / self.gap_ms) if self.gap_ms else 0.0)
+        chunk = max(1, min(tokens, room.along))
+        ms = self._chunks_ms(tokens, before, chunk, along=decodes)
+        gap_ms = self.step_ms(decodes + Work.prefill(chunk, before + tokens - chunk))
+        return Pace(ms, gap_ms, max(0.0, ms - -(-tokens // chunk) * self.alone_ms))
+
+    @cached_property
+    def _room(self) -> tuple[Room, LaneSplit | None]:
+        return self.rule.room(self.decodes, None)
+
+    def _chunks_ms(
+        self,
+        tokens: int,
+        before: int,
+        chunk: int,
+        share: float = 1.0,
+        beside: Work | None = None,
+        along: Work | None = None,
+    ) -> float:
+        """Time of a prompt's chunks. All parts of the model but the curve over tokens are linear, so that the middle
+        one of equal chunks has their mean time."""
+        count, rest = divmod(tokens, chunk)
+        ms = 0.0
+        if count:
+            work = Work.prefill(chunk, before + (count - 1) * chunk // 2)
+            ms = count * self.step_ms(work + along if along else work, share, beside)
+        if rest:
+            work = Work.prefill(rest, before + count * chunk)
+            ms += self.step_ms(work + along if along else work, share, beside)
+        return ms
 
 
 def _full_speed_tokens(model: PerfModel) -> int:

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
-from engine.split import (
+from cpd.split import (
     Curve,
     Device,
     LaneLoad,

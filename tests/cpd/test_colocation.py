@@ -2,10 +2,9 @@
 
 import pytest
 
+from cpd.colocation import ITL_MARGIN, MAX_BUDGET, MIN_BUDGET, Beside, Colocation, Room
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
-from engine.colocation import ITL_MARGIN, MAX_BUDGET, MIN_BUDGET, Colocation
-from engine.plan import Room
-from tests.engine.fakes import FakeRunner
+from cpd.split import LaneSplit
 
 
 def model(*, fixed_ms: float = 10.0, token_ms: float = 0.1) -> PerfModel:
@@ -69,11 +68,11 @@ class TestPrefillMs:
 
     def test_on_a_lane_it_is_the_lanes_time(self) -> None:
         predict = model()
-        (split,) = FakeRunner(8, lanes=True).splits
+        split = LaneSplit(0.5, 0.5)
         rule = Colocation(predict, mode="lanes", splits=[split])
         assert rule.mode == "lanes"
         chunk = rule.room(DECODES, None)[0].aside
-        one = predict.step_ms(Work.prefill(chunk), split.prefill.share, DECODES)
+        one = predict.step_ms(Work.prefill(chunk), split.prefill, DECODES)
         assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one)
         assert rule.prefill_ms(Work.prefill(128), Work()) == pytest.approx(predict.step_ms(Work.prefill(128)))
 
@@ -92,9 +91,42 @@ def test_a_device_that_cannot_be_split_is_mixed() -> None:
 
 @pytest.mark.parametrize("itl_ms", [0.0, 1000.0])
 def test_the_lane_is_busy_or_gets_a_chunk(itl_ms: float) -> None:
-    (split,) = FakeRunner(8, lanes=True).splits
+    split = LaneSplit(0.5, 0.5)
     rule = Colocation(model(), mode="auto", splits=[split], itl_ms=itl_ms)
     room, chosen = rule.room(DECODES, None)
     assert chosen is split
     assert room.aside > 0
     assert rule.room(DECODES, split)[0].aside == 0
+
+
+class TestBeside:
+    RULE = Colocation(model(), mode="auto", splits=[LaneSplit(0.5, 0.5)], itl_ms=50)
+
+    def test_without_decodes_a_prompt_has_the_device(self) -> None:
+        pace = Beside(self.RULE).pace(100, 0)
+        assert (pace.ms, pace.gap_ms, pace.late_ms) == (model().step_ms(Work.prefill(100)), 0, 0)
+
+    def test_a_short_prompt_rides_along_and_a_long_one_goes_aside(self) -> None:
+        beside = Beside(self.RULE, DECODES)
+        along = self.RULE.room(DECODES, None)[0].along
+        assert beside.pace(along, 0).ms == model().step_ms(DECODES + Work.prefill(along))
+        assert beside.pace(4 * along, 0).gap_ms == model().step_ms(DECODES, 0.5, Work.prefill(1))
+
+    def test_what_streams_lose_is_what_their_steps_are_longer(self) -> None:
+        beside = Beside(Colocation(model(), itl_ms=50), DECODES)
+        chunk = beside.rule.room(DECODES, None)[0].along
+        pace = beside.pace(3 * chunk, 0)
+        assert pace.late_ms == pytest.approx(pace.ms - 3 * beside.alone_ms)
+        assert pace.gap_ms <= 50
+
+    def test_a_prompt_that_would_pass_the_lane_is_one_that_the_rule_lets_along(self) -> None:
+        beside = Beside(self.RULE, DECODES)
+        assert beside.passing == self.RULE.room(DECODES, self.RULE.splits[0])[0].along
+        assert Beside(Colocation(model(), itl_ms=50), DECODES).passing == 0
+
+    @pytest.mark.parametrize("tokens", [1, 100, 5000])
+    def test_a_slower_worker_takes_so_much_longer(self, tokens: int) -> None:
+        fast, slow = Beside(self.RULE, DECODES).pace(tokens, 64), Beside(self.RULE, DECODES, 2.5).pace(tokens, 64)
+        assert slow.ms == pytest.approx(2.5 * fast.ms)
+        assert slow.gap_ms == pytest.approx(2.5 * fast.gap_ms)
+        assert slow.late_ms == pytest.approx(2.5 * fast.late_ms)

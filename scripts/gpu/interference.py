@@ -1,0 +1,238 @@
+"""How much longer do running streams take for a token while prompts come in a burst, and how long do the prompts wait?
+
+Qwen3 4B's shape in bfloat16 with random weights, on the engine without HTTP: 32 decodes beside bursts of 1 to 16
+prompts of 128 to 4,096 tokens, as in `cpd bench interference`. The mean gap between a stream's tokens, from the burst
+until its last prompt has its first token, is compared with the gap just before, on the whole device, and with that of
+the same decodes alone on the decode lane. Once with the split that the engine chooses, and once with each prepared one
+alone; mixed batches stand beside them.
+
+Usage: `python -m scripts.gpu.interference [--out DIR]`
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from bench.interference.gaps import mean_gap_ms
+from cpd.colocation import Colocation
+from engine.batch import Lane, Split
+from engine.runner import TorchRunner
+from scripts.engine_driver import EngineDriver
+from scripts.gpu.common import require, run_experiment
+from scripts.gpu.device_model import device_model
+from scripts.gpu.models import MODELS
+from scripts.gpu.random_model import random_runner
+from scripts.gpu.results import Report, Target, number, text_table
+from scripts.gpu.serving import ITL_MS, MIXED_BUDGET
+
+QUESTION = "How much do bursts of prompts slow 32 streams down, with lanes and with mixed batches?"
+MODEL = "Qwen3-4B"
+DECODES = 32
+CONTEXT = 512
+PROMPTS = (1, 2, 4, 8, 16)
+LENGTHS = (128, 512, 2048, 4096)
+SHOWN = (4, 2048)
+"""The burst whose wait is shown for every way."""
+REPEATS = 2
+ALONE_STEPS = 40
+MAX_OVER_LANE = Target(at_most=1.15)
+MAX_OVER_FULL = Target(at_most=1.35)
+"""Another engine: 9.4 times in the worst cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A runner as if its device were only what is given here. See `engine.batch.Runner`."""
+
+    runner: TorchRunner
+    full: Lane
+    splits: Sequence[Split] = ()
+
+    @property
+    def num_pages(self) -> int:
+        """All."""
+        return self.runner.num_pages
+
+    def copy_page(self, source: int, target: int) -> None:
+        """As the runner."""
+        self.runner.copy_page(source, target)
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """One burst beside the streams. ms
+
+    Attributes:
+        before, during: Mean gap between a stream's tokens.
+        ttft: Median of the prompts.
+        longest: Wait of the last one.
+    """
+
+    before: float
+    during: float
+    ttft: float
+    longest: float
+
+
+class Streams:
+    """Decodes that run without end on one driver.
+
+    Args:
+        count: Of the decodes.
+        vocab_size: Of the model.
+    """
+
+    def __init__(self, driver: EngineDriver, count: int, vocab_size: int, max_len: int) -> None:
+        self._driver = driver
+        self._rng = np.random.default_rng(0)
+        self._vocab_size = vocab_size
+        room = max_len - CONTEXT - 1
+        self._stamps: dict[str, list[float]] = {self._add(CONTEXT, room): [] for _ in range(count)}
+        while not all(self._stamps.values()):
+            self._step()
+
+    def alone_ms(self, steps: int) -> float:
+        """Mean gap while nothing else happens."""
+        for stamps in self._stamps.values():
+            del stamps[:-1]
+        for _ in range(steps):
+            self._step()
+        return self._mean(min(stamps[0] for stamps in self._stamps.values()), time.perf_counter())
+
+    def beside(self, prompts: int, length: int) -> Burst:
+        """A burst of prompts."""
+        before = self.alone_ms(ALONE_STEPS)
+        sent = time.perf_counter()
+        waiting = {self._add(length, 1) for _ in range(prompts)}
+        waits: list[float] = []
+        while waiting:
+            first = self._step() & waiting
+            waiting -= first
+            waits += [1e3 * (time.perf_counter() - sent)] * len(first)
+        end = time.perf_counter()
+        self._step()  # so that the gap in which it ended is known
+        return Burst(before, self._mean(sent, end), median(waits), waits[-1])
+
+    def stop(self) -> None:
+        """Ends them all."""
+        for name in self._stamps:
+            self._driver.abort(name)
+        self._driver.finish()
+
+    def _add(self, length: int, max_tokens: int) -> str:
+        return self._driver.add(self._rng.integers(self._vocab_size, size=length).tolist(), max_tokens)
+
+    def _step(self) -> set[str]:
+        """Who got a token."""
+        names = {output.request_id for output in self._driver.step()}
+        now = time.perf_counter()
+        for name in names & self._stamps.keys():
+            self._stamps[name].append(now)
+        return names
+
+    def _mean(self, start_s: float, end_s: float) -> float:
+        gap = mean_gap_ms(list(self._stamps.values()), start_s, end_s)
+        assert gap is not None, "streams have tokens before and after"
+        return gap
+
+
+def measure_all(report: Report, fields: Mapping[str, object], device: str = "cuda") -> None:
+    """Every figure, for a model of this config.json."""
+    most = DECODES + max(PROMPTS)
+    tokens = DECODES * CONTEXT * 4 + max(PROMPTS) * (max(LENGTHS) + 64)
+    runner = random_runner(fields, tokens=tokens, graph_decodes=most, device=device)
+    model = device_model(report, runner, MODEL, most_seqs=most)
+
+    def streams(cut: Cut, rule: Colocation) -> Streams:
+        driver = EngineDriver(cut, rule, max_len=runner.config.max_model_len, max_num_seqs=most)
+        return Streams(driver, DECODES, runner.config.vocab_size, runner.config.max_model_len)
+
+    def measure(name: str, rule: Colocation, lane_ms: float | None = None) -> None:
+        splits = [split for split in runner.splits if split.shares in rule.splits]
+        cells = {}
+        for prompts in PROMPTS:
+            for length in LENGTHS:
+                decodes = streams(Cut(runner, runner.full, splits), rule)
+                bursts = [decodes.beside(prompts, length) for _ in range(REPEATS)]
+                decodes.stop()
+                cells[prompts, length] = bursts
+        _report(report, name, cells, lane_ms)
+
+    def lanes(splits: Sequence[Split]) -> Colocation:
+        return Colocation(model, mode="lanes", splits=[split.shares for split in splits], itl_ms=ITL_MS)
+
+    mixed = Colocation(model, token_budget=MIXED_BUDGET, mode="mixed")
+    measure("lanes", lanes(runner.splits))
+    for split in runner.splits:
+        decodes = streams(Cut(runner, split.decode), mixed)
+        alone_ms = median(decodes.alone_ms(ALONE_STEPS) for _ in range(REPEATS))
+        decodes.stop()
+        name = f"decodes on {split.decode.share:.0%}"
+        report.add(f"{MODEL}: {DECODES} {name}, alone", alone_ms, "ms")
+        measure(name, lanes([split]), alone_ms)
+    measure("mixed", mixed)
+
+
+def _report(report: Report, name: str, cells: Mapping[tuple[int, int], Sequence[Burst]], lane_ms: float | None) -> None:
+    """One way: its worst burst, and all of them as a table and in the file.
+
+    Args:
+        lane_ms: Gap of the same decodes alone on the only decode lane.
+    """
+    over_full = {cell: median(burst.during / burst.before for burst in bursts) for cell, bursts in cells.items()}
+    over_lane = {cell: median(burst.during for burst in bursts) / (lane_ms or 1) for cell, bursts in cells.items()}
+    ttft = {cell: median(burst.ttft for burst in bursts) for cell, bursts in cells.items()}
+    title = f"{MODEL}: {DECODES} decodes beside bursts, {name}"
+    targets = name != "mixed"
+    for over, ratios, target in (
+        ("undisturbed", over_full, MAX_OVER_FULL),
+        ("the decode lane alone", over_lane if lane_ms else {}, MAX_OVER_LANE),
+    ):
+        if ratios:
+            worst = max(ratios, key=lambda cell: ratios[cell])
+            note = f"beside {worst[0]} x {worst[1]:,}"
+            report.add(
+                f"{title}: worst gap / {over}", ratios[worst], "ratio", target=target if targets else None, note=note
+            )
+    shown = SHOWN if SHOWN in cells else max(cells)
+    last = median(burst.longest for burst in cells[shown])
+    report.add(f"{title}: TTFT beside {shown[0]} x {shown[1]:,}", ttft[shown], "ms", note=f"the last one {last:.4g}")
+    report.add_series(
+        name,
+        [
+            {
+                "prompts": prompts,
+                "tokens": length,
+                "before_ms": burst.before,
+                "during_ms": burst.during,
+                "ttft_ms": burst.ttft,
+                "last_ttft_ms": burst.longest,
+            }
+            for (prompts, length), bursts in cells.items()
+            for burst in bursts
+        ],
+    )
+    rows = [
+        [f"{prompts} x {length:,}", f"{over_full[prompts, length]:.2f}", number(ttft[prompts, length])]
+        for prompts, length in cells
+    ]
+    print(f"\n{name}\n{text_table(('burst', 'gap / undisturbed', 'TTFT ms'), rows)}\n", flush=True)
+
+
+def run(report: Report) -> None:
+    """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
+    require("flashinfer", "flashinfer-python")
+    measure_all(report, MODELS[MODEL])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    return run_experiment("interference", QUESTION, run, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
