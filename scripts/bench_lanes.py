@@ -14,7 +14,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in production; torch r
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,15 +22,13 @@ from typing import Any
 import numpy as np
 
 from bench.report.page import Chart, Page
-from cpd.blocks import extend_hashes, hash_root
 from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile
 from engine.cpu_lanes import own_cores, use_threads
-from engine.engine import Engine
 from engine.profile.rough import time_a_few_steps
 from engine.runner import TorchRunner
-from engine.types import Request, SamplingParams
 from models.tiny.make import write
+from scripts.engine_driver import EngineDriver
 
 LARGE = {
     "hidden_size": 1024,
@@ -42,7 +39,6 @@ LARGE = {
     "head_dim": 128,
     "vocab_size": 16_384,
 }
-ROOT = hash_root(b"bench")
 CONTEXT = 64
 """Prompt tokens of each stream."""
 
@@ -110,20 +106,11 @@ class Bench:
 
     def __init__(self, runner: TorchRunner, colocation: Colocation, name: str, streams: int, prompt: int) -> None:
         self.measured = Measured(name)
-        self._engine = Engine(
-            runner,
-            max_model_len=runner.config.max_model_len,
-            colocation=colocation,
-            max_num_seqs=streams + 1,
-            max_queue_tokens=1 << 20,
-        )
-        self._lane_done = threading.Event()
-        self._engine.on_lane_done(self._lane_done.set)
+        self._driver = EngineDriver(runner, colocation, max_len=runner.config.max_model_len, max_num_seqs=streams + 1)
         self._numbers = np.random.default_rng(0)
         self._vocab = runner.config.vocab_size
         self._prompt = prompt
         self._streams = streams
-        self._added = 0
 
     def round(self, steps: int) -> None:
         """Starts the streams, has them alone for some steps, a prompt beside them, and then alone again."""
@@ -146,15 +133,10 @@ class Bench:
         alone += [self._timed_step() for _ in range(steps)]
         self.measured.rounds.append(Round(alone, beside, ttft))
         for name in streams:
-            self._engine.abort(name)
+            self._driver.abort(name)
 
     def _add(self, length: int, max_tokens: int) -> str:
-        self._added += 1
-        tokens = self._numbers.integers(0, self._vocab, length).tolist()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        hashes = extend_hashes(ROOT, tokens)
-        self._engine.add(Request(str(self._added), tokens, length, params, ROOT, hashes))
-        return str(self._added)
+        return self._driver.add(self._numbers.integers(0, self._vocab, length).tolist(), max_tokens)
 
     def _timed_step(self) -> float:
         start = time.perf_counter()
@@ -163,10 +145,7 @@ class Bench:
 
     def _step(self) -> list[str]:
         """Who got a token."""
-        if not self._engine.has_work:
-            self._lane_done.wait()
-        self._lane_done.clear()
-        return [output.request_id for output in self._engine.step().outputs]
+        return [output.request_id for output in self._driver.step()]
 
 
 def main() -> None:

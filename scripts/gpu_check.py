@@ -1,4 +1,4 @@
-"""Runs the GPU tests and every GPU experiment, in ten minutes, and prints their figures beside the targets.
+"""Runs the GPU tests and the GPU experiments, for at most ten minutes, and prints their figures beside the targets.
 
 Usage: `python3 -m scripts.gpu_check [--carried DIR] [--out DIR] [--only PART …] [--minutes N] [--dry-run]`, from the
 repository's root on a machine with a CUDA GPU. It needs PyTorch and `nvcc`; what else the parts import may lie in
@@ -56,7 +56,11 @@ PARTS = (
     _experiment("partition", 60, "Do streams and graphs stay in their SMs?"),
     _experiment("two_kernels", 90, "Green Contexts against one and two streams"),
     _experiment("decode_floor", 150, "Decode steps against the bandwidth floor"),
+    _experiment("serving", 300, "Conversations, with lanes and with mixed batches"),
+    _experiment("interference", 240, "What bursts of prompts cost the streams beside them"),
+    _experiment("transformers_batching", 150, "Throughput against Hugging Face transformers"),
     _experiment("mixed_regime", 120, "What a prefill chunk costs the decodes beside it"),
+    _experiment("sanitizer", 240, "compute-sanitizer on the small GPU tests"),
     _experiment("evict_first", 60, "Do evict-first loads help the GEMM beside them?"),
     _experiment("page_transfer", 120, "NIXL and ucxx between two processes"),
     _experiment(COMPILE, 180, "Compiling FlashInfer's kernels"),

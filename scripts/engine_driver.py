@@ -1,0 +1,59 @@
+"""Drives an engine on the calling thread as a worker does, without HTTP: for measurements of the engine alone."""
+
+import threading
+from collections.abc import Sequence
+
+from cpd.blocks import extend_hashes, hash_root
+from cpd.colocation import Colocation
+from engine.batch import Runner
+from engine.engine import Engine
+from engine.types import Output, Request, SamplingParams
+
+ROOT = hash_root(b"bench")
+
+
+class EngineDriver:
+    """An engine, and the thread that steps it.
+
+    Args:
+        runner: What it runs on. Several drivers may share one, if they never have work at the same time.
+        max_len: Tokens of the longest sequence.
+        max_num_seqs: Sequences that run at the same time.
+    """
+
+    def __init__(self, runner: Runner, colocation: Colocation, *, max_len: int, max_num_seqs: int) -> None:
+        self._engine = Engine(
+            runner,
+            max_model_len=max_len,
+            colocation=colocation,
+            max_num_seqs=max_num_seqs,
+            max_queue_tokens=1 << 30,
+        )
+        self._lane_done = threading.Event()
+        self._engine.on_lane_done(self._lane_done.set)
+        self._added = 0
+
+    def add(self, token_ids: Sequence[int], max_tokens: int) -> str:
+        """Queues a prompt, to be answered greedily with so many tokens. Returns the request's id."""
+        self._added += 1
+        name = str(self._added)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        tokens = list(token_ids)
+        self._engine.add(Request(name, tokens, len(tokens), params, ROOT, extend_hashes(ROOT, tokens)))
+        return name
+
+    def step(self) -> list[Output]:
+        """What the next step brings. Waits for the prefill lane while there is nothing else to do."""
+        if not self._engine.has_work:
+            self._lane_done.wait()
+        self._lane_done.clear()
+        return self._engine.step().outputs
+
+    def abort(self, name: str) -> None:
+        """Ends a request."""
+        self._engine.abort(name)
+
+    def finish(self) -> None:
+        """Steps until the prefill lane has let go of everything. No request may be left."""
+        while self._engine.has_work or self._engine.stats().pages.used:
+            self.step()
