@@ -127,6 +127,9 @@ class AllWorkersSettings(EngineSettings, SharedSettings):
     transport: Literal["auto", "nixl", "ucx"] = Field(
         "ucx", description="How KV pages move between workers; auto: by nixl where it works, else by ucx."
     )
+    kv_checksum: bool = Field(
+        False, description="Check a checksum of every page that comes from another worker before it is used."
+    )
     lease_s: float = Field(5.0, gt=0, description="A worker silent in Redis for this long, in seconds, is gone.")
     fill_progress_s: float = Field(
         10.0, gt=0, description="A remote prefill without progress for this long, in seconds, has failed."

@@ -5,13 +5,13 @@ States, and what is held in each:
     CONNECTING   called, nothing heard yet                                  nothing
     QUEUED       waits in the prefill worker's queue                        nothing
     RESERVING    the prefill worker computes, own pages are not ready       a place in the reservation queue
-    LANDED       it knows where the pages go, and pushes them               reservation, landing
+    LANDED       it knows where the pages go, pushes them, says which       reservation, landing
     DECIDED      `outcome` is known
 
 The first tokens come in RESERVING or LANDED and are passed on at once. With the outcome, the reservation is somebody
 else's or nobody's:
 
-    COMPLETE     all pages are here: the engine goes on with them           (the engine's)
+    COMPLETE     all pages are here, as they were sent: the engine has them (the engine's)
     FINISHED     the first tokens were the last: the push is cancelled      (cancelled)
     FAILED       refused, broken, silent for too long: the next one's turn  (cancelled)
     CANCELLED    nobody wants the result any more                           (cancelled)
@@ -19,10 +19,14 @@ else's or nobody's:
 A cancelled reservation's pages are free at once when the landing could be revoked: nothing is being written into them.
 Else they are in quarantine, and the fill lives on, without anybody waiting for it, until the prefill worker says that
 nothing is in flight, or the transport proves it. The task that runs a fill is never cancelled before that.
+
+Two clocks run until the outcome is known. A prefill worker whose process runs says something every second: one that is
+silent for SILENT_S is stopped or cut off. One that only says that it runs, for `fill_progress_s`, hangs.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -30,7 +34,9 @@ from enum import Enum, auto
 
 from cpd.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
+from decode_worker.arrivals import Arrivals
 from decode_worker.fill_call import StreamEnded, fill_call
+from decode_worker.outcome import Failure, Outcome, Status
 from decode_worker.reservations import ReservationQueue, Wanted
 from engine.types import Output, Request, Reservation
 from kvtransfer.base import Landing
@@ -39,6 +45,9 @@ from worker.engine_bridge import EngineDiedError
 from worker.node import Node
 
 log = logging.getLogger(__name__)
+
+SILENT_S = 3.0
+"""A prefill worker that says nothing for so long is given up: three of its heartbeats."""
 
 
 class State(Enum):
@@ -49,31 +58,6 @@ class State(Enum):
     RESERVING = auto()
     LANDED = auto()
     DECIDED = auto()
-
-
-class Status(Enum):
-    """How a fill ended; see the table above."""
-
-    COMPLETE = auto()
-    FINISHED = auto()
-    FAILED = auto()
-    CANCELLED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a fill.
-
-    Attributes:
-        reason: Why it failed.
-        first: The first token of each choice, if it came; it was emitted.
-        ended: Ends of choices that the engine could not go on with.
-    """
-
-    status: Status
-    reason: str = ""
-    first: Sequence[Output] = ()
-    ended: Sequence[Output] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +73,7 @@ class _PagesArrived:
 class _Signal(Enum):
     CANCEL = auto()
     SILENCE = auto()
+    STALL = auto()
     PEER_GONE = auto()
 
 
@@ -133,11 +118,13 @@ class Fill:
         self._cancelled = False
         self._inbox: asyncio.Queue[_Event] = asyncio.Queue()
         self._watchers: list[asyncio.Task[None]] = []
-        self._deadline = 0.0
+        self._heard_by = 0.0  # loop times
+        self._moves_by = 0.0
         self._wanted: Wanted | None = None
         self._reserving: asyncio.Future[Reservation | bool] | None = None
         self._reservation: Reservation | None = None
         self._landing: Landing | None = None
+        self._arrivals: Arrivals | None = None
         self._first: list[Output] = []
         self._arrived = False
         self._released = False
@@ -158,11 +145,11 @@ class Fill:
                 elif self.outcome.result().status is Status.COMPLETE:
                     await self._until_released()
         except EngineDiedError as error:
-            self._decide(Outcome(Status.FAILED, str(error), self._first))
+            self._decide(Outcome(Status.FAILED, str(error), Failure.INTERNAL, self._first))
         except Exception as error:
             log.exception("fill of %s by %s failed unexpectedly", self._request.id, self._candidate.worker_id)
             self._abandon()
-            self._decide(Outcome(Status.FAILED, repr(error), self._first))
+            self._decide(Outcome(Status.FAILED, repr(error), Failure.INTERNAL, self._first))
         finally:
             for watcher in self._watchers:
                 watcher.cancel()
@@ -171,51 +158,73 @@ class Fill:
 
     async def _until_decided(self) -> None:
         self._send(pb.FillRequest(start=self._start()))
-        self._renew()
+        self._moved()
         while not self.outcome.done():
             event = await self._next()
             match event:
                 case pb.FillEvent():
-                    self._renew()
                     await self._take(event)
                 case _Reserved(result):
                     self._reserving = None
                     if (failure := result.exception()) is not None:
-                        await self._give_up(Status.FAILED, str(failure))
+                        await self._fail(Failure.REFUSED, str(failure))
                     else:
                         self._land(result.result())
                 case _PagesArrived(None):
                     self._arrived = True
                 case _PagesArrived(error):
-                    await self._give_up(Status.FAILED, str(error))
+                    await self._fail(Failure.TRANSFER, str(error))
                 case StreamEnded() if self._released:
                     pass
                 case StreamEnded(reason):
-                    await self._give_up(Status.FAILED, reason)
+                    unheard = self.state is State.CONNECTING
+                    await self._fail(Failure.UNREACHABLE if unheard else Failure.LOST, reason)
                 case _Signal.SILENCE:
-                    await self._give_up(
-                        Status.FAILED, f"no progress for {self._node.settings.fill_progress_s:g} s ({self.state.name})"
-                    )
+                    await self._fail(Failure.SILENT, f"nothing was heard for {SILENT_S:g} s ({self.state.name})")
+                case _Signal.STALL:
+                    await self._fail(Failure.STALLED, f"no progress for {self._patience_s:g} s ({self.state.name})")
                 case _Signal.CANCEL:
                     await self._give_up(Status.CANCELLED, "cancelled")
             if self._first and self._arrived and not self.outcome.done():
-                await self._activate()
+                await self._use()
 
     async def _next(self) -> _Event:
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                return await self._inbox.get()
-        except TimeoutError:
-            return _Signal.SILENCE
+        clock = asyncio.get_running_loop().time
+        while True:
+            deadline = min(self._heard_by, self._moves_by)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self._inbox.get()
+            except TimeoutError:
+                if clock() - deadline > SILENT_S / 2:  # it was this process that was stopped
+                    self._moved()
+                    continue
+                return _Signal.SILENCE if deadline == self._heard_by else _Signal.STALL
 
-    def _renew(self) -> None:
-        self._deadline = asyncio.get_running_loop().time() + self._node.settings.fill_progress_s
+    @property
+    def _patience_s(self) -> float:
+        """How long nothing may move. What it says it has sent must be here in a moment."""
+        patience_s = self._node.settings.fill_progress_s
+        return min(patience_s, SILENT_S) if self._released else patience_s
+
+    def _heard(self) -> None:
+        """The prefill worker's process runs. It may be silent once it owes nothing more."""
+        self._heard_by = math.inf if self._released else asyncio.get_running_loop().time() + SILENT_S
+
+    def _moved(self) -> None:
+        """It works."""
+        self._moves_by = asyncio.get_running_loop().time() + self._patience_s
+        self._heard()
 
     async def _take(self, event: pb.FillEvent) -> None:
         """One message of the prefill worker, while the outcome is open."""
         kind = event.WhichOneof("kind")
         if self.state is State.CONNECTING:
             self.state = State.QUEUED
+        if kind == "alive":
+            self._heard()
+            return
+        self._moved()
         match kind, self.state:
             case "progress", _:
                 pass
@@ -223,14 +232,18 @@ class Fill:
                 self._reserve()
             case "first_tokens", State.RESERVING | State.LANDED if not self._first:
                 await self._take_first(event.first_tokens)
+            case "pages", State.LANDED:
+                await self._take_pages(event.pages)
             case "released", _:
                 self._released = True
+                self._moved()
                 await self._take_released(event.released)
             case "refused", _:
                 self._released = True
-                await self._give_up(Status.FAILED, event.refused.message)
+                full = event.refused.queue_full
+                await self._fail(Failure.QUEUE_FULL if full else Failure.REFUSED, event.refused.message)
             case _:
-                await self._give_up(Status.FAILED, f"it sent {kind} in state {self.state.name}")
+                await self._fail(Failure.PROTOCOL, f"it sent {kind} in state {self.state.name}")
 
     def _reserve(self) -> None:
         self.state = State.RESERVING
@@ -245,6 +258,7 @@ class Fill:
         self._reservation = reservation
         self.state = State.LANDED
         self._landing = transport.expect(reservation.id, reservation.generation, reservation.pages)
+        self._arrivals = Arrivals(reservation, self._node.memory, checksums=self._node.settings.kv_checksum)
         self._watchers.append(asyncio.create_task(self._watch(self._landing)))
         self._send(
             pb.FillRequest(
@@ -262,7 +276,7 @@ class Fill:
         try:
             self._first = first_outputs_from_wire(message, self._request, self._node.limits)
         except InvalidRequestError as error:
-            await self._give_up(Status.FAILED, str(error))
+            await self._fail(Failure.PROTOCOL, str(error))
             return
         # What both have in their caches was saved only once.
         cached_tokens = min(max(self._cached_tokens, message.cached_tokens), self._request.prompt_len)
@@ -275,14 +289,32 @@ class Fill:
         if all(output.finish is not None for output in self._first):
             await self._give_up(Status.FINISHED, "")
 
+    async def _take_pages(self, message: pb.FillPages) -> None:
+        assert self._arrivals is not None
+        try:
+            self._arrivals.told(message)
+        except InvalidRequestError as error:
+            await self._fail(Failure.PROTOCOL, str(error))
+
     async def _take_released(self, message: pb.FillReleased) -> None:
         """Nothing comes any more. What was sent may still be on its way through this process."""
         expected = len(self._reservation.pages) if self._reservation else -1
         if message.error or message.pages != expected:
             reason = message.error or f"it sent {message.pages} of {expected} pages"
-            await self._give_up(Status.FAILED, reason)
-        elif not self._first:
-            await self._give_up(Status.FAILED, "it sent no first tokens")
+            await self._fail(Failure.TRANSFER, reason)
+        elif not self._first or not (self._arrivals and self._arrivals.all_told):
+            await self._fail(Failure.PROTOCOL, "it did not send its first tokens, or not say which pages it sent")
+
+    async def _use(self) -> None:
+        """Everything that was promised has come: if it is right, the engine gets it."""
+        assert self._arrivals is not None
+        if not self._arrivals.all_told:
+            return
+        if damaged := await self._arrivals.damaged_blocks():
+            log.error("pages from %s arrived damaged: blocks %s", self._candidate.worker_id, damaged)
+            await self._fail(Failure.DAMAGED, f"{len(damaged)} pages arrived damaged")
+            return
+        await self._activate()
 
     async def _activate(self) -> None:
         """An abort that comes after the look at the open choices reaches the engine after this: no await between."""
@@ -296,7 +328,10 @@ class Fill:
         self._reservation = None
         self._decide(Outcome(Status.COMPLETE, first=self._first, ended=ended))
 
-    async def _give_up(self, status: Status, reason: str) -> None:
+    async def _fail(self, failure: Failure, reason: str) -> None:
+        await self._give_up(Status.FAILED, reason, failure)
+
+    async def _give_up(self, status: Status, reason: str, failure: Failure | None = None) -> None:
         if self._reserving is not None:
             self._reservation = await self._withdraw()
         safe = self._landing is None or self._landing.revoke()
@@ -305,7 +340,7 @@ class Fill:
             self._node.engine.post(lambda engine: engine.cancel(reservation, quarantine=not safe))
             if safe:
                 self._reservation = None
-        self._decide(Outcome(status, reason, self._first))
+        self._decide(Outcome(status, reason, failure, self._first))
 
     def _abandon(self) -> None:
         """Nothing is known any more: pages that can't be proven safe stay out of use."""
@@ -351,12 +386,14 @@ class Fill:
 
     async def _until_released(self) -> None:
         """Lets the prefill worker end in order, so that it does not take the end of the call for a cancel."""
-        self._renew()
+        self._moved()
         while not self._released:
             event = await self._next()
-            if isinstance(event, StreamEnded) or event is _Signal.SILENCE:
+            if isinstance(event, pb.FillEvent):
+                self._heard()
+                self._released = event.WhichOneof("kind") == "released"
+            elif isinstance(event, StreamEnded) or event in (_Signal.SILENCE, _Signal.STALL):
                 return
-            self._released = isinstance(event, pb.FillEvent) and event.WhichOneof("kind") == "released"
 
     # ---- small parts ----
 
@@ -389,4 +426,5 @@ class Fill:
             tenant=request.tenant,
             priority=request.priority,
             deadline_ms=deadline_ms_to_wire(request, time.monotonic()),
+            checksums=self._node.settings.kv_checksum,
         )

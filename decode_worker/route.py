@@ -20,8 +20,9 @@ from typing import Any
 from cpd.blocks import BLOCK_SIZE, extend_hashes
 from cpd.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import Fill, Outcome, Status
+from decode_worker.fill import Fill
 from decode_worker.live import LiveRequest
+from decode_worker.outcome import Outcome, Status
 from decode_worker.reservations import ReservationQueue
 from engine.engine import Engine
 from engine.types import Output, Request
@@ -62,6 +63,7 @@ class Routes:
         known_as: Tells the service under which further name the engine may report on a request.
         start: Runs a fill in the background, beyond the life of its request.
         outcomes: Counts fills and what became of requests whose fills failed.
+        failures: Counts failed fills by reason.
     """
 
     node: Node
@@ -70,6 +72,7 @@ class Routes:
     known_as: Callable[[str, LiveRequest], None]
     start: Callable[[Fill], None]
     outcomes: Counter[str]
+    failures: Counter[str]
 
 
 class Route:
@@ -179,6 +182,8 @@ class Route:
             del routes.filling[missing]
         over.set_result(None)
         routes.outcomes[_COUNTED_AS[outcome.status]] += 1
+        if outcome.failure is not None:
+            routes.failures[outcome.failure.value] += 1
         live.send(outcome.ended)
         return outcome
 

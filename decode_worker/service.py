@@ -44,6 +44,7 @@ class DecodeService:
         self._routes: set[asyncio.Task[None]] = set()
         self._fills: dict[Fill, asyncio.Task[None]] = {}
         self._outcomes: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
         self._restart: asyncio.TimerHandle | None = None
         self._shared = Routes(
             node=node,
@@ -52,6 +53,7 @@ class DecodeService:
             known_as=self._by_engine_id.__setitem__,
             start=self._start_fill,
             outcomes=self._outcomes,
+            failures=self._failures,
         )
 
     @property
@@ -80,6 +82,7 @@ class DecodeService:
         """Adds requests that the engine does not know of yet."""
         load.waiting += len(self._routes)
         load.fills.update(self._outcomes)
+        load.fill_failures.update(self._failures)
 
     # ---- what routers ask for ----
 
@@ -138,12 +141,12 @@ class DecodeService:
             self._restart.cancel()
 
     def _watch_quarantine(self, pages: int) -> None:
-        if pages <= MAX_QUARANTINED * self._node.num_pages:
+        if pages <= MAX_QUARANTINED * self._node.memory.num_pages:
             if self._restart is not None:
                 self._restart.cancel()
                 self._restart = None
         elif self._restart is None:
-            reason = f"{pages} of {self._node.num_pages} pages stay in quarantine"
+            reason = f"{pages} of {self._node.memory.num_pages} pages stay in quarantine"
             self._restart = asyncio.get_running_loop().call_later(
                 self._node.settings.fill_progress_s, self._node.lifecycle.drain, reason, EXIT_RESTART
             )

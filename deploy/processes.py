@@ -30,7 +30,7 @@ class ProcessSpec:
         name: Its id in logs.
         members: Under which ids it has leases in Redis, and is in `/cluster`: its name, or those of all the workers
             that it simulates.
-        flags: Its settings by name, without the model.
+        flags: Its settings by name, without the model; empty for a switch that is on.
         secrets: Settings that travel in the environment, where other users can't read them.
         model: Checkpoint directory or Hugging Face id.
     """
@@ -56,7 +56,7 @@ class ProcessSpec:
         # -P: a folder named "router" where the user happens to be must not be taken for ours.
         command = [sys.executable, "-P", "-m", _MODULES[self.kind], "--model", model]
         for name, value in {**self.flags, **flags}.items():
-            command += [f"--{name.replace('_', '-')}", value]
+            command += [f"--{name.replace('_', '-')}", *([value] if value else [])]
         return command
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -103,6 +103,8 @@ def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str,
             secrets[f"CPD_{name.upper()}"] = value.get_secret_value()
         elif isinstance(value, list):
             secrets[f"CPD_{name.upper()}"] = ",".join(value)
+        elif isinstance(value, bool):
+            flags[name if value else f"no_{name}"] = ""
         else:
             flags[name] = str(int(value) if isinstance(value, int) else value)
     return flags, secrets

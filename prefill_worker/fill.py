@@ -28,7 +28,8 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import Computed, Output, Request
 from engine.waiting import terms_of
-from kvtransfer.base import Ticket, Transfer
+from kvtransfer.base import PoolMemory, Ticket, Transfer
+from kvtransfer.checksums import page_checksums
 from prefill_worker.peers import Peers
 from prefill_worker.queue import FillQueue
 from worker.convert import InvalidRequestError, output_to_wire
@@ -107,6 +108,7 @@ class Fill:
         request: The prompt, `prefill_only`.
         start: What the decode worker sent.
         to_push: The engine thread's records of what to push, by request id.
+        memory: Of the own pool.
 
     Attributes:
         state: Where it is.
@@ -125,6 +127,7 @@ class Fill:
         queue: FillQueue,
         traffic: Traffic,
         to_push: dict[str, PagesToPush],
+        memory: PoolMemory,
     ) -> None:
         self.request = request
         self.state = State.QUEUED
@@ -134,12 +137,14 @@ class Fill:
         self.outcome = ""
         self._address = start.transport_address
         self._owner = start.decode_worker_id
+        self._checksums = start.checksums
         self._engine = engine
         self._peers = peers
         self._queue = queue
         self._traffic = traffic
         self._traffic_seen = 0
         self._to_push = to_push
+        self._memory = memory
         self._stopped: asyncio.Future[str] = loop.create_future()
         self._cancelled = False
         self._computed: asyncio.Future[None] = loop.create_future()
@@ -174,12 +179,14 @@ class Fill:
             self._cancelled = cancelled
             self._stopped.set_result(reason)
 
-    def heartbeat(self) -> None:
-        """Tells the decode worker that this fill is not forgotten. To be called when the engine has answered."""
+    def heartbeat(self, *, works: bool) -> None:
+        """Tells the decode worker that this process runs, and that this fill is not forgotten if the engine `works`."""
         moved = self._traffic.completed != self._traffic_seen
         self._traffic_seen = self._traffic.completed
-        if self.state is not State.PUSHING or moved:
+        if works and (self.state is not State.PUSHING or moved):
             self._send_progress()
+        else:
+            self.events.put_nowait(pb.FillEvent(alive=pb.FillAlive()))
 
     def take_output(self, output: Output) -> None:
         """Takes the first token of a choice; all of them are sent together."""
@@ -302,10 +309,24 @@ class Fill:
             self._unpin(pages)
             self.stop(str(error))
             return
-        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, pages))))
+        told = asyncio.create_task(self._tell(ticket, index, pages))
+        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, told, pages))))
 
-    async def _finish(self, transfer: Transfer, pages: list[int]) -> None:
+    async def _tell(self, ticket: Ticket, index: int, pages: list[int]) -> None:
+        """Says which pages are on their way, so that the decode worker can check what arrives."""
+        checksums = await asyncio.to_thread(page_checksums, self._memory, pages) if self._checksums else b""
+        message = pb.FillPages(
+            reservation=ticket.reservation,
+            generation=ticket.generation,
+            first_block=self._first_block + index,
+            pages=len(pages),
+            checksums=checksums,
+        )
+        self.events.put_nowait(pb.FillEvent(pages=message))
+
+    async def _finish(self, transfer: Transfer, told: asyncio.Task[None], pages: list[int]) -> None:
         try:
+            await told  # it reads the pages, too
             await transfer.done()
         except TransferError as error:
             self.stop(str(error))

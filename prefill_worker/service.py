@@ -20,7 +20,7 @@ from prefill_worker.fill import Chunk, Fill, PagesToPush, Traffic, refusal
 from prefill_worker.peers import Peers
 from prefill_worker.queue import FillQueue
 from worker.convert import InvalidRequestError, request_from_wire
-from worker.engine_bridge import EngineDiedError, Update
+from worker.engine_bridge import Update
 from worker.node import Node
 from worker.sessions import Session
 
@@ -40,7 +40,7 @@ class PrefillService:
         self._queue = FillQueue(
             max_tokens=node.settings.max_queue_tokens,
             slack_tokens=SLACK_BUDGETS * node.colocation.max_tokens,
-            early_pages=node.num_pages - blocks_for(node.limits.max_model_len),
+            early_pages=node.memory.num_pages - blocks_for(node.limits.max_model_len),
             predicted_s=lambda tokens: node.colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000,
         )
         self._traffic = Traffic()
@@ -164,6 +164,7 @@ class PrefillService:
             queue=self._queue,
             traffic=self._traffic,
             to_push=self._to_push,
+            memory=node.memory,
         )
         task = asyncio.create_task(fill.run(), name=request.id)
         self._fills[request.id] = fill, task
@@ -177,17 +178,15 @@ class PrefillService:
         self._node.load_changed()
 
     async def _send_heartbeats(self) -> None:
-        """A heartbeat has passed through the engine thread: when the engine hangs there are none."""
+        """What the engine has answered since the last one says that it works: when it hangs, only the process runs."""
+        answer: asyncio.Future[None] | None = None
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            if not self._fills:
-                continue
-            try:
-                await self._node.engine.call(lambda engine: None)
-            except EngineDiedError:
-                return
+            works = answer is not None and answer.done() and answer.exception() is None
             for fill, _ in list(self._fills.values()):
-                fill.heartbeat()
+                fill.heartbeat(works=works)
+            if answer is None or answer.done():
+                answer = self._node.engine.call(lambda engine: None) if self._fills else None
 
 
 def _unpin(pages: Sequence[int], engine: Engine) -> None:

@@ -115,6 +115,9 @@ class _Workers:
         preemptions = CounterMetricFamily("cpd_worker_preemptions", "Sequences preempted.", labels=labels)
         computed = CounterMetricFamily("cpd_worker_tokens", "Tokens computed, by phase.", labels=[*labels, "phase"])
         fills = CounterMetricFamily("cpd_worker_fills", "Remote prefills, by outcome.", labels=[*labels, "outcome"])
+        failures = CounterMetricFamily(
+            "cpd_worker_fill_failures", "Failed remote prefills, by reason.", labels=[*labels, "reason"]
+        )
         ttft = SummaryMetricFamily("cpd_worker_ttft_seconds", "TTFT of prompts it computed.", labels=labels)
         error = SummaryMetricFamily(
             "cpd_worker_ttft_error_seconds", "How far off the predictions of these TTFTs were.", labels=labels
@@ -138,4 +141,6 @@ class _Workers:
                 computed.add_metric([*names, phase], count)
             for outcome, count in sorted(load.fills.items()):
                 fills.add_metric([*names, outcome], count)
-        return [live, running, waiting, tokens, queued, by_state, preemptions, computed, fills, ttft, error]
+            for reason, count in sorted(load.fill_failures.items()):
+                failures.add_metric([*names, reason], count)
+        return [live, running, waiting, tokens, queued, by_state, preemptions, computed, fills, failures, ttft, error]

@@ -31,6 +31,9 @@ from router.view import UnusableError, WorkerView
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 3.0
+"""A worker that has not said anything for so long is stopped or cut off: it says something every second."""
+
 SYNC_S = 30.0
 """A worker has this long to say Hello and to send its snapshot."""
 
@@ -126,6 +129,7 @@ class Session:
         self._epoch: int | None = None
         self._refusal_s = FIRST_REFUSAL_S
         self._settled = False
+        self._heard_at = 0.0
         self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
 
     @property
@@ -157,6 +161,10 @@ class Session:
     def live(self) -> bool:
         """Requests can be placed on the worker."""
         return self._state == "ready"
+
+    def silent(self, now: float) -> bool:
+        """Whether the worker has not been heard for a while; `now` is the loop's time."""
+        return now - self._heard_at > SILENT_S
 
     def submit(self, submit: pb.Submit) -> None:
         """Sends a request to the worker."""
@@ -220,6 +228,7 @@ class Session:
         """One stream, from its opening to its end."""
         if self._state != "refused":  # which it stays until the worker is heard
             self._state = "connecting"
+        loop = asyncio.get_running_loop()
         async with grpc.aio.insecure_channel(self.member.address, options=_CHANNEL_OPTIONS) as channel:
             call = rpc.WorkerStub(channel).Session(None, metadata=self._metadata)
             writer: asyncio.Task[None] | None = None
@@ -228,10 +237,11 @@ class Session:
                     await self._synchronise(call)
                 writer = asyncio.create_task(self._write(call), name=f"session-write-{self.id}")
                 self._heard_state(pb.STATE_READY if self.hello is None else self.hello.state)
-                self.reason, self._settled = "", True
+                self.reason, self._settled, self._heard_at = "", True, loop.time()
                 log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.address)
                 listener.ready(self)
                 while isinstance(message := await call.read(), pb.WorkerMessage):
+                    self._heard_at = loop.time()
                     await self._handle(message, listener)
             finally:
                 call.cancel()

@@ -68,5 +68,6 @@ def _worker(session: Session, cached_blocks: int) -> dict[str, Any]:
         "decode_tokens": load.decode_tokens,
         "cached_tokens": load.cached_tokens,
         "fills": dict(load.fills),
+        "fill_failures": dict(load.fill_failures),
     }
     return described | {"info": info, "load": report}

@@ -97,12 +97,15 @@ class Workers:
         return self._sessions[worker_id]
 
     def candidates(self, role: str, but: Container[str] = ()) -> list[Candidate]:
-        """The live workers of a role, without those named."""
-        return [
-            session.view.candidate
+        """The live workers of a role, without those named; silent ones only where there are no others."""
+        now = asyncio.get_running_loop().time()
+        live = [
+            session
             for session in self._sessions.values()
             if session.live and session.role == role and session.view is not None and session.id not in but
         ]
+        heard = [session for session in live if not session.silent(now)]
+        return [session.view.candidate for session in heard or live if session.view is not None]
 
     async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
         """Follows the cluster's membership until `ended` is set; then closes all sessions."""

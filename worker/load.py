@@ -9,6 +9,9 @@ from engine.types import EngineStats
 INTERVAL_S = 0.1
 """Between two reports, unless the worker becomes busy or idle."""
 
+HEARTBEAT_S = 1.0
+"""After so long a report goes out although nothing has changed: it says that this process runs."""
+
 
 def load_from_stats(stats: EngineStats, state: pb.State.ValueType) -> pb.Load:
     """The engine's part of a load report."""
@@ -36,7 +39,7 @@ def load_from_stats(stats: EngineStats, state: pb.State.ValueType) -> pb.Load:
 
 
 class LoadReporter:
-    """Publishes the load when it has changed, at a bounded rate.
+    """Publishes the load when it has changed, at a bounded rate, and at times when it has not.
 
     Args:
         current: Builds the report.
@@ -49,6 +52,7 @@ class LoadReporter:
         self._loop = asyncio.get_running_loop()
         self._last = pb.Load()
         self._due: asyncio.TimerHandle | None = None
+        self._beat = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
 
     def changed(self) -> None:
         """Something in the report may have changed: publishes now, or when the interval since the last has passed."""
@@ -60,6 +64,7 @@ class LoadReporter:
 
     def close(self) -> None:
         """Publishes nothing more."""
+        self._beat.cancel()
         if self._due is not None:
             self._due.cancel()
 
@@ -73,6 +78,11 @@ class LoadReporter:
     def _interval_passed(self) -> None:
         self._due = None
         self.changed()
+
+    def _heartbeat(self) -> None:
+        self._beat = self._loop.call_later(HEARTBEAT_S, self._heartbeat)
+        if self._due is None:
+            self._send(self._current())
 
 
 def _idle(load: pb.Load) -> bool:

@@ -90,6 +90,7 @@ class Node:
 
     Attributes:
         fingerprint: Equal on workers that can exchange pages.
+        memory: The KV pool as transports see it.
         colocation: The engine's; predicts how long prompts take.
         load_changed: To be called when something changed that the worker's load report shows.
     """
@@ -101,7 +102,7 @@ class Node:
     channels: Channels
     limits: Limits
     fingerprint: bytes
-    num_pages: int
+    memory: PoolMemory
     colocation: Colocation
     lifecycle: Lifecycle
     load_changed: Callable[[], None]

@@ -152,7 +152,7 @@ class Worker:
                 channels=channels,
                 limits=loaded.limits,
                 fingerprint=loaded.fingerprint,
-                num_pages=loaded.memory.num_pages,
+                memory=loaded.memory,
                 colocation=loaded.engine.colocation,
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,

@@ -608,6 +608,26 @@ class Load(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class FillFailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
@@ -628,6 +648,7 @@ class Load(_message.Message):
     STEP_MS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     SLOWER_FIELD_NUMBER: _builtins.int
+    FILL_FAILURES_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
@@ -661,6 +682,10 @@ class Load(_message.Message):
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by outcome: completed, failed, cancelled, local_fallback, rerouted"""
 
+    @_builtins.property
+    def fill_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """failed fills by reason (decode_worker/outcome.py)"""
+
     def __init__(
         self,
         *,
@@ -684,10 +709,11 @@ class Load(_message.Message):
         step_ms: _builtins.float = ...,
         queued_tokens: _builtins.int = ...,
         slower: _builtins.float = ...,
+        fill_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -934,6 +960,7 @@ class FillStart(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
     prompt_len: _builtins.int
@@ -949,6 +976,8 @@ class FillStart(_message.Message):
     """this one and the next two as in Submit"""
     priority: _builtins.int
     deadline_ms: _builtins.int
+    checksums: _builtins.bool
+    """FillPages is to carry them"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, then output already emitted"""
@@ -973,10 +1002,11 @@ class FillStart(_message.Message):
         tenant: _builtins.str = ...,
         priority: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
+        checksums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1041,6 +1071,8 @@ class FillEvent(_message.Message):
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___FillReady:
         """about to start: answer with the landing"""
@@ -1057,6 +1089,10 @@ class FillEvent(_message.Message):
     def refused(self) -> Global___FillRefused:
         """last: nothing was sent"""
 
+    @_builtins.property
+    def alive(self) -> Global___FillAlive: ...
+    @_builtins.property
+    def pages(self) -> Global___FillPages: ...
     def __init__(
         self,
         *,
@@ -1065,12 +1101,14 @@ class FillEvent(_message.Message):
         first_tokens: Global___FillFirstTokens | None = ...,
         released: Global___FillReleased | None = ...,
         refused: Global___FillRefused | None = ...,
+        alive: Global___FillAlive | None = ...,
+        pages: Global___FillPages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "kind", b"kind", "progress", b"progress", "ready", b"ready", "refused", b"refused", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "first_tokens", b"first_tokens", "kind", b"kind", "pages", b"pages", "progress", b"progress", "ready", b"ready", "refused", b"refused", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "kind", b"kind", "progress", b"progress", "ready", b"ready", "refused", b"refused", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "first_tokens", b"first_tokens", "kind", b"kind", "pages", b"pages", "progress", b"progress", "ready", b"ready", "refused", b"refused", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["ready", "progress", "first_tokens", "released", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["ready", "progress", "first_tokens", "released", "refused", "alive", "pages"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1111,6 +1149,59 @@ class FillProgress(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FillProgress: _TypeAlias = FillProgress  # noqa: Y015
+
+@_typing.final
+class FillAlive(_message.Message):
+    """Something comes every second, this if nothing else: the process runs. Progress tells that its engine does, too."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FillAlive: _TypeAlias = FillAlive  # noqa: Y015
+
+@_typing.final
+class FillPages(_message.Message):
+    """Pages that are being pushed, each of them told once. What arrived is used when it is what was told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    reservation: _builtins.int
+    generation: _builtins.int
+    first_block: _builtins.int
+    """of the prompt"""
+    pages: _builtins.int
+    """for the blocks from that one on"""
+    checksums: _builtins.bytes
+    """where asked for, xxh3_64 of each page, 8 bytes each, little-endian"""
+    def __init__(
+        self,
+        *,
+        reservation: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        checksums: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "first_block", b"first_block", "generation", b"generation", "pages", b"pages", "reservation", b"reservation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FillPages: _TypeAlias = FillPages  # noqa: Y015
 
 @_typing.final
 class FillFirstTokens(_message.Message):

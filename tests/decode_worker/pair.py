@@ -54,8 +54,7 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     prefill_gate, decode_gate, transfer_gate = Gate(), Gate(), asyncio.Event()
     transfer_gate.set()
-    network = LocalNetwork()
-    settings["network"] = network
+    network = settings.setdefault("network", LocalNetwork())
     prefill_load = fake_loader(before_step=prefill_gate.wait, **(prefill or {}))
     decode_load = fake_loader(before_step=decode_gate.wait, **(decode or {}))
     async with (

@@ -24,7 +24,7 @@ from tests.worker.processes import ROOT, TOKEN, WorkerProcess, command, worker_p
 pytestmark = pytest.mark.e2e
 
 ROLES: tuple[Role, ...] = ("prefill", "combined")
-FLAGS = {"kv_memory": "32MiB", "lease_s": 1, "fill_progress_s": 3}
+FLAGS = {"kv_memory": "32MiB", "lease_s": 1, "fill_progress_s": 3, "kv_checksum": True}
 TENANT = hash_root(b"one tenant")
 
 

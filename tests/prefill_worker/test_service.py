@@ -70,17 +70,24 @@ class Call:
     def __init__(self, receiver: Receiver) -> None:
         self._call = receiver.stub.Fill()  # type: ignore[call-arg]
         self.progress: list[int] = []
+        self.pages: list[pb.FillPages] = []
 
     async def send(self, **kind: Any) -> None:
         await self._call.write(pb.FillRequest(**kind))
 
     async def next(self) -> pb.FillEvent | None:
-        """The next event that is not progress; None at the end."""
+        """The next event that is neither a heartbeat, progress nor pages; None at the end."""
         async with asyncio.timeout(20):
             while isinstance(event := await self._call.read(), pb.FillEvent):
-                if event.WhichOneof("kind") != "progress":
-                    return event
-                self.progress.append(event.progress.computed_tokens)
+                match event.WhichOneof("kind"):
+                    case "progress":
+                        self.progress.append(event.progress.computed_tokens)
+                    case "pages":
+                        self.pages.append(event.pages)
+                    case "alive":
+                        pass
+                    case _:
+                        return event
         return None
 
     async def expect(self, kind: str) -> Any:

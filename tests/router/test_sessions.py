@@ -421,6 +421,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         decode_tokens=11,
         cached_tokens=12,
         fills={"completed": 13, "failed": 1},
+        fill_failures={"silent": 1},
         decodes=1,
         prefill_ms=2.5,
         step_ms=7.5,
@@ -439,6 +440,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         "decode_tokens": 11,
         "cached_tokens": 12,
         "fills": {"completed": 13, "failed": 1},
+        "fill_failures": {"silent": 1},
     }
     await eventually(lambda: _has(router, "combined-0", load=expected))
     shown = await router.worker("combined-0") or {}
@@ -448,6 +450,25 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     text = (await router.http.get("/metrics")).text
     assert 'cpd_worker_pages{role="combined",state="quarantined",worker="combined-0"} 8.0' in text
     assert 'cpd_worker_fills_total{outcome="completed",role="combined",worker="combined-0"} 13.0' in text
+    assert 'cpd_worker_fill_failures_total{reason="silent",role="combined",worker="combined-0"} 1.0' in text
+
+
+async def test_requests_keep_away_from_a_worker_that_says_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch, start_router: StartRouter, start_worker: StartWorker, says: Says
+) -> None:
+    monkeypatch.setattr(sessions, "SILENT_S", 0.5)
+    silent = await start_worker(says("fox"), worker_id="silent", cached=_short(*range(15)))
+    talks = await start_worker(says("fox"), worker_id="talks")
+    router = await start_router(silent, talks)
+
+    assert await _complete(router, LONG_PROMPT) == "silent"
+    for _ in range(12):
+        talks.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, free_pages=100)))
+        await asyncio.sleep(0.05)  # of silence on the other side
+    assert await _complete(router, LONG_PROMPT) == "talks"
+    talks.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_DRAINING)))
+    await eventually(lambda: _has(router, "talks", state="draining"))
+    assert await _complete(router) == "silent"  # there is no other
 
 
 async def test_many_workers_come_and_go(start_router: StartRouter, redis: Redis, cluster: str, says: Says) -> None:

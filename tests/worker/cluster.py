@@ -76,7 +76,8 @@ async def running(
         transfer_gate: Its pushes begin only while this is set.
     """
     name = f"{role}-{next(_names)}"
-    given = {"worker_id": name, "cluster": f"test-{name}", "redis_url": redis_url, "token_budget": 64, **settings}
+    given: dict[str, Any] = {"worker_id": name, "cluster": f"test-{name}", "redis_url": redis_url, "token_budget": 64}
+    given |= {"kv_checksum": True, **settings}
     worker = Worker(
         WorkerSettings(**given),
         role,

@@ -50,7 +50,11 @@ class WorkerProcess:
 def command(role: Role, **flags: Any) -> list[str]:
     """The command line of a worker."""
     module = "prefill_worker" if role == "prefill" else "decode_worker"
-    given = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    given = [
+        part
+        for name, value in flags.items()
+        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
     return [sys.executable, "-m", module, *given]
 
 

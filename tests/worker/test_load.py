@@ -1,5 +1,7 @@
 import asyncio
 
+import pytest
+
 from cpd.rpc import cpd_pb2 as pb
 from tests.waiting import eventually
 from worker.load import LoadReporter
@@ -42,6 +44,14 @@ async def test_nothing_new_is_nothing_to_send() -> None:
     await asyncio.sleep(0.15)  # an interval
     worker.reporter.changed()
     assert len(worker.published) == 1
+    worker.reporter.close()
+
+
+async def test_a_report_goes_out_now_and_then_though_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.load.HEARTBEAT_S", 0.05)
+    worker = Worker()
+    await eventually(lambda: len(worker.published) == 3)
+    assert worker.published == [worker.load] * 3
     worker.reporter.close()
 
 

@@ -1,0 +1,91 @@
+"""What the injected faults come to, between two workers of the test's process."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from cpd.rpc import cpd_pb2 as pb
+from kvtransfer.base import PoolMemory, Transport
+from kvtransfer.local import LocalNetwork
+from tests.decode_worker.pair import Pair, assert_right, pair
+from tests.engine.fakes import make_request, prompt
+from tests.faults.points import Action, Point, Points
+from tests.faults.transport import FaultyTransport
+from tests.waiting import eventually
+
+
+class FaultyNetwork(LocalNetwork):
+    """All its transports share their points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = Points()
+
+    def create(self, memory: PoolMemory, *, epoch: int) -> Transport:  # type: ignore[override]
+        return FaultyTransport(super().create(memory, epoch=epoch), memory, self.points)
+
+
+@asynccontextmanager
+async def faulty_pair(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Pair, Points]]:
+    network = FaultyNetwork()
+    async with pair(redis_url, network=network, **settings) as p:
+        yield p, network.points
+        network.points.release()
+
+
+@pytest.mark.parametrize(
+    ("point", "k", "action", "reason"),
+    [
+        (Point.CONNECT, 0, Action.FAIL, "refused"),
+        (Point.PAGE, 0, Action.FAIL, "transfer"),
+        (Point.PAGE, 7, Action.FAIL, "transfer"),
+        (Point.PAGE, 7, Action.DROP, "stalled"),
+        (Point.LANDED, 0, Action.FAIL, "transfer"),
+        (Point.LANDED, 0, Action.CORRUPT, "damaged"),
+    ],
+)
+async def test_a_fault_costs_one_candidate_and_is_counted_by_reason(
+    redis_url: str, point: Point, k: int, action: Action, reason: str
+) -> None:
+    request = make_request("a", prompt(300), max_tokens=20)
+    async with faulty_pair(redis_url, fill_progress_s=1.0) as (p, points):
+        points.order(point, action, k)
+        answer = await p.submit(request, 1, candidates=[p.prefill.candidate, p.prefill.candidate])
+        await p.router.done(answer)
+        assert_right(request, answer)
+        await p.balanced()
+        await eventually(lambda: dict(p.router.load.fill_failures) == {reason: 1})
+        assert dict(p.router.load.fills) in ({"failed": 1, "completed": 1}, {"failed": 1, "local_fallback": 1})
+
+
+async def test_a_damaged_page_is_neither_served_nor_cached(redis_url: str) -> None:
+    async with faulty_pair(redis_url) as (p, points):
+        points.order(Point.LANDED, Action.CORRUPT)
+        answer = await p.submit(make_request("a", prompt(300)), 1)
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
+        assert "arrived damaged" in answer.refusal.message
+        assert not p.router.cached
+        await p.balanced()
+
+
+async def test_what_is_held_or_slow_goes_on_and_is_right(redis_url: str) -> None:
+    async with faulty_pair(redis_url) as (p, points):
+        for number, point in enumerate((Point.CONNECT, Point.PAGE, Point.SENT, Point.LANDED)):
+            request = make_request(f"r{number}", prompt(300, number), max_tokens=20)
+            points.order(point, Action.HOLD)
+            answer = await p.submit(request, number)
+            await eventually(lambda point=point: points.reached(point))  # type: ignore[misc]
+            points.release()
+            await p.router.done(answer)
+            assert_right(request, answer)
+        points.order(Point.PAGE, Action.DELAY, value=0.01)
+        request = make_request("slow", prompt(300, 9), max_tokens=20)
+        answer = await p.submit(request, 9)
+        await p.router.done(answer)
+        assert_right(request, answer)
+        await p.balanced()
+        assert not p.router.load.fill_failures

@@ -1,0 +1,27 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.checksums import CHECKSUM_BYTES, page_checksums
+from tests.kvtransfer.pools import Pool
+
+PAGES, PAGE_BYTES = 8, 4096
+
+
+def test_equal_pages_have_equal_checksums_wherever_they_are() -> None:
+    one, other = Pool(PAGES, PAGE_BYTES, seed=1), Pool(PAGES, PAGE_BYTES, seed=2)
+    other.pages[5] = one.pages[2]
+    sums = page_checksums(one.memory, [2, 3])
+    assert len(sums) == 2 * CHECKSUM_BYTES
+    assert sums[:CHECKSUM_BYTES] == page_checksums(other.memory, [5])
+    assert sums[CHECKSUM_BYTES:] != sums[:CHECKSUM_BYTES]
+    assert page_checksums(one.memory, []) == b""
+
+
+@given(page=st.integers(0, PAGES - 1), byte=st.integers(0, PAGE_BYTES - 1), bit=st.integers(0, 7))
+def test_one_flipped_bit_changes_the_checksum_of_its_page_only(page: int, byte: int, bit: int) -> None:
+    pool = Pool(PAGES, PAGE_BYTES, seed=3)
+    before = page_checksums(pool.memory, range(PAGES))
+    pool.pages[page, byte] ^= 1 << bit
+    after = page_checksums(pool.memory, range(PAGES))
+    differing = {i // CHECKSUM_BYTES for i in range(len(before)) if before[i] != after[i]}
+    assert differing == {page}
