@@ -9,7 +9,7 @@ import uvloop
 
 from cpd.config import RouterSettings
 from cpd.options import command
-from cpd.process import end_with_supervisor, setup_logging
+from cpd.process import collect_garbage_rarely, end_with_supervisor, setup_logging
 from router.server import listen, serve
 
 
@@ -18,6 +18,7 @@ def run(settings: RouterSettings) -> None:
     router_id = settings.router_id or f"router-{secrets.token_hex(4)}"
     setup_logging(settings.log_level, router_id)
     end_with_supervisor()
+    collect_garbage_rarely()
     uvloop.run(_until_signalled(settings, router_id))
 
 

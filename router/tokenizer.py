@@ -1,4 +1,7 @@
-"""Text to token ids, with the tokenizers library (never on the event loop where it takes long)."""
+"""Text to token ids, with the tokenizers library (never on the event loop where it takes long).
+
+What came before is not tokenised again: parts of chats, by the API key that sent them, and single words.
+"""
 
 import asyncio
 from array import array
@@ -14,9 +17,13 @@ from tokenizers import Tokenizer as Backend
 from cpd.errors import CheckpointError
 from router.lru import LRU
 from router.markers import cut_pattern
+from router.words import Words, is_cut_at_spaces
 
 INLINE_CHARS = 8_192
 """So much text is encoded at once (under about a millisecond); more of it on a thread."""
+
+WORDWISE_CHARS = 32_768
+"""A longer text is not looked up word by word: that would take longer than a millisecond."""
 
 REMEMBERED_CHARS = 1 << 24
 """Of parts of chats whose tokens are remembered; about twice as many bytes."""
@@ -45,6 +52,8 @@ class Tokenizer:
         self._cuts = cut_pattern(backend)
         self._parts: LRU[tuple[bytes, str], array[int]] = LRU(REMEMBERED_CHARS)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._words = Words(self._encode_whole) if is_cut_at_spaces(backend) else None
+        self._before, self._after = _special_tokens_around(backend)
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the tokenizer's own special tokens (such as BOS) around it."""
@@ -71,6 +80,12 @@ class Tokenizer:
         return list(chain.from_iterable(known[part] or () for part in parts))
 
     async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        if self._words is None or sum(map(len, texts)) > WORDWISE_CHARS:
+            return await self._encode_whole(texts, special_tokens=special_tokens)
+        encoded = [await self._words.encode(text) for text in texts]
+        return [[*self._before, *ids, *self._after] for ids in encoded] if special_tokens else encoded
+
+    async def _encode_whole(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
         def encode() -> list[list[int]]:
             # the batch call, unlike `encode`, releases the GIL, and its fast form computes no offsets
             batch = self.backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
@@ -79,6 +94,13 @@ class Tokenizer:
         if sum(map(len, texts)) <= INLINE_CHARS:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+
+def _special_tokens_around(backend: Backend) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after the tokens of a text."""
+    encoding = backend.encode("a")
+    inside = [position for position, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
+    return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
 
 
 def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:

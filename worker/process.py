@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
+import uvloop
+
 from cpd.config import Role, WorkerSettings
-from cpd.process import end_with_supervisor, setup_logging
+from cpd.process import collect_garbage_rarely, end_with_supervisor, setup_logging
 from worker.service import MakeService
 from worker.worker import Worker
 
@@ -42,7 +44,8 @@ def run_process(name: str, log_level: str, serve: Callable[[], Coroutine[Any, An
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     setup_logging(log_level, name)
     end_with_supervisor()
-    code = asyncio.run(serve())
+    collect_garbage_rarely()
+    code = uvloop.run(serve())
     logging.shutdown()
     # The engine thread may still be inside a step, and an interpreter that shuts down under it can crash.
     os._exit(code)

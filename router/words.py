@@ -1,0 +1,96 @@
+"""The tokens of texts word by word, remembered: most words of a text were in another one before.
+
+Byte-level BPE first splits a text by a regular expression, and merges nothing across. The ones that models use have in
+common that a letter and a space are never in one piece in this order. So a text can be cut before every space that
+stands between two letters, and the tokens of the parts are the tokens of the whole.
+"""
+
+import re
+from collections.abc import Awaitable, Callable
+from itertools import chain
+from typing import Any
+
+import orjson
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+_CUT = re.compile(" (?<=[A-Za-z] )(?=[A-Za-z])")
+"""The space at its beginning makes the search fast."""
+
+_MOST_WORDS = 1 << 16
+_MOST_CHARS = 32
+"""What is remembered: so many words of so many characters, some 15 MB at most."""
+
+_PATTERNS = frozenset(
+    {
+        # Llama 3
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+        # Qwen 2 and 3
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    }
+)
+"""Known to be such; that of GPT-2 is built into the library."""
+
+
+class Words:
+    """The words of all texts so far. (The library remembers words, too, and like here for all clients together.)
+
+    Args:
+        encode: Tokens of many short texts, each by itself, without special ones around it.
+    """
+
+    def __init__(self, encode: Callable[[list[str]], Awaitable[list[list[int]]]]) -> None:
+        self._encode = encode
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    async def encode(self, text: str) -> list[int]:
+        """Tokens of `text`."""
+        first, *words = _CUT.split(text)  # the words lost the space before them
+        known = self._known
+        missing = list(set(words) - known.keys())
+        beginning, *encoded = await self._encode([first, *(f" {word}" for word in missing)])
+        new = dict(zip(missing, map(tuple, encoded), strict=True))
+        if len(known) + len(new) > _MOST_WORDS:
+            self._known = {}  # nobody who is still waiting for words loses some: they have the old one
+        known.update({word: tokens for word, tokens in new.items() if len(word) <= _MOST_CHARS})
+        tokens = [known.get(word) or new[word] for word in words]
+        return [*beginning, *chain.from_iterable(tokens)]
+
+
+def is_cut_at_spaces(backend: Backend) -> bool:
+    """Whether the tokens of a text are those of its words, for certain."""
+    if not isinstance(backend.model, BPE) or backend.model.dropout:
+        return False
+    if any(map(_takes_words, backend.get_added_tokens_decoder().values())):
+        return False
+    normalizer, splitter = _state(backend.normalizer), _state(backend.pre_tokenizer)
+    if normalizer is not None and normalizer["type"] != "NFC":
+        return False
+    match splitter:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return True
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return pattern in _PATTERNS
+    return False
+
+
+def _takes_words(token: AddedToken) -> bool:
+    """Whether a cut may go through an added token, or change whether it is one, or take a space from it."""
+    ends = token.content[:1] + token.content[-1:]
+    return (
+        token.single_word or any(char.isascii() and char.isalpha() for char in ends) or bool(_CUT.search(token.content))
+    )
+
+
+def _state(component: Any) -> Any:
+    """A part of a tokenizer as in tokenizer.json: its pickled state."""
+    return None if component is None else orjson.loads(component.__getstate__())

@@ -1,0 +1,138 @@
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from models import tiny
+from router import words as words_module
+from router.tokenizer import Tokenizer as RouterTokenizer
+from router.words import Words, is_cut_at_spaces
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+SPLITTERS = [
+    GPT2,
+    *(
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), BYTES])
+        for pattern in sorted(words_module._PATTERNS)
+    ),
+]
+PARTS = [
+    "a",
+    "the",
+    "it's",
+    "I'LL",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    ".",
+    ",",
+    "1",
+    "42",
+    "é",
+    "e\u0301",
+    "你",
+    "🙂",
+    "<|end|>",
+    "-",
+]
+
+
+def _backend(splitter: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    """Trained so that what stands side by side is merged wherever it may be."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = splitter
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the a the a it's I'LL the, a. a\n the 42 é 你 " * 20], trainer)
+    return backend
+
+
+def _words(backend: Tokenizer) -> Words:
+    async def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return Words(encode)
+
+
+@pytest.mark.parametrize("splitter", SPLITTERS, ids=["gpt-2", "qwen or llama", "llama or qwen"])
+def test_the_tokens_are_those_of_the_whole(splitter: pre_tokenizers.PreTokenizer) -> None:
+    backend = _backend(splitter)
+    assert is_cut_at_spaces(backend)
+    words = _words(backend)
+
+    @settings(deadline=None, max_examples=300)
+    @given(st.lists(st.sampled_from(PARTS), max_size=20).map("".join) | st.text())
+    def check(text: str) -> None:
+        for _ in range(2):  # unknown, then known
+            coroutine = words.encode(text)
+            with pytest.raises(StopIteration) as result:
+                coroutine.send(None)
+            assert result.value.value == backend.encode(text).ids
+
+    check()
+
+
+async def test_a_word_is_encoded_once_but_for_long_ones() -> None:
+    encoded: list[str] = []
+
+    async def encode(texts: list[str]) -> list[list[int]]:
+        encoded.extend(texts)
+        return [[len(text)] for text in texts]
+
+    words, long = Words(encode), "x" * 40
+    for _ in range(2):
+        assert await words.encode(f"A bc def bc {long} so") == [1, 3, 4, 3, 41, 3]
+    assert sorted(encoded) == sorted(["A", " bc", " def", f" {long}", " so", "A", f" {long}"])
+
+
+async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words_module, "_MOST_WORDS", 50)
+    backend = _backend(GPT2)
+    words = _words(backend)
+    letters = "abcdefgh"
+    for one in letters:
+        text = "so " + " ".join(one + other for other in letters)
+        assert await words.encode(text) == backend.encode(text).ids
+        assert len(words._known) <= 50
+
+
+async def test_special_tokens_stay_where_they_are() -> None:
+    backend = Tokenizer.from_file(str(tiny.CHECKPOINT / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    text = "one of many words"
+    assert await RouterTokenizer(backend).encode(text) == backend.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}},
+        {"pre_tokenizer": None},
+    ],
+)
+def test_other_tokenizers_take_texts_whole(change: dict[str, object]) -> None:
+    described = json.loads(_backend(GPT2).to_str()) | change
+    assert not is_cut_at_spaces(Tokenizer.from_str(json.dumps(described)))
+
+
+@pytest.mark.parametrize("token", ["to be", "word", "x>", AddedToken("<x>", single_word=True)])
+def test_added_tokens_that_are_like_words_prevent_it(token: str | AddedToken) -> None:
+    backend = _backend(GPT2)
+    backend.add_tokens([token])
+    assert not is_cut_at_spaces(backend)
