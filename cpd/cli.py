@@ -6,12 +6,15 @@ import typer
 
 from bench.app import app as bench_app
 from cpd.cli_profile import app as profile_app
+from cpd.cli_transfer import bench_transfer
 from cpd.config import ClusterSettings
 from cpd.options import clean_exit, command
+from kvtransfer.bench.settings import TransferBenchSettings
 from sim.app import app as sim_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
+bench_app.command("transfer")(command(TransferBenchSettings, bench_transfer))
 app.add_typer(bench_app, name="bench")
 app.add_typer(profile_app, name="profile")
 app.add_typer(sim_app, name="sim")

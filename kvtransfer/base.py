@@ -22,7 +22,9 @@ outlives the transport.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+Route = Literal["memory", "network"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,10 @@ class Transfer(Protocol):
 
 class Peer(Protocol):
     """A connection to a receiver."""
+
+    @property
+    def route(self) -> Route:
+        """Which way pages go: from process to process in this machine's memory, or over a network device."""
 
     @property
     def alive(self) -> bool:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from cpd.errors import TransferError
-from kvtransfer.base import PoolMemory, Ticket
+from kvtransfer.base import PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, Run, check_push, merge
 
@@ -87,6 +87,8 @@ class LocalTransport:
 
 class LocalPeer:
     """Implements `kvtransfer.base.Peer`. Made by `LocalTransport.connect`."""
+
+    route: Route = "memory"
 
     def __init__(self, sender: LocalTransport, receiver: LocalTransport) -> None:
         self.alive = True

@@ -32,13 +32,14 @@ class Outgoing(Link):
     Attributes:
         greeted: Set when it is open, or has failed.
         error: Why it failed.
+        local: Whether it writes into a process of this machine.
         batch_pages: Most pages of a batch, and so of a run.
 
     Args:
         host: IPv4 address of this side.
         memory: The pool.
         key: From the receiver's address.
-        local: Whether to write straight into the receiver's memory if it is a process of this machine.
+        neighbours: Whether to write straight into the receiver's memory if it is a process of this machine.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Outgoing(Link):
         memory: PoolMemory,
         key: bytes,
         *,
-        local: bool,
+        neighbours: bool,
     ) -> None:
         self.greeted = asyncio.Event()
         self.error: TransferError | None = None
+        self.local = False
         self.batch_pages = max(1, _BATCH_BYTES // memory.page_bytes)
         self._host = host
         self._memory = memory
@@ -61,7 +63,7 @@ class Outgoing(Link):
         self._writer: Writer | None = None
         self._sending = Sending(max_runs=_BATCH_RUNS, max_pages=self.batch_pages)
         super().__init__(reader, writer, on_gone)
-        process = encode_process(ProcessIdentity.own()) if local else b""
+        process = encode_process(ProcessIdentity.own()) if neighbours else b""
         self._send(frames.Hello(key, memory.page_bytes, process))
 
     def submit(self, transfer: PushedTransfer) -> None:
@@ -109,6 +111,7 @@ class Outgoing(Link):
             agent.connect(pool.through, theirs)
             return agent
 
+        self.local = isinstance(pool.through, ProcessIdentity)
         self._num_theirs = pool.num_pages
         self._writer = Writer("kvtransfer-nixl-send")
         self._writer.open(make, self._prepared)

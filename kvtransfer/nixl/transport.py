@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cpd.errors import ConfigError, TransferError
 from kvtransfer.addresses import KEY_BYTES, resolve
-from kvtransfer.base import PoolMemory, Ticket
+from kvtransfer.base import PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.nixl import agent
 from kvtransfer.nixl.details import Address
@@ -29,6 +29,10 @@ class NixlPeer:
         self._connection = connection
         self._num_pages = num_pages
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def route(self) -> Route:
+        return "memory" if self._connection.local else "network"
 
     @property
     def alive(self) -> bool:
@@ -64,7 +68,7 @@ class NixlTransport:
         self._links: set[Link] = set()
         self._server: asyncio.Server
         self._closed = False
-        self._local = True  # until the kernel says that it may not
+        self._neighbours = True  # until the kernel says that it may not
 
     @classmethod
     async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "") -> "NixlTransport":
@@ -96,7 +100,7 @@ class NixlTransport:
         connection = await self._dial(where)
         if isinstance(connection.error, ForbiddenError):
             log.warning("pages go over the network also on this machine: %s", connection.error)
-            self._local = False
+            self._neighbours = False
             connection = await self._dial(where)
         if connection.error is not None:
             text = f"no connection to {where.host}:{where.port}: {connection.error}"
@@ -111,7 +115,9 @@ class NixlTransport:
         except (OSError, TimeoutError) as error:
             raise TransferError(f"no connection to {where.host}:{where.port}: {error}") from None
         self._check_open(streams)
-        connection = Outgoing(*streams, self._links.discard, self._host, self._memory, where.key, local=self._local)
+        connection = Outgoing(
+            *streams, self._links.discard, self._host, self._memory, where.key, neighbours=self._neighbours
+        )
         self._links.add(connection)
         try:
             await connection.greeted.wait()

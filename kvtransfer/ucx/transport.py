@@ -12,7 +12,7 @@ from typing import Any
 from cpd.errors import ConfigError, TransferError
 from kvtransfer import addresses
 from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
-from kvtransfer.base import PoolMemory, Ticket
+from kvtransfer.base import PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, check_push, merge
 from kvtransfer.ucx.incoming import Incoming
@@ -32,6 +32,8 @@ class Address(addresses.Address):
 
 class UcxPeer:
     """A connection to a receiver (implements `kvtransfer.base.Peer`). Made by `UcxTransport.connect`."""
+
+    route: Route = "network"
 
     def __init__(self, reactor: Reactor, connection: Outgoing, memory: PoolMemory) -> None:
         self._reactor = reactor

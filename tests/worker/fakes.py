@@ -12,7 +12,7 @@ from cpd.errors import TransferError
 from engine.batch import Batch
 from cpd.colocation import Colocation
 from engine.engine import Engine
-from kvtransfer.base import Landing, Peer, PoolMemory, Ticket, Transfer, Transport
+from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
 from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeRunner, FakeStep
 from worker.convert import Limits
 from worker.node import Loaded
@@ -157,6 +157,10 @@ class _GatedPeer:
     def __init__(self, peer: Peer, gate: asyncio.Event) -> None:
         self._peer = peer
         self._gate = gate
+
+    @property
+    def route(self) -> Route:
+        return self._peer.route
 
     @property
     def alive(self) -> bool:

@@ -1,0 +1,179 @@
+"""The near end of a measurement: it pushes, and takes the time of each push."""
+
+import asyncio
+import json
+import sys
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from cpd.errors import TransferError
+from kvtransfer.base import Ticket
+from kvtransfer.bench import perftest
+from kvtransfer.bench.far import READY, machine
+from kvtransfer.bench.pool import FILLING, BenchPool, choose
+from kvtransfer.bench.result import Cell, Push, TransferResult
+from kvtransfer.bench.settings import TransferBenchSettings
+from kvtransfer.factory import create
+
+_GREETING_S = 30.0
+_SENDERS_POOL = 1 << 30  # larger than any cache; a push of more reads pages again
+_CEILINGS = 3  # ucx_perftest's runs for each kind of push
+
+OnProgress = Callable[[str, float], None]
+
+
+class _Far:
+    """The far end, as the near end sees it."""
+
+    def __init__(self, host: str, reader: StreamReader, writer: StreamWriter) -> None:
+        self.host = host
+        self._reader = reader
+        self._writer = writer
+
+    async def order(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Raises TransferError if it can't be done."""
+        self.begin(do, **arguments)
+        return await self.answer()
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        self._writer.write(json.dumps({"do": do} | arguments).encode() + b"\n")
+
+    async def answer(self) -> dict[str, Any]:
+        line = await self._reader.readline()
+        if not line:
+            raise TransferError("the far end is gone")
+        reply: dict[str, Any] = json.loads(line)
+        if not reply["ok"]:
+            raise TransferError(f"the far end: {reply['error']}")
+        return reply
+
+
+@asynccontextmanager
+async def _far_end(settings: TransferBenchSettings) -> AsyncIterator[_Far]:
+    """Connects to the far end that was named, or starts one."""
+    process = None
+    where = settings.connect
+    if not where:
+        command = [sys.executable, "-m", "kvtransfer.bench.far", settings.host, "0"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        async with asyncio.timeout(_GREETING_S):
+            where = (await process.stdout.readline()).decode().partition(READY)[2].strip()
+    host, _, port = where.rpartition(":")
+    try:
+        async with asyncio.timeout(_GREETING_S):
+            reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 24)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise TransferError(f"no far end at {where!r}: {error}; start one there with --listen") from None
+    try:
+        yield _Far(host, reader, writer)
+    finally:
+        writer.close()
+        if process is not None:
+            await process.wait()
+
+
+async def measure(settings: TransferBenchSettings, on_progress: OnProgress) -> TransferResult:
+    """Measures every kind of push.
+
+    Args:
+        settings: What to measure.
+        on_progress: Called with what is being done and the share of it that is done.
+
+    Raises:
+        TransferError: An end can't be set up, or a page was lost.
+    """
+    scatters = {"scattered": [True], "neighbours": [False], "both": [True, False]}[settings.scatter]
+    kinds = [
+        (int(size), pages, scattered)
+        for size in settings.page_size
+        for pages in settings.pages
+        for scattered in scatters
+    ]
+    cells = []
+    async with _far_end(settings) as far:
+        for done, (page_bytes, pages, scattered) in enumerate(kinds):
+            bench = _Bench(settings, far, page_bytes, pages, scattered)
+            on_progress("pushes", done / len(kinds))
+            cells.append(await bench.run())
+        on_progress("pushes", 1.0)
+    return TransferResult(
+        schema="cpd-bench-transfer/1",
+        transport=bench.transport_name,
+        route=bench.route,
+        machine=machine() if not settings.connect else f"{machine()}; far end: {bench.far_machine}",
+        ceiling=bench.ceiling,
+        cells=tuple(cells),
+    )
+
+
+class _Bench:
+    """Pushes of one kind."""
+
+    def __init__(
+        self, settings: TransferBenchSettings, far: _Far, page_bytes: int, pages: int, scattered: bool
+    ) -> None:
+        self._settings = settings
+        self._far = far
+        self._page_bytes = page_bytes
+        self._pages = pages
+        self._scattered = scattered
+
+    async def run(self) -> Cell:
+        settings, far = self._settings, self._far
+        far_pages = max(self._pages, settings.pool // self._page_bytes)
+        own_pages = max(self._pages if not self._scattered else 1, min(far_pages, _SENDERS_POOL // self._page_bytes))
+        order = {"transport": settings.transport, "num_pages": far_pages, "page_bytes": self._page_bytes}
+        there = await far.order("open", **order)
+        self.far_machine = there["machine"]
+        pool = BenchPool(own_pages, self._page_bytes, FILLING)
+        transport = await create(settings.transport, pool.memory, epoch=2, host=settings.host)
+        self.transport_name = transport.name
+        try:
+            peer = await transport.connect(bytes.fromhex(there["address"]))
+            self.route = peer.route
+            tls = "sm" if peer.route == "memory" else "tcp"
+            self.ceiling = self._ceiling(tls)
+            pushes, ceilings = [], []
+            ceiling_at = {round(k * settings.repeats / _CEILINGS) for k in range(_CEILINGS)}
+            for number in range(settings.repeats):
+                if number in ceiling_at and self.ceiling.startswith("UCX_TLS"):
+                    ceilings.append(await self._run_perftest(tls))
+                theirs = choose(far_pages, self._pages, scattered=self._scattered)
+                if self._scattered:
+                    own = [choose(own_pages, 1, scattered=True)[0] for _ in theirs]
+                else:
+                    own = choose(own_pages, self._pages, scattered=False)
+                await far.order("expect", reservation=number, pages=theirs)
+                far.begin("land")
+                ticket = Ticket(1, number, 1, tuple(theirs))
+                pairs = list(zip(own, range(self._pages), strict=True))
+                cpu, start = time.process_time(), time.perf_counter()
+                await peer.push(ticket, pairs).done()
+                took, cpu = time.perf_counter() - start, time.process_time() - cpu
+                landed = await far.answer()
+                pushes.append(Push(ms=took * 1e3, sender_cpu_ms=cpu * 1e3, receiver_cpu_ms=landed["cpu_ms"]))
+        finally:
+            await transport.close()
+        return Cell(
+            page_bytes=self._page_bytes,
+            pages=self._pages,
+            scattered=self._scattered,
+            pushes=tuple(pushes),
+            ceilings=tuple(ceilings),
+        )
+
+    def _ceiling(self, tls: str) -> str:
+        if not self._settings.perftest:
+            return "ucx_perftest was not asked for"
+        return perftest.command(tls) if perftest.installed() else "ucx_perftest is not installed"
+
+    async def _run_perftest(self, tls: str) -> float:
+        started = await self._far.order("perftest", tls=tls)
+        try:
+            return await perftest.put_bandwidth(self._far.host, started["port"], tls)
+        finally:
+            await self._far.order("perftest over")

@@ -1,0 +1,83 @@
+"""UCX's own benchmark between the two ends, as the ceiling of what a transport can reach."""
+
+import asyncio
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from cpd.errors import TransferError
+
+_TEST = ("-t", "ucp_put_bw", "-s", str(256 << 20), "-n", "5", "-w", "1")
+_MB = 1 << 20  # its megabyte
+_PATIENCE_S = 60.0
+
+
+def installed() -> bool:
+    """Whether there is a `ucx_perftest` on this host."""
+    return _program() is not None
+
+
+def _program() -> Path | None:
+    spec = importlib.util.find_spec("libucx")  # not imported: that would load this UCX beside another one
+    if spec is not None and spec.origin is not None:
+        program = Path(spec.origin).parent / "bin" / "ucx_perftest"
+        if program.exists():
+            return program
+    found = shutil.which("ucx_perftest")
+    return Path(found) if found else None
+
+
+def _environment(program: Path, tls: str) -> dict[str, str]:
+    environment = os.environ | {"UCX_TLS": tls, "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error"}
+    libraries = program.parent.parent / "lib"
+    return environment | ({"LD_LIBRARY_PATH": str(libraries)} if libraries.exists() else {})
+
+
+async def serve(port: int, tls: str) -> asyncio.subprocess.Process:
+    """The far end's half, listening on `port`; it ends when the test has, and is the caller's to end otherwise.
+
+    Raises:
+        TransferError: There is no ucx_perftest.
+    """
+    program = _program()
+    if program is None:
+        raise TransferError("ucx_perftest is not installed at the far end")
+    quiet = asyncio.subprocess.DEVNULL
+    return await asyncio.create_subprocess_exec(
+        program, "-p", str(port), env=_environment(program, tls), stdout=quiet, stderr=quiet
+    )
+
+
+def command(tls: str) -> str:
+    """What `put_bandwidth` runs, in words."""
+    return " ".join([f"UCX_TLS={tls} ucx_perftest", *_TEST])
+
+
+async def put_bandwidth(host: str, port: int, tls: str) -> float:
+    """Bytes a second of one-sided writes to the far end.
+
+    Raises:
+        TransferError: It failed.
+    """
+    program = _program()
+    if program is None:
+        raise TransferError("ucx_perftest is not installed")
+    deadline = asyncio.get_running_loop().time() + _PATIENCE_S
+    pipe = asyncio.subprocess.PIPE
+    while True:
+        client = await asyncio.create_subprocess_exec(
+            program, host, "-p", str(port), *_TEST, "-f", env=_environment(program, tls), stdout=pipe, stderr=pipe
+        )
+        try:
+            async with asyncio.timeout_at(deadline):
+                out, problem = await client.communicate()
+        except TimeoutError:
+            client.kill()
+            await client.wait()
+            raise TransferError(f"ucx_perftest took more than {_PATIENCE_S:g} s") from None
+        if client.returncode == 0:
+            return float(out.split()[-3]) * _MB
+        if asyncio.get_running_loop().time() > deadline - _PATIENCE_S / 2:
+            raise TransferError(f"ucx_perftest failed: {problem.decode().strip()}")
+        await asyncio.sleep(0.05)  # the other half does not listen yet

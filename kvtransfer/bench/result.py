@@ -1,0 +1,94 @@
+"""What a measurement of a transport found."""
+
+from statistics import median
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Push(_Part):
+    """One push, from the call until both sides know that every page has arrived."""
+
+    ms: float
+    sender_cpu_ms: float = Field(description="Of all threads of the process.")
+    receiver_cpu_ms: float
+
+
+class Cell(_Part):
+    """Pushes of one kind."""
+
+    page_bytes: int
+    pages: int
+    scattered: bool
+    pushes: tuple[Push, ...]
+    ceilings: tuple[float, ...] = Field(description="Bytes a second of ucx_perftest, between the pushes.")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.page_bytes * self.pages
+
+    @property
+    def median_ms(self) -> float:
+        return median(push.ms for push in self.pushes)
+
+    @property
+    def best_ms(self) -> float:
+        return min(push.ms for push in self.pushes)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """In the median push."""
+        return self.num_bytes / self.median_ms * 1e3
+
+    @property
+    def best_bytes_per_s(self) -> float:
+        return self.num_bytes / self.best_ms * 1e3
+
+    @property
+    def median_share(self) -> float | None:
+        """Of the median of ucx_perftest's runs."""
+        return self.bytes_per_s / median(self.ceilings) if self.ceilings else None
+
+    @property
+    def best_share(self) -> float | None:
+        """The best push over the best of ucx_perftest's runs."""
+        return self.best_bytes_per_s / max(self.ceilings) if self.ceilings else None
+
+    @property
+    def cpu_us_a_page(self) -> tuple[float, float]:
+        """The sender's and the receiver's CPU time, least of all pushes, in microseconds a page."""
+        sender = min(push.sender_cpu_ms for push in self.pushes)
+        receiver = min(push.receiver_cpu_ms for push in self.pushes)
+        return 1e3 * sender / self.pages, 1e3 * receiver / self.pages
+
+
+class TransferResult(_Part):
+    """All of a run."""
+
+    schema_name: Literal["cpd-bench-transfer/1"] = Field("cpd-bench-transfer/1", alias="schema")
+    transport: str
+    route: str = Field(description="Which way pages went, in words.")
+    machine: str
+    ceiling: str = Field(description="What ucx_perftest ran, or why it did not.")
+    cells: tuple[Cell, ...]
+
+    def cost(self) -> tuple[float, float]:
+        """Milliseconds of a transfer before its first byte, and bytes a millisecond, fitted to the medians.
+
+        A line through the fastest push and the one of most bytes would hang on two measurements; this is the line
+        with the least relative errors.
+        """
+        sizes = np.array([cell.num_bytes for cell in self.cells], np.float64)
+        times = np.array([cell.median_ms for cell in self.cells], np.float64)
+        if len(set(sizes)) < 2:
+            return 0.0, float((sizes / times).max())
+        design = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
+        (fixed_ms, ms_a_byte), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
+        if ms_a_byte <= 0:
+            return 0.0, float((sizes / times).max())
+        return max(0.0, float(fixed_ms)), float(1 / ms_a_byte)

@@ -1,0 +1,90 @@
+"""What `cpd bench transfer` measures, between real processes."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import pytest
+from pydantic import ByteSize
+
+from cpd.errors import TransferError
+from kvtransfer.bench import far
+from kvtransfer.bench.measure import measure
+from kvtransfer.bench.pool import BenchPool, choose
+from kvtransfer.bench.result import Cell, Push, TransferResult
+from kvtransfer.bench.settings import TransferBenchSettings
+from tests.waiting import DEADLINE_S
+
+
+def settings(**changed: object) -> TransferBenchSettings:
+    few: dict[str, object] = {"pages": [1, 8], "page_size": [ByteSize(4096)], "pool": ByteSize(1 << 20), "repeats": 2}
+    return TransferBenchSettings.load(few | {"transport": "ucx", "perftest": False} | changed)
+
+
+def result(cells: Sequence[Cell]) -> TransferResult:
+    return TransferResult(
+        schema="cpd-bench-transfer/1", transport="ucx", route="network", machine="", ceiling="", cells=tuple(cells)
+    )
+
+
+def cell(num_bytes: int, ms: float, ceilings: tuple[float, ...] = ()) -> Cell:
+    pushes = tuple(Push(ms=ms * factor, sender_cpu_ms=2.0, receiver_cpu_ms=1.0) for factor in (0.5, 1.0, 3.0))
+    return Cell(page_bytes=num_bytes, pages=1, scattered=True, pushes=pushes, ceilings=ceilings)
+
+
+async def test_every_kind_of_push_is_measured() -> None:
+    shares: list[float] = []
+    async with asyncio.timeout(DEADLINE_S):
+        found = await measure(settings(scatter="both"), lambda _, share: shares.append(share))
+    assert [(one.pages, one.scattered) for one in found.cells] == [(1, True), (1, False), (8, True), (8, False)]
+    assert all(len(one.pushes) == 2 and one.ceilings == () for one in found.cells)
+    assert (found.transport, found.route) == ("ucx", "network")
+    assert shares[-1] == 1.0
+
+
+async def test_a_far_end_of_another_host_is_the_same_far_end() -> None:
+    command = ["-m", "kvtransfer.bench.far", "127.0.0.1", "0"]
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        where = (await process.stdout.readline()).decode().partition(far.READY)[2].strip()
+        found = await measure(settings(pages=[2], connect=where), lambda *_: None)
+        assert await process.wait() == 0  # with its caller
+    assert "far end: " in found.machine
+
+
+async def test_a_far_end_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(TransferError, match="--listen"):
+        await measure(settings(connect="127.0.0.1:1"), lambda *_: None)
+
+
+def test_pages_that_arrived_wrong_are_noticed() -> None:
+    pool = BenchPool(4, 4096)
+    with pytest.raises(TransferError, match="damaged"):
+        pool.take([1, 2], filling=1)
+    BenchPool(4, 4096, filling=1).take([1, 2], filling=1)
+
+
+def test_neighbours_lie_side_by_side() -> None:
+    pages = choose(64, 8, scattered=False)
+    assert pages == list(range(pages[0], pages[0] + 8))
+    assert len(set(choose(64, 64, scattered=True))) == 64
+
+
+def test_a_share_compares_medians_and_bests() -> None:
+    one = cell(1_000_000, 1.0, ceilings=(1e9, 2e9, 4e9))
+    assert one.bytes_per_s == pytest.approx(1e9)
+    assert one.median_share == pytest.approx(0.5)
+    assert one.best_share == pytest.approx(0.5)
+    assert cell(1, 1.0).median_share is None
+    assert one.cpu_us_a_page == (2000.0, 1000.0)
+
+
+def test_the_cost_of_a_transfer_is_a_line_through_the_medians() -> None:
+    fixed_ms, bytes_per_ms = result([cell(size, 0.5 + size / 1e6) for size in (1_000, 1_000_000, 50_000_000)]).cost()
+    assert fixed_ms == pytest.approx(0.5)
+    assert bytes_per_ms == pytest.approx(1e6)
+
+
+def test_without_two_sizes_the_cost_is_all_bandwidth() -> None:
+    assert result([cell(1_000_000, 2.0)]).cost() == (0.0, 500_000.0)
