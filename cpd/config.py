@@ -172,7 +172,11 @@ class AllRoutersSettings(TargetSettings, SharedSettings):
     cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
     api_key: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
-        description="Key that clients must send; repeat for several tenants. None: open to all.",
+        description="Key that clients must send, for everything; repeat for several tenants. None: open to all.",
+    )
+    api_key_file: Path | None = Field(
+        None,
+        description="YAML list of more keys, each with what it allows: key, admin (false), min_priority (0).",
     )
     slo_ttft: float = Field(
         2000.0, gt=0, le=MOST_SLO_MS, description="A first token is to come within this time, in ms."
@@ -194,10 +198,13 @@ class AllRoutersSettings(TargetSettings, SharedSettings):
         return [key for text in texts for key in text.split(",") if key]
 
 
-class RouterSettings(AllRoutersSettings):
+class RouterSettings(AllRoutersSettings, _Advertised):
     """One router process."""
 
     router_id: str = Field("", description="Name of this router; empty makes one up.")
+    admin_port: int = Field(
+        0, ge=0, le=65535, description="Port for /metrics, /cluster and /requests of this router alone; 0: a free one."
+    )
 
 
 class ClusterSettings(AllRoutersSettings, WorkersSettings):

@@ -29,6 +29,7 @@ class Member:
         host: Name of its machine.
         pid: Its process id on that machine.
         incarnation: New in every start of the process.
+        admin: `host:port` where a router answers for itself alone; empty for workers.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Member:
     host: str
     pid: int
     incarnation: int
+    admin: str = ""
 
 
 def _key(cluster: str, member_id: str) -> str:

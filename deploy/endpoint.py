@@ -2,7 +2,7 @@
 
 import errno
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -43,13 +43,16 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def read_cluster(url: str, api_key: str) -> dict[str, Any]:
+def read_cluster(url: str, token: str) -> dict[str, Any]:
     """The endpoint's `/cluster`.
+
+    Args:
+        token: The cluster's.
 
     Raises:
         CPDError: It does not answer, or not with that.
     """
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         with urlopen(Request(f"{url}/cluster", headers=headers), timeout=_TIMEOUT_S) as answer:
             cluster: dict[str, Any] = orjson.loads(answer.read())
@@ -61,11 +64,16 @@ def read_cluster(url: str, api_key: str) -> dict[str, Any]:
         raise CPDError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
 
 
-def has_workers(url: str, api_key: str, pids: Mapping[str, int]) -> bool:
-    """Whether the endpoint can place requests on all these workers (process id by name)."""
+def has_workers(url: str, token: str, pids: Mapping[str, int], routers: Collection[str]) -> bool:
+    """Whether all these routers can place requests on all these workers (process id by name)."""
     try:
-        workers = read_cluster(url, api_key)["workers"]
+        workers = read_cluster(url, token)["workers"]
     except CPDError:
         return False
-    ready = {worker["id"]: worker["pid"] for worker in workers if worker["state"] == "ready"}
+    ready = {worker["id"]: worker["pid"] for worker in workers if _is_ready_at(worker, routers)}
     return pids.items() <= ready.items()
+
+
+def _is_ready_at(worker: dict[str, Any], routers: Collection[str]) -> bool:
+    seen = worker["routers"]
+    return all(router in seen and seen[router]["state"] == "ready" for router in routers)

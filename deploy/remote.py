@@ -44,7 +44,7 @@ def status(cluster: str, as_json: bool) -> None:
         CPDError: There is none of that name, or its router does not answer.
     """
     state = running_cluster(cluster)
-    answer = read_cluster(state.url, state.api_key)
+    answer = read_cluster(state.url, state.cluster_token)
     if as_json:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
         return

@@ -30,15 +30,13 @@ class ClusterState:
     Attributes:
         pid: Of its `cpd up`.
         url: Of its HTTP endpoint, as this machine reaches it.
-        api_key: One that `cpd status` may use; empty where none is needed.
         ray_dir: Ray's temporary directory; empty where it runs elsewhere.
-        cluster_token: What internal calls carry.
+        cluster_token: What internal calls carry; routers take it for a key that may see everything.
     """
 
     cluster: str
     pid: int
     url: str
-    api_key: str
     ray_dir: str
     cluster_token: str
 

@@ -28,7 +28,7 @@ class Supervisor:
     def __init__(self, specs: Sequence[ProcessSpec], index: int, cores_apart: bool) -> None:
         spec = specs[index]
         flags = {}
-        if spec.is_worker and spec.flags.get("host") in _WILDCARDS:
+        if spec.flags.get("host") in _WILDCARDS:
             flags["advertise_host"] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._process = Supervised(
             spec.name,

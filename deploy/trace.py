@@ -39,7 +39,7 @@ def trace(cluster: str, worker: str, seconds: float, chrome: bool) -> None:
         CPDError: There is no such cluster or worker, or it does not answer.
     """
     state = running_cluster(cluster)
-    workers = read_cluster(state.url, state.api_key)["workers"]
+    workers = read_cluster(state.url, state.cluster_token)["workers"]
     chosen = [known for known in workers if worker in ("", known["id"])]
     if worker and not chosen:
         names = ", ".join(known["id"] for known in workers) or "none"

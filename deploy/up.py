@@ -36,6 +36,7 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 from deploy.redis import EmbeddedRedis, embedded_redis
 from deploy.session import joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
+from router.tenants import read_keys
 from simulated_workers.simulation import NOTICE, absolute, read_profile
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,7 +66,6 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             cluster=settings.cluster,
             pid=os.getpid(),
             url=url_of(settings.host, settings.port),
-            api_key=next(iter(settings.api_key), ""),
             ray_dir="" if settings.ray_address else make_ray_dir(),
             cluster_token=settings.cluster_token.get_secret_value(),
         )
@@ -82,7 +82,9 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             cluster = _launch(settings, state.ray_dir, stack, embedded=redis is not None)
         state = replace(state, url=_wait_until_ready(cluster, settings, state, console))
         directory.write(state)
-        sys.stdout.write(usage_hint(state.url, settings.served_model_name, bool(settings.api_key)))
+        sys.stdout.write(
+            usage_hint(state.url, settings.served_model_name, bool(settings.api_key or settings.api_key_file))
+        )
         sys.stdout.flush()
         _watch(cluster, redis, console)
 
@@ -99,6 +101,8 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
         check_model(directory, None if settings.simulate else settings)
     if settings.profile:
         Profile.load(settings.profile)
+    if settings.api_key_file:
+        read_keys(settings.api_key_file)
     if settings.simulate:
         read_profile(settings.simulate)
         console.print(NOTICE)
@@ -108,6 +112,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
             "port": port,
             "model": settings.model if is_id and settings.ray_address else str(directory),
             "profile": settings.profile and settings.profile.resolve(),
+            "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
             "simulate": absolute(settings.simulate),
             "device": "cpu" if settings.simulate else settings.device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
@@ -178,7 +183,8 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
                 hosts = {member.host for member in leases if member.kind == "router"}
                 url = state.url if socket.gethostname() in hosts else url_of(min(hosts), settings.port)
                 workers = {name: pids[name] for spec in cluster.specs if spec.is_worker for name in spec.members}
-                if has_workers(url, state.api_key, workers):
+                routers = [spec.name for spec in cluster.specs if not spec.is_worker]
+                if has_workers(url, state.cluster_token, workers, routers):
                     return url
             time.sleep(_STARTING_POLL_S)
 

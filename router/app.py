@@ -20,11 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.completion import Completion
 from router.errors import ApiError, failed, invalid, unavailable
 from router.openai import Format
+from router.overview import Overview
 from router.requests import RETRY_S
 from router.respond import CompletionResponse
 from router.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
 from router.service import Caller, Service
-from router.status import cluster_status
+from router.siblings import Siblings
 from router.tenants import Keys, Tenant
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,15 @@ class ClientGoneError(Exception):
     """The client closed the connection while it sent its request."""
 
 
-def create_app(service: Service) -> ASGIApp:
-    """The router's ASGI application."""
+def create_app(service: Service, keys: Keys, siblings: Siblings | None) -> ASGIApp:
+    """The router's ASGI application.
+
+    Args:
+        keys: Who may call.
+        siblings: The other routers, for whom it answers too; None: it is that of the admin port, without the API.
+    """
     settings, workers = service.settings, service.workers
+    overview = Overview(service, siblings)
     created = int(time.time())
 
     async def respond(request: Request, kind: type[R], start: Start[R]) -> Response:
@@ -91,18 +98,15 @@ def create_app(service: Service) -> ASGIApp:
         return _json({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await overview.metrics(_caller(request).tenant, _authorization(request))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def cluster(request: Request) -> Response:
-        return _json(cluster_status(service))
+        return _json(await overview.cluster(_caller(request).tenant, _authorization(request)))
 
     async def placements(request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        records = service.dispatcher.history.find(_caller(request).tenant.name, request_id)
-        if not records:
-            message = f"Nothing is known of a recent request {request_id!r} of yours."
-            raise invalid(None, message, code="request_not_found", status=404)
-        return _json({"id": request_id, "placements": [record.describe() for record in records]})
+        return _json(await overview.placements(_caller(request).tenant, _authorization(request), request_id))
 
     def refuse(error: ApiError) -> Response:
         service.metrics.errors.labels(error.code).inc()
@@ -126,18 +130,21 @@ def create_app(service: Service) -> ASGIApp:
     async def on_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # reaches nobody
 
+    api = [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+    operators = [
+        Route("/livez", livez),
+        Route("/readyz", readyz),
+        Route("/metrics", metrics),
+        Route("/cluster", cluster),
+        Route("/requests/{request_id:path}", placements),
+    ]
     app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/livez", livez),
-            Route("/readyz", readyz),
-            Route("/metrics", metrics),
-            Route("/cluster", cluster),
-            Route("/requests/{request_id:path}", placements),
-        ],
+        routes=[*api, *operators] if siblings is not None else operators,
         exception_handlers={
             ApiError: on_api_error,
             HTTPException: on_http_error,
@@ -145,7 +152,7 @@ def create_app(service: Service) -> ASGIApp:
             Exception: on_bug,
         },
     )
-    return _Gate(app, Keys(settings.api_key), refuse)
+    return _Gate(app, keys, refuse)
 
 
 class _Gate:
@@ -186,6 +193,10 @@ def _caller(request: Request) -> Caller:
     caller = request.scope["state"]["caller"]
     assert isinstance(caller, Caller)
     return caller
+
+
+def _authorization(request: Request) -> bytes:
+    return request.headers.get("authorization", "").encode("latin-1")
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -39,10 +39,11 @@ class Metrics:
     """All metrics of one router process, in a registry of its own.
 
     Args:
+        router_id: Stands with what this router reports on workers.
         workers: The workers to report on, asked at every scrape.
     """
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerReport]]) -> None:
+    def __init__(self, router_id: str, workers: Callable[[], Iterable[WorkerReport]]) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "cpd_requests", "Requests to the API, by how they ended.", ["outcome", "route"], registry=self.registry
@@ -87,7 +88,7 @@ class Metrics:
             ["route", "replicated"],
             registry=self.registry,
         )
-        self.registry.register(_Workers(workers))
+        self.registry.register(_Workers(router_id, workers))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -97,11 +98,12 @@ class Metrics:
 class _Workers:
     """Reads the workers' loads at every scrape, so that none outlives its worker."""
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerReport]]) -> None:
+    def __init__(self, router_id: str, workers: Callable[[], Iterable[WorkerReport]]) -> None:
+        self._router_id = router_id
         self._workers = workers
 
     def collect(self) -> Iterable[Metric]:
-        labels = ["worker", "role"]
+        labels = ["router", "worker", "role"]
         live = GaugeMetricFamily("cpd_worker_live", "1 while the session with the worker is live.", labels=labels)
         running = GaugeMetricFamily("cpd_worker_running", "Sequences in the running batch.", labels=labels)
         waiting = GaugeMetricFamily("cpd_worker_waiting", "Requests in the waiting queue.", labels=labels)
@@ -123,11 +125,11 @@ class _Workers:
             "cpd_worker_ttft_error_seconds", "How far off the predictions of these TTFTs were.", labels=labels
         )
         for worker in self._workers():
+            names, load = [self._router_id, worker.id, worker.role], worker.load
             if worker.view is not None:
                 predictions = worker.view.predictions
-                ttft.add_metric([worker.id, worker.role], predictions.count, predictions.ttft_ms / 1e3)
-                error.add_metric([worker.id, worker.role], predictions.count, predictions.error_ms / 1e3)
-            names, load = [worker.id, worker.role], worker.load
+                ttft.add_metric(names, predictions.count, predictions.ttft_ms / 1e3)
+                error.add_metric(names, predictions.count, predictions.error_ms / 1e3)
             live.add_metric(names, int(worker.live))
             running.add_metric(names, load.running)
             waiting.add_metric(names, load.waiting)

@@ -12,6 +12,7 @@ import uvicorn
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from starlette.types import ASGIApp
 
 from cpd.config import RouterSettings
 from cpd.errors import ConfigError
@@ -20,10 +21,15 @@ from router.app import create_app
 from router.checkpoint import load_checkpoint
 from router.metrics import Metrics
 from router.service import Service
+from router.siblings import Siblings
+from router.tenants import Keys, read_keys
 from router.workers import Workers
 
 LEASE_S = 5.0
 REDIS_TIMEOUT_S = 2.0
+SIBLINGS_POLL_S = 0.1
+"""Between two looks whether another router serves the port, while this one is not ready, in seconds."""
+
 GRACE_S = 1.0
 """Running responses have this long to end, in seconds, once the router is told to stop; then they fail."""
 
@@ -31,8 +37,9 @@ SHUTDOWN_S = 2
 """After so long, in seconds, connections that are still open are cut."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; several routers may share one port, and the kernel spreads connections over them.
+def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
+    """A socket to listen on; where it is `shared`, several routers may have one, and the kernel spreads connections
+    over them.
 
     Raises:
         ConfigError: The address can't be used.
@@ -43,8 +50,9 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"can't listen on {host}: {error.strerror or error}") from None
     try:
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT, socket.SO_KEEPALIVE):
+        for option in (socket.SO_REUSEADDR, socket.SO_KEEPALIVE):
             listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
         # accepted connections inherit these: a client's machine that is gone is noticed within a minute
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -59,29 +67,30 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve(settings: RouterSettings, router_id: str, listener: socket.socket, stop: asyncio.Event) -> None:
     """Serves HTTP on `listener` until `stop` is set; running responses then have GRACE_S to end.
 
+    While this router is not ready and another one is that has the same port, clients are left to that one.
+
     Raises:
         CPDError: The settings or the checkpoint can't be used.
     """
     if not settings.redis_url:
         raise ConfigError("redis-url is needed: Redis is where the router finds the workers")
+    token = settings.cluster_token.get_secret_value()
+    keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
     checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name)
-    workers = Workers(router_id, settings.cluster_token.get_secret_value(), itl_ms=settings.slo_itl)
-    service = Service(settings, checkpoint, workers, Metrics(lambda: workers.sessions))
-    server = _Server(
-        uvicorn.Config(
-            create_app(service),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=2048,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
-    )
-
+    workers = Workers(router_id, token, itl_ms=settings.slo_itl)
+    service = Service(settings, checkpoint, workers, Metrics(router_id, lambda: workers.sessions))
+    member_host = settings.advertise_host or listener.getsockname()[0]
+    siblings = Siblings(router_id, lambda: workers.routers)
+    server = _server(create_app(service, keys, siblings))
+    admin = _server(create_app(service, keys, None))
     ended = asyncio.Event()
+
+    async def serve_public(member: Member) -> None:
+        await workers.looked.wait()
+        while not (stop.is_set() or workers.ready) and await siblings.serve_at(member):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(SIBLINGS_POLL_S)
+        if not stop.is_set():
+            await server.serve(sockets=[listener])
 
     async def end() -> None:
         await stop.wait()
@@ -95,16 +104,36 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         socket_connect_timeout=REDIS_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),  # both users try again by themselves
     )
-    async with (
-        redis,
-        lease(redis, settings.cluster, _member(router_id, listener), LEASE_S),
-        asyncio.TaskGroup() as group,
-    ):
-        group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
-        ending = group.create_task(end())
-        await server.serve(sockets=[listener])
-        ended.set()
-        ending.cancel()
+    with listen(settings.host, settings.admin_port, shared=False) as admin_listener:
+        member = _member(router_id, member_host, listener, admin_listener)
+        async with (
+            redis,
+            lease(redis, settings.cluster, member, LEASE_S),
+            asyncio.TaskGroup() as group,
+        ):
+            group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
+            group.create_task(admin.serve(sockets=[admin_listener]))
+            ending = group.create_task(end())
+            await serve_public(member)
+            admin.should_exit = True
+            ended.set()
+            ending.cancel()
+
+
+def _server(app: ASGIApp) -> "_Server":
+    return _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=2048,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+    )
 
 
 class _Server(uvicorn.Server):
@@ -115,12 +144,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _member(router_id: str, listener: socket.socket) -> Member:
-    host, port = listener.getsockname()[:2]
+def _member(router_id: str, host: str, listener: socket.socket, admin: socket.socket) -> Member:
+    name = f"[{host}]" if ":" in host else host
     return Member(
         id=router_id,
         kind="router",
-        address=f"{host}:{port}",
+        address=f"{name}:{listener.getsockname()[1]}",
+        admin=f"{name}:{admin.getsockname()[1]}",
         host=socket.gethostname(),
         pid=os.getpid(),
         incarnation=secrets.randbits(53),

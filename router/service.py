@@ -62,6 +62,7 @@ class Service:
             ApiError: The request can't be served; nothing was started.
         """
         self.check_model(request.model)
+        caller.tenant.check_priority(request.priority)
         if self.checkpoint.template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
@@ -77,6 +78,7 @@ class Service:
             ApiError: The request can't be served; nothing was started.
         """
         self.check_model(request.model)
+        caller.tenant.check_priority(request.priority)
         encode = self.checkpoint.tokenizer.encode
         prompts = [await encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
         shape = self._shape(request, "cmpl")

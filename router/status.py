@@ -1,17 +1,22 @@
 """What `GET /cluster` shows."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+import orjson
 
 from router.metrics import pages
 from router.service import Service
 from router.sessions import Session
+from router.siblings import Answer
 
 
 def cluster_status(service: Service) -> dict[str, Any]:
     """The cluster as this router sees it, as a JSON document.
 
-    `workers[].load.pages` counts the pages of a worker's pool by owner state, as of its last report.
+    `workers[].load.pages` counts the pages of a worker's pool by owner state, as of its last report;
+    `workers[].routers` has what each router makes of the worker.
     """
     workers = service.workers
     return {
@@ -20,13 +25,37 @@ def cluster_status(service: Service) -> dict[str, Any]:
         "ready": workers.ready,
         "max_model_len": workers.max_model_len or None,
         "redis": {"ok": not workers.redis_error, "error": workers.redis_error or None},
-        "workers": [_worker(session, workers.index.size(session.id)) for session in workers.sessions],
+        "workers": [
+            _worker(session, workers.router_id, workers.index.size(session.id)) for session in workers.sessions
+        ],
         "routers": [asdict(member) for member in workers.routers],
     }
 
 
-def _worker(session: Session, cached_blocks: int) -> dict[str, Any]:
+def with_siblings(own: dict[str, Any], router_id: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The status of all routers: `own`, with what the others answered to the same question."""
+    documents = {answer.router_id: orjson.loads(answer.body) for answer in answers if answer.ok}
+    documents[router_id] = own
+    errors = {answer.router_id: answer.error for answer in answers if not answer.ok}
+    workers = {worker["id"]: worker for worker in own["workers"]}
+    for document in documents.values():
+        for worker in document["workers"]:
+            workers.setdefault(worker["id"], worker)["routers"].update(worker["routers"])
+    routers = []
+    for member in own["routers"]:
+        seen = documents.get(member["id"])
+        routers.append(member | {"ready": bool(seen and seen["ready"]), "error": errors.get(member["id"])})
+    return own | {"workers": [workers[worker_id] for worker_id in sorted(workers)], "routers": routers}
+
+
+def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, Any]:
     hello = session.hello
+    seen = {
+        "state": session.state,
+        "reason": session.reason or None,
+        "cached_blocks": cached_blocks,
+    }
+    sequences = session.view.sequences if session.view is not None else 0
     described = {
         "id": session.id,
         "role": session.role,
@@ -34,10 +63,8 @@ def _worker(session: Session, cached_blocks: int) -> dict[str, Any]:
         "host": session.member.host,
         "pid": session.member.pid,
         "incarnation": session.member.incarnation,
-        "state": session.state,
-        "reason": session.reason or None,
-        "sequences_of_this_router": session.view.sequences if session.view is not None else 0,
-        "cached_blocks": cached_blocks,
+        **seen,
+        "routers": {router_id: {**seen, "sequences": sequences}},
     }
     if hello is None:
         return described | {"info": None, "load": None}

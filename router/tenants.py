@@ -1,29 +1,100 @@
-"""Who sends a request: the API key decides, and keeps the tenants' caches apart."""
+"""Who sends a request: the API key decides; it keeps the tenants' caches apart, and says what they may do."""
 
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated
 
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
+
+from cpd.errors import ConfigError
 from router.errors import ApiError
+from router.schemas import MAX_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Attributes:
-    name: Tells tenants apart without giving their keys away; empty where there are no keys.
-    salt: Part of every block hash, so that no tenant can find out what another one's prompts were.
+    """Who calls. By default one who may do everything.
+
+    Attributes:
+        name: Tells tenants apart without giving their keys away; empty where there are no keys.
+        salt: Part of every block hash, so that no tenant can find out what another one's prompts were.
+        admin: May see `/metrics` and `/cluster`.
+        min_priority: The lowest `priority` that a request may have (lower ones go first).
     """
 
     name: str = ""
     salt: bytes = b""
+    admin: bool = True
+    min_priority: int = -MAX_PRIORITY
+
+    def check_admin(self) -> None:
+        """Raises ApiError (403) where the tenant may not see what concerns everybody."""
+        if not self.admin:
+            raise _forbidden("This API key may not see the cluster's state.", "admin_only")
+
+    def check_priority(self, priority: int) -> None:
+        """Raises ApiError (403) where the tenant's requests may not go so far ahead."""
+        if priority < self.min_priority:
+            message = f"'priority' is {priority}, and this API key allows no less than {self.min_priority}."
+            raise _forbidden(message, "priority_not_allowed", "priority")
+
+
+class KeyEntry(BaseModel):
+    """A key of the key file, and what it allows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: Annotated[SecretStr, Field(min_length=1)]
+    admin: bool = False
+    min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+
+
+_ENTRIES = TypeAdapter(list[KeyEntry])
+
+
+def read_keys(file: Path) -> list[KeyEntry]:
+    """The entries of a key file.
+
+    Raises:
+        ConfigError: It can't be read, or is no list of keys.
+    """
+    try:
+        entries = _ENTRIES.validate_python(yaml.safe_load(file.read_text()))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the key file {file} can't be read: {error}") from None
+    except yaml.YAMLError:  # which would quote the file
+        raise ConfigError(f"the key file {file} is not valid YAML") from None
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ConfigError(f"the key file {file} must be a list of keys: {place}: {first['msg']}") from None
+    if len({entry.key for entry in entries}) < len(entries):
+        raise ConfigError(f"the key file {file} has a key twice")
+    if not entries:
+        raise ConfigError(f"the key file {file} has no key: nobody could use the cluster")
+    return entries
 
 
 class Keys:
-    """The API keys that clients may send; none means that everyone is welcome."""
+    """The keys that clients may send; none means that everyone may do everything.
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    Args:
+        keys: They may do everything.
+        entries: Of the key file.
+        cluster_token: The cluster's own processes come with it; empty where there is none.
+    """
+
+    def __init__(self, keys: Sequence[str], entries: Sequence[KeyEntry] = (), cluster_token: str = "") -> None:
         self._tenants = [(_digest(key), _tenant(key)) for key in keys]
+        for entry in entries:
+            key = entry.key.get_secret_value()
+            self._tenants.append((_digest(key), _tenant(key, entry.admin, entry.min_priority)))
+        if self._tenants and cluster_token:
+            self._tenants.append((_digest(cluster_token), _tenant(cluster_token)))
 
     def tenant(self, authorization: bytes) -> Tenant:
         """Whose request it is that came with this `Authorization` header.
@@ -48,10 +119,12 @@ def _digest(key: str) -> bytes:
     return blake2b(key.encode()).digest()
 
 
-def _tenant(key: str) -> Tenant:
+def _tenant(key: str, admin: bool = True, min_priority: int = -MAX_PRIORITY) -> Tenant:
     return Tenant(
         name=blake2b(key.encode(), digest_size=8, person=b"cpd-tenant").hexdigest(),
         salt=blake2b(key.encode(), digest_size=16, person=b"cpd-salt").digest(),
+        admin=admin,
+        min_priority=min_priority,
     )
 
 
@@ -63,3 +136,7 @@ def _unauthorized(message: str) -> ApiError:
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )
+
+
+def _forbidden(message: str, code: str, param: str | None = None) -> ApiError:
+    return ApiError(403, message, kind="invalid_request_error", code=code, param=param)

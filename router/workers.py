@@ -42,16 +42,19 @@ class Workers:
         itl_ms: What the gaps between the tokens of a stream are to be, in ms.
 
     Attributes:
+        router_id: This router's name.
         index: What the workers have cached.
         routers: The live routers, this one included.
+        looked: Set when Redis has been asked who exists, whether it answered or not.
         redis_error: Why Redis does not answer; empty while it does.
     """
 
     def __init__(self, router_id: str, cluster_token: str, *, itl_ms: float) -> None:
         self.index = PrefixIndex()
         self.routers: list[Member] = []
+        self.looked = asyncio.Event()
         self.redis_error = ""
-        self._router_id = router_id
+        self.router_id = router_id
         self._cluster_token = cluster_token
         self._itl_ms = itl_ms
         self._sessions: dict[str, Session] = {}
@@ -114,6 +117,7 @@ class Workers:
         try:
             while not ended.is_set():
                 await self._poll(redis, cluster, listener)
+                self.looked.set()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
                         await ended.wait()
@@ -152,7 +156,7 @@ class Workers:
         for worker_id in listed.keys() - self._sessions.keys():
             session = Session(
                 listed[worker_id],
-                router_id=self._router_id,
+                router_id=self.router_id,
                 cluster_token=self._cluster_token,
                 index=self.index,
                 itl_ms=self._itl_ms,

@@ -1,3 +1,4 @@
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,12 @@ from deploy.endpoint import has_workers, pick_port, read_cluster, url_of
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = b'{"workers": [{"id": "a", "pid": 1, "state": "ready"}, {"id": "b", "pid": 2, "state": "syncing"}]}'
+        here = {"r": {"state": "ready"}, "s": {"state": "ready"}}
+        half = {"r": {"state": "ready"}, "s": {"state": "syncing"}}
+        workers = [("a", 1, here), ("b", 2, half)]
+        body = json.dumps(
+            {"workers": [{"id": name, "pid": pid, "routers": seen} for name, pid, seen in workers]}
+        ).encode()
         wrong = self.path == "/cluster" and self.headers["authorization"] != "Bearer key"
         self.send_response(401 if wrong else 200)
         self.send_header("content-length", str(len(body)))
@@ -66,15 +72,18 @@ def test_the_cluster_is_read_with_the_key(url: str) -> None:
         read_cluster(url, "")
 
 
-def test_a_cluster_is_whole_when_the_router_can_use_all_of_its_workers(url: str) -> None:
-    assert has_workers(url, "key", {"a": 1})
-    assert not has_workers(url, "key", {"a": 2})
-    assert not has_workers(url, "key", {"a": 1, "b": 2})
-    assert not has_workers(url, "wrong", {"a": 1})
+def test_a_cluster_is_whole_when_all_routers_can_use_all_workers(url: str) -> None:
+    assert has_workers(url, "key", {"a": 1}, ["r", "s"])
+    assert has_workers(url, "key", {"a": 1, "b": 2}, ["r"])
+    assert not has_workers(url, "key", {"a": 1, "b": 2}, ["r", "s"])
+    assert not has_workers(url, "key", {"a": 1}, ["r", "s", "t"])
+    assert not has_workers(url, "key", {"a": 2}, ["r"])
+    assert not has_workers(url, "key", {"a": 1, "c": 3}, ["r"])
+    assert not has_workers(url, "wrong", {"a": 1}, ["r"])
 
 
 def test_an_endpoint_that_is_away_is_said_to_be() -> None:
     url = url_of("127.0.0.1", pick_port("127.0.0.1", 0))
-    assert not has_workers(url, "", {})
+    assert not has_workers(url, "", {}, [])
     with pytest.raises(CPDError, match=f"{url} does not answer: .*refused"):
         read_cluster(url, "")

@@ -17,7 +17,7 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def state(cluster: str = "c") -> ClusterState:
-    return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", api_key="", ray_dir="", cluster_token="")
+    return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", ray_dir="", cluster_token="")
 
 
 def test_a_held_cluster_can_be_found_and_is_gone_afterwards(runtime_dir: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_a_killed_owner_left_is_cleared_away(tmp_path: Path) -> None:
         "import os, signal; from deploy.state import ClusterDir, ClusterState\n"
         "cluster = ClusterDir('c')\n"
         "with cluster.hold():\n"
-        f"    cluster.write(ClusterState('c', os.getpid(), 'http://x', '', {str(ray_dir)!r}, ''))\n"
+        f"    cluster.write(ClusterState('c', os.getpid(), 'http://x', {str(ray_dir)!r}, ''))\n"
         "    cluster.redis_socket.touch()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

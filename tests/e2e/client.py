@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,14 @@ def client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, headers={"connection": "close"})
 
 
-async def complete(http: httpx.AsyncClient, prompt: Sequence[int], *, stream: bool = False, **fields: Any) -> Answer:
+async def complete(
+    http: httpx.AsyncClient,
+    prompt: Sequence[int],
+    *,
+    stream: bool = False,
+    headers: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> Answer:
     """Asks for a completion of `prompt` (greedy and without stop tokens, unless `fields` say otherwise).
 
     Raises:
@@ -49,8 +56,8 @@ async def complete(http: httpx.AsyncClient, prompt: Sequence[int], *, stream: bo
         **fields,
     }
     if stream:
-        return await _streamed(http, {**body, "stream": True, "stream_options": {"include_usage": True}})
-    response = await http.post("/v1/completions", json=body)
+        return await _streamed(http, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers)
+    response = await http.post("/v1/completions", json=body, headers=headers)
     _check(response, response.text)
     whole = response.json()
     [choice] = whole["choices"]
@@ -63,10 +70,10 @@ async def complete(http: httpx.AsyncClient, prompt: Sequence[int], *, stream: bo
     )
 
 
-async def _streamed(http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+async def _streamed(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None) -> Answer:
     answer = Answer()
     done = False
-    async with http.stream("POST", "/v1/completions", json=body) as response:
+    async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         if response.is_error:
             _check(response, (await response.aread()).decode())
         answer.route = response.headers["x-cpd-route"]

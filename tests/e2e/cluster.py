@@ -113,7 +113,7 @@ class Cluster:
 
     def state(self) -> dict[str, Any]:
         """The router's `/cluster`."""
-        return read_cluster(self.url, self._key)
+        return read_cluster(self.url, TOKEN)
 
     def wait_until_whole(self) -> None:
         """Returns when every process runs, holds a lease, and every router has a session with every worker."""
@@ -123,10 +123,6 @@ class Cluster:
         """Returns `/cluster` when no request is left anywhere and every page is free or cached."""
         eventually(self._is_idle, "every page is free or cached")
         return self.state()
-
-    @property
-    def _key(self) -> str:
-        return next(iter(self.settings.api_key), "")
 
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
         return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores)
@@ -142,9 +138,7 @@ class Cluster:
         if not all(spec.has_leases(states[spec.name].pid, pids) for spec in self._specs):
             return False
         expected = {name: pids[name] for spec in self._specs if spec.is_worker for name in spec.members}
-        # Connections to a port that several routers share reach one of them by chance.
-        urls = [self.url] * 4 * self.settings.routers + self._more_urls
-        return all(has_workers(url, self._key, expected) for url in urls)
+        return has_workers(self.url, TOKEN, expected, [spec.name for spec in self._specs if not spec.is_worker])
 
     def _is_idle(self) -> bool:
         workers = self.state()["workers"]

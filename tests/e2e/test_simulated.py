@@ -3,6 +3,7 @@
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def is_busy(cluster: Cluster) -> bool:
     return any(worker["load"] and worker["load"]["running"] for worker in cluster.state()["workers"])
 
 
-async def ask(url: str, **fields: int) -> list[Answer]:
+async def ask(url: str, **fields: Any) -> list[Answer]:
     """Completions, all at once and then all at once as streams."""
     async with client(url) as http:
         answers, streamed = [

@@ -105,11 +105,11 @@ async def start_router(redis_url: str, model_dir: Path, cluster: str) -> AsyncIt
     """`await start_router(*workers, **settings)`: a router that knows the workers."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*workers: FakeWorker, **settings: Any) -> Router:
+        async def start(*workers: FakeWorker, name: str = "router-a", port: int = 0, **settings: Any) -> Router:
             given = {"model": str(model_dir), "cluster": cluster, "redis_url": redis_url, "cluster_token": "secret"}
-            listener = stack.enter_context(listen("127.0.0.1", 0))
+            listener = stack.enter_context(listen("127.0.0.1", port))
             stop = asyncio.Event()
-            serving = asyncio.create_task(serve(RouterSettings(**(given | settings)), "router-a", listener, stop))
+            serving = asyncio.create_task(serve(RouterSettings(**(given | settings)), name, listener, stop))
 
             async def end() -> None:
                 stop.set()

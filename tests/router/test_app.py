@@ -452,7 +452,7 @@ class TestErrors:
             assert int(response.headers["retry-after"]) >= 1
 
     async def test_a_bug_is_one_of_ours(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("router.app.cluster_status", lambda service: 1 / 0)
+        monkeypatch.setattr("router.overview.cluster_status", lambda service: 1 / 0)
         response = await router.http.get("/cluster")
         assert (response.status_code, _error(response)["code"]) == (500, "internal_error")
         assert "x-request-id" in response.headers
@@ -537,8 +537,8 @@ class TestHealthAndModels:
             'cpd_request_errors_total{code="invalid_value"} 1.0',
             'cpd_ttft_seconds_count{route="local"} 1.0',
             "cpd_cached_tokens_total 16.0",
-            'cpd_worker_live{role="combined",worker="combined-0"} 1.0',
-            'cpd_worker_pages{role="combined",state="free",worker="combined-0"} 100.0',
+            'cpd_worker_live{role="combined",router="router-a",worker="combined-0"} 1.0',
+            'cpd_worker_pages{role="combined",router="router-a",state="free",worker="combined-0"} 100.0',
         ):
             assert line in text.splitlines()
 

@@ -87,8 +87,8 @@ class TestEndpoint:
         assert len(placement["options"]) == 1
         metrics = (await router.http.get("/metrics")).text
         assert 'cpd_placements_total{replicated="no",route="remote"} 1.0' in metrics
-        assert 'cpd_worker_ttft_seconds_count{role="prefill",worker="prefill-0"} 1.0' in metrics
-        assert 'cpd_worker_ttft_error_seconds_count{role="prefill",worker="prefill-0"} 1.0' in metrics
+        assert 'cpd_worker_ttft_seconds_count{role="prefill",router="router-a",worker="prefill-0"} 1.0' in metrics
+        assert 'cpd_worker_ttft_error_seconds_count{role="prefill",router="router-a",worker="prefill-0"} 1.0' in metrics
 
     async def test_a_running_request_and_every_attempt_are_told(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says

@@ -404,7 +404,7 @@ class TestHangUp:
         await eventually(lambda: _is(lambda: bool(worker.aborts)))
         assert worker.aborts[0] == pb.Abort(request=worker.submits[0].request, attempt=0)
         await eventually(lambda: _counted(router, "client_gone"))
-        assert (await router.worker("combined-0") or {})["sequences_of_this_router"] == 0
+        assert (await router.worker("combined-0") or {})["routers"]["router-a"]["sequences"] == 0
 
     async def test_a_parked_request_is_forgotten(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says

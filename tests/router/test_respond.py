@@ -35,7 +35,7 @@ class Exchange:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
-        metrics = Metrics(list)
+        metrics = Metrics("router-a", list)
         workers = Workers("router-a", "", itl_ms=50.0)
         dispatcher = Dispatcher(workers, metrics, PolicySettings(), rng=Random(0))
         vocabulary = Vocabulary(tokenizer)

@@ -448,9 +448,10 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     assert (shown["info"]["token_budget"], shown["info"]["colocate"]) == (256, "auto")
     assert (shown["info"]["epoch"], shown["info"]["page_bytes"], shown["info"]["num_pages"]) == (77, 4096, 100)
     text = (await router.http.get("/metrics")).text
-    assert 'cpd_worker_pages{role="combined",state="quarantined",worker="combined-0"} 8.0' in text
-    assert 'cpd_worker_fills_total{outcome="completed",role="combined",worker="combined-0"} 13.0' in text
-    assert 'cpd_worker_fill_failures_total{reason="silent",role="combined",worker="combined-0"} 1.0' in text
+    assert 'cpd_worker_pages{role="combined",router="router-a",state="quarantined",worker="combined-0"} 8.0' in text
+    labels = 'role="combined",router="router-a",worker="combined-0"'
+    assert f'cpd_worker_fills_total{{outcome="completed",{labels}}} 13.0' in text
+    assert f'cpd_worker_fill_failures_total{{reason="silent",{labels}}} 1.0' in text
 
 
 async def test_requests_keep_away_from_a_worker_that_says_nothing_any_more(

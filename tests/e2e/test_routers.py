@@ -1,0 +1,112 @@
+"""Two routers on one port, one of which is killed under load and starts again."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from models import tiny
+from tests.e2e.client import MODEL, client, complete
+from tests.e2e.cluster import START_S, TOKEN, Cluster
+
+pytestmark = pytest.mark.e2e
+
+PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "h200-qwen3-8b.json"
+AT_ONCE = 6
+CACHED = list(range(100, 420))
+"""A prompt of 20 blocks, that all workers have cached."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    settings: dict[str, Any] = {"simulate": str(PROFILE), "prefill": 1, "combined": 3, "routers": 2}
+    with Cluster(model=str(tiny.CHECKPOINT), served_model_name=MODEL, kv_memory="1GiB", **settings) as running:
+        yield running
+
+
+class Load:
+    """What became of the requests, by their ids."""
+
+    def __init__(self) -> None:
+        self.answered: list[str] = []
+        self.failed: dict[str, Exception] = {}
+
+
+@asynccontextmanager
+async def load(url: str) -> AsyncIterator[Load]:
+    """AT_ONCE requests at a time, each on a connection of its own, while the context is open."""
+    seen, numbers, over = Load(), itertools.count(), asyncio.Event()
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            number = next(numbers)
+            request_id = f"load-{number}"
+            http_headers = {"x-request-id": request_id}
+            try:
+                await complete(http, [*CACHED, number], stream=number % 2 == 1, max_tokens=20, headers=http_headers)
+            except (httpx.HTTPError, AssertionError) as error:
+                seen.failed[request_id] = error
+            else:
+                seen.answered.append(request_id)
+
+    async with client(url) as http, asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(ask(http))
+        try:
+            yield seen
+        finally:
+            over.set()
+
+
+async def _more(seen: Load, count: int) -> None:
+    """Returns when `count` more requests have been answered."""
+    enough = len(seen.answered) + count
+    async with asyncio.timeout(START_S):
+        while len(seen.answered) < enough:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+
+
+async def test_a_router_that_dies_and_comes_back_costs_nobody_else_a_request(cluster: Cluster) -> None:
+    admin = {router["id"]: router["admin"] for router in (await asyncio.to_thread(cluster.state))["routers"]}
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with load(cluster.url) as seen, httpx.AsyncClient(headers=headers) as operator:
+        await _more(seen, 40)
+        await asyncio.to_thread(cluster.kill, "router-0")
+        # its admin port is there before it is ready, and its index is whole when it is
+        at_ready = await _state_when_ready(operator, cluster, admin["router-0"])
+        await _more(seen, 40)
+        other = f"http://{admin['router-1']}"
+        for request_id, error in seen.failed.items():
+            assert isinstance(error, httpx.TransportError), error
+            known = await operator.get(f"{other}/requests/{request_id}")
+            assert known.status_code == 404, f"router-1 lost a request: {known.text}"
+    assert len(seen.failed) <= AT_ONCE, "more failed than were under way when the router died"
+    combined = [worker for worker in at_ready["workers"] if worker["role"] == "combined"]
+    assert len(combined) == 3
+    for worker in at_ready["workers"]:
+        assert worker["state"] == "ready"
+    assert all(worker["cached_blocks"] >= len(CACHED) // 16 for worker in combined)
+
+    state = await asyncio.to_thread(cluster.wait_until_idle)
+    assert [(router["ready"], router["error"]) for router in state["routers"]] == [(True, None)] * 2
+    for worker in state["workers"]:
+        views = list(worker["routers"].values())
+        assert len(views) == 2
+        assert views[0] == views[1]
+
+
+async def _state_when_ready(operator: httpx.AsyncClient, cluster: Cluster, old_admin: str) -> dict[str, Any]:
+    """What a router that has just become ready says of the workers."""
+    async with asyncio.timeout(START_S):
+        while True:
+            routers = {one["id"]: one for one in (await asyncio.to_thread(cluster.state))["routers"]}
+            admin = routers.get("router-0", {"admin": old_admin})["admin"]
+            if admin != old_admin and (await operator.get(f"http://{admin}/readyz")).status_code == 200:
+                answer: dict[str, Any] = (await operator.get(f"http://{admin}/cluster")).json()
+                return answer
+            await asyncio.sleep(0.01)
