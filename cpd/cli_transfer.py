@@ -43,8 +43,8 @@ def bench_transfer(settings: TransferBenchSettings) -> None:
     if settings.profile is not None:
         from cpd.perfmodel import Profile, TransferProfile
 
-        fixed_ms, bytes_per_ms = result.cost()
-        transfer = TransferProfile(fixed_ms=fixed_ms, bytes_per_ms=bytes_per_ms)
+        cost = result.cost()
+        transfer = TransferProfile(fixed_ms=cost.fixed_ms, bytes_per_ms=cost.bytes_per_ms)
         Profile.load(settings.profile).model_copy(update={"transfer": transfer}).save(settings.profile)
 
 
@@ -87,8 +87,8 @@ def show(result: "TransferResult", console: "Console") -> None:
         table.add_row(*_row(cell))
     console.print(table)
     console.print(f"Ceiling: {result.ceiling}")
-    fixed_ms, bytes_per_ms = result.cost()
-    console.print(f"A transfer takes {fixed_ms:.2f} ms and a second for every {bytes_per_ms / 1e6:.2f} GB.")
+    cost = result.cost()
+    console.print(f"A transfer takes {cost.fixed_ms:.2f} ms, and a second for every {cost.bytes_per_ms / 1e6:.2f} GB.")
 
 
 def _row(cell: "Cell") -> list[str]:

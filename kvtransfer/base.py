@@ -28,6 +28,14 @@ Route = Literal["memory", "network"]
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What a transfer takes: `fixed_ms`, and a millisecond for every `bytes_per_ms`."""
+
+    fixed_ms: float
+    bytes_per_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class PoolMemory:
     """A page pool: `num_pages` pages of `page_bytes`, back to back from `pointer`, in host memory."""
 
@@ -116,9 +124,17 @@ class Peer(Protocol):
 
 
 class Transport(Protocol):
-    """One pool's door to the others."""
+    """One pool's door to the others.
+
+    Attributes:
+        name: Of its kind: only transports of one kind understand each other.
+        reason: Why this kind was chosen, empty if it was asked for.
+        cost: What a transfer takes, if that was measured when it was chosen.
+    """
 
     name: str
+    reason: str
+    cost: Cost | None
     address: bytes
     epoch: int
 

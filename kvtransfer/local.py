@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from cpd.errors import TransferError
-from kvtransfer.base import PoolMemory, Route, Ticket
+from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, Run, check_push, merge
 
@@ -50,6 +50,9 @@ class LocalNetwork:
 
 class LocalTransport:
     """Implements `kvtransfer.base.Transport`. Made by `LocalNetwork.create`."""
+
+    reason = ""
+    cost: Cost | None = None
 
     def __init__(self, network: LocalNetwork, address: bytes, memory: PoolMemory, epoch: int) -> None:
         self.name = network.name

@@ -30,6 +30,7 @@ from cpd.blocks import BLOCK_SIZE
 from cpd.config import Role, WorkerSettings
 from cpd.errors import ConfigError
 from cpd.membership import Member, lease
+from cpd.perfmodel import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
@@ -242,11 +243,20 @@ class Worker:
             vocab_size=self._loaded.limits.vocab_size,
             dtype=self._loaded.dtype,
             transport=self._transport.name,
-            profile=self._loaded.profile.model_dump_json(by_alias=True).encode(),
+            transport_reason=self._transport.reason,
+            profile=self._profile().model_dump_json(by_alias=True).encode(),
             token_budget=self._loaded.token_budget,
             colocate=rule.mode,
             decode_shares=[split.decode for split in rule.splits],
         )
+
+    def _profile(self) -> Profile:
+        """What routers predict with; the cost of transfers is the start-up probe's if the profile's file has none."""
+        profile, cost = self._loaded.profile, self._transport.cost
+        if cost is None or profile.transfer != TransferProfile():
+            return profile
+        transfer = TransferProfile(fixed_ms=cost.fixed_ms, bytes_per_ms=cost.bytes_per_ms)
+        return profile.model_copy(update={"transfer": transfer})
 
     def _engine_failed(self, error: BaseException) -> None:
         self.lifecycle.stop(f"the engine failed: {error!r}", exit_code=EXIT_RESTART)

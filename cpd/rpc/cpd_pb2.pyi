@@ -454,6 +454,7 @@ class Hello(_message.Message):
     TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     COLOCATE_FIELD_NUMBER: _builtins.int
     DECODE_SHARES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     state: Global___State.ValueType
@@ -468,12 +469,15 @@ class Hello(_message.Message):
     vocab_size: _builtins.int
     dtype: _builtins.str
     transport: _builtins.str
+    """equal on workers that can exchange pages"""
     profile: _builtins.bytes
     """JSON (cpd/perfmodel.py) of what the worker predicts its steps with; empty: nothing"""
     token_budget: _builtins.int
     """of a step on the whole device; 0: what follows from the profile (cpd/colocation.py)"""
     colocate: _builtins.str
     """mixed, lanes or auto"""
+    transport_reason: _builtins.str
+    """why the worker chose it; empty if it was told to"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of the device, that decode lanes may have; the prefill lane has the rest"""
@@ -497,10 +501,11 @@ class Hello(_message.Message):
         token_budget: _builtins.int = ...,
         colocate: _builtins.str = ...,
         decode_shares: _abc.Iterable[_builtins.float] | None = ...,
+        transport_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,8 +28,11 @@ OnProgress = Callable[[str, float], None]
 class _Far:
     """The far end, as the near end sees it."""
 
-    def __init__(self, host: str, reader: StreamReader, writer: StreamWriter) -> None:
+    def __init__(
+        self, host: str, reader: StreamReader, writer: StreamWriter, process: asyncio.subprocess.Process | None
+    ) -> None:
         self.host = host
+        self._process = process
         self._reader = reader
         self._writer = writer
 
@@ -44,7 +47,8 @@ class _Far:
     async def answer(self) -> dict[str, Any]:
         line = await self._reader.readline()
         if not line:
-            raise TransferError("the far end is gone")
+            how = f": it ended with code {await self._process.wait()}" if self._process is not None else ""
+            raise TransferError(f"the far end is gone{how}")
         reply: dict[str, Any] = json.loads(line)
         if not reply["ok"]:
             raise TransferError(f"the far end: {reply['error']}")
@@ -69,7 +73,7 @@ async def _far_end(settings: TransferBenchSettings) -> AsyncIterator[_Far]:
     except (OSError, ValueError, TimeoutError) as error:
         raise TransferError(f"no far end at {where!r}: {error}; start one there with --listen") from None
     try:
-        yield _Far(host, reader, writer)
+        yield _Far(host, reader, writer, process)
     finally:
         writer.close()
         if process is not None:
@@ -130,7 +134,9 @@ class _Bench:
         there = await far.order("open", **order)
         self.far_machine = there["machine"]
         pool = BenchPool(own_pages, self._page_bytes, FILLING)
-        transport = await create(settings.transport, pool.memory, epoch=2, host=settings.host)
+        transport = await create(
+            settings.transport, pool.memory, epoch=2, host=settings.host, neighbours=settings.route != "network"
+        )
         self.transport_name = transport.name
         try:
             peer = await transport.connect(bytes.fromhex(there["address"]))

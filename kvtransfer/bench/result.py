@@ -6,6 +6,8 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvtransfer.base import Cost
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
@@ -77,18 +79,18 @@ class TransferResult(_Part):
     ceiling: str = Field(description="What ucx_perftest ran, or why it did not.")
     cells: tuple[Cell, ...]
 
-    def cost(self) -> tuple[float, float]:
-        """Milliseconds of a transfer before its first byte, and bytes a millisecond, fitted to the medians.
+    def cost(self, *, best: bool = False) -> Cost:
+        """What a transfer takes, fitted to the medians, or to the best pushes where others disturb.
 
         A line through the fastest push and the one of most bytes would hang on two measurements; this is the line
         with the least relative errors.
         """
         sizes = np.array([cell.num_bytes for cell in self.cells], np.float64)
-        times = np.array([cell.median_ms for cell in self.cells], np.float64)
+        times = np.array([cell.best_ms if best else cell.median_ms for cell in self.cells], np.float64)
         if len(set(sizes)) < 2:
-            return 0.0, float((sizes / times).max())
+            return Cost(0.0, float((sizes / times).max()))
         design = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
         (fixed_ms, ms_a_byte), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
         if ms_a_byte <= 0:
-            return 0.0, float((sizes / times).max())
-        return max(0.0, float(fixed_ms)), float(1 / ms_a_byte)
+            return Cost(0.0, float((sizes / times).max()))
+        return Cost(max(0.0, float(fixed_ms)), float(1 / ms_a_byte))

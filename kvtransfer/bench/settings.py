@@ -20,6 +20,9 @@ class TransferBenchSettings(Settings):
         [ByteSize(16 << 10), ByteSize(256 << 10), ByteSize(2304 << 10)],
         description="Of a page, e.g. 256KiB; may be given several times.",
     )
+    route: Literal["auto", "network"] = Field(
+        "auto", description="network: also between processes of one machine, which nixl has go through memory."
+    )
     scatter: Literal["scattered", "neighbours", "both"] = Field(
         "scattered", description="Whether pages lie anywhere in their pools, or side by side."
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cpd.errors import ConfigError, TransferError
 from kvtransfer.addresses import KEY_BYTES, resolve
-from kvtransfer.base import PoolMemory, Route, Ticket
+from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.nixl import agent
 from kvtransfer.nixl.details import Address
@@ -57,8 +57,10 @@ class NixlTransport:
     """
 
     name = "nixl"
+    reason = ""
+    cost: Cost | None = None
 
-    def __init__(self, memory: PoolMemory, *, epoch: int, host: str) -> None:
+    def __init__(self, memory: PoolMemory, *, epoch: int, host: str, neighbours: bool) -> None:
         self.epoch = epoch
         self.address = b""
         self._host = host
@@ -68,10 +70,12 @@ class NixlTransport:
         self._links: set[Link] = set()
         self._server: asyncio.Server
         self._closed = False
-        self._neighbours = True  # until the kernel says that it may not
+        self._neighbours = neighbours  # until the kernel says that it may not
 
     @classmethod
-    async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "") -> "NixlTransport":
+    async def open(
+        cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "", neighbours: bool = True
+    ) -> "NixlTransport":
         """A transport that listens; arguments as for `kvtransfer.create`.
 
         Raises:
@@ -83,7 +87,7 @@ class NixlTransport:
             ip = await resolve(host)
         except TransferError as error:
             raise ConfigError(f"host: {error}") from None
-        transport = cls(memory, epoch=epoch, host=ip)
+        transport = cls(memory, epoch=epoch, host=ip, neighbours=neighbours)
         try:
             transport._server = await asyncio.start_server(transport._accept, ip, 0)
         except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from cpd.errors import ConfigError, TransferError
 from kvtransfer import addresses
 from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
-from kvtransfer.base import PoolMemory, Route, Ticket
+from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, check_push, merge
 from kvtransfer.ucx.incoming import Incoming
@@ -68,6 +68,8 @@ class UcxTransport:
     """
 
     name = "ucx"
+    reason = ""
+    cost: Cost | None = None
 
     def __init__(self, memory: PoolMemory, *, epoch: int, host: str) -> None:
         self.epoch = epoch

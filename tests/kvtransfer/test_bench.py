@@ -8,6 +8,7 @@ import pytest
 from pydantic import ByteSize
 
 from cpd.errors import TransferError
+from kvtransfer.base import Cost
 from kvtransfer.bench import far
 from kvtransfer.bench.measure import measure
 from kvtransfer.bench.pool import BenchPool, choose
@@ -81,10 +82,10 @@ def test_a_share_compares_medians_and_bests() -> None:
 
 
 def test_the_cost_of_a_transfer_is_a_line_through_the_medians() -> None:
-    fixed_ms, bytes_per_ms = result([cell(size, 0.5 + size / 1e6) for size in (1_000, 1_000_000, 50_000_000)]).cost()
-    assert fixed_ms == pytest.approx(0.5)
-    assert bytes_per_ms == pytest.approx(1e6)
+    cost = result([cell(size, 0.5 + size / 1e6) for size in (1_000, 1_000_000, 50_000_000)]).cost()
+    assert cost.fixed_ms == pytest.approx(0.5)
+    assert cost.bytes_per_ms == pytest.approx(1e6)
 
 
 def test_without_two_sizes_the_cost_is_all_bandwidth() -> None:
-    assert result([cell(1_000_000, 2.0)]).cost() == (0.0, 500_000.0)
+    assert result([cell(1_000_000, 2.0)]).cost() == Cost(0.0, 500_000.0)

@@ -1,17 +1,37 @@
 """Which transport a worker gets."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 import kvtransfer
-from kvtransfer.nixl import agent
 from tests.kvtransfer.pools import Pool
 
 
-async def test_auto_takes_ucx_where_nixl_does_not_work(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("import os; os.abort()", "it ended with code -6"),
+        ("raise ImportError('libgone.so')", "nixl_cu13 does not load: libgone.so"),
+    ],
+    ids=["crashes", "does not load"],
+)
+async def test_auto_takes_ucx_and_says_why_where_nixl_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, said: str
 ) -> None:
-    monkeypatch.setattr(agent, "MODULES", ("nixl_of_nobody",))
+    package = tmp_path / "nixl_cu13"
+    package.mkdir()
+    (package / "__init__.py").write_text(does)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     transport = await kvtransfer.create("auto", Pool(4).memory, epoch=1, host="127.0.0.1")
-    assert transport.name == "ucx"
+    assert (transport.name, transport.cost) == ("ucx", None)
+    assert said in transport.reason
+    assert "nixl_cu13" not in sys.modules
     await transport.close()
-    assert "nixl does not work here: NIXL is not installed" in caplog.text
+
+
+async def test_what_was_asked_for_needs_no_reason() -> None:
+    transport = await kvtransfer.create("ucx", Pool(4).memory, epoch=1, host="127.0.0.1")
+    assert (transport.reason, transport.cost) == ("", None)
+    await transport.close()

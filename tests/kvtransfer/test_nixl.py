@@ -15,6 +15,7 @@ import kvtransfer
 from cpd.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer.nixl import agent
 from kvtransfer.nixl.details import Address, ReceiversPool, decode_process
+from kvtransfer.nixl.neighbour import ForbiddenError, Neighbour
 from kvtransfer.nixl.process import ProcessIdentity, gone
 from tests.kvtransfer.pools import Pool, Real, ticket
 from tests.waiting import DEADLINE_S, eventually
@@ -123,10 +124,32 @@ async def test_a_missing_nixl_is_an_error_that_says_what_to_do(monkeypatch: pyte
         await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="127.0.0.1")
 
 
-async def test_auto_takes_nixl_where_it_works() -> None:
+async def test_auto_takes_nixl_where_it_works_and_says_how() -> None:
     transport = await kvtransfer.create("auto", Pool(4).memory, epoch=1, host="127.0.0.1")
     assert transport.name == "nixl"
+    assert transport.reason.startswith("pages go through memory between processes of one machine")
+    assert transport.cost is not None
+    assert transport.cost.bytes_per_ms > 0
     await transport.close()
+
+
+async def test_without_permission_pages_of_one_machine_go_over_the_network(
+    network: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise ForbiddenError("not here")
+
+    target, source = Pool(4), Pool(4, seed=1)
+    receiver, sender = await network.open(target), await network.open(source)
+    assert (await sender.connect(receiver.address)).route == "memory"
+    monkeypatch.setattr(Neighbour, "_may_write", forbidden)
+    peer = await sender.connect(receiver.address)
+    assert peer.route == "network"
+    landing = receiver.expect(1, 1, [2])
+    async with asyncio.timeout(DEADLINE_S):
+        await peer.push(ticket(receiver, 1, 1, [2]), [(3, 0)]).done()
+        await landing.done()
+    assert (target.pages[2] == source.pages[3]).all()
 
 
 async def test_an_interface_that_is_not_this_machines_is_refused() -> None:

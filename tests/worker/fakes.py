@@ -140,6 +140,8 @@ class GatedTransport:
         self._transport = transport
         self._gate = gate
         self.name = transport.name
+        self.reason = transport.reason
+        self.cost = transport.cost
         self.address = transport.address
         self.epoch = transport.epoch
 
