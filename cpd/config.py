@@ -25,6 +25,8 @@ Role = Literal["prefill", "combined"]
 MOST_SLO_MS = 1e9
 """No target is longer: eleven days, which is none."""
 
+_KV_BYTES = 1 << 30
+
 
 class Settings(BaseSettings):
     """Base of all settings."""
@@ -73,8 +75,17 @@ class ModelSettings(Settings):
     max_model_len: int = Field(
         0, ge=0, description="Longest prompt plus output, in tokens; 0 takes the checkpoint's limit."
     )
-    kv_memory: ByteSize = Field(ByteSize(1 << 30), description="Memory of the KV page pool, such as 2GiB.")
+    kv_memory: ByteSize | None = Field(
+        None,
+        description="Memory of the KV page pool, such as 2GiB; unless given 1GiB, and of simulated workers what their "
+        "profile's device has.",
+    )
     max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV page pool."""
+        return _KV_BYTES if self.kv_memory is None else int(self.kv_memory)
 
 
 class TargetSettings(Settings):

@@ -40,7 +40,7 @@ def check_model(directory: Path, settings: EngineSettings | None) -> None:
     """
     asked = settings and {
         "dtype": settings.dtype,
-        "kv_bytes": int(settings.kv_memory),
+        "kv_bytes": settings.kv_bytes,
         "max_model_len": settings.max_model_len,
     }
     command = [sys.executable, "-P", "-m", "deploy.model", str(directory), json.dumps(asked)]

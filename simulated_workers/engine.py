@@ -19,8 +19,6 @@ CONTEXT = 32_768
 """Tokens of the longest prompt plus output, unless the settings say otherwise. A checkpoint's limit is none here."""
 
 _MIN_PAGES = 4
-_KV_MEMORY = WorkerSettings.model_fields["kv_memory"].default
-"""Stands for as much as the simulated device has, where its profile says how much."""
 
 
 class Load(Protocol):
@@ -45,12 +43,12 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
     fingerprint = blake2b(f"{SIMULATED} {config.vocab_size} {page_bytes}".encode(), digest_size=16).digest()
 
     def load(settings: WorkerSettings, clock: VirtualTime) -> Loaded:
-        num_pages = int(settings.kv_memory) // page_bytes
-        if profile.num_pages and settings.kv_memory == _KV_MEMORY:
+        num_pages = settings.kv_bytes // page_bytes
+        if profile.num_pages and settings.kv_memory is None:
             num_pages = profile.num_pages
         if num_pages < _MIN_PAGES:
             raise ConfigError(
-                f"--kv-memory {int(settings.kv_memory)} is too small for this model; "
+                f"--kv-memory {settings.kv_bytes} is too small for this model; "
                 f"give at least {_MIN_PAGES * page_bytes} bytes"
             )
         runner = SimulatedRunner(num_pages, PerfModel(profile), clock, config.vocab_size)

@@ -34,7 +34,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         directory,
         dtype=settings.dtype,
         device=settings.device,
-        kv_bytes=int(settings.kv_memory),
+        kv_bytes=settings.kv_bytes,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         lanes=settings.colocate != "mixed",

@@ -74,7 +74,7 @@ def _load(settings: ModelSettings, model_dir: Path, on_progress: Progress) -> To
         model_dir,
         dtype=settings.dtype,
         device=settings.device,
-        kv_bytes=int(settings.kv_memory),
+        kv_bytes=settings.kv_bytes,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         on_progress=on_progress,

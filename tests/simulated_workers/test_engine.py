@@ -42,7 +42,8 @@ def test_without_a_kv_memory_they_are_as_many_as_the_device_has(config: ModelCon
     assert loaded.memory.num_pages == 50_000
     assert loaded.limits.max_model_len == CONTEXT
     assert load(make, WorkerSettings.load({"max_model_len": 100_000})).limits.max_model_len == 100_000
-    assert load(make, WorkerSettings.load({"kv_memory": "64MiB"})).memory.num_pages == 64
+    for given, pages in (("64MiB", 64), ("1GiB", 1024)):  # the latter being what real workers have by default
+        assert load(make, WorkerSettings.load({"kv_memory": given})).memory.num_pages == pages
 
 
 def test_a_profile_that_knows_no_page_size_has_pages_of_the_checkpoint(config: ModelConfig) -> None:
