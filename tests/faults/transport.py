@@ -5,7 +5,7 @@ import ctypes
 from collections.abc import Sequence
 
 from cpd.errors import TransferError
-from kvtransfer.base import Landing, Peer, PoolMemory, Ticket, Transfer, Transport
+from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
 from tests.faults.points import Action, Point, Points
 
 
@@ -19,6 +19,8 @@ class FaultyTransport:
 
     def __init__(self, transport: Transport, memory: PoolMemory, points: Points) -> None:
         self.name = transport.name
+        self.reason = transport.reason
+        self.cost = transport.cost
         self.address = transport.address
         self.epoch = transport.epoch
         self._transport = transport
@@ -61,6 +63,10 @@ class _FaultyPeer:
     def __init__(self, peer: Peer, points: Points) -> None:
         self._peer = peer
         self._points = points
+
+    @property
+    def route(self) -> Route:
+        return self._peer.route
 
     @property
     def alive(self) -> bool:
