@@ -1,10 +1,11 @@
 """From a valid request to a running completion: prompt text, tokens, limits, placement."""
 
+import asyncio
 import secrets
 from dataclasses import dataclass
 from random import Random
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from cpd.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.checkpoint import Checkpoint
@@ -22,6 +23,9 @@ from router.workers import Workers
 
 _LEAST_TOP_P = 1e-6
 """What top_p = 0 becomes: the most likely token alone."""
+
+_PIECE_TOKENS = 512 * BLOCK_SIZE
+"""Hashed at a time, in about half a millisecond; other work has its turn before the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ class Service:
         text = self.checkpoint.template.render([one.model_dump(exclude_none=True) for one in request.messages])
         prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
         shape = self._shape(request, "chatcmpl")
-        return self._start(request, [prompt], caller, "messages"), ChatFormat(shape, self.checkpoint.vocabulary)
+        completion = await self._start(request, [prompt], caller, "messages")
+        return completion, ChatFormat(shape, self.checkpoint.vocabulary)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> tuple[Completion, Format]:
         """Starts a text completion.
@@ -82,7 +87,8 @@ class Service:
         encode = self.checkpoint.tokenizer.encode
         prompts = [await encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
         shape = self._shape(request, "cmpl")
-        return self._start(request, prompts, caller, "prompt"), CompletionFormat(shape, self.checkpoint.vocabulary)
+        completion = await self._start(request, prompts, caller, "prompt")
+        return completion, CompletionFormat(shape, self.checkpoint.vocabulary)
 
     def _shape(self, request: GenerateRequest, prefix: str) -> Shape:
         return Shape(
@@ -95,52 +101,47 @@ class Service:
             n=request.n,
         )
 
-    def _start(self, request: GenerateRequest, prompts: list[list[int]], caller: Caller, param: str) -> Completion:
+    async def _start(
+        self, request: GenerateRequest, prompts: list[list[int]], caller: Caller, param: str
+    ) -> Completion:
         if not self.workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         for prompt in prompts:
             self._check_prompt(prompt, request.output_limit, param)
+        # what follows from the workers, before any of them can go or come
+        sampling, context, fingerprint = self._sampling(request), self.workers.max_model_len, self.workers.fingerprint
+        root = hash_root(fingerprint, caller.tenant.salt)
+        hashes = [await _hash(root, prompt) for prompt in prompts]
         choices = [
             Choice(index, self.checkpoint.vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
         ]
         completion = Completion(self.dispatcher, self.metrics, choices, eager=request.stream, started=caller.started)
-        sampling = self._sampling(request)
         try:
             for position, prompt in enumerate(prompts):
+                limited = pb.Sampling()
+                limited.CopyFrom(sampling)
+                limited.max_tokens = request.output_limit or context - len(prompt)
                 own = choices[position * request.n : (position + 1) * request.n]
-                completion.start(self._request(request, prompt, sampling, caller, completion, own))
+                completion.start(
+                    Request(
+                        trace_id=caller.request_id,
+                        tenant=caller.tenant.name,
+                        token_ids=prompt,
+                        fingerprint=fingerprint,
+                        hash_root=root,
+                        block_hashes=hashes[position],
+                        sampling=limited,
+                        n=request.n,
+                        consumer=PromptConsumer(completion, self.metrics, own),
+                        priority=-request.priority,
+                        received=caller.started,
+                    )
+                )
         except BaseException:
             completion.cancel()
             raise
         return completion
-
-    def _request(
-        self,
-        request: GenerateRequest,
-        prompt: list[int],
-        sampling: pb.Sampling,
-        caller: Caller,
-        completion: Completion,
-        choices: list[Choice],
-    ) -> Request:
-        root = hash_root(self.workers.fingerprint, caller.tenant.salt)
-        limited = pb.Sampling()
-        limited.CopyFrom(sampling)
-        limited.max_tokens = request.output_limit or self.workers.max_model_len - len(prompt)
-        return Request(
-            trace_id=caller.request_id,
-            tenant=caller.tenant.name,
-            token_ids=prompt,
-            fingerprint=self.workers.fingerprint,
-            hash_root=root,
-            block_hashes=extend_hashes(root, prompt),
-            sampling=limited,
-            n=request.n,
-            consumer=PromptConsumer(completion, self.metrics, choices),
-            priority=-request.priority,
-            received=caller.started,
-        )
 
     def _check_prompt(self, prompt: list[int], output_limit: int | None, param: str) -> None:
         """Raises ApiError where the prompt can't be run."""
@@ -182,3 +183,13 @@ class Service:
             min_tokens=request.min_tokens,
             stop_token_ids=() if request.ignore_eos else self.checkpoint.eos_ids,
         )
+
+
+async def _hash(root: bytes, prompt: list[int]) -> list[bytes]:
+    """The hashes of the prompt's full blocks."""
+    hashes: list[bytes] = []
+    for start in range(0, len(prompt), _PIECE_TOKENS):
+        if start:
+            await asyncio.sleep(0)
+        hashes += extend_hashes(hashes[-1] if hashes else root, prompt[start : start + _PIECE_TOKENS])
+    return hashes

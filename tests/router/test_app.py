@@ -8,6 +8,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from cpd.blocks import extend_hashes
 from cpd.rpc import cpd_pb2 as pb
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 
@@ -545,3 +546,23 @@ class TestHealthAndModels:
 
 async def _said_hello(hellos: list[str]) -> bool:
     return bool(hellos)
+
+
+async def test_a_very_long_prompt_has_the_hashes_of_its_blocks_and_lets_others_go_on(
+    start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest: list[int] = []
+
+    def counted(parent: bytes, token_ids: list[int]) -> list[bytes]:
+        longest.append(len(token_ids))
+        return extend_hashes(parent, token_ids)
+
+    monkeypatch.setattr("router.service.extend_hashes", counted)
+    worker = await start_worker(says("fox"), hello={"max_model_len": 200_000})
+    router = await start_router(worker)
+    prompt = [number % 400 for number in range(131_080)]
+    response = await router.http.post("/v1/completions", json=TEXT | {"prompt": prompt})
+    assert response.status_code == 200
+    (submit,) = worker.submits
+    assert submit.block_hashes == b"".join(extend_hashes(submit.hash_root, prompt))
+    assert max(longest) <= 8_192
