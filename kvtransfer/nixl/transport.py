@@ -10,7 +10,6 @@ from cpd.errors import ConfigError, TransferError
 from kvtransfer.addresses import KEY_BYTES, resolve
 from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
-from kvtransfer.nixl import agent
 from kvtransfer.nixl.details import Address
 from kvtransfer.nixl.incoming import Incoming
 from kvtransfer.nixl.link import Link
@@ -80,9 +79,7 @@ class NixlTransport:
 
         Raises:
             ConfigError: `host` is no IPv4 address of this machine.
-            TransferError: NIXL is not installed, or does not load.
         """
-        await asyncio.to_thread(agent.load)
         try:
             ip = await resolve(host)
         except TransferError as error:

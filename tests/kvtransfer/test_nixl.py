@@ -118,10 +118,16 @@ async def test_connections_leave_no_threads_and_no_files_behind(network: Real) -
     await eventually(lambda: held() <= before)
 
 
-async def test_a_missing_nixl_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_nixl_is_an_error_that_says_what_to_do_once_it_is_needed(
+    network: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(agent, "MODULES", ("nixl_of_nobody",))
+    receiver, sender = await network.open(Pool(4)), await network.open(Pool(4))
+    assert (await sender.connect(receiver.address)).route == "memory"
+    distant = await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="127.0.0.1", neighbours=False)
     with pytest.raises(TransferError, match="pip install nixl-cu13"):
-        await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="127.0.0.1")
+        await distant.connect(receiver.address)
+    await distant.close()
 
 
 async def test_auto_takes_nixl_where_it_works_and_says_how() -> None:
