@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from cpd.colocation import Colocation
 from cpd.perfmodel import Work
 from engine.aside import Aside
 from engine.backlog import Backlog
-from engine.batch import Batch, Lane, Ran, Runner
+from engine.batch import Batch, IntArray, Lane, Ran, Runner
 from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
@@ -28,6 +29,9 @@ from engine.reservations import Reservations
 from engine.scheduler import Scheduler
 from engine.trace import LaneName, StepTrace
 from engine.types import CacheEvent, EngineStats, Output, Request, Reservation, StepOutput
+
+Choose = Callable[[IntArray, npt.NDArray[np.int64], int], IntArray]
+"""Last tokens and lengths of sequences, and a number of steps -> their next tokens. [steps, sequences]"""
 
 RECENT_STEPS = 32
 """Whose times the load report tells."""
@@ -154,6 +158,44 @@ class Engine:
             self._requests.process(aside.plan, ran.sampled, output)
             self._record("prefill", aside.split.prefill, aside.batch, ran)
         return output
+
+    @property
+    def quiet_steps(self) -> int:
+        """So many steps from now on each bring no more than the next token of every running sequence.
+
+        A simulator may make them at once, if nothing comes from outside meanwhile.
+        """
+        return 0 if self._aside.split or self._requests.shown else self._scheduler.quiet_steps
+
+    @property
+    def decoding(self) -> Work:
+        """What the first of the `quiet_steps` computes."""
+        running = self._scheduler.running
+        return Work.decode(len(running), sum(seq.num_tokens for seq in running))
+
+    def fast_forward(self, ms: Sequence[float], choose: Choose) -> tuple[list[str], IntArray]:
+        """Makes some of the `quiet_steps` at once, with the effect that one after the other has.
+
+        Args:
+            ms: How long each of them takes.
+            choose: Says which tokens come out.
+
+        Returns:
+            The requests, and their tokens. [steps, requests]
+        """
+        running = self._scheduler.running
+        lengths = np.array([seq.num_tokens for seq in running])
+        last = self._scheduler.table.tokens[[seq.row for seq in running], lengths - 1]
+        tokens = choose(last, lengths, len(ms))
+        work = self.decoding
+        for taken_ms in ms:
+            if predicted_ms := self.colocation.model.step_ms(work):
+                self._slower.append(taken_ms / predicted_ms)
+            work = Work.decode(work.seqs, work.context + work.seqs)
+        self._step_ms.extend(ms)
+        self._scheduler.fast_forward(tokens)
+        self._requests.decode_tokens += tokens.size
+        return [seq.request.id for seq in running], tokens
 
     def uncached_tokens(self, request: Request) -> int:
         """Tokens that a prefill of this request would compute now."""

@@ -11,7 +11,7 @@ cache, and it is the first to be admitted again.
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
 from cpd.colocation import Room
 from cpd.perfmodel import Work
 from engine.backlog import Backlog
+from engine.batch import IntArray
 from engine.pending import PendingBlocks
 from engine.plan import Chunk, Plan
 from engine.pool import BlockPool
@@ -155,6 +156,53 @@ class Scheduler:
     def headroom(self) -> int:
         """Pages kept for the growth of what runs, or is going to."""
         return len(self.running) + self.reserved_rows
+
+    @property
+    def quiet_steps(self) -> int:
+        """So many steps from now on each do no more than to choose the next token of each running sequence.
+
+        Nobody waits, nobody ends, and there are pages for all of them. Whatever else can happen comes from outside.
+        """
+        running = self.running
+        if not running or self.line or self.pending.waiting():
+            return 0
+        steps = self.pool.available // len(running) * BLOCK_SIZE
+        for seq in running:
+            request = seq.request
+            if seq.num_tokens - seq.num_computed != 1 or seq.aside or request.prefill_only or not seq.reported:
+                return 0
+            if request.params.stop_token_ids:
+                return 0
+            last = min(request.prompt_len + request.params.max_tokens, self.table.max_len)
+            steps = min(steps, last - seq.num_tokens - 1)
+        return max(0, steps)
+
+    def fast_forward(self, tokens: IntArray) -> None:
+        """Makes `quiet_steps` of them at once, with the effect that one after the other has.
+
+        Args:
+            tokens: What the running sequences choose, one column each. [steps, sequences]
+        """
+        steps, ends = len(tokens), [seq.num_tokens + len(tokens) for seq in self.running]
+        marks: list[tuple[int, int, int, Seq]] = []
+        for column, seq in enumerate(self.running):
+            known = seq.num_tokens
+            self.table.tokens[seq.row, known : known + steps] = tokens[:, column]
+            # in the step that begins with so many known tokens a page is needed, or a block is complete
+            for full in range(known + -known % BLOCK_SIZE, known + steps, BLOCK_SIZE):
+                marks.append((full - known, 1, column, seq))
+            for more in range(known + -(known - 1) % BLOCK_SIZE, known + steps, BLOCK_SIZE):
+                marks.append((more - known, 0, column, seq))
+        for step, complete, column, seq in sorted(marks, key=itemgetter(0, 1, 2)):
+            known = ends[column] - steps + step
+            if complete:
+                seq.num_computed = known
+                self.publish(seq)
+            else:
+                seq.num_tokens = known
+                self._grow(seq)
+        for seq, end in zip(self.running, ends, strict=True):
+            seq.num_tokens, seq.num_computed = end, end - 1
 
     def advance(self, chunk: Chunk) -> None:
         """The chunk has been computed: publishes the blocks that are now complete."""
