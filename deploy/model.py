@@ -30,20 +30,15 @@ def resolve_model(model: str) -> Path:
 
 
 def check_model(directory: Path, settings: EngineSettings | None) -> None:
-    """Reads configuration, tensor headers, tokenizer and chat template, no weights.
+    """As `inspect_model`, in a process of its own: this one needs no torch.
 
     Args:
-        settings: What the model is to be served with; None: it will not be computed, and may have no tensors.
+        settings: What the model is to be served with; None: it will not be computed.
 
     Raises:
         CheckpointError: The checkpoint can't be served with these settings; the message says why.
     """
-    asked = settings and {
-        "dtype": settings.dtype,
-        "kv_bytes": settings.kv_bytes,
-        "max_model_len": settings.max_model_len,
-    }
-    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), json.dumps(asked)]
+    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), json.dumps(settings and asked_of(settings))]
     check = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if check.returncode:
         lines = check.stderr.strip().splitlines() or ["the check of the checkpoint failed"]
@@ -81,21 +76,34 @@ def _download(repository: str) -> Path:
         ) from None
 
 
-def _main(directory: Path, asked: dict[str, Any] | None) -> None:
+def asked_of(settings: EngineSettings) -> dict[str, Any]:
+    """What the settings ask of a checkpoint."""
+    return {"dtype": settings.dtype, "kv_bytes": settings.kv_bytes, "max_model_len": settings.max_model_len}
+
+
+def inspect_model(directory: Path, asked: dict[str, Any] | None) -> None:
+    """Reads configuration, tensor headers, tokenizer and chat template, no weights.
+
+    Args:
+        asked: Of `asked_of`; None: the model may have no tensors.
+
+    Raises:
+        CPDError: The checkpoint can't be served like that.
+    """
     from engine.config import load_config
     from engine.fit import fit
     from engine.weights import Checkpoint
     from router.checkpoint import load_checkpoint
 
-    try:
-        load_checkpoint(directory, served_name="")
-        config = load_config(directory)
-        if asked is not None:
-            with Checkpoint(directory) as checkpoint:
-                fit(config, checkpoint, **asked)
-    except CPDError as error:
-        sys.exit(f"error: {error}")
+    load_checkpoint(directory, served_name="")
+    config = load_config(directory)
+    if asked is not None:
+        with Checkpoint(directory) as checkpoint:
+            fit(config, checkpoint, **asked)
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    try:
+        inspect_model(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    except CPDError as error:
+        sys.exit(f"error: {error}")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from cpd.config import EngineSettings
-from cpd.errors import CheckpointError
-from deploy.model import check_model, resolve_model
+from cpd.errors import CheckpointError, CPDError
+from deploy.model import asked_of, check_model, inspect_model, resolve_model
 from models.tiny import CHECKPOINT
 
 
@@ -38,26 +38,30 @@ def test_a_model_that_cannot_be_downloaded_is_refused(monkeypatch: pytest.Monkey
         resolve_model("cpd/not-there")
 
 
+def inspect(checkpoint: Path, **settings: int) -> None:
+    inspect_model(checkpoint, asked_of(EngineSettings.load(settings)))
+
+
 def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated") as caught:
-        check_model(checkpoint, EngineSettings())
+        check_model(checkpoint, EngineSettings())  # the others in this process, which is quicker
     assert "\n" not in str(caught.value)
 
     weights.write_bytes(content)
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"hidden_size": 256, "head_dim": 64}))
-    with pytest.raises(CheckpointError, match="shape"):
-        check_model(checkpoint, EngineSettings())
+    with pytest.raises(CPDError, match="shape"):
+        inspect(checkpoint)
 
     (checkpoint / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json can't be read"):
-        check_model(checkpoint, EngineSettings())
+    with pytest.raises(CPDError, match=r"tokenizer\.json can't be read"):
+        inspect(checkpoint)
     (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
-        check_model(checkpoint, EngineSettings())
+    with pytest.raises(CPDError, match=r"no tokenizer\.json"):
+        inspect(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +71,13 @@ def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
 def test_settings_that_do_not_fit_the_checkpoint_are_refused(
     checkpoint: Path, settings: dict[str, int], sentence: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=sentence):
-        check_model(checkpoint, EngineSettings.load(settings))
+    with pytest.raises(CPDError, match=sentence):
+        inspect(checkpoint, **settings)
 
 
 def test_a_sliding_window_in_effect_is_refused(checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}))
-    with pytest.raises(CheckpointError, match="sliding-window"):
-        check_model(checkpoint, EngineSettings())
+    with pytest.raises(CPDError, match="sliding-window"):
+        inspect(checkpoint)
