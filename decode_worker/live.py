@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from cpd.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Output, Request
-from worker.convert import output_to_wire
 from worker.sessions import Session
 
 Key = tuple[int, int, int]
@@ -53,12 +52,12 @@ class LiveRequest:
         for output in outputs:
             if output.choice not in self._open:
                 continue
-            message = output_to_wire(output, request, attempt)
-            if output.choice not in self._told_prefilled:
+            if output.choice in self._told_prefilled:
+                self.session.send(request, attempt, output)
+            else:
                 self._told_prefilled.add(output.choice)
                 here = pb.Prefilled(cached_tokens=output.cached_tokens or 0, queue_ms=output.queued_s * 1000)
-                message.prefilled.CopyFrom(prefilled or here)
-            self.session.send(message)
+                self.session.send(request, attempt, output, prefilled or here)
             if output.finish is not None:
                 self.close({output.choice})
 
@@ -75,7 +74,7 @@ class LiveRequest:
         if not self._open:
             return
         _, request, attempt = self.key
-        self.session.send(
+        self.session.refuse(
             pb.Refusal(
                 request=request,
                 attempt=attempt,

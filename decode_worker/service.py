@@ -178,7 +178,7 @@ def _abort_all(engine: Engine, engine_ids: Collection[str], choices: Collection[
 
 
 def _refuse(session: Session, message: pb.Submit, kind: pb.Refusal.Kind.ValueType, reason: str) -> None:
-    session.send(pb.Refusal(request=message.request, attempt=message.attempt, kind=kind, message=reason))
+    session.refuse(pb.Refusal(request=message.request, attempt=message.attempt, kind=kind, message=reason))
 
 
 def _refuse_if_failed(live: LiveRequest, added: "asyncio.Future[None]") -> None:

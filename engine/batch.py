@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,9 +66,8 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A step that has been computed.
+class Ran(NamedTuple):
+    """A step that has been computed. (A tuple, because one is made in each step.)
 
     Attributes:
         sampled: One a sample row, in order.

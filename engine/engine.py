@@ -21,7 +21,7 @@ from cpd.colocation import Colocation
 from cpd.perfmodel import Work
 from engine.aside import Aside
 from engine.backlog import Backlog
-from engine.batch import Batch, IntArray, Lane, Ran, Runner
+from engine.batch import IntArray, Lane, Ran, Runner
 from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
@@ -140,13 +140,14 @@ class Engine:
             split = self._aside.split
             lane = split.decode if split else self._runner.full
             batch = self._build(plan, self._scheduler.table)
-            predicted_ms = self.colocation.model.step_ms(plan.work, lane.share, self._aside.work)
+            work = plan.work
+            predicted_ms = self.colocation.model.step_ms(work, lane.share, self._aside.work)
             lane.launch(batch)
             ran = lane.collect()
             if predicted_ms:
                 self._slower.append(ran.ms / predicted_ms)
             self._requests.process(plan, ran.sampled, output)
-            self._record("decode" if split else "full", lane, batch, ran)
+            self._record("decode" if split else "full", lane, plan, work, ran)
         elif self._aside.split is None:
             self._without_plan(output, now)
         else:
@@ -156,7 +157,7 @@ class Engine:
             self._stalled = False
             aside, ran = self._aside.collect()
             self._requests.process(aside.plan, ran.sampled, output)
-            self._record("prefill", aside.split.prefill, aside.batch, ran)
+            self._record("prefill", aside.split.prefill, aside.plan, aside.work, ran)
         return output
 
     @property
@@ -338,11 +339,11 @@ class Engine:
             assert shares is not None
             self._aside.launch(self._splits[shares], aside, self._on_aside_done)
 
-    def _record(self, name: LaneName, lane: Lane, batch: Batch, ran: Ran) -> None:
-        if batch.num_decodes and name != "prefill":
+    def _record(self, name: LaneName, lane: Lane, plan: Plan, work: Work, ran: Ran) -> None:
+        if plan.singles and name != "prefill":
             self._step_ms.append(ran.ms)
         waiting, tokens = self._scheduler.num_waiting, self._scheduler.backlog.tokens
-        self.trace.add(name, lane.share, batch, ran, waiting, tokens)
+        self.trace.add(name, lane.share, plan, work, ran, waiting, tokens)
 
     def _without_plan(self, output: StepOutput, now: float) -> None:
         """Nothing can be computed. Waits if somebody may give pages back, else fails the first in line."""

@@ -71,6 +71,11 @@ class PendingBlocks(Generic[W]):
         """Who waits."""
         return list(self._waits_for)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many do."""
+        return len(self._waits_for)
+
     def fillers(self) -> dict[bytes, Hashable]:
         """Who fills each block."""
         return dict(self._filler)

@@ -49,8 +49,9 @@ class Plan:
     @property
     def work(self) -> Work:
         """As far as its time goes."""
-        decodes = Work.decode(len(self.singles), sum(chunk.start + 1 for chunk in self.singles))
-        return sum((Work.prefill(chunk.count, chunk.start) for chunk in self.longer), decodes)
+        count = len(self.singles)
+        decodes = Work.decode(count, sum([chunk.start for chunk in self.singles]) + count)
+        return sum([Work.prefill(chunk.count, chunk.start) for chunk in self.longer], decodes)
 
     def __bool__(self) -> bool:
         return bool(self.singles or self.longer)

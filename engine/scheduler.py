@@ -130,7 +130,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not run."""
-        return len(self.pending.waiting()) + len(self.line)
+        return self.pending.num_waiting + len(self.line)
 
     def running_work(self) -> tuple[Work, Work]:
         """What the sequences that have been admitted decode, and what they lack before they do."""

@@ -1,19 +1,19 @@
 """What the steps of the recent past consisted of, and when they ran."""
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from engine.batch import Batch, Ran
+from cpd.perfmodel import Work
+from engine.batch import Ran
+from engine.plan import Plan
 
 LaneName = Literal["full", "prefill", "decode"]
 
 KEPT_STEPS = 16_384
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One batch on one lane.
+class StepRecord(NamedTuple):
+    """One batch on one lane. (A tuple, because one is made in each step.)
 
     Attributes:
         lane: Where it ran.
@@ -48,10 +48,12 @@ class StepTrace:
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
 
-    def add(self, lane: LaneName, share: float, batch: Batch, ran: Ran, waiting: int, waiting_tokens: int) -> None:
-        """A batch has been computed."""
-        decodes, seqs = batch.num_decodes, len(batch.context_lens)
-        decode_context = int(batch.context_lens[:decodes].sum())
+    def add(
+        self, lane: LaneName, share: float, plan: Plan, work: Work, ran: Ran, waiting: int, waiting_tokens: int
+    ) -> None:
+        """A plan, which is so much work, has been computed."""
+        decodes, prefills = len(plan.singles), plan.longer
+        prefill_context = sum(chunk.start + chunk.count for chunk in prefills)
         self._records.append(
             StepRecord(
                 lane=lane,
@@ -59,10 +61,10 @@ class StepTrace:
                 start_s=ran.start_s,
                 ms=ran.ms,
                 decodes=decodes,
-                decode_context=decode_context,
-                prefills=seqs - decodes,
-                prefill_tokens=len(batch.token_ids) - decodes,
-                prefill_context=int(batch.context_lens[decodes:].sum()) if seqs > decodes else 0,
+                decode_context=work.context - prefill_context,
+                prefills=len(prefills),
+                prefill_tokens=work.tokens - decodes,
+                prefill_context=prefill_context,
                 waiting=waiting,
                 waiting_tokens=waiting_tokens,
             )

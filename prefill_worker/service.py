@@ -98,7 +98,7 @@ class PrefillService:
 
     def submit(self, session: Session, message: pb.Submit) -> None:
         """A prefill worker answers no requests."""
-        session.send(
+        session.refuse(
             pb.Refusal(
                 request=message.request,
                 attempt=message.attempt,

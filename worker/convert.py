@@ -87,16 +87,26 @@ def output_to_wire(output: Output, request: int = 0, attempt: int = 0) -> pb.Out
         attempt=attempt,
         choice=output.choice,
         token_ids=output.token_ids,
-        logprobs=[
-            pb.TokenLogprobs(
-                logprob=entry.logprob,
-                top_ids=[token for token, _ in entry.top],
-                top_logprobs=[logprob for _, logprob in entry.top],
-            )
-            for entry in output.logprobs
-        ],
-        finish=pb.FINISH_NONE if output.finish is None else pb.FinishReason.ValueType(output.finish.value),
+        logprobs=logprobs_to_wire(output.logprobs),
+        finish=finish_to_wire(output.finish),
     )
+
+
+def logprobs_to_wire(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    """Of several tokens."""
+    return [
+        pb.TokenLogprobs(
+            logprob=entry.logprob,
+            top_ids=[token for token, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+        for entry in logprobs
+    ]
+
+
+def finish_to_wire(finish: Finish | None) -> pb.FinishReason.ValueType:
+    """Why a choice ended; None: it goes on."""
+    return pb.FINISH_NONE if finish is None else pb.FinishReason.ValueType(finish.value)
 
 
 def first_outputs_from_wire(message: pb.FillFirstTokens, request: Request, limits: Limits) -> list[Output]:

@@ -8,6 +8,8 @@ below is cut off.
 import asyncio
 
 from cpd.rpc import cpd_pb2 as pb
+from engine.types import Output
+from worker.convert import finish_to_wire, logprobs_to_wire, output_to_wire
 
 MAX_PENDING_OUTPUTS = 100_000
 MAX_PENDING_HASHES = 2_000_000
@@ -40,20 +42,32 @@ class Outbox:
         """Whether the router has fallen too far behind."""
         return self._num_results > self._max_pending_outputs or self._num_hashes > self._max_pending_hashes
 
-    def put_result(self, result: pb.Output | pb.Refusal) -> None:
-        """Adds tokens or a refusal. An output is the outbox's from now on: it may grow by those that follow it."""
+    def put_output(self, request: int, attempt: int, output: Output, prefilled: pb.Prefilled | None = None) -> None:
+        """Adds tokens.
+
+        Args:
+            prefilled: How the prompt was computed, with the first tokens.
+        """
         self._num_results += 1
-        if isinstance(result, pb.Refusal):
-            self._results.append(result)
+        key = (request, attempt, output.choice)
+        unsent = self._unsent.get(key)
+        if unsent is None:
+            self._unsent[key] = unsent = output_to_wire(output, request, attempt)
+            if prefilled is not None:
+                unsent.prefilled.CopyFrom(prefilled)
+            self._results.append(unsent)
         else:
-            key = (result.request, result.attempt, result.choice)
-            unsent = self._unsent.setdefault(key, result)
-            if unsent is result:
-                self._results.append(result)
-            else:
-                unsent.token_ids.extend(result.token_ids)
-                unsent.logprobs.extend(result.logprobs)
-                unsent.finish = result.finish
+            unsent.token_ids.extend(output.token_ids)
+            if output.logprobs:
+                unsent.logprobs.extend(logprobs_to_wire(output.logprobs))
+            if output.finish is not None:
+                unsent.finish = finish_to_wire(output.finish)
+        self._mark_filled()
+
+    def put_refusal(self, refusal: pb.Refusal) -> None:
+        """Adds a refusal."""
+        self._num_results += 1
+        self._results.append(refusal)
         self._mark_filled()
 
     def put_cache(self, events: pb.CacheEvents) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from cpd.rpc import cpd_pb2 as pb
-from engine.types import CacheEvent
+from engine.types import CacheEvent, Output
 from worker.engine_bridge import EngineBridge, EngineDiedError, Update
 from worker.outbox import Outbox
 
@@ -45,10 +45,16 @@ class Session:
         self.outbox = outbox
         self.ended: asyncio.Future[tuple[grpc.StatusCode, str]] = asyncio.get_running_loop().create_future()
 
-    def send(self, result: pb.Output | pb.Refusal) -> None:
-        """Queues tokens or a refusal for the router; one that is too far behind is cut off."""
+    def send(self, request: int, attempt: int, output: Output, prefilled: pb.Prefilled | None = None) -> None:
+        """Queues tokens for the router, which is cut off if it is too far behind. See `Outbox.put_output`."""
         if not self.ended.done():
-            self.outbox.put_result(result)
+            self.outbox.put_output(request, attempt, output, prefilled)
+            self._check()
+
+    def refuse(self, refusal: pb.Refusal) -> None:
+        """Queues a refusal."""
+        if not self.ended.done():
+            self.outbox.put_refusal(refusal)
             self._check()
 
     def send_cache(self, events: pb.CacheEvents) -> None:

@@ -3,7 +3,13 @@ import asyncio
 import pytest
 
 from cpd.rpc import cpd_pb2 as pb
+from engine.types import Finish, Output, TokenLogprobs
 from worker.outbox import MESSAGES_PER_BATCH, OUTPUTS_PER_MESSAGE, Outbox
+
+
+def tokens(*token_ids: int, choice: int = 0, finish: Finish | None = None) -> Output:
+    """New tokens of a choice."""
+    return Output("", choice, list(token_ids), [], finish)
 
 
 async def taken(outbox: Outbox) -> list[pb.WorkerMessage]:
@@ -15,8 +21,10 @@ async def taken(outbox: Outbox) -> list[pb.WorkerMessage]:
 
 async def test_results_keep_their_order_and_neighbours_share_a_message() -> None:
     outbox = Outbox()
-    for result in (pb.Output(request=1), pb.Output(request=2), pb.Refusal(request=3), pb.Output(request=4)):
-        outbox.put_result(result)
+    outbox.put_output(1, 0, tokens())
+    outbox.put_output(2, 0, tokens())
+    outbox.put_refusal(pb.Refusal(request=3))
+    outbox.put_output(4, 0, tokens())
     first, second, third = await taken(outbox)
     assert [output.request for output in first.step.outputs] == [1, 2]
     assert second.refusal.request == 3
@@ -25,17 +33,18 @@ async def test_results_keep_their_order_and_neighbours_share_a_message() -> None
 
 async def test_outputs_of_a_choice_merge_while_they_wait() -> None:
     outbox = Outbox()
-    outbox.put_result(pb.Output(request=1, token_ids=[1], prefilled=pb.Prefilled(cached_tokens=16)))
-    outbox.put_result(pb.Output(request=1, choice=1, token_ids=[8]))
-    outbox.put_result(pb.Output(request=1, attempt=1, token_ids=[9]))
-    outbox.put_result(pb.Output(request=1, token_ids=[2], logprobs=[pb.TokenLogprobs(logprob=-1)]))
-    outbox.put_result(pb.Output(request=1, token_ids=[3], finish=pb.FINISH_STOP))
+    outbox.put_output(1, 0, tokens(1), pb.Prefilled(cached_tokens=16))
+    outbox.put_output(1, 0, tokens(8, choice=1))
+    outbox.put_output(1, 1, tokens(9))
+    outbox.put_output(1, 0, Output("", 0, [2], [TokenLogprobs(-1.0, [(2, -1.0)])]))
+    outbox.put_output(1, 0, tokens(3, finish=Finish.STOP))
     [message] = await outbox.take()
     merged, other_choice, other_attempt = message.step.outputs
     assert (list(merged.token_ids), merged.finish, len(merged.logprobs)) == ([1, 2, 3], pb.FINISH_STOP, 1)
+    assert (list(merged.logprobs[0].top_ids), merged.logprobs[0].logprob) == ([2], -1)
     assert merged.prefilled.cached_tokens == 16
     assert (list(other_choice.token_ids), list(other_attempt.token_ids)) == ([8], [9])
-    outbox.put_result(pb.Output(request=1, token_ids=[4]))
+    outbox.put_output(1, 0, tokens(4))
     [message] = await outbox.take()
     assert [output.token_ids for output in message.step.outputs] == [[4]]
 
@@ -43,7 +52,7 @@ async def test_outputs_of_a_choice_merge_while_they_wait() -> None:
 async def test_messages_stay_small_however_far_the_router_is_behind() -> None:
     outbox = Outbox()
     for request in range(2 * OUTPUTS_PER_MESSAGE + 1):
-        outbox.put_result(pb.Output(request=request))
+        outbox.put_output(request, 0, tokens())
     sizes = [len(message.step.outputs) for message in await taken(outbox)]
     assert sizes == [OUTPUTS_PER_MESSAGE, OUTPUTS_PER_MESSAGE, 1]
 
@@ -68,7 +77,7 @@ async def test_events_that_a_snapshot_holds_are_forgotten() -> None:
 async def test_what_waits_goes_in_batches_of_bounded_size() -> None:
     outbox = Outbox()
     outbox.put_load(pb.Load(running=1))
-    outbox.put_result(pb.Output(request=1))
+    outbox.put_output(1, 0, tokens())
     for number in range(MESSAGES_PER_BATCH):
         outbox.put_cache(pb.CacheEvents(number=number))
     first, second = await outbox.take()
@@ -80,9 +89,9 @@ async def test_what_waits_goes_in_batches_of_bounded_size() -> None:
 async def test_too_many_results_are_too_many() -> None:
     outbox = Outbox(max_pending_outputs=2)
     for _ in range(2):
-        outbox.put_result(pb.Output())
+        outbox.put_output(0, 0, tokens())
     assert not outbox.overfull()
-    outbox.put_result(pb.Output())
+    outbox.put_output(0, 0, tokens())
     assert outbox.overfull()
     await outbox.take()
     assert not outbox.overfull()
@@ -91,7 +100,7 @@ async def test_too_many_results_are_too_many() -> None:
 async def test_it_is_written_when_the_writer_comes_back_for_more() -> None:
     outbox = Outbox()
     await asyncio.wait_for(outbox.written(), 20)
-    outbox.put_result(pb.Output())
+    outbox.put_output(0, 0, tokens())
     await outbox.take()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(outbox.written(), 0.01)

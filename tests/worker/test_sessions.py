@@ -10,6 +10,7 @@ import pytest
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
+from engine.types import Output
 from tests.engine.fakes import make_engine, make_request, prompt
 from tests.waiting import eventually
 from worker.auth import TokenInterceptor, token_metadata
@@ -181,9 +182,9 @@ async def test_messages_reach_the_handler_and_results_the_router() -> None:
         await router.send(submit=pb.Submit(request=1))
         await router.send(abort=pb.Abort(request=2))
         await eventually(lambda: node.handler.aborted == [2])
-        node.latest.send(pb.Output(request=1, token_ids=[5]))
-        node.latest.send(pb.Refusal(request=2))
-        node.latest.send(pb.Output(request=3, token_ids=[6]))
+        node.latest.send(1, 0, Output("", 0, [5], []))
+        node.latest.refuse(pb.Refusal(request=2))
+        node.latest.send(3, 0, Output("", 0, [6], []))
         assert [output.request for output in (await router.read_until("step")).step.outputs] == [1]
         assert (await router.read_until("refusal")).refusal.request == 2
         assert [output.request for output in (await router.read_until("step")).step.outputs] == [3]
@@ -195,7 +196,7 @@ async def test_what_is_sent_at_one_time_is_one_message() -> None:
         await router.send(submit=pb.Submit(request=1))
         await eventually(lambda: bool(node.handler.submitted))
         for i in range(50):
-            node.latest.send(pb.Output(request=i))
+            node.latest.send(i, 0, Output("", 0, [], []))
         assert len((await router.read_until("step")).step.outputs) == 50
 
 
@@ -225,7 +226,7 @@ async def test_a_new_session_of_the_same_router_supersedes_the_old_one() -> None
             await other.opened()
             assert node.handler.ended == [session]
             assert await old.ended() is grpc.StatusCode.ABORTED
-            session.send(pb.Output(request=1))  # goes nowhere
+            session.send(1, 0, Output("", 0, [], []))  # goes nowhere
             node.sessions.publish_load(pb.Load(running=3))
             assert (await new.read_until("load")).load.running == 3
             assert (await other.read_until("load")).load.running == 3
@@ -242,11 +243,11 @@ async def test_a_router_that_does_not_read_is_cut_off_and_others_go_on() -> None
         sessions = {session.router_id: session for session, _ in node.handler.submitted}
         while not sessions["slow"].ended.done():
             for i in range(1000):
-                sessions["slow"].send(pb.Output(request=i, token_ids=range(100)))
-            sessions["good"].send(pb.Output(request=1))
+                sessions["slow"].send(i, 0, Output("", 0, list(range(100)), []))
+            sessions["good"].send(1, 0, Output("", 0, [], []))
             await good.read_until("step")
         await eventually(lambda: node.handler.ended == [sessions["slow"]])
-        sessions["good"].send(pb.Output(request=2))
+        sessions["good"].send(2, 0, Output("", 0, [], []))
         assert [output.request for output in (await good.read_until("step")).step.outputs] == [2]
         assert await slow.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -290,7 +291,7 @@ async def test_flush_waits_for_what_was_sent() -> None:
         await router.opened()
         await router.send(submit=pb.Submit(request=1))
         await eventually(lambda: bool(node.handler.submitted))
-        node.latest.send(pb.Refusal(request=1))
+        node.latest.refuse(pb.Refusal(request=1))
         await asyncio.wait_for(node.sessions.flush(), 20)
         node.sessions.end_all("the worker stops")
         assert (await router.read_until("refusal")).refusal.request == 1
