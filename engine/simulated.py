@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cpd.perfmodel import PerfModel, Profile, Work
 from cpd.split import Device, lane_splits
-from engine.batch import Batch, Ran, Sampled, SampleRow, Split
+from engine.batch import Batch, IntArray, Ran, Sampled, SampleRow, Split
 from engine.plan import Plan
 from engine.sequence import SeqTable
 from engine.types import TokenLogprobs
@@ -75,6 +75,7 @@ class SimulatedRunner:
     def __init__(self, num_pages: int, model: PerfModel, clock: VirtualTime, vocab_size: int) -> None:
         self.num_pages = num_pages
         self.pool: npt.NDArray[np.uint8] = np.zeros((num_pages, PAGE_BYTES), dtype=np.uint8)
+        self._vocab_size = vocab_size
         device = _Device(model, clock, vocab_size)
         self.full = SimulatedLane(device, 1.0)
         self.splits: Sequence[Split] = [
@@ -84,6 +85,17 @@ class SimulatedRunner:
 
     def copy_page(self, source: int, target: int) -> None:
         """Nothing is in the pages."""
+
+    def next_tokens(self, last: IntArray, lengths: npt.NDArray[np.int64], steps: int) -> IntArray:
+        """What decode steps choose: see `engine.engine.Choose`."""
+        tokens = np.empty((steps, len(last)), dtype=np.int32)
+        before = last.astype(np.uint64)
+        mix, low = np.uint64(_MIX), np.uint64(0xFFFFFFFF)
+        for step in range(steps):
+            state = before * mix + (lengths + step).astype(np.uint64)
+            before = (state * mix & low) * np.uint64(self._vocab_size) >> np.uint64(32)
+            tokens[step] = before
+        return tokens
 
 
 class SimulatedLane:

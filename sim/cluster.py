@@ -8,6 +8,7 @@ from bench.slo import Slo
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
 from cpd.rpc import cpd_pb2 as pb
+from engine.batch import IntArray
 from engine.types import StepOutput
 from router.policy import PolicySettings
 from sim.events import Events
@@ -106,6 +107,7 @@ class SimCluster:
         )
         for one in combined:
             one.on_output = self._see
+            one.on_run = self._see_run
         slo = Slo(ttft=settings.slo_ttft, itl=settings.slo_itl)
         self._users = Users(workload, self._events, self._submit, self._window, slo)
 
@@ -143,6 +145,11 @@ class SimCluster:
             self._router.output(flight, one)
         for request_id, reason in output.failed:
             raise AssertionError(f"request {request_id} failed: {reason}")
+
+    def _see_run(self, requests: Sequence[str], tokens: IntArray, ends_s: Sequence[float]) -> None:
+        """What several steps of a combined worker brought."""
+        for request_id, row in zip(requests, tokens.T.tolist(), strict=True):
+            self._router.more(self._flights[request_id], row, ends_s)
 
 
 class _Loads:

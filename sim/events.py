@@ -20,6 +20,8 @@ class Events:
 
     def at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
         """Has `call(*args)` called when it is `time_s`, which must not have passed."""
+        if time_s < self.now:
+            raise AssertionError(f"it is {self.now} s, so that nothing can be due at {time_s} s")
         heappush(self._heap, (time_s, next(self._numbers), call, args))
 
     def run(self, until: Callable[[], bool]) -> None:

@@ -26,6 +26,7 @@ class Flight:
     Attributes:
         number: Names it.
         on_token: Called for each token, with how long after now the router has it.
+        on_more: Called for several tokens, with when they were chosen and how much later the router has each.
         on_refused: Called when no worker takes it.
         cached_tokens: Prompt tokens that came from a cache, once it is known.
         remote: Whether a prefill worker computed the prompt, once it is known.
@@ -36,6 +37,7 @@ class Flight:
     number: int
     request: Request
     on_token: Callable[["Flight", Output, float], None]
+    on_more: Callable[["Flight", Sequence[int], Sequence[float], float], None]
     on_refused: Callable[["Flight"], None]
     cached_tokens: int = 0
     remote: bool = False
@@ -102,7 +104,7 @@ class SimRouter:
             prefill=tuple(self._workers[one.worker_id] for one in placement.prefill),
             long_prefill_tokens=placement.long_prefill_tokens,
             on_first=lambda output, tokens: self._first_by_other(flight, output, tokens),
-            on_refused=lambda: self._events.at(now + self._network_s, self._refused, flight),
+            on_refused=lambda: self._events.at(self._events.now + self._network_s, self._refused, flight),
         )
         self._events.at(now + self._network_s, self._sides[flight.decode].take, order)
 
@@ -114,6 +116,10 @@ class SimRouter:
         if output.finish is not None:
             self._views[flight.decode].ended(1)
         flight.on_token(flight, output, self._network_s)
+
+    def more(self, flight: Flight, token_ids: Sequence[int], chosen_s: Sequence[float]) -> None:
+        """The combined worker has chosen the next tokens at these times, and more are to come."""
+        flight.on_more(flight, token_ids, chosen_s, self._network_s)
 
     def _first_by_other(self, flight: Flight, output: Output, cached_tokens: int) -> None:
         flight.remote, flight.cached_tokens = True, cached_tokens

@@ -121,7 +121,7 @@ class Users:
             received=now,
             deadline=now + self._slo.ttft / 1e3 if self._slo.ttft else float("inf"),
         )
-        self._submit(Flight(conversation.number, request, self._token, self._refused))
+        self._submit(Flight(conversation.number, request, self._token, self._more, self._refused))
 
     def _token(self, flight: Flight, output: Output, after_s: float) -> None:
         conversation = self._conversations[flight.number]
@@ -135,6 +135,12 @@ class Users:
             record.output_tokens = len(record.content_s)
             record.route = "remote" if flight.remote else "local"
             self._end(conversation, record, self._events.now + after_s)
+
+    def _more(self, flight: Flight, token_ids: Sequence[int], chosen_s: Sequence[float], after_s: float) -> None:
+        conversation = self._conversations[flight.number]
+        assert conversation.record is not None
+        conversation.record.content_s += [time_s + after_s for time_s in chosen_s]
+        conversation.answer += token_ids
 
     def _refused(self, flight: Flight) -> None:
         conversation = self._conversations[flight.number]

@@ -6,13 +6,20 @@
                         └──────────────────────────────────────────────┘
 
 Commands that come while a step runs wait for its end, as they do on a real worker (worker/engine_thread.py).
+
+While streams only decode, the steps up to the next load report are made at once, at their end; a command that comes
+before it ends them with the step that runs then. Nothing is different from one step after the other, but that what such
+steps put into the cache or evict is told to the router at their end.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import pairwise
 
 from cpd.colocation import Colocation, Mode
-from cpd.perfmodel import PerfModel
+from cpd.perfmodel import PerfModel, Work
 from cpd.rpc import cpd_pb2 as pb
+from engine.batch import IntArray
 from engine.engine import Engine
 from engine.simulated import SimulatedRunner, VirtualTime, outline
 from engine.types import CacheEvent, StepOutput
@@ -20,6 +27,9 @@ from sim.events import Events
 from worker.load import INTERVAL_S, load_from_stats
 
 Command = Callable[[Engine], object]
+Run = Callable[[list[str], IntArray, list[float]], None]
+"""Takes requests, their tokens and when they came. [requests], [steps, requests], [steps]"""
+
 Attempt = Callable[[Engine], bool]
 """Returns whether it succeeded; otherwise it is made again after the next pass."""
 
@@ -41,6 +51,7 @@ class SimWorker:
         engine: Its engine. Change it in commands only.
         model, colocate, num_pages, token_budget, decode_shares: As its Hello tells routers.
         on_output: Called with what a step brought, at its end.
+        on_run: Called with what several steps of decodes brought, at the last one's end.
         on_events: Called with what changed in the cache, at a pass's end.
         on_load: Called with a load report, as often as a real worker sends one.
     """
@@ -67,7 +78,7 @@ class SimWorker:
         self.num_pages = num_pages
         self._events = events
         self._clock = VirtualTime()
-        runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
+        self._runner = runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
         splits = [split.shares for split in runner.splits]
         colocation = Colocation(model, token_budget=token_budget, mode=colocate, splits=splits, itl_ms=itl_ms)
         self.token_budget = token_budget
@@ -81,11 +92,15 @@ class SimWorker:
             build=outline,
         )
         self.on_output: Callable[[StepOutput], None] = lambda output: None
+        self.on_run: Run = lambda requests, tokens, ends_s: None
         self.on_events: Callable[[list[CacheEvent]], None] = lambda events: None
         self.on_load: Callable[[pb.Load], None] = lambda load: None
         self._commands: list[Command] = []
         self._attempts: list[Attempt] = []
         self._passing = False
+        self._starts_s = 0.0  # of the steps below
+        self._ends_s: list[float] = []  # of steps that are made at once, while they run
+        self._runs = 0
         self._idle = True
         self._reported_s = -INTERVAL_S
 
@@ -107,11 +122,15 @@ class SimWorker:
         if not self._passing:
             self._passing = True
             self._events.at(self._events.now, self._pass)
+        elif self._ends_s:
+            self._run_until(bisect_left(self._ends_s, self._events.now) + 1)
 
     def _pass(self) -> None:
         commands, self._commands = self._commands, []
         for command in commands:
             command(self.engine)
+        if self._begin_run():
+            return
         output = None
         self._clock.time_s = self._events.now
         if self.engine.has_work:
@@ -121,6 +140,43 @@ class SimWorker:
     def _end_pass(self, output: StepOutput | None) -> None:
         if output is not None:
             self.on_output(output)
+        self._passed()
+
+    def _begin_run(self) -> bool:
+        """Starts several steps at once, if the engine has nothing to do but decodes."""
+        steps = 0 if self._attempts else self.engine.quiet_steps
+        if steps < 2:
+            return False
+        now, work = self._events.now, self.engine.decoding
+        due_s = now if self._idle else self._reported_s + INTERVAL_S
+        ends_s: list[float] = []
+        self._starts_s = now
+        while len(ends_s) < steps and (not ends_s or now < due_s):
+            now += self.model.step_ms(work) / 1e3
+            ends_s.append(now)
+            work = Work.decode(work.seqs, work.context + work.seqs)
+        self._ends_s = ends_s
+        self._events.at(ends_s[-1], self._end_run, self._runs)
+        return True
+
+    def _run_until(self, steps: int) -> None:
+        """Somebody wants something: no more of the steps than these are made."""
+        if steps < len(self._ends_s):
+            del self._ends_s[steps:]
+            self._runs += 1
+            self._events.at(self._ends_s[-1], self._end_run, self._runs)
+
+    def _end_run(self, number: int) -> None:
+        if number != self._runs:
+            return
+        ends_s, self._ends_s = self._ends_s, []
+        self._runs += 1
+        self._clock.time_s = ends_s[-1]
+        ms = [1e3 * (end_s - start_s) for start_s, end_s in pairwise([self._starts_s, *ends_s])]
+        self.on_run(*self.engine.fast_forward(ms, self._runner.next_tokens), ends_s)
+        self._passed()
+
+    def _passed(self) -> None:
         if self._attempts:
             self._attempts = [attempt for attempt in self._attempts if not attempt(self.engine)]
         if events := self.engine.take_cache_events():

@@ -1,7 +1,11 @@
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cpd.blocks import extend_hashes
 from cpd.colocation import Colocation
@@ -11,7 +15,7 @@ from engine.engine import Engine
 from engine.plan import BuildBatch
 from engine.simulated import SimulatedRunner, VirtualTime, outline, work_of
 from engine.trace import StepRecord
-from engine.types import Request, SamplingParams
+from engine.types import CacheEvent, EngineStats, Request, SamplingParams
 from tests.engine.fakes import ROOT, Served, drain, engine_of, make_request, prompt
 
 VOCAB = 1000
@@ -229,3 +233,44 @@ def test_an_outline_of_the_batches_gives_the_same_run() -> None:
         return engine.trace.records()
 
     assert run() == run(build=outline)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(2, 60)), min_size=1, max_size=6),
+    num_pages=st.integers(16, 80),
+    most=st.integers(1, 40),
+)
+def test_quiet_steps_at_once_have_the_effect_of_one_after_the_other(
+    lengths: list[tuple[int, int]], num_pages: int, most: int
+) -> None:
+    def run(*, at_once: bool) -> tuple[dict[str, list[int]], list[CacheEvent], EngineStats, float]:
+        clock, tokens = VirtualTime(), defaultdict[str, list[int]](list)
+        runner = SimulatedRunner(num_pages, MODEL, clock, VOCAB)
+        colocation = Colocation(MODEL, token_budget=64)
+        engine = Engine(runner, max_model_len=200, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000)
+        for number, (length, output) in enumerate(lengths):
+            engine.add(make_request(f"r{number}", prompt(length, number), max_tokens=output))
+        while engine.has_work:
+            steps = min(engine.quiet_steps, most) if at_once else 0
+            if steps:
+                work, ms = engine.decoding, []
+                for _ in range(steps):
+                    ms.append(MODEL.step_ms(work))
+                    work = Work.decode(work.seqs, work.context + work.seqs)
+                clock.time_s += sum(ms) / 1e3
+                names, rows = engine.fast_forward(ms, runner.next_tokens)
+                for name, column in zip(names, rows.T.tolist(), strict=True):
+                    tokens[name] += column
+            else:
+                for output in engine.step().outputs:
+                    tokens[output.request_id] += output.token_ids
+            engine.check_integrity()
+        return dict(tokens), engine.take_cache_events(), engine.stats(), clock.time_s
+
+    tokens, events, stats, passed_s = run(at_once=True)
+    one_by_one = run(at_once=False)
+    assert (tokens, events) == one_by_one[:2]
+    assert replace(stats, step_ms=0.0, slower=0.0) == replace(one_by_one[2], step_ms=0.0, slower=0.0)
+    assert (stats.step_ms, stats.slower) == pytest.approx((one_by_one[2].step_ms, one_by_one[2].slower))
+    assert passed_s == pytest.approx(one_by_one[3])
