@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: up test lint venv rpc
+.PHONY: up test faults lint venv rpc
 
 up: venv
 	$(BIN)/cpd up $(ARGS)
@@ -14,6 +14,10 @@ test: lint
 	$(BIN)/python -m pytest --reruns 1
 	@# NIXL and ucxx each bring a UCX of their own, and a process that has both crashes.
 	$(BIN)/python -m pytest --reruns 1 -m nixl tests/kvtransfer
+
+# Every fault to every process, Redis and the network, in every phase of a request. As root, links are cut, too.
+faults: venv
+	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py
 
 lint: venv
 	$(BIN)/ruff format --check .

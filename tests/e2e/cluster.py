@@ -38,8 +38,7 @@ class Cluster:
     """
 
     def __init__(self, **settings: Any) -> None:
-        given = {"dtype": "float32", "kv_memory": 64 << 20, "log_level": "warning", "lease_s": 2.0}
-        given |= {"kv_checksum": True, **settings}
+        given = {"dtype": "float32", "kv_memory": 64 << 20, "log_level": "warning", "lease_s": 2.0, **settings}
         self._directory = Path(tempfile.mkdtemp(prefix="cpd-e2e-", dir="/tmp"))  # sockets need short names
         self._redis = EmbeddedRedis(self._directory / "redis.sock")
         fixed = {"port": pick_port(HOST, 0), "redis_url": self._redis.url, "cluster_token": SecretStr(TOKEN)}

@@ -50,7 +50,9 @@ async def test_greedy_answers_are_transformers(family: str, checkpoint: MakeChec
 async def test_bfloat16_answers_are_within_its_tolerance(checkpoint: MakeCheckpoint) -> None:
     directory = checkpoint("qwen3", dtype="bfloat16")
     oracle = Oracle(directory)
-    with Cluster(model=str(directory), served_model_name=MODEL, long_prefill_tokens=LONG, dtype="auto") as cluster:
+    with Cluster(
+        model=str(directory), served_model_name=MODEL, long_prefill_tokens=LONG, dtype="auto", kv_checksum=True
+    ) as cluster:
         prompts = oracle.prompts(CROWD, seed=6)
         for temperature in (0.0, 1.0):
             answers = await complete_all(cluster.url, prompts, at_once=16, temperature=temperature, seed=99)

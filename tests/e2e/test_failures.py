@@ -27,7 +27,13 @@ def oracle(checkpoint: MakeCheckpoint) -> Oracle:
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: MakeCheckpoint) -> Iterator[Cluster]:
-    settings = {"routers": 2, "long_prefill_tokens": LONG, "token_budget": 64, "fill_progress_s": 2}
+    settings = {
+        "routers": 2,
+        "long_prefill_tokens": LONG,
+        "token_budget": 64,
+        "fill_progress_s": 2,
+        "kv_checksum": True,
+    }
     with Cluster(model=str(checkpoint("qwen3")), served_model_name=MODEL, **settings) as running:
         yield running
 

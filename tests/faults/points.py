@@ -51,9 +51,14 @@ class _Order:
 
 
 class Points:
-    """What was ordered for the points of one worker. Any thread."""
+    """What was ordered for the points of one worker. Any thread.
+
+    Attributes:
+        used: Whether some point was reached since all orders were taken back.
+    """
 
     def __init__(self) -> None:
+        self.used = False
         self._orders: dict[Point, _Order] = {}
 
     def order(self, point: Point, action: Action, k: int = 0, value: float = 0.0) -> None:
@@ -63,6 +68,7 @@ class Points:
 
     def release(self, *points: Point) -> None:
         """Takes back what was ordered, at all points unless some are given; who is held goes on."""
+        self.used = self.used and bool(points)
         for point in points or tuple(Point):
             if (order := self._orders.pop(point, None)) is not None:
                 order.released.set()
@@ -108,6 +114,7 @@ class Points:
         return (point.value for point in Point if self.reached(point))
 
     def _take(self, point: Point) -> _Order | None:
+        self.used = True
         order = self._orders.get(point)
         if order is None:
             return None

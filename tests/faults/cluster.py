@@ -1,0 +1,276 @@
+"""A cluster of real processes, each on a machine of its own, to which everything can happen."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from deploy.endpoint import pick_port
+from deploy.redis import EmbeddedRedis
+from tests.faults.network import Network, available
+from tests.faults.points import Action, Point
+from tests.faults.redis_proxy import RedisProxy
+from tests.worker.processes import ROOT
+
+MODEL, TOKEN = "test", "internal"
+START_S, IDLE_S = 60.0, 30.0
+RUNS_S, RESTS_S = 0.02, 0.08
+"""A slow process runs and rests that long in turn."""
+
+
+class Process:
+    """One process of the cluster: always the same command, so that it comes back at the same address."""
+
+    def __init__(self, name: str, command: list[str], log: Path, core: int) -> None:
+        self.name = name
+        self._command = command
+        self._log = log
+        self._core = core
+        self._child: subprocess.Popen[bytes] | None = None
+        self._throttle: threading.Thread | None = None
+        self._fast = threading.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return self._child.pid if self._child is not None else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._child.poll() if self._child is not None else -1
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "CPD_CLUSTER_TOKEN": TOKEN,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "PYTHONFAULTHANDLER": "1",
+                    "PYTHONPATH": str(ROOT),
+                },
+                stdin=subprocess.PIPE,  # its end is the process's end
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        os.sched_setaffinity(self._child.pid, {self._core})
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        if self._child is not None:
+            self.signal(signal.SIGKILL)
+            self._child.wait()
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+            self._child = None
+
+    def slow(self) -> None:
+        """It gets a part of the time only, until `fast`."""
+        self._fast.clear()
+        self._throttle = threading.Thread(target=self._stop_and_go, daemon=True)
+        self._throttle.start()
+
+    def fast(self) -> None:
+        self._fast.set()
+        if self._throttle is not None:
+            self._throttle.join()
+
+    def _stop_and_go(self) -> None:
+        while not self._fast.is_set():
+            self.signal(signal.SIGSTOP)
+            self._fast.wait(RESTS_S)
+            self.signal(signal.SIGCONT)
+            self._fast.wait(RUNS_S)
+
+    def log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:]) if self._log.exists() else ""
+
+
+class FaultCluster:
+    """Two routers, two prefill workers, two combined workers and Redis.
+
+    Without the right to make namespaces all of them are on one machine, and no link can be cut.
+
+    Attributes:
+        network: None there.
+        redis: Reached by the others through `proxy`.
+    """
+
+    def __init__(self, model: Path, *, transport: str = "ucx", fill_progress_s: float = 4.0) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="cpd-faults-", dir="/tmp"))  # sockets need short names
+        self.network = Network() if available() else None
+        self.redis = EmbeddedRedis(self.directory / "redis.sock")
+        self.proxy = RedisProxy(self.directory / "proxy.sock", self.directory / "redis.sock")
+        self.processes: dict[str, Process] = {}
+        self.urls: dict[str, str] = {}
+        self._model = model
+        self._worker_flags = {
+            "dtype": "float32",
+            "kv-memory": "8MiB",
+            "token-budget": 64,
+            "colocate": "mixed",
+            "transport": transport,
+            "lease-s": 2,
+            "fill-progress-s": fill_progress_s,
+        }
+
+    @property
+    def workers(self) -> list[str]:
+        return [name for name in self.processes if not name.startswith("router")]
+
+    async def __aenter__(self) -> Self:
+        if self.network is not None:
+            self.network.start()
+        self.redis.start()
+        self.proxy.start()
+        for number, name in enumerate(["prefill-0", "combined-0", "prefill-1", "combined-1", "router-0", "router-1"]):
+            self._add(name, core=number % (os.cpu_count() or 1))
+        try:
+            await self.whole()
+        except BaseException:
+            self.print_logs()
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.fast()
+            process.kill()
+        self.proxy.stop()
+        self.redis.stop()
+        if self.network is not None:
+            self.network.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def print_logs(self) -> None:
+        """pytest shows them with a failure."""
+        for name, process in self.processes.items():
+            print(f"--- {name}", process.log_tail(), sep="\n")
+
+    def _add(self, name: str, core: int) -> None:
+        host = self.network.add(name) if self.network is not None else "127.0.0.1"
+        port = pick_port("127.0.0.1", 0)
+        flags: dict[str, Any] = {
+            "model": self._model,
+            "cluster": "faults",
+            "redis-url": self.proxy.url,
+            "host": host,
+            "port": port,
+            "log-level": "info",
+        }
+        if name.startswith("router"):
+            program = ["-m", "router"]
+            flags |= {"router-id": name, "served-model-name": MODEL, "long-prefill-tokens": 64}
+            self.urls[name] = f"http://{host}:{port}"
+        else:
+            role, _, _ = name.partition("-")
+            program = ["-m", "tests.faults.worker", role, str(self._socket(name)), "--kv-checksum"]
+            flags |= {"worker-id": name, **self._worker_flags}
+        command = [sys.executable, *program]
+        for flag, value in flags.items():
+            command += [f"--{flag}", str(value)]
+        if self.network is not None:
+            command = [*self.network.command(name), *command]
+        self.processes[name] = Process(name, command, self.directory / f"{name}.log", core)
+        self.processes[name].start()
+
+    # ---- orders ----
+
+    async def order(self, worker: str, point: Point, action: Action, k: int = 0, value: float = 0.0) -> None:
+        """See `tests.faults.points.Points.order`."""
+        await self._tell(worker, {"order": point.value, "action": action.value, "k": k, "value": value})
+
+    async def reached(self, worker: str) -> bool:
+        """Whether something that was ordered happens."""
+        return bool((await self._tell(worker, {}))["reached"])
+
+    async def used(self, worker: str) -> bool:
+        """Whether the worker has come to any point since all orders were taken back."""
+        return bool((await self._tell(worker, {}))["used"])
+
+    async def release(self, worker: str) -> None:
+        """Takes all orders back."""
+        await self._tell(worker, {"release": True})
+
+    async def _tell(self, worker: str, order: dict[str, Any]) -> dict[str, Any]:
+        async with asyncio.timeout(10):
+            reader, writer = await asyncio.open_unix_connection(self._socket(worker))
+            try:
+                writer.write(json.dumps(order).encode() + b"\n")
+                answer: dict[str, Any] = json.loads(await reader.readline())
+            finally:
+                writer.transport.abort()
+        return answer
+
+    def _socket(self, worker: str) -> Path:
+        return self.directory / f"{worker}.sock"
+
+    # ---- what it says ----
+
+    async def state(self, router: str = "router-1") -> dict[str, Any]:
+        """A router's `/cluster`; empty if it does not answer."""
+        with suppress(httpx.HTTPError):
+            async with httpx.AsyncClient(base_url=self.urls[router], timeout=2) as http:
+                response = await http.get("/cluster")
+                if response.is_success:
+                    state: dict[str, Any] = response.json()
+                    return state
+        return {}
+
+    async def whole(self) -> None:
+        """Returns when every process runs, and every router has a live session with every worker's process."""
+
+        async def is_whole(router: str) -> bool:
+            for process in self.processes.values():
+                if process.exit_code is not None:
+                    process.kill()
+                    process.start()
+            workers = (await self.state(router)).get("workers", [])
+            ready = {worker["id"]: worker["pid"] for worker in workers if worker["state"] == "ready"}
+            return ready == {name: self.processes[name].pid for name in self.workers}
+
+        for router in self.urls:
+            await self._until(lambda router=router: is_whole(router), START_S, "the cluster is whole")
+
+    async def idle(self) -> None:
+        """Returns when no request is left anywhere, and every page is free or cached."""
+
+        async def is_idle() -> bool:
+            workers = (await self.state()).get("workers", [])
+            return len(workers) == len(self.workers) and all(
+                worker["load"]
+                and not worker["load"]["running"] + worker["load"]["waiting"]
+                and worker["load"]["pages"]["free"] + worker["load"]["pages"]["cached"] == worker["info"]["num_pages"]
+                for worker in workers
+            )
+
+        await self._until(is_idle, IDLE_S, "every page is free or cached")
+
+    async def _until(self, condition: Any, seconds: float, what: str) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                while not await condition():  # noqa: ASYNC110 - of other processes
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            workers = (await self.state()).get("workers", [])
+            shown = {one["id"]: (one["state"], one["reason"], one["load"] and one["load"]["pages"]) for one in workers}
+            raise AssertionError(f"not within {seconds:g} s: {what}; {shown}") from None

@@ -1,0 +1,108 @@
+"""Machines that are none: network namespaces on one bridge, whose links can be cut or made slow. Needs root."""
+
+import os
+import subprocess
+
+SLOW_RATE = "2mbit"
+
+
+def ip(*arguments: str) -> None:
+    """Runs `ip`."""
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def tc(*arguments: str) -> None:
+    """Runs `tc`."""
+    subprocess.run(["tc", *arguments], check=True, capture_output=True)
+
+
+def available() -> bool:
+    """Whether this process may make namespaces."""
+    probe = f"cpd-probe-{os.getpid()}"
+    try:
+        ip("netns", "add", probe)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    ip("netns", "del", probe)
+    return True
+
+
+class Network:
+    """A bridge, to which machines are linked. This process is at `host(0)`."""
+
+    def __init__(self) -> None:
+        number = os.getpid()
+        self._tag = f"{number % 100_000:x}"
+        self._prefix = f"10.{100 + number % 150}.{number // 150 % 250}"
+        self._bridge = f"cpdb{self._tag}"
+        self._machines: list[str] = []
+
+    def host(self, number: int) -> str:
+        """The address of machine `number`."""
+        return f"{self._prefix}.{number + 1}"
+
+    def start(self) -> None:
+        """Makes the bridge."""
+        ip("link", "add", self._bridge, "type", "bridge")
+        ip("addr", "add", f"{self.host(0)}/24", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
+
+    def stop(self) -> None:
+        """Leaves nothing behind. The machines' processes must have ended."""
+        for name in self._machines:
+            ip("netns", "del", self._namespace(name))
+        ip("link", "del", self._bridge)
+
+    def add(self, name: str) -> str:
+        """A new machine; returns its address."""
+        self._machines.append(name)
+        number, namespace = len(self._machines), self._namespace(name)
+        ip("netns", "add", namespace)
+        ip("link", "add", self._link(name), "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        ip("link", "set", self._link(name), "master", self._bridge, "up")
+        ip("-n", namespace, "addr", "add", f"{self.host(number)}/24", "dev", "eth0")
+        ip("-n", namespace, "link", "set", "eth0", "up")
+        ip("-n", namespace, "link", "set", "lo", "up")
+        return self.host(number)
+
+    def command(self, name: str) -> list[str]:
+        """What to put before a command line so that it runs on the machine."""
+        return ["ip", "netns", "exec", self._namespace(name)]
+
+    def cut(self, name: str) -> None:
+        """Nothing reaches the machine or leaves it; nobody is told."""
+        ip("link", "set", self._link(name), "nomaster")
+
+    def join(self, name: str) -> None:
+        """Undoes `cut`."""
+        ip("link", "set", self._link(name), "master", self._bridge)
+
+    def part(self, one: str, other: str) -> None:
+        """Two machines do not reach each other any more; all others do."""
+        for here, there in ((one, other), (other, one)):
+            address = self.host(1 + self._machines.index(there))
+            nowhere = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
+            ip("-n", self._namespace(here), "neigh", "replace", address, *nowhere)
+
+    def unite(self, one: str, other: str) -> None:
+        """Undoes `part`."""
+        for here, there in ((one, other), (other, one)):
+            address = self.host(1 + self._machines.index(there))
+            ip("-n", self._namespace(here), "neigh", "del", address, "dev", "eth0")
+
+    def slow(self, name: str) -> None:
+        """What the machine sends and gets takes long."""
+        shape = ("root", "tbf", "rate", SLOW_RATE, "burst", "16kb", "latency", "400ms")
+        tc("qdisc", "replace", "dev", self._link(name), *shape)
+        tc("-n", self._namespace(name), "qdisc", "replace", "dev", "eth0", *shape)
+
+    def fast(self, name: str) -> None:
+        """Undoes `slow`."""
+        tc("qdisc", "del", "dev", self._link(name), "root")
+        tc("-n", self._namespace(name), "qdisc", "del", "dev", "eth0", "root")
+
+    def _namespace(self, name: str) -> str:
+        return f"cpd{self._tag}-{name}"
+
+    def _link(self, name: str) -> str:
+        return f"v{self._tag}-{self._machines.index(name)}"

@@ -1,0 +1,58 @@
+"""{prefill worker, decode worker, router, Redis, network} x {what happens} x {when}, with real processes.
+
+A few cells run always; `pytest -m faults tests/faults` (or `make faults`) runs all of them in about a quarter of an
+hour. Only a router takes its requests with it.
+"""
+
+from collections.abc import AsyncIterator
+from itertools import product
+
+import pytest
+import pytest_asyncio
+
+from tests.conftest import MakeCheckpoint
+from tests.e2e.oracle import Oracle
+from tests.faults.cluster import FaultCluster
+from tests.faults.matrix import Fault, Phase, Subject, run_cell
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+ALWAYS = [
+    (Subject.PREFILL, Fault.KILLED, Phase.DURING_PUSH),
+    (Subject.PREFILL, Fault.STOPPED, Phase.DURING_PREFILL),
+    (Subject.DECODE, Fault.KILLED, Phase.WHILE_DECODING),
+    (Subject.REDIS, Fault.RESTARTED, Phase.BEFORE_RESERVE),
+    (Subject.NETWORK, Fault.CUT_OFF, Phase.DURING_PUSH),
+]
+"""At least one for each subject but the router, which tests/e2e kills."""
+
+CELLS = [
+    pytest.param(*cell, id="-".join(part.value for part in cell), marks=() if cell in ALWAYS else pytest.mark.faults)
+    for cell in product(Subject, Fault, Phase)
+]
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: MakeCheckpoint) -> Oracle:
+    return Oracle(checkpoint("qwen3"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(checkpoint: MakeCheckpoint) -> AsyncIterator[FaultCluster]:
+    async with FaultCluster(checkpoint("qwen3")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("subject", "fault", "phase"), CELLS)
+async def test_every_request_ends_right_and_nothing_is_left(
+    cluster: FaultCluster, oracle: Oracle, subject: Subject, fault: Fault, phase: Phase
+) -> None:
+    if cluster.network is None and (subject is Subject.NETWORK or (fault is Fault.CUT_OFF and subject.is_process)):
+        pytest.skip("cutting links takes root: network namespaces")
+    try:
+        ended = await run_cell(cluster, oracle, subject, fault, phase)
+    except BaseException:
+        cluster.print_logs()
+        raise
+    if subject is not Subject.ROUTER:  # with whom the connection goes
+        assert ended == "right"
