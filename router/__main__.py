@@ -30,5 +30,10 @@ async def _until_signalled(settings: RouterSettings, router_id: str) -> None:
         await serve(settings, router_id, listener, stop)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs what the command line says."""
     typer.run(command(RouterSettings, run))
+
+
+if __name__ == "__main__":
+    main()

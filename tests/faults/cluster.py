@@ -5,11 +5,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ import httpx
 from deploy.endpoint import pick_port
 from deploy.redis import EmbeddedRedis
 from tests.faults.network import Network, available
+from tests.faults.nursery import Nursery
 from tests.faults.points import Action, Point
 from tests.faults.redis_proxy import RedisProxy
 from tests.worker.processes import ROOT
@@ -31,56 +33,33 @@ RUNS_S, RESTS_S = 0.02, 0.08
 class Process:
     """One process of the cluster: always the same command, so that it comes back at the same address."""
 
-    def __init__(self, name: str, command: list[str], log: Path, core: int) -> None:
-        self.name = name
-        self._command = command
+    def __init__(self, start: Callable[[], int], log: Path) -> None:
+        self.pid = 0
+        self._start = start
         self._log = log
-        self._core = core
-        self._child: subprocess.Popen[bytes] | None = None
         self._throttle: threading.Thread | None = None
         self._fast = threading.Event()
 
     @property
-    def pid(self) -> int | None:
-        """Of the running process."""
-        return self._child.pid if self._child is not None else None
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._child.poll() if self._child is not None else -1
+    def running(self) -> bool:
+        """Whether it lives, stopped or not."""
+        return bool(self.pid) and Path(f"/proc/{self.pid}").exists()
 
     def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._child = subprocess.Popen(
-                self._command,
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "CPD_CLUSTER_TOKEN": TOKEN,
-                    "OMP_WAIT_POLICY": "PASSIVE",
-                    "PYTHONFAULTHANDLER": "1",
-                    "PYTHONPATH": str(ROOT),
-                },
-                stdin=subprocess.PIPE,  # its end is the process's end
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        os.sched_setaffinity(self._child.pid, {self._core})
+        """Returns before it is ready."""
+        self.pid = self._start()
 
     def signal(self, number: signal.Signals) -> None:
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(number)
+        """Sends a signal, if it runs."""
+        if self.running:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
-        if self._child is not None:
-            self.signal(signal.SIGKILL)
-            self._child.wait()
-            assert self._child.stdin is not None
-            self._child.stdin.close()
-            self._child = None
+        self.signal(signal.SIGKILL)
+        while self.running:
+            time.sleep(0.005)
 
     def slow(self) -> None:
         """It gets a part of the time only, until `fast`."""
@@ -89,6 +68,7 @@ class Process:
         self._throttle.start()
 
     def fast(self) -> None:
+        """Undoes `slow`."""
         self._fast.set()
         if self._throttle is not None:
             self._throttle.join()
@@ -101,6 +81,7 @@ class Process:
             self._fast.wait(RUNS_S)
 
     def log_tail(self) -> str:
+        """Its last lines."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:]) if self._log.exists() else ""
 
 
@@ -120,6 +101,7 @@ class FaultCluster:
         self.redis = EmbeddedRedis(self.directory / "redis.sock")
         self.proxy = RedisProxy(self.directory / "proxy.sock", self.directory / "redis.sock")
         self.processes: dict[str, Process] = {}
+        self._nursery = Nursery(ROOT)
         self.urls: dict[str, str] = {}
         self._model = model
         self._worker_flags = {
@@ -155,6 +137,7 @@ class FaultCluster:
         for process in self.processes.values():
             process.fast()
             process.kill()
+        self._nursery.close()
         self.proxy.stop()
         self.redis.stop()
         if self.network is not None:
@@ -178,19 +161,19 @@ class FaultCluster:
             "log-level": "info",
         }
         if name.startswith("router"):
-            program = ["-m", "router"]
+            program, arguments = "router.__main__", []
             flags |= {"router-id": name, "served-model-name": MODEL, "long-prefill-tokens": 64}
             self.urls[name] = f"http://{host}:{port}"
         else:
             role, _, _ = name.partition("-")
-            program = ["-m", "tests.faults.worker", role, str(self._socket(name)), "--kv-checksum"]
+            program, arguments = "tests.faults.worker", [role, str(self._socket(name)), "--kv-checksum"]
             flags |= {"worker-id": name, **self._worker_flags}
-        command = [sys.executable, *program]
-        for flag, value in flags.items():
-            command += [f"--{flag}", str(value)]
-        if self.network is not None:
-            command = [*self.network.command(name), *command]
-        self.processes[name] = Process(name, command, self.directory / f"{name}.log", core)
+        for flag, value in {**flags, "cluster-token": TOKEN}.items():
+            arguments += [f"--{flag}", str(value)]
+        log = self.directory / f"{name}.log"
+        namespace = self.network.namespace(name) if self.network is not None else ""
+        start = partial(self._nursery.start, program, arguments, namespace=namespace, log=log, core=core)
+        self.processes[name] = Process(start, log)
         self.processes[name].start()
 
     # ---- orders ----
@@ -241,8 +224,7 @@ class FaultCluster:
 
         async def is_whole(router: str) -> bool:
             for process in self.processes.values():
-                if process.exit_code is not None:
-                    process.kill()
+                if not process.running:
                     process.start()
             workers = (await self.state(router)).get("workers", [])
             ready = {worker["id"]: worker["pid"] for worker in workers if worker["state"] == "ready"}
@@ -250,6 +232,12 @@ class FaultCluster:
 
         for router in self.urls:
             await self._until(lambda router=router: is_whole(router), START_S, "the cluster is whole")
+
+    async def busy(self, role: str) -> list[str]:
+        """The workers of a role that have requests, as far as they have reported."""
+        workers = (await self.state()).get("workers", [])
+        loads = {one["id"]: one["load"] for one in workers if one["role"] == role and one["load"]}
+        return [name for name, load in loads.items() if load["running"] + load["waiting"]]
 
     async def idle(self) -> None:
         """Returns when no request is left anywhere, and every page is free or cached."""

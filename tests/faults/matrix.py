@@ -97,6 +97,7 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
         AssertionError: Not as it should.
     """
     seed = random.Random(f"{subject} {fault} {phase}").randrange(1 << 30)
+    await _release(cluster)
     prompt, *others = oracle.prompts([PROMPT_TOKENS, *OTHERS], seed)
     async with client(cluster.urls["router-0"]) as http, client(cluster.urls["router-1"]) as other_http:
         request, victims = await _held(cluster, http, prompt, phase)
@@ -146,8 +147,10 @@ async def _held(
         while not any([await cluster.reached(worker) for worker in able]):
             assert not request.done(), f"the request ended before it was held: {request}"
     prefill = [worker for worker in cluster.workers if worker.startswith("prefill") and await cluster.used(worker)]
-    workers = (await cluster.state("router-0"))["workers"]
-    decode = [one["id"] for one in workers if one["role"] == "combined" and one["sequences_of_this_router"]]
+    decode: list[str] = []
+    async with asyncio.timeout(DEADLINE_S):
+        while not decode:  # what it reports comes a moment later
+            decode = await cluster.busy("combined")
     assert len(prefill) == len(decode) == 1, (prefill, decode)
     return request, Victims(prefill[0], decode[0])
 

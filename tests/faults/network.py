@@ -50,13 +50,13 @@ class Network:
     def stop(self) -> None:
         """Leaves nothing behind. The machines' processes must have ended."""
         for name in self._machines:
-            ip("netns", "del", self._namespace(name))
+            ip("netns", "del", self.namespace(name))
         ip("link", "del", self._bridge)
 
     def add(self, name: str) -> str:
         """A new machine; returns its address."""
         self._machines.append(name)
-        number, namespace = len(self._machines), self._namespace(name)
+        number, namespace = len(self._machines), self.namespace(name)
         ip("netns", "add", namespace)
         ip("link", "add", self._link(name), "type", "veth", "peer", "name", "eth0", "netns", namespace)
         ip("link", "set", self._link(name), "master", self._bridge, "up")
@@ -65,9 +65,9 @@ class Network:
         ip("-n", namespace, "link", "set", "lo", "up")
         return self.host(number)
 
-    def command(self, name: str) -> list[str]:
-        """What to put before a command line so that it runs on the machine."""
-        return ["ip", "netns", "exec", self._namespace(name)]
+    def namespace(self, name: str) -> str:
+        """The machine's namespace."""
+        return f"cpd{self._tag}-{name}"
 
     def cut(self, name: str) -> None:
         """Nothing reaches the machine or leaves it; nobody is told."""
@@ -82,27 +82,24 @@ class Network:
         for here, there in ((one, other), (other, one)):
             address = self.host(1 + self._machines.index(there))
             nowhere = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
-            ip("-n", self._namespace(here), "neigh", "replace", address, *nowhere)
+            ip("-n", self.namespace(here), "neigh", "replace", address, *nowhere)
 
     def unite(self, one: str, other: str) -> None:
         """Undoes `part`."""
         for here, there in ((one, other), (other, one)):
             address = self.host(1 + self._machines.index(there))
-            ip("-n", self._namespace(here), "neigh", "del", address, "dev", "eth0")
+            ip("-n", self.namespace(here), "neigh", "del", address, "dev", "eth0")
 
     def slow(self, name: str) -> None:
         """What the machine sends and gets takes long."""
         shape = ("root", "tbf", "rate", SLOW_RATE, "burst", "16kb", "latency", "400ms")
         tc("qdisc", "replace", "dev", self._link(name), *shape)
-        tc("-n", self._namespace(name), "qdisc", "replace", "dev", "eth0", *shape)
+        tc("-n", self.namespace(name), "qdisc", "replace", "dev", "eth0", *shape)
 
     def fast(self, name: str) -> None:
         """Undoes `slow`."""
         tc("qdisc", "del", "dev", self._link(name), "root")
-        tc("-n", self._namespace(name), "qdisc", "del", "dev", "eth0", "root")
-
-    def _namespace(self, name: str) -> str:
-        return f"cpd{self._tag}-{name}"
+        tc("-n", self.namespace(name), "qdisc", "del", "dev", "eth0", "root")
 
     def _link(self, name: str) -> str:
         return f"v{self._tag}-{self._machines.index(name)}"

@@ -85,7 +85,12 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
     run_process(settings.worker_id, settings.log_level, serve)
 
 
+def main() -> None:
+    """Runs what `sys.argv` says."""
+    role: Any = sys.argv.pop(1)
+    socket = sys.argv.pop(1)
+    typer.run(command(WorkerSettings, functools.partial(run, role, socket)))
+
+
 if __name__ == "__main__":
-    given_role: Any = sys.argv.pop(1)
-    given_socket = sys.argv.pop(1)
-    typer.run(command(WorkerSettings, functools.partial(run, given_role, given_socket)))
+    main()
