@@ -1,7 +1,7 @@
-"""Writes the bundled checkpoint: `python -m models.tiny.make [DIR]`.
+"""Writes a checkpoint of random weights, of any size: `python -m models.tiny.make DIR`. For benchmarks and tests.
 
-A Qwen3 model of random weights (its answers are noise), with a byte-level BPE tokenizer of its own, trained on the
-texts of `help()` that come with Python. Seeded: the same versions of Python and tokenizers write the same bytes.
+A Qwen3 model whose answers are noise, with a byte-level BPE tokenizer of its own, trained on the texts of `help()` that
+come with Python. Seeded: the same versions of Python and tokenizers write the same bytes.
 """
 
 import json
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from models.tiny import CHECKPOINT
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 2048
@@ -132,4 +130,4 @@ def write(directory: Path, **overrides: Any) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT)
+    write(Path(sys.argv[1]))

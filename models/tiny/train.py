@@ -1,0 +1,220 @@
+"""Trains the bundled model: `python -m models.tiny.train [DIR]`. Interrupted, it goes on from where it last saved.
+
+Everything is made from a seed: dialogues, tokenizer, initial weights. Sequences grow from 64 to 4,096 tokens.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import cos, pi
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from models.tiny import CHECKPOINT
+from models.tiny.batches import OTHER_WEIGHT, Batch, Sampler
+from models.tiny.initial import initialise
+from models.tiny.make import END_OF_TEXT, TURN_END
+from models.tiny.network import Network, Shape, config_of
+from models.tiny.tokenizer import token_id, tokenizer_config, train_tokenizer
+
+SEED = 0
+STEPS = 1700
+TOKENS = 4096
+"""Of one step, of recall and of small talk each."""
+
+GROWTH = ((0.04, 128), (0.10, 256), (0.18, 512), (0.28, 1024), (0.40, 2048), (1.0, 4096))
+"""Up to which part of the training the longest sequence has which length."""
+
+LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 40
+OTHERS_SCORED = 0.1
+"""Part of the tokens outside answers whose loss is computed, to save time."""
+
+SAVE_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Score:
+    """How the network did on one batch, before it learnt from it."""
+
+    loss: float
+    answers: float
+    """Part of the answers that it would have given word by word, fed the right words so far."""
+
+
+def train(directory: Path, checkpoint: Path, steps: int) -> None:
+    """Trains for `steps` steps, keeping its state in `directory`, and writes the model to `checkpoint`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(SEED)
+    network = Network(Shape(tokenizer.get_vocab_size()))
+    initialise(network, SEED)
+    optimizer = torch.optim.AdamW(_groups(network), betas=(0.9, 0.98), fused=True)
+    sampler = Sampler(tokenizer, SEED)
+    state = directory / "state.pt"
+    first = _resume(state, network, optimizer)
+    log = directory / "log.jsonl"
+    replica = _replica(network)
+    with _progress() as bar, ThreadPoolExecutor(2, initializer=_use_one_core) as pool:
+        task = bar.add_task("training", total=steps, completed=first, note="")
+        for step in range(first, steps):
+            started = time.perf_counter()
+            rate = _rate(step, steps)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["scale"]
+            length = _length(step, steps)
+            turns = 64 if step % 2 else 192
+            recalling = pool.submit(_learn, network, partial(sampler.recall, step, TOKENS, length), step)
+            talking = pool.submit(_learn, replica, partial(sampler.small_talk, step, TOKENS, turns), step)
+            recalled, talked = recalling.result(), talking.result()
+            for parameter, copy in zip(network.parameters(), replica.parameters(), strict=True):
+                assert parameter.grad is not None
+                assert copy.grad is not None
+                parameter.grad.add_(copy.grad)
+            replica.zero_grad()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            line = {
+                "step": step, "length": length, "recall": recalled.answers, "small_talk": talked.answers,
+                "recall_loss": recalled.loss, "small_talk_loss": talked.loss, "seconds": time.perf_counter() - started,
+            }  # fmt: skip
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            note = f"{length} tokens: recall {recalled.answers:.0%}, requests {talked.answers:.0%}"
+            bar.update(task, advance=1, note=note)
+            if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
+                _save(state, network, optimizer, step + 1)
+                write(network, tokenizer, directory / "checkpoint")
+    write(network, tokenizer, checkpoint)
+
+
+def write(network: Network, tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes the whole checkpoint: weights in bfloat16, configuration, tokenizer with chat template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    turn_end, end_of_text = token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)
+    files = {
+        "config.json": config_of(network.shape, turn_end, end_of_text),
+        "generation_config.json": {"eos_token_id": [turn_end, end_of_text], "pad_token_id": end_of_text},
+        "tokenizer_config.json": tokenizer_config(network.shape.max_position_embeddings),
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+    save_file(network.checkpoint(), str(directory / "model.safetensors"), metadata={"format": "pt"})
+
+
+def _replica(network: Network) -> Network:
+    """A network with the same weights, in the same memory, but gradients of its own."""
+    replica = Network(network.shape)
+    for ours, theirs in zip(replica.parameters(), network.parameters(), strict=True):
+        ours.data = theirs.data
+    return replica
+
+
+def _use_one_core() -> None:
+    torch.get_num_threads()  # before the first call, a thread's setting may be overridden
+    torch.set_num_threads(1)
+
+
+def _learn(network: Network, make: Callable[[], Batch], step: int) -> Score:
+    """Leaves the gradient of half the batch's loss."""
+    batch = make()
+    targets, answers = batch.tokens[:, 1:].flatten(), batch.answers[:, 1:].flatten()
+    chosen = torch.rand(len(targets), generator=torch.Generator().manual_seed(step)) < OTHERS_SCORED
+    at = ((answers > 0) | chosen).nonzero()[:, 0]
+    targets, answers = targets[at], answers[at]
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = network(batch.tokens)[:, :-1].flatten(0, 1)
+        scores = network.logits(hidden[at])
+    losses = F.cross_entropy(scores.float(), targets, reduction="none")
+    weights = torch.where(answers > 0, 1.0, OTHER_WEIGHT / OTHERS_SCORED)
+    loss = (losses * weights).sum() / weights.sum()
+    (loss / 2).backward()  # type: ignore[no-untyped-call]
+    return Score(loss.item(), _answered(scores.argmax(-1) == targets, answers))
+
+
+def _answered(right: Tensor, answers: Tensor) -> float:
+    """Part of the answers (numbered per token in `answers`) of which every token is right."""
+    wrong = torch.zeros(int(answers.max()) + 1, dtype=torch.long).index_add_(0, answers, (~right).long())
+    there = torch.zeros_like(wrong).index_add_(0, answers, torch.ones_like(answers)) > 0
+    there[0] = False
+    return (wrong[there] == 0).float().mean().item()
+
+
+def _groups(network: Network) -> list[dict[str, Any]]:
+    """Matrices decay; gains and the embedding don't."""
+    matrices = [p for name, p in network.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in network.named_parameters() if p.dim() != 2 or "embed" in name]
+    return [
+        {"params": matrices, "weight_decay": 0.05, "scale": 1.0},
+        {"params": others, "weight_decay": 0.0, "scale": 2.0},
+    ]
+
+
+def _rate(step: int, steps: int) -> float:
+    """The learning rate: a linear rise, then a cosine's fall to nothing."""
+    if step < WARM_UP_STEPS:
+        return LEARNING_RATE * (step + 1) / WARM_UP_STEPS
+    return LEARNING_RATE * (0.01 + 0.99 * (1 + cos(pi * (step - WARM_UP_STEPS) / (steps - WARM_UP_STEPS))) / 2)
+
+
+def _length(step: int, steps: int) -> int:
+    """How long the sequences of a step are: often as long as may be by now, else shorter."""
+    longest = next(length for until, length in GROWTH if step < until * steps)
+    shorter = [length for length in (64, 128, 256, 512, 1024, 2048) if length < longest]
+    rng = Random(f"length {step}")
+    return longest if rng.random() < 0.4 else rng.choice(shorter)
+
+
+def _save(file: Path, network: Network, optimizer: torch.optim.Optimizer, step: int) -> None:
+    partly = file.with_suffix(".partly")
+    torch.save({"network": network.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partly)
+    os.replace(partly, file)
+
+
+def _resume(file: Path, network: Network, optimizer: torch.optim.Optimizer) -> int:
+    """Takes up the saved state; the number of steps done so far."""
+    if not file.exists():
+        return 0
+    saved = torch.load(file, weights_only=True)
+    network.load_state_dict(saved["network"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
+
+
+def _progress() -> Progress:
+    columns: Iterable[Any] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    return Progress(*columns)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT, help="where to write the model")
+    parser.add_argument("--state", type=Path, default=Path("train-tiny"), help="what training can go on from")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    arguments = parser.parse_args()
+    train(arguments.state, arguments.checkpoint, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()
