@@ -1,6 +1,7 @@
 """Prefill workers that refuse, hang or end: the request goes on elsewhere, or is placed anew."""
 
 import socket
+import time
 
 import pytest
 
@@ -53,6 +54,35 @@ async def test_a_silent_prefill_worker_is_given_up(redis_url: str) -> None:
         await p.router.done(answer)
         assert answer.refusal is not None
         assert "no progress" in answer.refusal.message
+
+
+async def test_one_whose_process_does_not_run_is_given_up_sooner(
+    monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    monkeypatch.setattr("decode_worker.fill.SILENT_S", 0.3)
+    async with pair(redis_url, fill_progress_s=60) as p, silent_server() as address:
+        silent = pb.PrefillCandidate(worker_id="silent", address=address)
+        answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[silent])
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert "nothing was heard for 0.3 s (CONNECTING)" in answer.refusal.message
+        await eventually(lambda: dict(p.router.load.fill_failures) == {"silent": 1})
+
+
+async def test_a_decode_worker_that_was_stopped_itself_gives_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    monkeypatch.setattr("decode_worker.fill.SILENT_S", 0.5)
+    monkeypatch.setattr("prefill_worker.service.HEARTBEAT_S", 0.1)
+    request = make_request("a", prompt(200), max_tokens=20)
+    async with pair(redis_url) as p:
+        p.transfer_gate.clear()
+        answer = await p.submit(request, 1)
+        await eventually(lambda: answer.started)
+        time.sleep(1.0)  # noqa: ASYNC251 - nothing of this process runs
+        p.transfer_gate.set()
+        await p.router.done(answer)
+        assert_right(request, answer)
 
 
 async def test_a_hanging_engine_is_given_up_although_its_process_answers(redis_url: str) -> None:

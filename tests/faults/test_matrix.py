@@ -27,9 +27,20 @@ ALWAYS = [
 """At least one for each subject but the router, which tests/e2e kills."""
 
 CELLS = [
-    pytest.param(*cell, id="-".join(part.value for part in cell), marks=() if cell in ALWAYS else pytest.mark.faults)
+    pytest.param(
+        "ucx",
+        *cell,
+        id="-".join(["ucx", *(part.value for part in cell)]),
+        marks=() if cell in ALWAYS else pytest.mark.faults,
+    )
     for cell in product(Subject, Fault, Phase)
+] + [
+    pytest.param("nixl", *cell, id="-".join(["nixl", *(part.value for part in cell)]), marks=pytest.mark.faults)
+    for cell in product(
+        (Subject.PREFILL, Subject.DECODE, Subject.NETWORK), Fault, (Phase.DURING_PUSH, Phase.AFTER_LAST_PAGE)
+    )
 ]
+"""With nixl, where it matters how pages move."""
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +49,14 @@ def oracle(checkpoint: MakeCheckpoint) -> Oracle:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(checkpoint: MakeCheckpoint) -> AsyncIterator[FaultCluster]:
-    async with FaultCluster(checkpoint("qwen3")) as running:
+async def cluster(checkpoint: MakeCheckpoint, transport: str) -> AsyncIterator[FaultCluster]:
+    async with FaultCluster(checkpoint("qwen3"), transport=transport) as running:
         yield running
 
 
-@pytest.mark.parametrize(("subject", "fault", "phase"), CELLS)
+@pytest.mark.parametrize(("transport", "subject", "fault", "phase"), CELLS, scope="module")
 async def test_every_request_ends_right_and_nothing_is_left(
-    cluster: FaultCluster, oracle: Oracle, subject: Subject, fault: Fault, phase: Phase
+    transport: str, cluster: FaultCluster, oracle: Oracle, subject: Subject, fault: Fault, phase: Phase
 ) -> None:
     if cluster.network is None and (subject is Subject.NETWORK or (fault is Fault.CUT_OFF and subject.is_process)):
         pytest.skip("cutting links takes root: network namespaces")
