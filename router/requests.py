@@ -162,10 +162,8 @@ class Dispatcher:
     # ---- inside ----
 
     def _hand_on(self, leg: Leg, session: Session, output: pb.Output) -> None:
-        request, choice = leg.request, output.choice
-        prefilled = output.prefilled
-        if not 0 <= prefilled.queue_ms < inf:
-            raise ProtocolError(f"a request waited {prefilled.queue_ms} ms")
+        _check(leg, session, output)
+        request, choice, prefilled = leg.request, output.choice, output.prefilled
         leg.output(choice, prefilled, asyncio.get_running_loop().time())
         if not request.started:
             request.started = True
@@ -297,6 +295,28 @@ class Dispatcher:
         leg.detach(outcome)
         self._legs.pop(leg.id, None)
         leg.request.legs.discard(leg)
+
+
+def _check(leg: Leg, session: Session, output: pb.Output) -> None:
+    """Raises ProtocolError where no worker can mean what it sent."""
+    request, token_ids, prefilled = leg.request, output.token_ids, output.prefilled
+    vocab_size = session.hello.vocab_size if session.hello is not None else 0
+    if token_ids and max(token_ids) >= vocab_size:
+        raise ProtocolError(f"it sent token id {max(token_ids)}, but its vocabulary has {vocab_size}")
+    if len(request.outputs[output.choice]) + len(token_ids) > request.sampling.max_tokens:
+        raise ProtocolError(f"it sent more than the {request.sampling.max_tokens} tokens that a request asked for")
+    if len(output.logprobs) not in (0, len(token_ids)):
+        raise ProtocolError(f"it sent log-probabilities of {len(output.logprobs)} tokens with {len(token_ids)} tokens")
+    if output.finish not in pb.FinishReason.values():
+        raise ProtocolError(f"it sent the finish reason {output.finish}, which there is not")
+    if not 0 <= prefilled.queue_ms < inf:
+        raise ProtocolError(f"it said that a request waited {prefilled.queue_ms} ms")
+    known = len(request.token_ids) + len(request.outputs[output.choice])
+    if prefilled.cached_tokens > known:
+        raise ProtocolError(f"it said that {prefilled.cached_tokens} of {known} tokens were cached")
+    asked = [one.worker_id for one in leg.record.placement.prefill] if leg.record is not None else []
+    if prefilled.prefill_worker and prefilled.prefill_worker not in asked:
+        raise ProtocolError(f"it named the prefill worker {prefilled.prefill_worker!r}, which was not to be asked")
 
 
 def _reason(refusal: pb.Refusal) -> str:

@@ -46,6 +46,9 @@ FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 5.0, 300.0
 PIECE_HASHES = 1024
 """Put into the index at a time, in about a millisecond; other work has its turn before the next ones."""
 
+MOST_MESSAGE_BYTES = 64 << 20
+"""What a worker sends at a time is a fraction of that, even where it has waited long for this router."""
+
 _CHANNEL_OPTIONS = (
     # a worker whose machine is gone (TCP tells), or that is stopped (pings stay unanswered), is lost after 8 s
     ("grpc.keepalive_time_ms", 3_000),
@@ -56,7 +59,7 @@ _CHANNEL_OPTIONS = (
     # the pause between attempts is this module's: none shared with other channels to the same address
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
 )
 
 State = Literal["connecting", "syncing", "ready", "draining", "refused"]
@@ -178,25 +181,28 @@ class Session:
         """Keeps the session up until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
-            refused_s = 0.0
+            refused_s, offended = 0.0, False
             try:
                 await self._connect(listener)
                 reason = "the worker closed the session"
             except RefusedError as error:
                 reason, refused_s = str(error), LONGEST_PAUSE_S
             except (ProtocolError, InvalidEventError, UnusableError) as error:
-                refused_s = self._refusal_s
-                self._refusal_s = min(refused_s * 2, LONGEST_REFUSAL_S)
-                reason = f"{error}; left alone for {refused_s:g} s"
+                reason, offended = str(error), True
             except TimeoutError:
                 reason = f"the worker did not send its state within {SYNC_S:g} s"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                offended = _is_too_large(error)
             except OutOfStepError as error:
                 reason = str(error)
             except Exception as error:  # whatever a worker sends, this router keeps trying
                 log.exception("the session with worker %s failed", self.id)
                 reason = describe(error)
+            if offended:
+                refused_s = self._refusal_s
+                reason += f"; left alone for {refused_s:g} s"
+                self._refusal_s = min(refused_s * 2, LONGEST_REFUSAL_S)
             if self.connected or reason != self.reason:
                 log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
             if self.connected:
@@ -322,6 +328,10 @@ class Session:
 
     def _heard_state(self, state: "pb.State.ValueType") -> None:
         self._state = "draining" if state == pb.STATE_DRAINING else "ready"
+
+
+def _is_too_large(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
 
 
 Stream = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]

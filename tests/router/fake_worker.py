@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import grpc
 from redis.asyncio import Redis
 
-from cpd.membership import Member, lease
+from cpd.membership import Member, lease, members
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 
@@ -117,6 +117,8 @@ class FakeWorker(rpc.WorkerServicer):
         self.address = f"127.0.0.1:{port}"
         member = Member(self.id, self._kind, self.address, "host", os.getpid(), port)
         await self._stack.enter_async_context(lease(self._redis, self._cluster, member, ttl_s=5))
+        while member not in await members(self._redis, self._cluster):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
         return self
 
     async def __aexit__(

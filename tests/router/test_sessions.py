@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,7 @@ from router import sessions
 from router.sessions import Listener, Session
 from router.workers import Workers
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
-from tests.router.fake_worker import FakeWorker
+from tests.router.fake_worker import Answer, FakeWorker
 
 MODEL = "small-model"
 PROMPT = [5] * 64
@@ -159,6 +160,70 @@ class TestNonsense:
         await router.knows(await start_worker(says("fox"), worker_id="good"))
         bad.send(_events(8, removed=_short(0)))
         assert await request == "good"
+
+    @pytest.mark.parametrize(
+        ("output", "reason"),
+        [
+            (pb.Output(token_ids=[512]), "token id 512, but its vocabulary has 512"),
+            (pb.Output(token_ids=[(1 << 32) - 1]), "token id 4294967295"),
+            (pb.Output(token_ids=[5, 5, 5]), "more than the 2 tokens that a request asked for"),
+            (pb.Output(choice=1, token_ids=[5]), "choice 1 of a request that has 1"),
+            (
+                pb.Output(token_ids=[5], logprobs=[pb.TokenLogprobs()] * 2),
+                "log-probabilities of 2 tokens with 1 tokens",
+            ),
+            (pb.Output(token_ids=[5], finish=cast(Any, 9)), "finish reason 9, which there is not"),
+            (pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=math.nan)), "a request waited nan ms"),
+            (pb.Output(token_ids=[5], prefilled=pb.Prefilled(cached_tokens=65)), "65 of 64 tokens were cached"),
+            (pb.Output(token_ids=[5], prefilled=pb.Prefilled(prefill_worker="x\r\ny: z")), "which was not to be asked"),
+        ],
+    )
+    async def test_in_an_output_isolates_the_worker_and_the_client_gets_anothers_answer(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, output: pb.Output, reason: str
+    ) -> None:
+        async def lies(submit: pb.Submit) -> AsyncIterator[Answer]:
+            yield output
+
+        bad = await start_worker(lies, worker_id="bad", cached=_short(*range(4)))
+        good = await start_worker(says("fox"), worker_id="good")
+        router = await start_router(bad, good)
+        assert await _complete(router) == "good"
+        assert len(bad.submits) == 1
+        assert await _refused(router, "bad", reason)
+
+    async def test_a_message_beyond_all_measure_isolates_the_worker(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = [option for option in OPTIONS if option[0] != "grpc.max_receive_message_length"]
+        monkeypatch.setattr(sessions, "_CHANNEL_OPTIONS", (*options, ("grpc.max_receive_message_length", 10_000)))
+        good = await start_worker(says("fox"), worker_id="good")
+        bad = await start_worker(says("fox"), worker_id="bad")
+        router = await start_router(good, bad)
+        bad.send(_events(8, added=os.urandom(8 * 2_000)))
+        await eventually(lambda: _refused(router, "bad", "larger than max"))
+        assert await _complete(router) == "good"
+
+    async def test_a_flood_of_possible_events_keeps_nobody_from_being_served(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        good = await start_worker(says("fox"), worker_id="good", cached=_short(*range(4)))
+        bad = await start_worker(says("fox"), worker_id="bad", hello={"num_pages": 50_000})
+        router = await start_router(good, bad)
+        over, hashes = asyncio.Event(), os.urandom(8 * 50_000)
+
+        async def flood() -> None:
+            for number in itertools.count(8, 2):
+                bad.send(_events(number, added=hashes))
+                bad.send(_events(number + 1, removed=hashes))
+                if over.is_set():
+                    return
+                await asyncio.sleep(0.02)
+
+        flooding = asyncio.create_task(flood())
+        assert {await _complete(router) for _ in range(10)} == {"good"}
+        over.set()
+        await flooding
+        assert await _has(router, "bad", state="ready", reason=None)
 
     async def test_is_forgiven_after_a_while_and_for_longer_each_time(
         self, start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
