@@ -9,7 +9,7 @@ from pathlib import Path
 from cpd.errors import TransferError
 from kvtransfer.base import Cost
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0  # a hang, not a slow start: a machine may be busy with that of other workers
 _RDMA = Path("/sys/class/infiniband")
 
 

@@ -22,10 +22,10 @@ async def trial(host: str) -> dict[str, object]:
     for route in ("auto", "network"):
         settings = TransferBenchSettings(
             transport="nixl",
-            pages=[1, 128],
+            pages=[1, 64],
             page_size=[ByteSize(256 << 10)],
-            repeats=5,
-            pool=ByteSize(128 << 20),
+            repeats=3,
+            pool=ByteSize(64 << 20),
             perftest=False,
             route=route,
             host=host,
