@@ -53,6 +53,7 @@ class Vocabulary:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """A detokenizer for the output that follows `prompt_ids`."""
@@ -73,6 +74,22 @@ class Vocabulary:
             known = self._bytes[token_id] = self._look_up(token_id)
         return known
 
+    def whole_text(self, token_id: int) -> str | None:
+        """The text that the token stands for; None where that depends on its neighbours."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            self._texts[token_id] = text = self._whole_text(token_id)
+            return text
+
+    def _whole_text(self, token_id: int) -> str | None:
+        if self.is_special(token_id):
+            return ""
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+
     def _look_up(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
@@ -87,18 +104,22 @@ class Vocabulary:
 
 
 class _ByteLevel:
-    """Joins bytes."""
+    """Joins bytes. Most tokens are whole characters, and follow whole ones."""
 
-    __slots__ = ("_utf8", "_vocabulary")
+    __slots__ = ("_inside", "_utf8", "_vocabulary")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._inside = False  # a character
 
     def push(self, token_id: int) -> str:
-        if self._vocabulary.is_special(token_id):
-            return ""
-        return self._utf8.decode(self._vocabulary.token_bytes(token_id))
+        whole = self._vocabulary.whole_text(token_id)
+        if whole == "" or (whole is not None and not self._inside):
+            return whole
+        text = self._utf8.decode(self._vocabulary.token_bytes(token_id))
+        self._inside = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -44,7 +44,7 @@ class Format(Protocol):
         """The chunk that opens a choice."""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A chunk of new text."""
+        """A chunk for each piece of new text; all of it in one where more than text was asked for."""
 
     def final(self, index: int, finish: str, delta: Delta) -> bytes:
         """The chunk that closes a choice; `delta` has no text."""
@@ -128,8 +128,8 @@ class ChatFormat(_Writer):
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if self._plain:
-            text = orjson.dumps(delta.text)
-            return b'%b{"index":%d,"delta":{"content":%b%b' % (self._head, index, text, self._plain_tail)
+            head = b'%b{"index":%d,"delta":{"content":' % (self._head, index)
+            return b"".join([b"%b%b%b" % (head, orjson.dumps(piece), self._plain_tail) for piece in delta.pieces])
         return self._chunk(index, {"content": delta.text}, None, delta)
 
     def final(self, index: int, finish: str, delta: Delta) -> bytes:
@@ -191,7 +191,8 @@ class CompletionFormat(_Writer):
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if self._plain:
-            return b'%b{"index":%d,"text":%b%b' % (self._head, index, orjson.dumps(delta.text), self._plain_tail)
+            head = b'%b{"index":%d,"text":' % (self._head, index)
+            return b"".join([b"%b%b%b" % (head, orjson.dumps(piece), self._plain_tail) for piece in delta.pieces])
         return self._chunk(index, None, delta)
 
     def final(self, index: int, finish: str, delta: Delta) -> bytes:

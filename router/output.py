@@ -28,11 +28,20 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a choice brought since the last one was taken."""
+    """What a choice brought since the last one was taken.
 
-    text: str
+    Attributes:
+        pieces: The text, as it came token by token.
+    """
+
+    pieces: list[str]
     token_ids: list[int]
     scores: list[TokenScore]
+
+    @property
+    def text(self) -> str:
+        """The text in one piece."""
+        return "".join(self.pieces)
 
 
 class Choice:
@@ -55,11 +64,11 @@ class Choice:
     __slots__ = (
         "_detokenizer",
         "_min_tokens",
+        "_pieces",
         "_released",
         "_scores",
         "_seen",
         "_stops",
-        "_text",
         "_token_ids",
         "finish",
         "index",
@@ -73,7 +82,7 @@ class Choice:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
-        self._text = ""
+        self._pieces: list[str] = []
         self._token_ids: list[int] = []
         self._scores: list[TokenScore] = []
         self._seen = 0  # characters detokenised
@@ -82,6 +91,20 @@ class Choice:
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> None:
         """Takes new tokens; sets `finish` where the choice ends, by `finish` or by a stop string."""
         is_stop = finish == pb.FINISH_STOP
+        if self._stops is None and not logprobs:
+            self.num_tokens += len(token_ids)
+            self._token_ids.extend(token_ids)
+            self._pieces += filter(None, map(self._detokenizer.push, token_ids[:-1] if is_stop else token_ids))
+        else:
+            self._push_each(token_ids, logprobs, is_stop)
+        if finish != pb.FINISH_NONE and self.finish is None:
+            self._release(self._detokenizer.flush())
+            if self.finish is None:
+                self._let_through(self._stops.flush() if self._stops is not None else "")
+                self.finish = "stop" if is_stop else "length"
+
+    def _push_each(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], is_stop: bool) -> None:
+        """Where stop strings are looked for, or log-probabilities go with the text."""
         last = len(token_ids) - 1
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
@@ -95,16 +118,11 @@ class Choice:
             self._release(self._detokenizer.push(token_id))
             if self.finish is not None:
                 return
-        if finish != pb.FINISH_NONE:
-            self._release(self._detokenizer.flush())
-            if self.finish is None:
-                self._let_through(self._stops.flush() if self._stops is not None else "")
-                self.finish = "stop" if is_stop else "length"
 
     @property
     def has_delta(self) -> bool:
         """There is text, or the end, to be taken."""
-        return bool(self._text) or self.finish is not None
+        return bool(self._pieces) or self.finish is not None
 
     def take(self) -> Delta:
         """What came since the last call."""
@@ -112,8 +130,8 @@ class Choice:
         if self.finish is None or self._stopped_by_string:
             while ready and self._scores[ready - 1].offset >= self._released:
                 ready -= 1
-        delta = Delta(self._text, self._token_ids, self._scores[:ready])
-        self._text, self._token_ids, self._scores = "", [], self._scores[ready:]
+        delta = Delta(self._pieces, self._token_ids, self._scores[:ready])
+        self._pieces, self._token_ids, self._scores = [], [], self._scores[ready:]
         return delta
 
     @property
@@ -132,5 +150,6 @@ class Choice:
             self.finish = "stop"
 
     def _let_through(self, text: str) -> None:
-        self._text += text
+        if text:
+            self._pieces.append(text)
         self._released += len(text)

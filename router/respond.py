@@ -1,8 +1,8 @@
 """Sends a completion to its client, as a stream or in one piece, and ends it when the client hangs up.
 
 Written straight to ASGI: one write for whatever came since the last one, so a client that reads slowly gets several
-tokens at a time, and one that keeps up gets each as it comes. The status and the headers go out with the first output,
-when it is known how the request went.
+tokens at a time, and one that keeps up gets each as it comes. Each is an event of its own. The status and the headers
+go out with the first output, when it is known how the request went.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class CompletionResponse(Response):
     def _chunks(self, choice: Choice) -> Iterator[bytes]:
         """What a choice brought since the last time."""
         delta = choice.take()
-        if delta.text:
+        if delta.pieces:
             yield self._format.delta(choice.index, delta)
             delta = choice.take()
         if choice.finish is not None:

@@ -129,6 +129,7 @@ def _server(app: ASGIApp) -> "_Server":
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             backlog=2048,
             timeout_graceful_shutdown=SHUTDOWN_S,

@@ -109,9 +109,8 @@ async def test_tokens_that_came_while_the_client_was_behind_share_a_write(tokeni
     await exchange.running
     events = [event for write in exchange.chunks for event in write]
     pieces = [json.loads(event)["choices"][0]["delta"].get("content", "") for event in events[:-1]]
-    assert "".join(pieces) == "the quick brown fox jumps"
+    assert pieces == ["", "the", " quick", " brown", " fox", " jumps", ""]
     assert len(exchange.chunks) <= 4
-    assert len(pieces) < len(ids) + 2
 
 
 async def test_nothing_is_sent_before_a_failure_is_known(tokenizer: Tokenizer) -> None:
