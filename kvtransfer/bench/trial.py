@@ -24,7 +24,7 @@ async def trial(host: str) -> dict[str, object]:
             transport="nixl",
             pages=[1, 64],
             page_size=[ByteSize(256 << 10)],
-            repeats=3,
+            repeats=10,
             pool=ByteSize(64 << 20),
             perftest=False,
             route=route,

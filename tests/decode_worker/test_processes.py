@@ -14,6 +14,7 @@ import pytest
 
 from cpd.blocks import extend_hashes, hash_root
 from cpd.config import Role
+from cpd.perfmodel import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request, SamplingParams
 from tests.conftest import MakeCheckpoint
@@ -103,6 +104,23 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
         await c.router.balanced()
         await c.prefill_view.balanced()
         await eventually(lambda: c.router.load.fills == {"completed": len(requests)})
+
+
+async def test_workers_that_choose_their_transport_take_nixl_and_say_why_and_what_it_costs(
+    model: Path, redis_url: str, tmp_path: Path
+) -> None:
+    async with cluster(model, redis_url, tmp_path, transport="auto", dtype="float32") as c:
+        for hello in (c.router.hello, c.prefill_view.hello):
+            assert hello.transport == "nixl"
+            assert "through memory between processes of one machine" in hello.transport_reason
+            assert Profile.model_validate_json(hello.profile).transfer != TransferProfile()
+        wanted = request("r", 900)
+        there = await c.submit(wanted, 1)
+        here = await c.router.submit(with_own_cache(wanted), 2)
+        await c.router.done(there, here)
+        assert there.prefilled[0].prefill_worker == "prefill"
+        assert there.tokens == here.tokens
+        await c.router.balanced()
 
 
 async def test_prefill_workers_are_killed_one_after_another(model: Path, redis_url: str, tmp_path: Path) -> None:
