@@ -26,6 +26,7 @@ from tests.faults.points import Action, Point
 
 CLIENTS = 6
 ROUND_S = 60.0
+AFTER_ERROR_S = 0.2
 NEVER_KILLED = ("prefill-1", "combined-1", "router-1")
 GROWTH = 1.15
 """So many times the memory after the first rounds is still flat: allocators are lazy."""
@@ -105,10 +106,12 @@ class Soak:
                 if error.response.status_code not in (429, 502, 503):
                     raise
                 self.ended[str(error.response.status_code)] += 1
-            except httpx.TimeoutException:
+                await asyncio.sleep(AFTER_ERROR_S)
+            except (TimeoutError, httpx.TimeoutException):
                 raise AssertionError("a request hung") from None
             except httpx.TransportError as error:
                 self.ended[type(error).__name__] += 1
+                await asyncio.sleep(AFTER_ERROR_S)
             else:
                 assert len(answer.token_ids) == 30
                 await asyncio.to_thread(self._oracle.judge, prompt, answer.token_ids)
