@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,7 @@ async def _streamed(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapp
         if response.is_error:
             _check(response, (await response.aread()).decode())
         answer.route = response.headers["x-cpd-route"]
-        async for line in response.aiter_lines():
+        async for line in _lines(response):
             if not line:
                 continue
             assert line.startswith("data: "), line
@@ -89,6 +89,17 @@ async def _streamed(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapp
     if not done:
         raise httpx.RemoteProtocolError("the stream ended without [DONE]")
     return answer
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines as server-sent events have them: `aiter_lines` ends some at characters that JSON need not escape."""
+    rest = ""
+    async for text in response.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 def _take(answer: Answer, chunk: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ class Soak:
             except httpx.HTTPStatusError as error:
                 if error.response.status_code not in (429, 502, 503):
                     raise
-                self.ended[str(error.response.status_code)] += 1
+                self.ended[str(error)] += 1
                 await asyncio.sleep(AFTER_ERROR_S)
             except (TimeoutError, httpx.TimeoutException):
                 raise AssertionError("a request hung") from None
