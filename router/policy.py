@@ -14,7 +14,8 @@ So sessions stay where their cache is while that saves more than the crowd there
 workers when it does not, and a prompt leaves its decode worker when streams there would suffer more than it gains.
 
 A cheap guess finds the few workers whose options are predicted in full. Among near-equals the one with least to
-compute is taken, a local one first, then any: several routers see the same loads.
+compute is taken, a local one first, and of two of those at random the one with fewer requests: several routers see the
+same loads, and would all choose the one with the fewest.
 """
 
 from bisect import bisect_right
@@ -190,7 +191,8 @@ def place(
     near_ms = best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
     near = [option for option in options if option[0].cost_ms <= near_ms]
     simplest = min(_effort(option[0]) for option in near)
-    chosen = rng.choice([option for option in near if _effort(option[0]) == simplest])
+    equals = [option for option in near if _effort(option[0]) == simplest]
+    chosen = min(rng.sample(equals, min(2, len(equals))), key=lambda option: option[1].worker.requests)
     option, decoder, helper = chosen
     most_cached = max((cached.get(one.worker_id, 0) for one in combined), default=0)
     return Placement(

@@ -76,7 +76,7 @@ def compare(settings: CompareSettings) -> None:
     rows = []
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
         jobs = [(settings, name, share) for share, name in product(long_shares, policies)]
-        for row in pool.map(_search, *zip(*jobs, strict=True)):
+        for row in pool.map(search_rate, *zip(*jobs, strict=True)):
             messages.print(f"{row.policy}, {percent(row.long_share)} long: {number(row.max_rate)} requests/s at most")
             rows.append(row)
     found = Comparison(
@@ -113,18 +113,18 @@ def _long_shares(settings: CompareSettings) -> list[float]:
     return shares
 
 
-def _search(settings: CompareSettings, name: PolicyName, long_share: float) -> Row:
+def search_rate(settings: CompareSettings, name: PolicyName, long_share: float) -> Row:
     settings = settings.model_copy(update={"long_share": long_share})
     search = MaxRate(settings.rate_from, settings.precision)
     best = Row(policy=name, long_share=long_share, max_rate=None, too_much=None)
     while (rate := search.next()) is not None:
-        row = _try(settings, name, rate)
+        row = try_rate(settings, name, rate)
         search.tell(rate, row is not None)
         best = row or best
     return best.model_copy(update={"max_rate": search.kept, "too_much": search.failed})
 
 
-def _try(settings: CompareSettings, name: PolicyName, rate: float) -> Row | None:
+def try_rate(settings: CompareSettings, name: PolicyName, rate: float) -> Row | None:
     """One run; None where too few of its requests meet the targets."""
     most_bad = int((1 - settings.good_share) * rate * settings.duration)
     outcome = SimCluster(settings, name, make_workload(settings, rate), most_bad).run()

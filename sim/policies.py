@@ -4,6 +4,8 @@ cpd                 router/policy.py; workers with lanes beside some prefill wor
 cpd-no-lanes        the same, prompts in the decodes' batches
 cpd-no-remote       the same, all workers combined
 cpd-no-cache        the same, blind for what is cached
+cpd-no-harm         the same, blind for the streams that a worker has: what a prompt, or one more stream, does to them
+cpd-no-queue        the same, blind for the prompts that a worker has still to compute
 aggregated          all workers combined, chunked prefill in the decodes' batches, routing as in SGLang's router
 cache-aware         the same, routing as in Dynamo's router
 most-cached         the same, always to the longest cached prefix: how much caching there is to be had
@@ -16,12 +18,21 @@ from random import Random
 from typing import Literal
 
 from cpd.blocks import BLOCK_SIZE
-from cpd.colocation import Mode
+from cpd.colocation import Beside, Mode
 from router.candidate import Candidate
 from router.policy import Placement, PolicySettings, Prompt, place
 
 PolicyName = Literal[
-    "cpd", "cpd-no-lanes", "cpd-no-remote", "cpd-no-cache", "aggregated", "cache-aware", "most-cached", "static-pd"
+    "cpd",
+    "cpd-no-lanes",
+    "cpd-no-remote",
+    "cpd-no-cache",
+    "cpd-no-harm",
+    "cpd-no-queue",
+    "aggregated",
+    "cache-aware",
+    "most-cached",
+    "static-pd",
 ]
 
 
@@ -78,6 +89,10 @@ def policy(name: PolicyName) -> Policy:
             return Policy(_ours, "auto", prefill_workers=False)
         case "cpd-no-cache":
             return Policy(_blind, "auto", prefill_workers=True)
+        case "cpd-no-harm":
+            return Policy(_harmless, "auto", prefill_workers=True)
+        case "cpd-no-queue":
+            return Policy(_hasty, "auto", prefill_workers=True)
         case "aggregated":
             return Policy(_aggregated, "mixed", prefill_workers=False)
         case "cache-aware":
@@ -94,6 +109,21 @@ def _ours(seen: Situation) -> Placement | None:
 
 def _blind(seen: Situation) -> Placement | None:
     return _ours(replace(seen, cached={}))
+
+
+def _harmless(seen: Situation) -> Placement | None:
+    streams = [replace(one, requests=0, beside=Beside(one.beside.rule)) for one in seen.combined]
+    return _ours(replace(seen, combined=streams))
+
+
+def _hasty(seen: Situation) -> Placement | None:
+    return _ours(
+        replace(
+            seen,
+            combined=[replace(one, idle_at=0.0) for one in seen.combined],
+            prefill=[replace(one, idle_at=0.0) for one in seen.prefill],
+        )
+    )
 
 
 def _aggregated(seen: Situation) -> Placement:

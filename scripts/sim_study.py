@@ -1,0 +1,212 @@
+"""How good the routing policy is, in simulation: `python -m scripts.sim_study --out DIRECTORY [--parts base,mixes]`.
+
+    base        the highest rate within the targets: ours and both baselines, three seeds
+    settings    the same for other settings of each of them: where those of `CHOSEN` come from
+    ablations   ours with one feature less each
+    mixes       ten mixes from all short to all long
+    cache       cached share and evenness beside the policy that always takes the most cached worker
+    burst       16 prompts of 4,096 tokens into 128 running streams
+
+One cell is one policy under one workload; it is computed once and kept as a file, so that a study can be interrupted
+and goes on where it was. At the end everything that is there is shown. What the results are worth follows from the
+profile (docs/simulator.md).
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import orjson
+
+from bench.record import Record
+from sim.cluster import SimCluster
+from sim.compare import Row, search_rate, try_rate
+from sim.policies import PolicyName
+from sim.run import evidence
+from sim.settings import CompareSettings
+from sim.workload import Session, Turn, Workload
+
+CHOSEN: dict[PolicyName, dict[str, Any]] = {
+    "aggregated": {},
+    "static-pd": {"prefill_workers": 9},
+    "cpd": {"prefill_workers": 6},
+}
+"""Each with the settings that did best on the base mix (part `settings`); on the other mixes they stay the same."""
+
+TRIED: dict[PolicyName, list[dict[str, Any]]] = {
+    "aggregated": [{"token_budget": tokens} for tokens in (512, 2048)],
+    "static-pd": [{"prefill_workers": number} for number in (7, 8, 10)],
+    "cpd": [{"prefill_workers": number} for number in (4, 8)],
+}
+
+ABLATIONS: tuple[PolicyName, ...] = ("cpd-no-lanes", "cpd-no-remote", "cpd-no-cache", "cpd-no-harm", "cpd-no-queue")
+
+MIXES = (
+    {"long_share": 0.0, "agent_share": 0.0},
+    {"long_share": 0.0, "agent_share": 1.0},
+    {"long_share": 0.02, "agent_share": 0.5},
+    {"long_share": 0.05, "agent_share": 0.5},
+    {"long_share": 0.1, "agent_share": 0.0},
+    {"long_share": 0.1, "agent_share": 1.0},
+    {"long_share": 0.2, "agent_share": 0.5},
+    {"long_share": 0.4, "agent_share": 0.5},
+    {"long_share": 0.7, "agent_share": 0.5},
+    {"long_share": 1.0, "agent_share": 0.5},
+)
+
+SEEDS = (0, 1, 2)
+CACHE_RATE = 60.0
+"""Of the part `cache`, in requests a second: even the policy that piles sessions up sustains it."""
+
+STREAMS, STREAM_TOKENS = 128, 2000
+BURST_S, BURST_PROMPTS, BURST_TOKENS = 3.0, 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One policy under one workload.
+
+    Attributes:
+        part: Of the study.
+        settings: What differs from the study's own settings.
+        rate: The only one to try, in requests a second; None: the highest is searched.
+    """
+
+    part: str
+    policy: PolicyName
+    settings: dict[str, Any]
+    rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return "_".join([self.part, self.policy, *(f"{key}-{value}" for key, value in sorted(self.settings.items()))])
+
+
+class Burst(Workload):
+    """Streams that decode, and, if wanted, many prompts at one moment."""
+
+    def __init__(self, *, prompts: int) -> None:
+        self._prompts = prompts
+
+    def sessions(self) -> Iterator[Session]:
+        for number in range(STREAMS):
+            yield Session(number / STREAMS, [_turn(512, number, STREAM_TOKENS)])
+        for number in range(self._prompts):
+            yield Session(BURST_S, [_turn(BURST_TOKENS, 1000 + number, 16)])
+
+
+def _turn(tokens: int, number: int, output_len: int) -> Turn:
+    return Turn(np.random.default_rng(number).integers(100_000, size=tokens).tolist(), output_len)
+
+
+def cells(part: str) -> Iterator[Cell]:
+    """Those of one part."""
+    match part:
+        case "base":
+            for seed in SEEDS:
+                for policy, chosen in CHOSEN.items():
+                    yield Cell(part, policy, {**chosen, "seed": seed})
+        case "settings":
+            for policy, tried in TRIED.items():
+                yield from (Cell(part, policy, {**CHOSEN[policy], **other}) for other in tried)
+        case "ablations":
+            yield from (Cell(part, policy, CHOSEN["cpd"]) for policy in ABLATIONS)
+        case "mixes":
+            for mix in MIXES:
+                yield from (Cell(part, policy, {**chosen, **mix}) for policy, chosen in CHOSEN.items())
+        case "cache":
+            policies: tuple[PolicyName, ...] = ("cpd", "cpd-no-remote", "most-cached")
+            for policy in policies:
+                yield Cell(part, policy, {**CHOSEN["cpd"], "good_share": 0.01}, CACHE_RATE)
+        case "burst":
+            yield from (Cell(part, policy, chosen) for policy, chosen in CHOSEN.items())
+
+
+def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
+    """What a cell's file holds."""
+    settings = base.model_copy(update=cell.settings)
+    if cell.part == "burst":
+        with_burst, without = (_gaps(settings, cell.policy, prompts) for prompts in (BURST_PROMPTS, 0))
+        return {
+            "mean": _rise(fmean(without), fmean(with_burst)),
+            "p99": _rise(float(np.percentile(without, 99)), float(np.percentile(with_burst, 99))),
+            "max": _rise(max(without), max(with_burst)),
+        }
+    if cell.rate is None:
+        row: Row | None = search_rate(settings, cell.policy, settings.long_share)
+    else:
+        row = try_rate(settings, cell.policy, cell.rate)
+    return {} if row is None else row.model_dump(mode="json")
+
+
+def _rise(without: float, with_burst: float) -> dict[str, float]:
+    return {"without": without, "with": with_burst, "rise": with_burst / without - 1}
+
+
+def _gaps(settings: CompareSettings, policy: PolicyName, prompts: int) -> list[float]:
+    """Between the tokens of the running streams, in ms, in the second after the moment of the burst."""
+    settings = settings.model_copy(update={"warmup": 0.0, "duration": BURST_S - 1})
+    records: list[Record] = SimCluster(settings, policy, Burst(prompts=prompts)).run().records
+    return [
+        1e3 * (after - before)
+        for record in records
+        for before, after in zip(record.content_s, record.content_s[1:], strict=False)
+        if BURST_S <= after <= BURST_S + 1
+    ]
+
+
+def show(directory: Path, base: CompareSettings) -> None:
+    """Prints what is there."""
+    print(evidence(base))
+    for path in sorted(directory.glob("*.json")):
+        found = orjson.loads(path.read_bytes())
+        if path.stem.startswith("burst"):
+            print(
+                path.stem,
+                *(
+                    f"{name} {ms['without']:.2f} -> {ms['with']:.2f} ms ({ms['rise']:+.1%})"
+                    for name, ms in found.items()
+                ),
+            )
+        elif found:
+            figures = {name: value for name, value in found.items() if isinstance(value, float)}
+            print(path.stem, *(f"{name} {value:.4g}" for name, value in figures.items()))
+        else:
+            print(path.stem, "not within the targets")
+
+
+def main() -> None:
+    """Computes what is not there yet, and shows everything."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser.add_argument("--parts", default="base,cache,burst,ablations,mixes,settings")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--warmup", type=float, default=15.0)
+    parser.add_argument("--duration", type=float, default=20.0)
+    parser.add_argument("--precision", type=float, default=0.05)
+    options = parser.parse_args()
+    base = CompareSettings(
+        workers=options.workers,
+        warmup=options.warmup,
+        duration=options.duration,
+        precision=options.precision,
+        rate_from=20.0,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.parts.split(","):
+        for cell in cells(part):
+            path = options.out / f"{cell.name}.json"
+            if not path.exists():
+                content = orjson.dumps(compute(cell, base), option=orjson.OPT_INDENT_2)
+                path.write_bytes(content + b"\n")
+                print(cell.name, flush=True)
+    show(options.out, base)
+
+
+if __name__ == "__main__":
+    main()
