@@ -79,7 +79,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "page_bytes": hello.page_bytes,
         "max_model_len": hello.max_model_len,
         "vocab_size": hello.vocab_size,
-        "token_budget": hello.token_budget,
+        "token_budget": session.view.candidate.token_budget if session.view is not None else hello.token_budget,
         "colocate": hello.colocate or None,
     }
     report = {
@@ -89,6 +89,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "decodes": load.decodes,
         "prefill_ms": load.prefill_ms,
         "step_ms": load.step_ms,
+        "slower": load.slower,
         "pages": pages(load),
         "preemptions": load.preemptions,
         "prefill_tokens": load.prefill_tokens,

@@ -35,7 +35,8 @@ CHOSEN: dict[PolicyName, dict[str, Any]] = {
     "static-pd": {"prefill_workers": 9},
     "cpd": {"prefill_workers": 6},
 }
-"""Each with the settings that did best on the base mix (part `settings`); on the other mixes they stay the same."""
+"""The baselines' did best of those searched on the base mix (part `settings`); ours are not tuned. On the other mixes
+they stay the same."""
 
 TRIED: dict[PolicyName, list[dict[str, Any]]] = {
     "aggregated": [{"token_budget": tokens} for tokens in (512, 2048)],

@@ -490,6 +490,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         decodes=1,
         prefill_ms=2.5,
         step_ms=7.5,
+        slower=1.25,
     )
     worker.send(pb.WorkerMessage(load=load))
     expected = {
@@ -499,6 +500,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         "decodes": 1,
         "prefill_ms": 2.5,
         "step_ms": 7.5,
+        "slower": 1.25,
         "pages": {"free": 4, "cached": 5, "used": 6, "reserved": 7, "quarantined": 8},
         "preemptions": 9,
         "prefill_tokens": 10,
