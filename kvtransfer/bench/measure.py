@@ -28,11 +28,8 @@ OnProgress = Callable[[str, float], None]
 class _Far:
     """The far end, as the near end sees it."""
 
-    def __init__(
-        self, host: str, reader: StreamReader, writer: StreamWriter, process: asyncio.subprocess.Process | None
-    ) -> None:
+    def __init__(self, host: str, reader: StreamReader, writer: StreamWriter) -> None:
         self.host = host
-        self._process = process
         self._reader = reader
         self._writer = writer
 
@@ -47,8 +44,7 @@ class _Far:
     async def answer(self) -> dict[str, Any]:
         line = await self._reader.readline()
         if not line:
-            how = f": it ended with code {await self._process.wait()}" if self._process is not None else ""
-            raise TransferError(f"the far end is gone{how}")
+            raise TransferError("the far end is gone")
         reply: dict[str, Any] = json.loads(line)
         if not reply["ok"]:
             raise TransferError(f"the far end: {reply['error']}")
@@ -72,12 +68,18 @@ async def _far_end(settings: TransferBenchSettings) -> AsyncIterator[_Far]:
             reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 24)
     except (OSError, ValueError, TimeoutError) as error:
         raise TransferError(f"no far end at {where!r}: {error}; start one there with --listen") from None
+    problem = ""
     try:
-        yield _Far(host, reader, writer, process)
+        yield _Far(host, reader, writer)
+    except TransferError as error:
+        problem = str(error)
     finally:
         writer.close()
-        if process is not None:
-            await process.wait()
+        code = await process.wait() if process is not None else 0  # it ends with its caller
+    if code:
+        raise TransferError(f"the far end ended with code {code}{problem and f': {problem}'}")
+    if problem:
+        raise TransferError(problem)
 
 
 async def measure(settings: TransferBenchSettings, on_progress: OnProgress) -> TransferResult:
