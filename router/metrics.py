@@ -91,7 +91,7 @@ class Metrics:
         self.registry.register(_Workers(router_id, workers))
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """The metrics in Prometheus' text format. May be called on any thread."""
         return generate_latest(self.registry)
 
 
@@ -126,8 +126,9 @@ class _Workers:
         )
         for worker in self._workers():
             names, load = [self._router_id, worker.id, worker.role], worker.load
-            if worker.view is not None:
-                predictions = worker.view.predictions
+            view = worker.view
+            if view is not None:
+                predictions = view.predictions
                 ttft.add_metric(names, predictions.count, predictions.ttft_ms / 1e3)
                 error.add_metric(names, predictions.count, predictions.error_ms / 1e3)
             live.add_metric(names, int(worker.live))

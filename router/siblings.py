@@ -25,12 +25,14 @@ class Answer:
         status: Of HTTP; 0 where there was no answer.
         body: Of the answer.
         error: Why there was no answer, for people.
+        silent: There was none in time.
     """
 
     router_id: str
     status: int
     body: bytes = b""
     error: str = ""
+    silent: bool = False
 
     @property
     def ok(self) -> bool:
@@ -56,10 +58,11 @@ class Siblings:
         return [member for member in self._listed() if member.id != self.router_id]
 
     async def serve_at(self, own: Member) -> bool:
-        """Whether one of them is ready that has the public port of this one, whose lease is `own`."""
+        """Whether one of them is ready that has the public port of this one, whose lease is `own`; or it is too busy to
+        say so."""
         place = (own.host, own.address)
         sharing = [member for member in self.members if (member.host, member.address) == place]
-        return any(answer.ok for answer in await _ask_all(sharing, "/readyz", b""))
+        return any(answer.ok or answer.silent for answer in await _ask_all(sharing, "/readyz", b""))
 
     async def ask(self, path: str, authorization: bytes = b"") -> list[Answer]:
         """What each of them answers to a GET of `path`, within about ANSWER_S; they are asked at the same time."""
@@ -75,7 +78,7 @@ async def _ask(member: Member, path: str, authorization: bytes) -> Answer:
         async with asyncio.timeout(ANSWER_S):
             return await asyncio.to_thread(_get, member, path, authorization)
     except TimeoutError:
-        return Answer(member.id, 0, error=f"no answer within {ANSWER_S:g} s")
+        return Answer(member.id, 0, error=f"no answer within {ANSWER_S:g} s", silent=True)
     except (OSError, HTTPException, ValueError) as error:  # the last: its lease has no such address
         return Answer(member.id, 0, error=describe(error))
 

@@ -63,8 +63,8 @@ class Workers:
 
     @property
     def sessions(self) -> Sequence[Session]:
-        """Every known worker's session, by name."""
-        return [self._sessions[worker_id] for worker_id in sorted(self._sessions)]
+        """Every known worker's session, by name. May be read on any thread."""
+        return sorted(self._sessions.copy().values(), key=lambda session: session.id)
 
     @property
     def ready(self) -> bool:

@@ -19,6 +19,12 @@ from tests.router.fake_worker import Answer, FakeWorker
 TEXT = {"model": "small-model", "prompt": "Hello?", "max_tokens": 3}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, routers that run answer."""
+    monkeypatch.setattr(siblings, "ANSWER_S", 10.0)
+
+
 @pytest.fixture
 async def pair(start_router: StartRouter, start_worker: StartWorker, says: Says) -> tuple[Router, Router]:
     """Two routers that know of each other, with one worker."""
@@ -123,30 +129,28 @@ async def missing(
     request: pytest.FixtureRequest, redis: Redis, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[str]:
     """Why a router with a lease does not answer: nobody listens there, or nobody reads."""
-    monkeypatch.setattr(siblings, "ANSWER_S", 0.2)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if request.param == "silent":
+            monkeypatch.setattr(siblings, "ANSWER_S", 1.0)
             listener.listen()
         admin = f"127.0.0.1:{listener.getsockname()[1]}"
         async with lease(redis, cluster, Member("gone", "router", "127.0.0.1:1", "h", 1, 1, admin), ttl_s=30):
-            yield "refused" if request.param == "stopped" else "no answer within 0.2 s"
+            yield "refused" if request.param == "stopped" else "no answer within 1 s"
 
 
 async def test_who_does_not_answer_is_told_and_the_rest_is_there(pair: tuple[Router, Router], missing: str) -> None:
-    first, second = pair
-    await second.http.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
+    first, _ = pair
+    await first.http.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
 
-    async def lists_it() -> bool:
-        return len((await first.cluster())["routers"]) == 3
+    async def is_told() -> bool:
+        routers = {one["id"]: one for one in (await first.cluster())["routers"]}
+        return "gone" in routers and missing in routers["gone"]["error"] and routers["router-b"]["ready"]
 
-    await eventually(lists_it)
+    await eventually(is_told)
     lines = await _metrics(first)
     assert 'cpd_router_up{router="gone"} 0.0' in lines
     assert 'cpd_requests_total{outcome="completed",route="local"} 1.0' in lines
-    routers = {one["id"]: one for one in (await first.cluster())["routers"]}
-    assert missing in routers["gone"]["error"]
-    assert (routers["gone"]["ready"], routers["router-b"]["ready"]) == (False, True)
     told = (await first.http.get("/requests/mine")).json()
     assert len(told["placements"]) == 1
     assert missing in told["missing"]["gone"]
