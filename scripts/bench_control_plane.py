@@ -9,6 +9,10 @@ runs here only makes figures worse.
 3. Streams, 100 words in, 32 tokens out, one and 32 at a time: the time to the first token, and chunks a second.
 4. One stream at a time, a prompt of 500 words, in turn prefilled locally and remotely: what the remote route adds.
 
+Beside the figures of 2 and 3 stands the CPU time that a request took in each process, kernel included, and beside
+those of 3 how many tokens a chunk carried, and how many chunks came at one time. The client's time limits the figures
+like the others': it has the same cores.
+
 A word is one token. The client is `cpd bench`'s, in this process.
 """
 
@@ -20,8 +24,9 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import orjson
@@ -43,6 +48,37 @@ OUTPUT = 32
 AT_ONCE = 32
 REMOTE_WORDS = 500
 TIMEOUT_S = 30.0
+
+
+class Cpu:
+    """CPU time that requests take, by process.
+
+    Args:
+        pids: Processes by name.
+    """
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self._before = self._seconds()
+
+    def each(self, requests: int) -> dict[str, float]:
+        """Time of one of so many requests since this object was made, in us."""
+        now = self._seconds()
+        return {name: (now[name] - self._before[name]) / requests * 1e6 for name in now}
+
+    def _seconds(self) -> dict[str, float]:
+        return {name: cpu_seconds(pid) for name, pid in self._pids.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def least(costs: Sequence[Mapping[str, float]]) -> str:
+    """The least of several passes, for people."""
+    return ", ".join(f"{name} {min(cost[name] for cost in costs):,.0f}" for name in costs[0])
 
 
 class Prompts:
@@ -128,9 +164,14 @@ async def latency(port: int, prompts: Prompts, requests: int, max_tokens: int) -
     return statistics.median(latencies) * 1e3
 
 
-async def throughput(port: int, prompts: Prompts, requests: int, words: int) -> float:
-    """Requests a second."""
-    _, seconds = await plain(port, [plain_request(port, prompts(words), OUTPUT) for _ in range(requests)], AT_ONCE)
+async def throughput(
+    port: int, prompts: Prompts, requests: int, words: int, pids: Mapping[str, int], costs: list[Mapping[str, float]]
+) -> float:
+    """Requests a second; adds what one cost."""
+    bodies = [plain_request(port, prompts(words), OUTPUT) for _ in range(requests)]
+    cpu = Cpu(pids)
+    _, seconds = await plain(port, bodies, AT_ONCE)
+    costs.append(cpu.each(requests))
     return requests / seconds
 
 
@@ -153,10 +194,11 @@ async def best(passes: int, choose: Callable[[Iterator[float]], float], once: Ca
     return choose(iter([await once() for _ in range(passes)]))
 
 
-async def measure(port: int, local_url: str, remote_url: str, passes: int, scale: float) -> None:
+async def measure(cluster: Cluster, passes: int, scale: float) -> None:
     """Prints all figures."""
     prompts = Prompts(int(time.time()))
-    url = f"http://{HOST}:{port}"
+    url, port = cluster.url, cluster.settings.port
+    pids = {"router": cluster.pid("router-0"), "workers": cluster.pid("simulated"), "client": os.getpid()}
 
     def count(requests: int) -> int:
         return max(AT_ONCE, int(requests * scale))
@@ -165,15 +207,27 @@ async def measure(port: int, local_url: str, remote_url: str, passes: int, scale
         ms = await best(passes, min, partial(latency, port, prompts, count(300), max_tokens))
         print(f"1 at a time, 10 words in, {max_tokens:2} tokens out: p50 {ms:.2f} ms (goal {goal})", flush=True)
     for words, goal in ((100, 1060), (2000, 800)):
-        rate = await best(passes, max, partial(throughput, port, prompts, count(3000), words))
-        print(f"{AT_ONCE} at a time, {words:4} words in, {OUTPUT} out: {rate:.0f} requests/s (goal {goal})", flush=True)
+        costs: list[Mapping[str, float]] = []
+        rate = await best(passes, max, partial(throughput, port, prompts, count(3000), words, pids, costs))
+        print(f"{AT_ONCE} at a time, {words:4} words in, {OUTPUT} out: {rate:.0f} requests/s (goal {goal})")
+        print(f"   CPU us a request: {least(costs)}", flush=True)
     for at_once, requests, goal in ((1, 300, 2.5), (AT_ONCE, 2000, 6.0)):
-        times, rates = [], []
+        times, rates, costs = [], [], []
         for _ in range(1 + passes):
-            records, seconds = await streams(url, [prompts(100) for _ in range(count(requests))], at_once)
+            texts = [prompts(100) for _ in range(count(requests))]
+            cpu = Cpu(pids)
+            records, seconds = await streams(url, texts, at_once)
+            costs.append(cpu.each(len(texts)))
             times.append(ttft_ms(records))
-            rates.append(sum(len(record.content_s) for record in records) / seconds)
+            chunks = sum(len(record.content_s) for record in records)
+            rates.append(chunks / seconds)
+        arrivals = sum(len(set(record.content_s)) for record in records)
         print(f"{at_once:2} streams: TTFT p50 {min(times[1:]):.2f} ms (goal {goal}), {max(rates[1:]):.0f} chunks/s")
+        print(f"   {OUTPUT * len(records) / chunks:.1f} tokens a chunk, {chunks / arrivals:.1f} chunks at one time")
+        print(f"   CPU us a request: {least(costs[1:])}", flush=True)
+    # only now: each router has a session with every worker, which tells all of them what it has cached
+    local_url = cluster.add_router(long_prefill_tokens=REMOTE_WORDS)
+    remote_url = cluster.add_router(long_prefill_tokens=REMOTE_WORDS - 1)
     ms = await best(passes, min, partial(remote_extra, local_url, remote_url, prompts, count(150)))
     print(f"{REMOTE_WORDS} words in: the remote route adds {ms:+.2f} ms to the TTFT (goal 5)")
 
@@ -187,9 +241,7 @@ def main() -> None:
     print(f"commit {commit}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
     settings = {"served_model_name": NAME, "simulate": "instant", "prefill": 2, "combined": 4, "kv_memory": "1GiB"}
     with Cluster(model=str(tiny.CHECKPOINT), **settings) as cluster:
-        local_url = cluster.add_router(long_prefill_tokens=REMOTE_WORDS)
-        remote_url = cluster.add_router(long_prefill_tokens=REMOTE_WORDS - 1)
-        uvloop.run(measure(cluster.settings.port, local_url, remote_url, arguments.passes, arguments.scale))
+        uvloop.run(measure(cluster, arguments.passes, arguments.scale))
 
 
 if __name__ == "__main__":
