@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from kvtransfer.bench.result import Cell, TransferResult
 
 
+_NOTE = (
+    "KiB of a page; median and best push; CPU µs a page of the sender (out) and the receiver (in), least of all "
+    "pushes; share of the ceiling: median of its median, best of its best."
+)
+
+
 def bench_transfer(settings: TransferBenchSettings) -> None:
     """Measure how fast a transport moves pages between two processes, of this host or of two.
 
@@ -74,40 +80,40 @@ def _write(path: Path, text: str) -> None:
 
 def show(result: "TransferResult", console: "Console") -> None:
     """Prints the figures as a table."""
+    from rich import box
     from rich.table import Table
 
     console.print(f"{result.transport} through {result.route}; {result.machine}")
-    table = Table("page", "pages", "", "median ms", "best ms", "GB/s", "best", "CPU µs/page, sender", "receiver")
+    table = Table(*_columns(result), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in table.columns:
         column.justify = "right"
-    if any(cell.ceilings for cell in result.cells):
-        for name in ("ucx_perftest GB/s", "best", "share", "best"):
-            table.add_column(name, justify="right")
     for cell in result.cells:
         table.add_row(*_row(cell))
     console.print(table)
-    console.print(f"Ceiling: {result.ceiling}")
+    console.print(f"Ceiling: {result.ceiling}\n{_NOTE}")
     cost = result.cost()
     console.print(f"A transfer takes {cost.fixed_ms:.2f} ms, and a second for every {cost.bytes_per_ms / 1e6:.2f} GB.")
+
+
+def _columns(result: "TransferResult") -> list[str]:
+    columns = ["KiB", "pages", "lie", "ms", "GB/s", "best", "out", "in"]
+    return columns + (["ceiling", "share", "best"] if any(cell.ceilings for cell in result.cells) else [])
 
 
 def _row(cell: "Cell") -> list[str]:
     sender_us, receiver_us = cell.cpu_us_a_page
     row = [
-        _size(cell.page_bytes),
+        f"{cell.page_bytes / (1 << 10):g}",
         f"{cell.pages:,}",
-        "scattered" if cell.scattered else "neighbours",
+        "apart" if cell.scattered else "beside",
         f"{cell.median_ms:.2f}",
-        f"{cell.best_ms:.2f}",
         f"{cell.bytes_per_s / 1e9:.2f}",
         f"{cell.best_bytes_per_s / 1e9:.2f}",
         f"{sender_us:.1f}",
         f"{receiver_us:.1f}",
     ]
     if cell.median_share is not None and cell.best_share is not None:
-        ceilings = sorted(cell.ceilings)
-        row += [f"{ceilings[len(ceilings) // 2] / 1e9:.2f}", f"{ceilings[-1] / 1e9:.2f}"]
-        row += [f"{cell.median_share:.0%}", f"{cell.best_share:.0%}"]
+        row += [f"{max(cell.ceilings) / 1e9:.2f}", f"{cell.median_share:.0%}", f"{cell.best_share:.0%}"]
     return row
 
 
@@ -124,10 +130,8 @@ def page(result: "TransferResult") -> "Page":
         _chart("Bandwidth, GB/s", result, lambda cell: cell.bytes_per_s / 1e9, ceiling=True),
         _chart("Time of a push, ms", result, lambda cell: cell.median_ms),
     )
-    columns = ["page", "pages", "", "median ms", "best ms", "GB/s", "best", "CPU µs/page, sender", "receiver"]
-    if any(cell.ceilings for cell in result.cells):
-        columns += ["ucx_perftest GB/s", "best", "share", "best share"]
-    made.section("All figures")
+    made.section("All figures", _NOTE)
+    columns = _columns(result)
     rows = [_row(cell) for cell in result.cells]
     made.add(Table(columns, [row + ["-"] * (len(columns) - len(row)) for row in rows], prose=[2]))
     made.add(Facts("What ran", [("machine", result.machine), ("ceiling", result.ceiling)]))

@@ -91,6 +91,6 @@ class TransferResult(_Part):
             return Cost(0.0, float((sizes / times).max()))
         design = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
         (fixed_ms, ms_a_byte), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
-        if ms_a_byte <= 0:
+        if ms_a_byte * sizes.max() < 0.01 * times.max():  # the larger ones took no longer
             return Cost(0.0, float((sizes / times).max()))
         return Cost(max(0.0, float(fixed_ms)), float(1 / ms_a_byte))
