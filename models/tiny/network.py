@@ -35,7 +35,7 @@ class Network(nn.Module):
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.norm = RmsNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         cos, sin = rope_table(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -67,9 +67,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = RmsNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = Mlp(shape)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=shape.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=shape.rms_norm_eps)
+        self.q_norm = RmsNorm(self.head_dim, eps=shape.rms_norm_eps)
+        self.k_norm = RmsNorm(self.head_dim, eps=shape.rms_norm_eps)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, hidden] to the same; `cos` and `sin` are [T, head_dim]."""
@@ -109,6 +109,14 @@ class Attention(nn.Module):
         )
         result: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return result
+
+
+class RmsNorm(nn.RMSNorm):
+    """Root-mean-square norm, in the precision of what it norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to the same."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Mlp(nn.Module):

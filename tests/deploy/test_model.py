@@ -52,7 +52,7 @@ def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
 
     weights.write_bytes(content)
     config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"hidden_size": 256, "head_dim": 64}))
+    (checkpoint / "config.json").write_text(json.dumps(config | {"hidden_size": 512}))
     with pytest.raises(CPDError, match="shape"):
         inspect(checkpoint)
 
