@@ -21,7 +21,7 @@ class SampleRow:
         row: Index into the batch's tokens, whose logits decide. Several choices may share one row.
         choice: Choice index, part of the noise's key.
         position: Position of the token to be sampled (number of tokens before it), part of the noise's key.
-        tokens: All tokens before it, prompt first. [position] int32
+        tokens: All tokens before it, prompt first; in a batch that is fed, all but the last one. [position] int32
         prompt_len: How many of those are the prompt.
     """
 
@@ -46,6 +46,8 @@ class Batch:
         block_tables: Pages of each sequence in block order, zero beyond its context. [S, blocks of the longest]
         num_decodes: How many leading sequences have one query token.
         samples: Tokens to sample; only their rows reach the LM head.
+        fed: The token ids are not known: token t is what sample `fed[t]` of the step before on this lane chooses. Such
+            a step has only decodes, and none whose choice depends on which tokens came before. None: they are. [T]
     """
 
     token_ids: IntArray
@@ -56,6 +58,7 @@ class Batch:
     block_tables: IntArray
     num_decodes: int
     samples: list[SampleRow]
+    fed: IntArray | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +93,10 @@ class Lane(Protocol):
     def share(self) -> float:
         """Of the device's compute units; 1: all of them."""
 
+    @property
+    def queues(self) -> bool:
+        """Whether a second step may be launched before the first one is collected, and be fed by it."""
+
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
         """Starts a step. The batch belongs to the lane until `collect` has returned or raised.
 
@@ -101,7 +108,7 @@ class Lane(Protocol):
         """Whether `collect` would not wait."""
 
     def collect(self) -> Ran:
-        """Waits for the launched step. Raises what went wrong in it."""
+        """Waits for the launched step, the first one of two. Raises what went wrong in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class CallerLane:
         threads: For the kernels; None leaves that alone.
     """
 
+    queues = False
+
     def __init__(self, compute: Compute, threads: int | None = None, share: float = 1.0) -> None:
         self.share = share
         self._compute = compute
@@ -55,6 +57,8 @@ class CallerLane:
 
 class ThreadLane:
     """Computes on the one thread of `executor`. See `engine.batch.Lane`; the rest as in `CallerLane`."""
+
+    queues = False
 
     def __init__(self, executor: ThreadPoolExecutor, compute: Compute, threads: int | None, share: float) -> None:
         self.share = share

@@ -5,6 +5,8 @@
 A step's batch runs on the whole device, or on the decode lane while the prefill lane computes something else
 (`engine/aside.py`); what goes where is `cpd/colocation.py`'s to say.
 
+A lane that works by itself has the next step before the last one's tokens are processed (`engine/flight.py`).
+
 Runs on one thread and never reads a clock. Whatever is called between two steps sees a consistent state: pages are
 released and blocks published only when the step that touches them has been collected.
 """
@@ -22,6 +24,7 @@ from cpd.perfmodel import Work
 from engine.aside import Aside
 from engine.backlog import Backlog
 from engine.batch import IntArray, Lane, Ran, Runner
+from engine.flight import Flight
 from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
@@ -84,7 +87,8 @@ class Engine:
         self._aside = Aside(self._pool, self._scheduler.table, build)
         self._on_aside_done: Callable[[], None] = lambda: None
         self._reservations = Reservations(self._scheduler)
-        self._requests = LiveRequests(self._scheduler, self.max_model_len)
+        self._requests = LiveRequests(self._scheduler, self.max_model_len, self._release)
+        self._flight: Flight | None = None
         self.trace = StepTrace()
         self._pins: Counter[int] = Counter()
         self._step_ms: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -119,39 +123,32 @@ class Engine:
         False also when everything waits for pages that others hold (reservations, pins) or for the prefill lane: ask
         again after the next call that changes the engine, and when `on_lane_done` was called.
         """
-        return bool(self._requests.shown) or self._aside.done or (bool(self._requests) and not self._stalled)
+        if self._flight or self._requests.shown or self._aside.done:
+            return True
+        return bool(self._requests) and not self._stalled
 
     def on_lane_done(self, callback: Callable[[], None]) -> None:
         """Has `callback` called, on any thread, whenever the prefill lane has something for the next step."""
         self._on_aside_done = callback
 
     def step(self, now: float = 0.0) -> StepOutput:
-        """Computes one batch, and sees to the prefill lane. Pin the pages of `computed` before the next call.
+        """Collects one batch, and sees to the prefill lane. Pin the pages of `computed` before the next call.
 
         Args:
             now: The time of the requests' `received` and `deadline`, in seconds.
         """
         self._requests.release_shown()
         output = StepOutput()
-        plan = self._scheduler.decodes()
-        if self._scheduler.wants_prefill:
-            self._prefill(plan, now)
-        if plan:
-            split = self._aside.split
-            lane = split.decode if split else self._runner.full
-            batch = self._build(plan, self._scheduler.table)
-            work = plan.work
-            predicted_ms = self.colocation.model.step_ms(work, lane.share, self._aside.work)
-            lane.launch(batch)
-            ran = lane.collect()
-            if predicted_ms:
-                self._slower.append(ran.ms / predicted_ms)
-            self._requests.process(plan, ran.sampled, output)
-            self._record("decode" if split else "full", lane, plan, work, ran)
-        elif self._aside.split is None:
-            self._without_plan(output, now)
-        else:
-            self._stalled = True
+        if self._flight is None:
+            self._start(output, now)
+        if (flight := self._flight) is not None:
+            self._flight = self._follow(flight)
+            ran = flight.lane.collect()
+            self._pool.release(flight.freed)
+            if flight.predicted_ms:
+                self._slower.append(ran.ms / flight.predicted_ms)
+            self._requests.process(flight.plan, ran.sampled, output)
+            self._record(flight.name, flight.lane, flight.plan, flight.work, ran)
         # Last, because the pages of `computed` must be as they are when the caller sees them.
         if self._aside.done:
             self._stalled = False
@@ -166,7 +163,8 @@ class Engine:
 
         A simulator may make them at once, if nothing comes from outside meanwhile.
         """
-        return 0 if self._aside.split or self._requests.shown else self._scheduler.quiet_steps
+        busy = self._flight or self._aside.split or self._requests.shown
+        return 0 if busy else self._scheduler.quiet_steps
 
     @property
     def decoding(self) -> Work:
@@ -321,6 +319,7 @@ class Engine:
         self._reservations.check_integrity()
         held = self._scheduler.held_pages() + self._reservations.held_pages() + self._requests.shown
         held += self._aside.held_pages()
+        held += self._flight.freed if self._flight else []
         held += self._pins.elements()
         holders = np.bincount(np.array(held, dtype=np.int64), minlength=self._pool.num_pages)
         if (holders != self._pool.refcounts()).any():
@@ -328,6 +327,45 @@ class Engine:
             raise AssertionError(f"page {wrong} has {holders[wrong]} known holders, not as many as the pool counts")
         if {id(seq) for seq in self._requests.seqs()} != {id(seq) for seq in self._scheduler.seqs()}:
             raise AssertionError("the scheduler and the live requests have different sequences")
+
+    def _start(self, output: StepOutput, now: float) -> None:
+        """Decides what is computed next, and launches it."""
+        plan = self._scheduler.decodes()
+        if self._scheduler.wants_prefill:
+            self._prefill(plan, now)
+        if plan:
+            self._flight = self._launch(plan)
+        elif self._aside.split is None:
+            self._without_plan(output, now)
+        else:
+            self._stalled = True
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Launches what comes after a step, as far as that is known before its tokens are."""
+        if not flight.lane.queues or flight.lane is not self._lane or self._aside.done:
+            return None
+        plan = self._scheduler.decodes_after(flight.plan)
+        return self._launch(plan) if plan else None
+
+    @property
+    def _lane(self) -> Lane:
+        """For whatever does not go aside."""
+        split = self._aside.split
+        return split.decode if split else self._runner.full
+
+    def _launch(self, plan: Plan) -> Flight:
+        lane, aside, work = self._lane, self._aside, plan.work
+        batch = self._build(plan, self._scheduler.table)
+        predicted_ms = self.colocation.model.step_ms(work, lane.share, aside.work)
+        lane.launch(batch)
+        return Flight(lane, "decode" if aside.split else "full", plan, work, predicted_ms)
+
+    def _release(self, pages: list[int]) -> None:
+        """Nobody holds these pages any more, but a step that is on its way may use them."""
+        if self._flight is not None:
+            self._flight.freed.extend(pages)
+        else:
+            self._pool.release(pages)
 
     def _prefill(self, plan: Plan, now: float) -> None:
         """Adds prefills to the step, and starts the prefill lane if it is its turn."""

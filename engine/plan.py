@@ -17,29 +17,32 @@ class Chunk:
 
     Attributes:
         choices: The sequence's, as of the launch: some may be ended while the chunk runs.
+        samples: Whether it ends with the sequence's last token, so that the next one is chosen.
     """
 
     seq: Seq
     start: int
     count: int
     choices: list[int]
-
-    @property
-    def samples(self) -> bool:
-        """Whether it ends with the last known token, so that the next one is chosen."""
-        return self.start + self.count == self.seq.num_tokens
+    samples: bool
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a lane computes in one step: chunks of one token first, then longer ones."""
+    """What a lane computes in one step: chunks of one token first, then longer ones.
+
+    Attributes:
+        fed: See `engine.batch.Batch.fed`.
+    """
 
     singles: list[Chunk] = field(default_factory=list)
     longer: list[Chunk] = field(default_factory=list)
+    fed: IntArray | None = None
 
     def add(self, seq: Seq, count: int) -> None:
         """Computes the next `count` tokens of a sequence."""
-        (self.singles if count == 1 else self.longer).append(Chunk(seq, seq.num_computed, count, seq.choices))
+        samples = seq.num_computed + count == seq.num_tokens
+        (self.singles if count == 1 else self.longer).append(Chunk(seq, seq.num_computed, count, seq.choices, samples))
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -82,7 +85,8 @@ def build_batch(plan: Plan, table: SeqTable) -> Batch:
     for s, (chunk, after) in enumerate(zip(chunks, query_start[1:].tolist(), strict=True)):
         if chunk.samples:
             seq, request = chunk.seq, chunk.seq.request
-            tokens, position = table.tokens_of(seq), seq.num_tokens
+            position = chunk.start + chunk.count
+            tokens = table.tokens[seq.row, :position]
             for choice in chunk.choices:
                 samples.append(SampleRow(after - 1, request.params, choice, position, tokens, request.prompt_len))
         else:  # it holds the pages of its later chunks already
@@ -96,4 +100,5 @@ def build_batch(plan: Plan, table: SeqTable) -> Batch:
         block_tables=block_tables,
         num_decodes=len(plan.singles),
         samples=samples,
+        fed=plan.fed,
     )

@@ -1,6 +1,6 @@
 """The live requests: the sequences of each, and what newly chosen tokens make of them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -16,13 +16,17 @@ from engine.types import Computed, Finish, Output, Request, StepOutput
 class LiveRequests:
     """Knows every sequence that has not finished.
 
+    Args:
+        release: Takes the pages that a finished sequence leaves.
+
     Attributes:
         prefill_tokens: Computed in chunks so far; after a preemption some a second time.
         decode_tokens: Computed one a step so far, after a choice's first output.
     """
 
-    def __init__(self, scheduler: Scheduler, max_model_len: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_model_len: int, release: Callable[[list[int]], None]) -> None:
         self._scheduler = scheduler
+        self._release = release
         self._max_model_len = max_model_len
         self._seqs: dict[str, list[Seq]] = {}
         self._arrivals = count()
@@ -74,7 +78,7 @@ class LiveRequests:
         for seq in tuple(self._seqs.get(request_id, ())):
             seq.choices = [] if choices is None else [choice for choice in seq.choices if choice not in choices]
             if not seq.choices:
-                self._scheduler.pool.release(self._close(seq))
+                self._release(self._close(seq))
 
     def process(self, plan: Plan, sampled: Sequence[Sampled], step: StepOutput) -> None:
         """A lane has computed a plan.
@@ -87,7 +91,7 @@ class LiveRequests:
         for chunk in plan.chunks:
             seq = chunk.seq
             chosen: Iterable[tuple[int, Sampled]] = zip(chunk.choices, tokens, strict=False) if chunk.samples else ()
-            if seq.choices is not chunk.choices:  # some were ended while the lane computed them
+            if seq.choices is not chunk.choices:  # some have ended while the lane computed them
                 chosen = [pair for pair in chosen if pair[0] in seq.choices]
                 if not seq.choices:
                     continue
@@ -112,7 +116,7 @@ class LiveRequests:
             if seq.request.prefill_only:
                 self._shown += pages
             else:
-                self._scheduler.pool.release(pages)
+                self._release(pages)
             return
         own, *others = token_ids
         for choice in others:
@@ -158,6 +162,7 @@ class LiveRequests:
 
     def _close(self, seq: Seq) -> list[int]:
         """Takes a sequence out. Returns its pages, which are the caller's to release."""
+        seq.choices = []
         siblings = self._seqs[seq.request.id]
         siblings.remove(seq)
         if not siblings:

@@ -89,6 +89,30 @@ class Scheduler:
                 self._behind.append(seq)
         return plan
 
+    def decodes_after(self, step: Plan) -> Plan | None:
+        """The decodes after those of a step that is being computed, whatever tokens that chooses.
+
+        Takes the pages that they need. None: something else is to be decided first, or there is nothing to compute.
+        """
+        if step.longer or self.line or any(not chunk.samples or len(chunk.choices) > 1 for chunk in step.singles):
+            return None
+        live = [(index, chunk) for index, chunk in enumerate(step.singles) if chunk.seq.state is State.RUNNING]
+        if len(live) != sum(not seq.aside for seq in self.running):  # somebody else is to come in
+            return None
+        going_on = [(index, chunk) for index, chunk in live if not self._ends(chunk.seq)]
+        if any(chunk.seq.request.params.looks_back for _, chunk in going_on):
+            return None
+        short = [chunk.seq for _, chunk in going_on if chunk.seq.num_pages * BLOCK_SIZE == chunk.seq.num_tokens]
+        own = self.pool.take(len(short))
+        if own is None or not going_on:
+            return None
+        for seq, page in zip(short, own, strict=True):
+            self.table.add_pages(seq, [page])
+        return Plan(
+            [Chunk(chunk.seq, chunk.start + 1, 1, chunk.seq.choices, samples=True) for _, chunk in going_on],
+            fed=np.array([index for index, _ in going_on], np.int32),
+        )
+
     @property
     def wants_prefill(self) -> bool:
         """Whether `prefills` may find something to do."""
@@ -305,6 +329,12 @@ class Scheduler:
         for block_hash, filler in self.pending.fillers().items():
             if self.pool.is_cached(block_hash) or (isinstance(filler, Seq) and filler.state is not State.RUNNING):
                 raise AssertionError("a block is pending that is in the cache, or that nobody fills")
+
+    def _ends(self, seq: Seq) -> bool:
+        """Whether the next token is the last one, whatever it is."""
+        request = seq.request
+        most = min(request.prompt_len + request.params.max_tokens, self.table.max_len)
+        return request.prefill_only or seq.num_tokens + 1 >= most
 
     def _next_behind(self, longest: int) -> Seq | None:
         """Takes the next running sequence out that lacks no more tokens than `longest`."""

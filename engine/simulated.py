@@ -101,6 +101,8 @@ class SimulatedRunner:
 class SimulatedLane:
     """See `engine.batch.Lane`."""
 
+    queues = False
+
     def __init__(self, device: "_Device", share: float) -> None:
         self.share = share
         self._device = device

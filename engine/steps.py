@@ -31,26 +31,41 @@ class Steps:
         return chosen.read() if chosen else []
 
     @torch.inference_mode()
-    def start(self, batch: Batch) -> Chosen | None:
-        """Has a step computed. None: it samples nothing."""
+    def start(self, batch: Batch, before: torch.Tensor | None = None) -> Chosen | None:
+        """Has a step computed. None: it samples nothing.
+
+        Args:
+            before: What the step before chose, if the batch is fed: int64, one a sample, on the device.
+        """
         rows = np.fromiter((sample.row for sample in batch.samples), np.int32, len(batch.samples))
         unique, choice_rows = np.unique(rows, return_inverse=True)  # several choices may share one prompt's row
-        logits = self.logits(batch, unique)
+        logits = self.logits(batch, unique, before)
         if logits is None:
             return None
         if len(unique) != len(rows) or not np.array_equal(unique, rows):
             logits = self.take(logits, choice_rows.astype(np.int32))
         return self.sampler.choose(logits, batch.samples)
 
-    def logits(self, batch: Batch, rows: IntArray) -> torch.Tensor | None:
+    def logits(self, batch: Batch, rows: IntArray, before: torch.Tensor | None = None) -> torch.Tensor | None:
         """Stores keys and values, and computes the logits of tokens `rows`, ascending: [R, V]; None if R is 0."""
         every = len(rows) == len(batch.token_ids)
+        loaded = DeviceBatch.of(batch, self.device)
+        self.feed(loaded, before)
         return self.model.forward(
-            DeviceBatch.of(batch, self.device),
+            loaded,
             self.kv,
             None if every else pack([rows], self.device)[0],
             len(rows),
         )
+
+    def feed(self, batch: DeviceBatch, before: torch.Tensor | None) -> None:
+        """Puts the token ids in their place that only the device knows. Padding keeps its own."""
+        fed = batch.host.fed
+        if fed is None:
+            return
+        assert before is not None, "a step is fed, and there is none before it"
+        every = len(fed) == len(before)  # ascending numbers below that: all of them
+        batch.token_ids[: len(fed)].copy_(before if every else self.take(before, fed))
 
     def take(self, logits: torch.Tensor, rows: IntArray) -> torch.Tensor:
         """Those rows."""

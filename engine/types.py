@@ -46,6 +46,11 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether the next token depends on which ones came before, beyond what the model makes of them."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -111,14 +111,19 @@ class DecodeGraphs:
         """Whether there is a graph for this step."""
         return batch.num_decodes == len(batch.context_lens) <= self.sizes[-1]
 
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch, feed: Callable[[DeviceBatch], None]) -> torch.Tensor:
         """Computes a step that fits, on the current stream, which is the lane's.
+
+        Args:
+            feed: Called when the inputs are in their place, and before they are used.
 
         Returns:
             [>= T, H]: of each token what the head makes its logits of; then of padding. Valid until the next run.
         """
         graph = self._graphs[self.sizes[bisect_left(self.sizes, batch.num_decodes)]]
-        graph.model.prepare(self._load(pad(batch, len(graph.hidden), self._spare_page)))
+        loaded = self._load(pad(batch, len(graph.hidden), self._spare_page))
+        feed(loaded)
+        graph.model.prepare(loaded)
         graph.graph.replay()
         return graph.hidden
 

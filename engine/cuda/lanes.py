@@ -4,6 +4,10 @@
     done     asks the event
     collect  waits for the event, reads the tokens
 
+A second step may be launched before the first is collected: the stream keeps their order, and everything that both use
+(inputs, page tables, a graph's memory) is written by the stream itself. What the host writes for the stream to copy
+lies in blocks of its own, or is guarded by an event (`engine/ops/flashinfer_ops.py`).
+
 The prefill lane of a split does all of this on a thread of its own: starting the thousands of kernels of a chunk takes
 milliseconds in which the decodes' next step could not be started, and the same thread then sleeps until the event.
 
@@ -19,12 +23,14 @@ milliseconds in which the decodes' next step could not be started, and the same 
 | graphs, their inputs and page tables | one lane                                | never                               |
 | activations, logits                  | the lane's stream, by torch's allocator | never: memory stays with its stream |
 | tokens in pinned memory              | the launched step                       | until `collect` has read them       |
+| the same on the device               | the lane, of its last step              | the next step, if that is fed       |
 | streams of partitions                | `GreenContexts`, kept by the runner     | as long as there are lanes          |
 
 So no tensor is freed that another stream still uses, and memory needs no fence but these.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
@@ -63,10 +69,10 @@ class GraphSteps(Steps):
         super().__init__(steps.model, steps.kv, steps.sampler, steps.device)
         self._graphs = graphs
 
-    def logits(self, batch: Batch, rows: IntArray) -> torch.Tensor | None:
+    def logits(self, batch: Batch, rows: IntArray, before: torch.Tensor | None = None) -> torch.Tensor | None:
         if not self._graphs.fits(batch):
-            return super().logits(batch, rows)
-        hidden = self._graphs.run(batch)
+            return super().logits(batch, rows, before)
+        hidden = self._graphs.run(batch, lambda loaded: self.feed(loaded, before))
         if not len(rows):
             return None
         logits = self.model.head(hidden)  # of padding too: cuBLAS knows these sizes
@@ -101,6 +107,8 @@ class CudaLane:
         sleeps: Whether those who wait leave their core to others, which takes them some 20 µs longer.
     """
 
+    queues = True
+
     def __init__(
         self, steps: Steps, stream: torch.cuda.Stream, copies: PageCopies, *, share: float = 1.0, sleeps: bool = False
     ) -> None:
@@ -109,22 +117,26 @@ class CudaLane:
         self._stream = stream
         self._copies = copies
         self._sleeps = sleeps
-        self._step: _Step | None = None
+        self._launched: deque[_Step] = deque()
+        self._chosen: torch.Tensor | None = None
+        self._ended_s = 0.0
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
-        assert self._step is None, "the last step was not collected"
-        self._step = step = self._start(batch)
+        assert len(self._launched) <= (batch.fed is not None), "the last step was not collected"
+        step = self._start(batch)
+        self._launched.append(step)
         if on_done is not None:
             Thread(target=_tell, args=(step.done, on_done), name="lane-done", daemon=True).start()
 
     def done(self) -> bool:
-        return self._step is not None and bool(self._step.done.query())  # type: ignore[no-untyped-call]
+        return bool(self._launched) and bool(self._launched[0].done.query())  # type: ignore[no-untyped-call]
 
     def collect(self) -> Ran:
-        step, self._step = self._step, None
-        assert step is not None, "no step was launched"
+        assert self._launched, "no step was launched"
+        step = self._launched.popleft()
         sampled = step.read()
-        return Ran(sampled, step.start_s, 1e3 * (time.perf_counter() - step.start_s))
+        start_s, self._ended_s = max(step.start_s, self._ended_s), time.perf_counter()
+        return Ran(sampled, start_s, 1e3 * (self._ended_s - start_s))
 
     def run(self, batch: Batch) -> list[Sampled]:
         """`launch` and `collect`, on the calling thread."""
@@ -134,7 +146,8 @@ class CudaLane:
         start_s = time.perf_counter()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._copies.done)
-            chosen = self._steps.start(batch)
+            chosen = self._steps.start(batch, self._chosen)
+            self._chosen = chosen.token_ids if chosen else None
             on_its_way = chosen.to_host() if chosen else None
             done = torch.cuda.Event(blocking=self._sleeps)  # type: ignore[no-untyped-call]
             done.record(self._stream)

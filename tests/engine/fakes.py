@@ -77,54 +77,95 @@ def expected(request: Request, choice: int, max_model_len: int) -> Expected:
         all_states, all_tokens = digest([state], all_states), digest([token_id], all_tokens)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeStep:
-    """A step that runs: what it reads must stay as it is, what it writes appears when it ends."""
+    """A step on a lane: what it reads must stay as it is, what it writes appears when it ends.
 
-    sampled: list[Sampled]
+    Attributes:
+        pages, written: That it uses, and those of them that it writes to.
+        reads, writes: Contents of slots.
+    """
+
+    batch: Batch
+    tokens: list[list[int]]
     pages: set[int]
-    reads: dict[int, int]
-    writes: dict[int, int]
+    written: set[int]
+    lane: "FakeLane | None" = None
+    sampled: list[Sampled] = field(default_factory=list)
+    reads: dict[int, int] = field(default_factory=dict)
+    writes: dict[int, int] = field(default_factory=dict)
 
 
 class FakeLane:
-    """A lane of a FakeRunner. One that is run by hand computes until `finish` is called."""
+    """A lane of a FakeRunner.
 
-    def __init__(self, runner: "FakeRunner", share: float, by_hand: bool = False) -> None:
+    Args:
+        by_hand: It computes until `finish` is called.
+        queues: It computes later: when `get_on` is called, at the latest when somebody waits for it.
+    """
+
+    def __init__(self, runner: "FakeRunner", share: float, *, by_hand: bool = False, queues: bool = False) -> None:
         self.share = share
+        self.queues = queues
+        self.fed = 0
         self._runner = runner
         self._by_hand = by_hand
+        self._queued: list[FakeStep] = []
         self._step: FakeStep | None = None
-        self._done = False
+        self._last: FakeStep | None = None
+        self._ended: list[FakeStep] = []
         self._on_done: Callable[[], None] | None = None
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        assert len(self._queued) + len(self._ended) <= (batch.fed is not None), "the last step was not collected"
         assert self._step is None, "the last step was not collected"
-        self._step, self._on_done = self._runner.begin(batch), on_done
-        if not self._by_hand:
-            self.finish()
+        assert batch.fed is None or self.queues, "nobody feeds this lane"
+        self.fed += batch.fed is not None
+        step = self._runner.begin(batch)
+        self._runner.enter(step, self)
+        self._queued.append(step)
+        self._on_done = on_done
+        if not self.queues:
+            self._compute()
+            if not self._by_hand:
+                self.finish()
 
     @property
     def running(self) -> bool:
-        return self._step is not None and not self._done
+        return self._step is not None
+
+    @property
+    def waiting(self) -> int:
+        """Steps that have not begun."""
+        return len(self._queued)
+
+    def get_on(self) -> None:
+        """Computes the next step that has not begun."""
+        self._compute()
+        self.finish()
 
     def finish(self) -> None:
         """The step has been computed."""
-        assert self._step is not None
-        self._runner.end(self._step)
-        self._done = True
+        step, self._step = self._step, None
+        assert step is not None
+        self._runner.end(step)
+        self._ended.append(step)
         if self._on_done is not None:
             self._on_done()
 
     def done(self) -> bool:
-        return self._done
+        return bool(self._ended)
 
     def collect(self) -> Ran:
-        step, self._step = self._step, None
-        assert step is not None, "no step was launched"
-        assert self._done, "it would wait"
-        self._done = False
-        return Ran(step.sampled, time.perf_counter(), 1.0)
+        if self.queues and not self._ended:
+            self.get_on()
+        assert self._ended, "no step was launched, or it would wait"
+        return Ran(self._ended.pop(0).sampled, time.perf_counter(), 1.0)
+
+    def _compute(self) -> None:
+        self._step = self._queued.pop(0)
+        self._runner.compute(self._step, self._last)
+        self._last = self._step
 
 
 class FakeRunner:
@@ -132,23 +173,52 @@ class FakeRunner:
 
     Args:
         lanes: Whether there are prefill lanes, which run by hand.
+        queues: Whether the other lanes compute later.
     """
 
-    def __init__(self, num_pages: int, lanes: bool = False) -> None:
+    def __init__(self, num_pages: int, lanes: bool = False, queues: bool = False) -> None:
         self.num_pages = num_pages
         self.pages = [[GARBAGE] * BLOCK_SIZE for _ in range(num_pages)]
         self.batches: list[Batch] = []
         self.copies: list[tuple[int, int]] = []
-        self.full = FakeLane(self, 1.0)
+        self.full = FakeLane(self, 1.0, queues=queues)
         self.prefill_lane = FakeLane(self, 0.5, by_hand=True)
-        self.splits = [Split(self.prefill_lane, FakeLane(self, 0.5))] if lanes else []
-        self._running: list[FakeStep] = []
+        self.decode_lane = FakeLane(self, 0.5, queues=queues)
+        self.splits = [Split(self.prefill_lane, self.decode_lane)] if lanes else []
+        self._launched: list[FakeStep] = []
 
     def begin(self, batch: Batch) -> FakeStep:
-        """Reads only what was there before the step, and what the same sequence computes in it."""
+        """A step is launched."""
         self.batches.append(batch)
         check_batch(batch, self.num_pages)
-        step = FakeStep([], {page for row in _tables(batch) for page in row}, {}, {})
+        written = {int(slot) // BLOCK_SIZE for slot in batch.slots}
+        used = {page for row in _tables(batch) for page in row}
+        return FakeStep(batch, [row.tokens.tolist() for row in batch.samples], used, written)
+
+    def enter(self, step: FakeStep, lane: FakeLane) -> None:
+        """A step belongs to a lane. What is on other lanes leaves its pages alone; what is on its own comes before."""
+        step.lane = lane
+        for other in self._launched:
+            if other.lane is not lane:
+                assert self.full not in (lane, other.lane), "the whole device is used beside a part of it"
+                assert not step.written & other.pages, "a lane writes to another's pages"
+                assert not other.written & step.pages, "a lane reads what another writes"
+        self._launched.append(step)
+
+    def compute(self, step: FakeStep, before: FakeStep | None) -> None:
+        """Reads only what was there before the step, and what the same sequence computes in it.
+
+        Args:
+            before: The step before on its lane.
+        """
+        batch = step.batch
+        token_ids = batch.token_ids.tolist()
+        if batch.fed is not None:
+            assert before is not None
+            assert batch.num_decodes == len(token_ids) == len(batch.fed) == len(batch.samples)
+            token_ids = [before.sampled[index].token_id for index in batch.fed]
+            for tokens, token_id in zip(step.tokens, token_ids, strict=True):
+                tokens[-1] = token_id
         contexts = []
         for s, pages in enumerate(_tables(batch)):
             start, end = int(batch.query_start[s]), int(batch.query_start[s + 1])
@@ -159,38 +229,36 @@ class FakeRunner:
                 step.reads[slot] = states[-1]
             for t in range(start, end):
                 position, slot = int(batch.positions[t]), int(batch.slots[t])
-                states.append(next_state(states[-1] if states else 0, int(batch.token_ids[t]), position))
+                states.append(next_state(states[-1] if states else 0, token_ids[t], position))
                 assert slot not in step.writes, "two tokens are written to one slot"
                 assert slot == slots[position]
                 step.writes[slot] = states[-1]
             contexts.append(states)
-        for other in self._running:
-            assert not {slot // BLOCK_SIZE for slot in step.writes} & other.pages, "a lane writes to another's pages"
-            assert not {slot // BLOCK_SIZE for slot in other.writes} & step.pages, "a lane reads what another writes"
-        step.sampled = [Sampled(self._token(row, batch, contexts)) for row in batch.samples]
-        self._running.append(step)
-        return step
+        step.sampled = [
+            Sampled(self._token(row, tokens, batch, contexts))
+            for row, tokens in zip(batch.samples, step.tokens, strict=True)
+        ]
 
     def end(self, step: FakeStep) -> None:
         """What a step has computed appears in the pages."""
-        self._running.remove(step)
+        self._launched.remove(step)
         for slot, state in step.reads.items():
             assert self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] == state, "a page changed under a running step"
         for slot, state in step.writes.items():
             self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] = state
 
     def copy_page(self, source: int, target: int) -> None:
-        for step in self._running:
+        for step in self._launched:
             assert target not in step.pages, "a page is copied to where a lane works"
-            assert source not in {slot // BLOCK_SIZE for slot in step.writes}, "a page is copied while it is written"
+            assert source not in step.written, "a page is copied while it is written"
         self.copies.append((source, target))
         self.pages[target] = list(self.pages[source])
 
-    def _token(self, row: SampleRow, batch: Batch, contexts: list[list[int]]) -> int:
+    def _token(self, row: SampleRow, tokens: list[int], batch: Batch, contexts: list[list[int]]) -> int:
         s = int(np.searchsorted(batch.query_start, row.row, side="right")) - 1
         assert row.row == batch.query_start[s + 1] - 1, "a row in the middle of a chunk is sampled"
-        assert row.position == batch.context_lens[s] == len(row.tokens)
-        return choose(digest(contexts[s]), digest(row.tokens.tolist()), row.params, row.choice, row.prompt_len)
+        assert row.position == batch.context_lens[s] == len(tokens)
+        return choose(digest(contexts[s]), digest(tokens), row.params, row.choice, row.prompt_len)
 
 
 def _tables(batch: Batch) -> list[list[int]]:
@@ -336,9 +404,11 @@ def engine_of(
     )
 
 
-def make_engine(num_pages: int = 64, *, colocate: Mode = "mixed", **options: int) -> tuple[Engine, FakeRunner]:
+def make_engine(
+    num_pages: int = 64, *, colocate: Mode = "mixed", queues: bool = False, **options: int
+) -> tuple[Engine, FakeRunner]:
     """A small engine and its runner; options as in `engine_of`."""
-    runner = FakeRunner(num_pages, lanes=colocate != "mixed")
+    runner = FakeRunner(num_pages, lanes=colocate != "mixed", queues=queues)
     return engine_of(runner, colocate=colocate, **options), runner
 
 

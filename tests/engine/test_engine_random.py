@@ -39,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
             token_budget=budget,
             max_num_seqs=data.draw(st.sampled_from(self.max_num_seqs)),
             colocate=data.draw(st.sampled_from(self.modes)),
+            queues=data.draw(st.booleans()),
         )
         self.lane = self.runner.prefill_lane
         self.served = Served()
@@ -103,6 +104,14 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), prefill_only=st.sampled_from([False, False, True]))
     def add(self, data: st.DataObject, prefill_only: bool) -> None:
         self.engine.add(self.new_request(data, prefill_only=prefill_only))
+
+    @precondition(lambda self: self.runner.full.waiting + self.runner.decode_lane.waiting)
+    @rule(data=st.data())
+    def device_gets_on(self, data: st.DataObject) -> None:
+        """With steps that were launched, in their order."""
+        lane = self.runner.full if self.runner.full.waiting else self.runner.decode_lane
+        for _ in range(data.draw(st.integers(1, lane.waiting))):
+            lane.get_on()
 
     @rule()
     def time_passes(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import engine.ops
 from cpd.blocks import extend_hashes, hash_root
-from engine.batch import Lane, Split
+from engine.batch import Batch, Lane, Split
 from engine.config import load_config
 from engine.cuda import setup
 from engine.cuda.driver import CudaError, CudaUnavailableError
@@ -167,6 +167,34 @@ def test_lanes_at_the_same_time_give_the_same_tokens(start: Start, reference: To
     assert any(graph.replays for graph in graphs_of(runner.splits[0].decode).values()) or any(
         graph.replays for split in runner.splits[1:] for graph in graphs_of(split.decode).values()
     )
+
+
+@pytest.mark.parametrize("most_decodes", [0, 4])
+def test_steps_that_are_fed_on_the_device_give_the_same_tokens(
+    start: Start, reference: TorchRunner, most_decodes: int
+) -> None:
+    """Padded graphs, and steps without; some rows end before others."""
+    root, comings = hash_root(b"model"), []
+    for number, length in enumerate((9, 70, 33)):
+        tokens = prompt_of(length)
+        params = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=15 + 9 * number, top_logprobs=1)
+        comings.append(
+            Arrival(Request(f"r{number}", tokens, length, params, root, extend_hashes(root, tokens)), 0, -1, None)
+        )
+    runner = start(most_decodes)
+    launch, fed = runner.full.launch, []
+
+    def spy(batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        fed.append(0 if batch.fed is None else len(batch.fed))
+        launch(batch, on_done)
+
+    runner.full.launch = spy  # type: ignore[method-assign]
+    want = serve(reference, "mixed", comings)
+    got = serve(cast(TorchRunner, runner), "mixed", comings)
+    assert {key: [o.token_ids for o in outputs] for key, outputs in want.items()} == {
+        key: [o.token_ids for o in outputs] for key, outputs in got.items()
+    }
+    assert {3, 2, 1} <= set(fed)
 
 
 def test_each_lane_captures_on_its_own_stream_with_its_own_memory(start: Start) -> None:

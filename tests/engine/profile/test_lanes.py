@@ -21,6 +21,8 @@ class FakeLane:
     The prefill lane is done when it has been asked `patience` times.
     """
 
+    queues = False
+
     def __init__(self, share: float, slowdown: float = 1.0, patience: int = 0) -> None:
         self.share = share
         self.other: FakeLane | None = None
