@@ -70,6 +70,9 @@ def is_cut_at_spaces(backend: Backend) -> bool:
     if normalizer is not None and normalizer["type"] != "NFC":
         return False
     match splitter:
+        case {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, last]}:
+            splitter = last  # around digits there is no cut
+    match splitter:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return True
         case {

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from models import tiny
 from router import words as words_module
 from router.tokenizer import Tokenizer as RouterTokenizer
 from router.words import Words, is_cut_at_spaces
@@ -15,6 +14,7 @@ GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SPLITTERS = [
     GPT2,
+    pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     *(
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), BYTES])
         for pattern in sorted(words_module._PATTERNS)
@@ -66,7 +66,7 @@ def _words(backend: Tokenizer) -> Words:
     return Words(encode)
 
 
-@pytest.mark.parametrize("splitter", SPLITTERS, ids=["gpt-2", "qwen or llama", "llama or qwen"])
+@pytest.mark.parametrize("splitter", SPLITTERS, ids=["gpt-2", "digits", "qwen or llama", "llama or qwen"])
 def test_the_tokens_are_those_of_the_whole(splitter: pre_tokenizers.PreTokenizer) -> None:
     backend = _backend(splitter)
     assert is_cut_at_spaces(backend)
@@ -109,12 +109,15 @@ async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_special_tokens_stay_where_they_are() -> None:
-    backend = Tokenizer.from_file(str(tiny.CHECKPOINT / "tokenizer.json"))
+    backend = _backend(GPT2)
+    end = backend.token_to_id("<|end|>")
     backend.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+        single="<|end|> $A <|end|>", special_tokens=[("<|end|>", end)]
     )
     text = "one of many words"
-    assert await RouterTokenizer(backend).encode(text) == backend.encode(text).ids
+    ids = await RouterTokenizer(backend).encode(text)
+    assert ids == backend.encode(text).ids
+    assert (ids[0], ids[-1]) == (end, end)
 
 
 @pytest.mark.parametrize(
