@@ -249,8 +249,8 @@ def test_quiet_steps_at_once_have_the_effect_of_one_after_the_other(
         runner = SimulatedRunner(num_pages, MODEL, clock, VOCAB)
         colocation = Colocation(MODEL, token_budget=64)
         engine = Engine(runner, max_model_len=200, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000)
-        for number, (length, output) in enumerate(lengths):
-            engine.add(make_request(f"r{number}", prompt(length, number), max_tokens=output))
+        for number, (length, max_tokens) in enumerate(lengths):
+            engine.add(make_request(f"r{number}", prompt(length, number), max_tokens=max_tokens))
         while engine.has_work:
             steps = min(engine.quiet_steps, most) if at_once else 0
             if steps:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cpd.blocks import extend_hashes, hash_root
-from engine.batch import SampleRow
 from cpd.colocation import Mode
+from engine.batch import SampleRow
 from engine.config import load_config
 from engine.runner import TorchRunner
 from engine.types import Request, SamplingParams

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from cpd.split import lane_splits
 from engine.cuda.driver import CudaDriver
 from engine.cuda.greenctx import GreenContexts, Partition
-from cpd.split import lane_splits
 from scripts.gpu.partition import capture_on, replayed_sms, sms_of_both
 from scripts.gpu.probes import Probes
 from scripts.gpu.toolchain import cuda_root

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
 from cpd.colocation import Colocation, Mode
+from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
 from engine.engine import Engine
 from engine.simulated import SimulatedRunner, VirtualTime, outline
 from engine.types import StepOutput

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from cpd.colocation import Colocation
 from cpd.config import WorkerSettings
 from cpd.errors import TransferError
 from engine.batch import Batch
-from cpd.colocation import Colocation
 from engine.engine import Engine
 from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
 from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeRunner, FakeStep
