@@ -96,7 +96,7 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
     Raises:
         AssertionError: Not as it should.
     """
-    seed = random.Random(f"{subject} {fault} {phase}").randrange(1 << 30)
+    seed = random.randrange(1 << 30)  # a prompt that was here before is cached, and takes another route
     await _release(cluster)
     prompt, *others = oracle.prompts([PROMPT_TOKENS, *OTHERS], seed)
     async with client(cluster.urls["router-0"]) as http, client(cluster.urls["router-1"]) as other_http:
@@ -144,10 +144,10 @@ async def _held(
         await cluster.order(worker, point, Action.HOLD, k)
     request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=MAX_TOKENS))
     async with asyncio.timeout(DEADLINE_S):
-        while not any([await cluster.reached(worker) for worker in able]):
+        while not (held := [worker for worker in able if await cluster.reached(worker)]):
             assert not request.done(), f"the request ended before it was held: {request}"
     prefill = [worker for worker in cluster.workers if worker.startswith("prefill") and await cluster.used(worker)]
-    decode: list[str] = []
+    decode = held if role == "combined" else []
     async with asyncio.timeout(DEADLINE_S):
         while not decode:  # what it reports comes a moment later
             decode = await cluster.busy("combined")
