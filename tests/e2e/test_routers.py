@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,11 +42,12 @@ class Load:
 async def load(url: str) -> AsyncIterator[Load]:
     """AT_ONCE requests at a time, each on a connection of its own, while the context is open."""
     seen, numbers, over = Load(), itertools.count(), asyncio.Event()
+    ids = uuid.uuid4().hex  # routers know the requests of an earlier try of the test
 
     async def ask(http: httpx.AsyncClient) -> None:
         while not over.is_set():
             number = next(numbers)
-            request_id = f"load-{number}"
+            request_id = f"{ids}-{number}"
             http_headers = {"x-request-id": request_id}
             try:
                 await complete(http, [*CACHED, number], stream=number % 2 == 1, max_tokens=20, headers=http_headers)
