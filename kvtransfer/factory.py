@@ -4,6 +4,7 @@ import logging
 
 from cpd.errors import ConfigError, TransferError
 from kvtransfer.base import Cost, PoolMemory, Transport
+from kvtransfer.probe import probe
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,6 @@ async def create(
 
 async def _choose() -> tuple[str, str, Cost | None]:
     """Name, reason and cost. Loads nothing: two UCX libraries in one process crash it."""
-    from kvtransfer.probe import probe
-
     try:
         found = await probe("127.0.0.1")
     except TransferError as error:
