@@ -12,7 +12,7 @@ released and blocks published only when the step that touches them has been coll
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
 import numpy as np
@@ -33,8 +33,9 @@ from engine.scheduler import Scheduler
 from engine.trace import LaneName, StepTrace
 from engine.types import CacheEvent, EngineStats, Output, Request, Reservation, StepOutput
 
-Choose = Callable[[IntArray, npt.NDArray[np.int64], int], IntArray]
-"""Last tokens and lengths of sequences, and a number of steps -> their next tokens. [steps, sequences]"""
+Choose = Callable[[IntArray, npt.NDArray[np.int64], Sequence[Collection[int]], int], IntArray]
+"""Last tokens, lengths and stop tokens of sequences, and a number of steps -> their next tokens, none of them a stop
+token. [steps, sequences]"""
 
 RECENT_STEPS = 32
 """Whose times the load report tells."""
@@ -161,7 +162,8 @@ class Engine:
     def quiet_steps(self) -> int:
         """So many steps from now on each bring no more than the next token of every running sequence.
 
-        A simulator may make them at once, if nothing comes from outside meanwhile.
+        A simulator, which knows that none of them is a stop token, may make them at once, if nothing comes from outside
+        meanwhile.
         """
         busy = self._flight or self._aside.split or self._requests.shown
         return 0 if busy else self._scheduler.quiet_steps
@@ -172,7 +174,7 @@ class Engine:
         running = self._scheduler.running
         return Work.decode(len(running), sum(seq.num_tokens for seq in running))
 
-    def fast_forward(self, ms: Sequence[float], choose: Choose) -> tuple[list[str], IntArray]:
+    def fast_forward(self, ms: Sequence[float], choose: Choose) -> StepOutput:
         """Makes some of the `quiet_steps` at once, with the effect that one after the other has.
 
         Args:
@@ -180,12 +182,13 @@ class Engine:
             choose: Says which tokens come out.
 
         Returns:
-            The requests, and their tokens. [steps, requests]
+            The tokens of each sequence, of all steps together.
         """
         running = self._scheduler.running
         lengths = np.array([seq.num_tokens for seq in running])
         last = self._scheduler.table.tokens[[seq.row for seq in running], lengths - 1]
-        tokens = choose(last, lengths, len(ms))
+        stops = [seq.request.params.stop_token_ids for seq in running]
+        tokens = choose(last, lengths, stops, len(ms))
         work = self.decoding
         for taken_ms in ms:
             if predicted_ms := self.colocation.model.step_ms(work):
@@ -194,7 +197,8 @@ class Engine:
         self._step_ms.extend(ms)
         self._scheduler.fast_forward(tokens)
         self._requests.decode_tokens += tokens.size
-        return [seq.request.id for seq in running], tokens
+        columns = zip(running, tokens.T.tolist(), strict=True)
+        return StepOutput([Output(seq.request.id, seq.choices[0], chosen, []) for seq, chosen in columns])
 
     def uncached_tokens(self, request: Request) -> int:
         """Tokens that a prefill of this request would compute now."""

@@ -185,7 +185,8 @@ class Scheduler:
     def quiet_steps(self) -> int:
         """So many steps from now on each do no more than to choose the next token of each running sequence.
 
-        Nobody waits, nobody ends, and there are pages for all of them. Whatever else can happen comes from outside.
+        Nobody waits, nobody ends but by a stop token, and there are pages for all of them. Whatever else can happen
+        comes from outside.
         """
         running = self.running
         if not running or self.line or self.pending.waiting():
@@ -195,7 +196,7 @@ class Scheduler:
             request = seq.request
             if seq.num_tokens - seq.num_computed != 1 or seq.aside or request.prefill_only or not seq.reported:
                 return 0
-            if request.params.stop_token_ids:
+            if request.params.top_logprobs is not None:
                 return 0
             last = min(request.prompt_len + request.params.max_tokens, self.table.max_len)
             steps = min(steps, last - seq.num_tokens - 1)

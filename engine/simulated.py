@@ -8,7 +8,7 @@ that is theirs: a simulator of clusters goes on with whatever is next, a simulat
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cpd.perfmodel import PerfModel, Profile, Work
 from cpd.split import Device, lane_splits
 from engine.batch import Batch, IntArray, Ran, Sampled, SampleRow, Split
+from engine.engine import Choose
 from engine.plan import Plan
 from engine.sequence import SeqTable
 from engine.types import TokenLogprobs
@@ -85,17 +86,6 @@ class SimulatedRunner:
 
     def copy_page(self, source: int, target: int) -> None:
         """Nothing is in the pages."""
-
-    def next_tokens(self, last: IntArray, lengths: npt.NDArray[np.int64], steps: int) -> IntArray:
-        """What decode steps choose: see `engine.engine.Choose`."""
-        tokens = np.empty((steps, len(last)), dtype=np.int32)
-        before = last.astype(np.uint64)
-        mix, low = np.uint64(_MIX), np.uint64(0xFFFFFFFF)
-        for step in range(steps):
-            state = before * mix + (lengths + step).astype(np.uint64)
-            before = (state * mix & low) * np.uint64(self._vocab_size) >> np.uint64(32)
-            tokens[step] = before
-        return tokens
 
 
 class SimulatedLane:
@@ -189,13 +179,36 @@ class _Device:
             state = zlib.crc32(row.tokens.tobytes(), row.choice)
         else:
             state = int(row.tokens[-1]) * _MIX + row.position
-        token_id = (state * _MIX & 0xFFFFFFFF) * self._vocab_size >> 32
-        stop = row.params.stop_token_ids
-        while token_id in stop and len(stop) < self._vocab_size:
-            token_id = (token_id + 1) % self._vocab_size
+        token_id = _next_token(state, row.params.stop_token_ids, self._vocab_size)
         if (top := row.params.top_logprobs) is None:
             return Sampled(token_id)
         return Sampled(token_id, TokenLogprobs(0.0, [(token_id, 0.0)][:top]))
+
+
+def chooser(vocab_size: int) -> Choose:
+    """Says what decode steps choose on such runners, where nobody asks for log-probabilities."""
+
+    def choose(
+        last: IntArray, lengths: npt.NDArray[np.int64], stops: Sequence[Collection[int]], steps: int
+    ) -> IntArray:
+        tokens = np.empty((steps, len(last)), dtype=np.int32)
+        for column, (token_id, length, stop) in enumerate(zip(last.tolist(), lengths.tolist(), stops, strict=True)):
+            chosen = []
+            for position in range(length, length + steps):
+                token_id = _next_token(token_id * _MIX + position, stop, vocab_size)
+                chosen.append(token_id)
+            tokens[:, column] = chosen
+        return tokens
+
+    return choose
+
+
+def _next_token(state: int, stop: Collection[int], vocab_size: int) -> int:
+    """A token that follows from `state` and is none of `stop`."""
+    token_id = (state * _MIX & 0xFFFFFFFF) * vocab_size >> 32
+    while token_id in stop and len(stop) < vocab_size:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
 
 
 def outline(plan: Plan, table: SeqTable) -> Batch:

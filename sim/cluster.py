@@ -8,7 +8,6 @@ from bench.slo import Slo
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
 from cpd.rpc import cpd_pb2 as pb
-from engine.batch import IntArray
 from engine.types import StepOutput
 from router.policy import PolicySettings
 from sim.events import Events
@@ -146,10 +145,10 @@ class SimCluster:
         for request_id, reason in output.failed:
             raise AssertionError(f"request {request_id} failed: {reason}")
 
-    def _see_run(self, requests: Sequence[str], tokens: IntArray, ends_s: Sequence[float]) -> None:
+    def _see_run(self, step: StepOutput, ends_s: Sequence[float]) -> None:
         """What several steps of a combined worker brought."""
-        for request_id, row in zip(requests, tokens.T.tolist(), strict=True):
-            self._router.more(self._flights[request_id], row, ends_s)
+        for output in step.outputs:
+            self._router.more(self._flights[output.request_id], output.token_ids, ends_s)
 
 
 class _Loads:

@@ -19,16 +19,15 @@ from itertools import pairwise
 from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel, Work
 from cpd.rpc import cpd_pb2 as pb
-from engine.batch import IntArray
 from engine.engine import Engine
-from engine.simulated import SimulatedRunner, VirtualTime, outline
+from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline
 from engine.types import CacheEvent, StepOutput
 from sim.events import Events
 from worker.load import INTERVAL_S, load_from_stats
 
 Command = Callable[[Engine], object]
-Run = Callable[[list[str], IntArray, list[float]], None]
-"""Takes requests, their tokens and when they came. [requests], [steps, requests], [steps]"""
+Run = Callable[[StepOutput, list[float]], None]
+"""Takes the tokens of several steps, and when each of these ended."""
 
 Attempt = Callable[[Engine], bool]
 """Returns whether it succeeded; otherwise it is made again after the next pass."""
@@ -78,7 +77,8 @@ class SimWorker:
         self.num_pages = num_pages
         self._events = events
         self._clock = VirtualTime()
-        self._runner = runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
+        self._choose = chooser(VOCAB_SIZE)
+        runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
         splits = [split.shares for split in runner.splits]
         colocation = Colocation(model, token_budget=token_budget, mode=colocate, splits=splits, itl_ms=itl_ms)
         self.token_budget = token_budget
@@ -92,7 +92,7 @@ class SimWorker:
             build=outline,
         )
         self.on_output: Callable[[StepOutput], None] = lambda output: None
-        self.on_run: Run = lambda requests, tokens, ends_s: None
+        self.on_run: Run = lambda output, ends_s: None
         self.on_events: Callable[[list[CacheEvent]], None] = lambda events: None
         self.on_load: Callable[[pb.Load], None] = lambda load: None
         self._commands: list[Command] = []
@@ -173,7 +173,7 @@ class SimWorker:
         self._runs += 1
         self._clock.time_s = ends_s[-1]
         ms = [1e3 * (end_s - start_s) for start_s, end_s in pairwise([self._starts_s, *ends_s])]
-        self.on_run(*self.engine.fast_forward(ms, self._runner.next_tokens), ends_s)
+        self.on_run(self.engine.fast_forward(ms, self._choose), ends_s)
         self._passed()
 
     def _passed(self) -> None:

@@ -15,13 +15,14 @@ from cpd.config import Role, SimulatedSettings, WorkerSettings
 from cpd.perfmodel import PerfModel, Profile
 from decode_worker.service import DecodeService
 from engine.config import load_config
-from engine.simulated import VirtualTime
+from engine.engine import Choose
+from engine.simulated import VirtualTime, chooser
 from kvtransfer.base import PoolMemory, Transport
 from kvtransfer.local import LocalNetwork
 from prefill_worker.service import PrefillService
 from simulated_workers.engine import Load, make_loader, page_bytes_of
 from simulated_workers.inline import InlineEngine
-from simulated_workers.simulation import SIMULATED, read_profile
+from simulated_workers.simulation import INSTANT, SIMULATED, read_profile
 from worker.process import on_stop_signals
 from worker.service import MakeService
 from worker.worker import Worker
@@ -43,7 +44,8 @@ async def serve(settings: SimulatedSettings) -> int:
     """
     profile, config = read_profile(settings.simulate), load_config(Path(settings.model))
     network = LocalNetwork(SIMULATED, _pages_ms(profile, page_bytes_of(profile, config)))
-    host = Host(make_loader(profile, config), network)
+    choose = chooser(config.vocab_size) if settings.simulate == INSTANT else None
+    host = Host(make_loader(profile, config), network, choose)
     on_stop_signals(host.stop)
     shared = {
         name: getattr(settings, name) for name in SimulatedSettings.model_fields.keys() & WorkerSettings.model_fields
@@ -65,11 +67,13 @@ class Host:
     Args:
         load: Makes a worker's engine.
         network: Moves their pages.
+        choose: See `InlineEngine`.
     """
 
-    def __init__(self, load: Load, network: LocalNetwork) -> None:
+    def __init__(self, load: Load, network: LocalNetwork, choose: Choose | None = None) -> None:
         self._load = load
         self._network = network
+        self._choose = choose
         self._workers: set[Worker] = set()
         self._stopping = asyncio.Event()
 
@@ -92,7 +96,7 @@ class Host:
                 role,
                 _SERVICES[role],
                 load=partial(self._load, clock=clock),
-                make_bridge=partial(InlineEngine, clock=clock),
+                make_bridge=partial(InlineEngine, clock=clock, choose=self._choose),
                 open_transport=self._open,
             )
             self._workers.add(worker)

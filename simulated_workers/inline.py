@@ -4,13 +4,15 @@
 
 A step of a simulated device is computed at once, and says when it would have ended: until then nobody learns what it
 brought, and commands wait. So many workers share one event loop, and none waits for another one's thread.
+
+Where steps take no time, those that only decode are made together (`Engine.fast_forward`): nothing can come between.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 
-from engine.engine import Engine
+from engine.engine import Choose, Engine
 from engine.simulated import VirtualTime
 from engine.types import StepOutput
 from worker.engine_bridge import IDLE_CHECK_S, Command, EngineBridge
@@ -24,19 +26,29 @@ BURST_S = 1e-3
 """Steps that take no time follow each other for so long before the event loop's other work has its turn. The first one
 after a pause is alone: what it brings shall not wait."""
 
+MOST_AT_ONCE = 256
+"""Steps made together: a client that is gone, or the next request, waits no longer."""
+
 
 class InlineEngine(EngineBridge):
     """See EngineBridge; passes are made on the event loop.
 
     Args:
         clock: Of the engine's runner. It shows the event loop's time.
+        choose: What decode steps choose, if none takes any time; None: they take some.
     """
 
     def __init__(
-        self, build: Callable[[], Engine], *, on_failure: Callable[[BaseException], None], clock: VirtualTime
+        self,
+        build: Callable[[], Engine],
+        *,
+        on_failure: Callable[[BaseException], None],
+        clock: VirtualTime,
+        choose: Choose | None = None,
     ) -> None:
         super().__init__(build, on_failure=on_failure)
         self._clock = clock
+        self._choose = choose
         self._engine: Engine | None = None  # None before it was built and when it is dead
         self._next: asyncio.Handle | None = None  # what happens next: a pass begins or ends, or while idle a check
         self._passing = False
@@ -94,9 +106,16 @@ class InlineEngine(EngineBridge):
         output = None
         if engine.has_work:
             self._flush()
-            output = engine.step(begin_s)
+            output = self._together(engine) or engine.step(begin_s)
         self._due_s = self._clock.time_s
         return output
+
+    def _together(self, engine: Engine) -> StepOutput | None:
+        """Makes steps that only decode and take no time; None where the next one is none of these."""
+        steps = min(engine.quiet_steps, MOST_AT_ONCE) if self._choose else 0
+        if self._choose is None or steps < 2:
+            return None
+        return engine.fast_forward([0.0] * steps, self._choose)
 
     def _finish(self, engine: Engine, output: StepOutput | None) -> None:
         """A step's time is over."""

@@ -9,7 +9,8 @@ SIMULATED = "simulated"
 
 NOTICE = "The workers are simulated: what they write means nothing, and no device is measured."
 
-_INSTANT = "instant"
+INSTANT = "instant"
+"""Devices that take no time."""
 
 
 def read_profile(simulate: str) -> Profile:
@@ -18,9 +19,9 @@ def read_profile(simulate: str) -> Profile:
     Raises:
         ConfigError: The file cannot be read, or is no profile.
     """
-    return Profile.instant() if simulate == _INSTANT else Profile.load(Path(simulate))
+    return Profile.instant() if simulate == INSTANT else Profile.load(Path(simulate))
 
 
 def absolute(simulate: str) -> str:
     """The same name from any directory."""
-    return simulate if simulate in ("", _INSTANT) else str(Path(simulate).resolve())
+    return simulate if simulate in ("", INSTANT) else str(Path(simulate).resolve())

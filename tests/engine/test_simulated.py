@@ -13,7 +13,7 @@ from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from engine.batch import Batch, SampleRow
 from engine.engine import Engine
 from engine.plan import BuildBatch
-from engine.simulated import SimulatedRunner, VirtualTime, outline, work_of
+from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline, work_of
 from engine.trace import StepRecord
 from engine.types import CacheEvent, EngineStats, Request, SamplingParams
 from tests.engine.fakes import ROOT, Served, drain, engine_of, make_request, prompt
@@ -244,13 +244,15 @@ def test_an_outline_of_the_batches_gives_the_same_run() -> None:
 def test_quiet_steps_at_once_have_the_effect_of_one_after_the_other(
     lengths: list[tuple[int, int]], num_pages: int, most: int
 ) -> None:
-    def run(*, at_once: bool) -> tuple[dict[str, list[int]], list[CacheEvent], EngineStats, float]:
-        clock, tokens = VirtualTime(), defaultdict[str, list[int]](list)
+    def run(*, at_once: bool) -> tuple[dict[tuple[str, int], list[int]], list[CacheEvent], EngineStats, float]:
+        clock, tokens = VirtualTime(), defaultdict[tuple[str, int], list[int]](list)
         runner = SimulatedRunner(num_pages, MODEL, clock, VOCAB)
         colocation = Colocation(MODEL, token_budget=64)
         engine = Engine(runner, max_model_len=200, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000)
         for number, (length, max_tokens) in enumerate(lengths):
-            engine.add(make_request(f"r{number}", prompt(length, number), max_tokens=max_tokens))
+            stop, n = range(0, VOCAB, 2) if number % 2 else (), 1 + number % 3
+            request = make_request(f"r{number}", prompt(length, number), max_tokens=max_tokens, stop=stop, n=n)
+            engine.add(request)
         while engine.has_work:
             steps = min(engine.quiet_steps, most) if at_once else 0
             if steps:
@@ -259,12 +261,11 @@ def test_quiet_steps_at_once_have_the_effect_of_one_after_the_other(
                     ms.append(MODEL.step_ms(work))
                     work = Work.decode(work.seqs, work.context + work.seqs)
                 clock.time_s += sum(ms) / 1e3
-                names, rows = engine.fast_forward(ms, runner.next_tokens)
-                for name, column in zip(names, rows.T.tolist(), strict=True):
-                    tokens[name] += column
+                step = engine.fast_forward(ms, chooser(VOCAB))
             else:
-                for output in engine.step().outputs:
-                    tokens[output.request_id] += output.token_ids
+                step = engine.step()
+            for output in step.outputs:
+                tokens[output.request_id, output.choice] += output.token_ids
             engine.check_integrity()
         return dict(tokens), engine.take_cache_events(), engine.stats(), clock.time_s
 

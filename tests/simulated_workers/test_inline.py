@@ -9,8 +9,8 @@ import pytest
 
 from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
-from engine.engine import Engine
-from engine.simulated import SimulatedRunner, VirtualTime, outline
+from engine.engine import Choose, Engine
+from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline
 from engine.types import StepOutput
 from simulated_workers.inline import InlineEngine
 from tests.engine.fakes import make_request, prompt
@@ -33,12 +33,13 @@ def profile(step_ms: float = STEP_MS) -> Profile:
 class Bridge:
     """An engine on the loop, and what it brought when (in ms)."""
 
-    def __init__(self, made: Profile, mode: Mode) -> None:
+    def __init__(self, made: Profile, mode: Mode, choose: Choose | None) -> None:
         self.clock = VirtualTime()
         self.brought: list[tuple[float, Update]] = []
         self.failures: list[BaseException] = []
         self.hook: Callable[[Engine, StepOutput | None], None] = lambda engine, output: None
-        self.inline = InlineEngine(partial(self._build, made, mode), on_failure=self.failures.append, clock=self.clock)
+        build = partial(self._build, made, mode)
+        self.inline = InlineEngine(build, on_failure=self.failures.append, clock=self.clock, choose=choose)
         self.inline.attach(lambda engine, output: self.hook(engine, output), self._take)
 
     def _build(self, made: Profile, mode: Mode) -> Engine:
@@ -71,8 +72,10 @@ class Bridge:
 
 
 @asynccontextmanager
-async def bridge(made: Profile | None = None, mode: Mode = "mixed") -> AsyncIterator[Bridge]:
-    b = Bridge(made or profile(), mode)
+async def bridge(
+    made: Profile | None = None, mode: Mode = "mixed", choose: Choose | None = None
+) -> AsyncIterator[Bridge]:
+    b = Bridge(made or profile(), mode, choose)
     await b.inline.start()
     try:
         yield b
@@ -196,3 +199,16 @@ def test_an_idle_engines_accounts_are_checked() -> None:
 
 def fail(error: Exception) -> None:
     raise error
+
+
+async def test_steps_that_take_no_time_are_made_together_but_the_first_token_comes_by_itself() -> None:
+    async def updates(choose: Choose | None) -> tuple[list[int], list[int]]:
+        async with bridge(Profile.instant(), choose=choose) as b:
+            b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=20, stop=range(500))))
+            await b.done(("r", 20))
+            sizes = [len(update.output.outputs[0].token_ids) for _, update in b.brought if update.output]
+            return sizes, [token for _, token in b.tokens("r")]
+
+    sizes, tokens = await updates(chooser(VOCAB))
+    assert sizes == [1, 18, 1]
+    assert ([1] * 20, tokens) == await updates(None)
