@@ -79,6 +79,9 @@ class BookedLanding:
 class LandingBook:
     """All landings of one pool.
 
+    Attributes:
+        closed: Whether there will be no more.
+
     Args:
         loop: Where landings are awaited.
         num_pages: Of the pool.
@@ -92,7 +95,7 @@ class LandingBook:
         self._lock = threading.Lock()
         self._unsettled: dict[int, BookedLanding] = {}  # by reservation
         self._unsettled_pages: set[int] = set()
-        self._closed = False
+        self.closed = False
 
     def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> BookedLanding:
         """See `kvtransfer.base.Transport.expect`."""
@@ -103,7 +106,7 @@ class LandingBook:
         if wanted and not (min(wanted) >= 0 and max(wanted) < self._num_pages):
             raise ValueError(f"reservation {reservation} names a page outside the pool of {self._num_pages} pages")
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise TransferError("the transport is closed")
             if reservation in self._unsettled:
                 raise ValueError(f"reservation {reservation} is still open")
@@ -186,7 +189,7 @@ class LandingBook:
     def close(self, reason: str) -> None:
         """Ends all landings; those with pages begun settle when their connection is `lost`."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             landings = list(self._unsettled.values())
             for landing in landings:
                 self._end(landing, LandingState.FAILED, reason)

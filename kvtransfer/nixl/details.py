@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cpd.errors import TransferError
 from kvtransfer import addresses
 from kvtransfer.nixl.process import ProcessIdentity
+from kvtransfer.session.frames import CONNECTION_BYTES
 
 _PROCESS = struct.Struct("<16sQQQ")
 _POOL = struct.Struct("<?QQ")
@@ -19,6 +20,27 @@ class Address(addresses.Address):
     __slots__ = ()
     MAGIC = b"cpdn"
     TRANSPORT = "nixl"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSender:
+    """A sender that can write straight into the memory of a receiver on its machine.
+
+    Attributes:
+        connection: Names this one, see `kvtransfer.session.frames.Over`.
+        process: The sender's.
+    """
+
+    connection: bytes
+    process: ProcessIdentity
+
+    def encode(self) -> bytes:
+        return self.connection + encode_process(self.process)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "LocalSender":
+        """Raises TransferError if it is none."""
+        return cls(data[:CONNECTION_BYTES], decode_process(data[CONNECTION_BYTES:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 """The receiver's end of a connection.
 
 greeting ── Hello ──▶ preparing ── agent made, if it takes one ──▶ open ──▶ failed ── nothing can be written ──▶ gone
-    └── wrong Hello ─────────────────────────────────────────────────────────▲
+    └── wrong Hello, or Over of another connection ──────────────────────────▲
 
-`failed` lasts until nothing that was granted is being written: every batch is done, or the sender has said Bye, or its
-process has ended. Only a sender on another machine needs not be waited for. Then this side's NIXL agent is destroyed.
+`failed` lasts until nothing that was granted is being written: every batch is done, or the sender has said that this
+connection is over, or its process has ended. Only a sender on another machine needs not be waited for. Then this side's
+NIXL agent is destroyed.
 """
 
+import asyncio
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
@@ -14,7 +16,7 @@ from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.landings import LandingBook
 from kvtransfer.nixl.agent import Agent, options
-from kvtransfer.nixl.details import ReceiversPool, decode_process
+from kvtransfer.nixl.details import LocalSender, ReceiversPool
 from kvtransfer.nixl.link import Link
 from kvtransfer.nixl.process import ProcessIdentity, gone
 from kvtransfer.nixl.writer import Writer
@@ -25,7 +27,11 @@ from kvtransfer.session.receiving import Receiving
 class Incoming(Link):
     """Lets the transport at the other end write pages into one pool.
 
+    Attributes:
+        sender: Once it may be writing, and if it is on this machine.
+
     Args:
+        on_over: Called with the name of another connection over which nothing is being written any more.
         host: IPv4 address of this side.
         book: Of the pool's landings.
         memory: The pool.
@@ -37,33 +43,41 @@ class Incoming(Link):
         reader: StreamReader,
         writer: StreamWriter,
         on_gone: Callable[[Link], None],
+        on_over: Callable[[bytes], None],
         host: str,
         book: LandingBook,
         memory: PoolMemory,
         key: bytes,
     ) -> None:
+        self.sender: LocalSender | None = None
+        self._on_over = on_over
         self._host = host
         self._book = book
         self._memory = memory
         self._receiving = Receiving(book, self, key, memory.page_bytes)
-        self._sender: ProcessIdentity | None = None  # once it may be writing, and if it is one of this machine
         self._agent: Agent | None = None
         self._thread: Writer | None = None
         self._greeted = self._open = False
+        self._quiet = asyncio.Event()  # nothing that was granted is being written, or will be
         super().__init__(reader, writer, on_gone)
+
+    def over(self) -> None:
+        """The sender's end is gone: nothing is being written any more."""
+        self._receiving.through()
+        self._quiet.set()
+        self.fail("the connection was closed by the sender")
 
     def _handle(self, frame: frames.Frame) -> None:
         match frame:
-            case frames.Bye():
-                self._through()
-                raise TransferError("the connection was closed by the sender")
             case frames.Sent():
                 self._receiving.arrived(frame.batch)
                 self._send(frames.Done(frame.batch))
                 if self.failed and not self._receiving.busy:
-                    self._through()
+                    self._quiet.set()
             case _ if self.failed:
-                pass  # only what tells that pages are through matters any more
+                pass  # only what tells that pages have arrived matters any more
+            case frames.Over() if not self._greeted:
+                self._hear(frame)
             case frames.Hello() if not self._greeted:
                 self._greet(frame)
             case frames.Offer() if self._open:
@@ -71,22 +85,27 @@ class Incoming(Link):
             case _:
                 raise TransferError(f"the sender sent {type(frame).__name__} out of turn")
 
-    def _through(self) -> None:
-        self._receiving.through()
-        self._ended.set()
+    def _hear(self, over: frames.Over) -> None:
+        self._check(over)
+        self._on_over(over.connection)
+        self._send(frames.Heard())
+        self.fail("it was made to say that another one is over")
 
     def _greet(self, hello: frames.Hello) -> None:
         self._greeted = True
-        if (rejection := self._receiving.rejection(hello)) is not None:
-            self._send(rejection)
-            raise frames.refusal(rejection)
-        own, sender = ProcessIdentity.own(), decode_process(hello.details) if hello.details else None
-        if sender is not None and own.shares_memory_with(sender):
-            self._sender = sender
+        self._check(hello)
+        own, sender = ProcessIdentity.own(), LocalSender.decode(hello.details) if hello.details else None
+        if sender is not None and own.shares_memory_with(sender.process):
+            self.sender = sender
             self._welcome(own)
         else:
             self._thread = Writer("kvtransfer-nixl-receive")
             self._thread.open(self._make_agent, self._prepared)
+
+    def _check(self, opening: frames.Hello | frames.Over) -> None:
+        if (rejection := self._receiving.rejection(opening)) is not None:
+            self._send(rejection)
+            raise frames.refusal(rejection)
 
     def _make_agent(self) -> Agent:
         self._agent = Agent(self._memory, options(self._host), progress=True)
@@ -120,11 +139,15 @@ class Incoming(Link):
         self._book.give_up(self, reason)
 
     async def _settle(self, reason: str) -> None:
-        if self._sender is not None and self._receiving.busy:
-            await self._ended.wait()
-            if self._receiving.busy:
-                await gone(self._sender)
+        if self.sender is not None and self._receiving.busy:
+            watch = self._loop.create_task(self._watch_process(self.sender.process), name="nixl-process")
+            await self._quiet.wait()
+            watch.cancel()
         if self._thread is not None:
             await self._thread.close()
         self._receiving.through()
         self._book.lost(self, reason)
+
+    async def _watch_process(self, sender: ProcessIdentity) -> None:
+        await gone(sender)
+        self._quiet.set()

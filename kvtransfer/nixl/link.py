@@ -12,6 +12,17 @@ from kvtransfer.session import frames
 _TICK_S = 0.25
 
 
+async def read_frame(reader: StreamReader) -> bytes:
+    """The next frame, without its length, not decoded.
+
+    Raises:
+        TransferError: This is none.
+        asyncio.IncompleteReadError: The stream has ended.
+        OSError: It broke.
+    """
+    return await reader.readexactly(frames.length(await reader.readexactly(frames.PREFIX_BYTES)))
+
+
 class Link(abc.ABC):
     """One end of a connection, on the event loop. It fails once, for the first reason.
 
@@ -29,7 +40,6 @@ class Link(abc.ABC):
         self._loop = asyncio.get_running_loop()
         self._stream = writer
         self._on_gone = on_gone
-        self._ended = asyncio.Event()  # no frame comes any more
         self._moved_at = self._loop.time()
         sock: socket.socket = writer.get_extra_info("socket")
         # Finds a host that vanished within seconds.
@@ -75,7 +85,7 @@ class Link(abc.ABC):
     async def _read(self, reader: StreamReader) -> None:
         try:
             while True:
-                data = await reader.readexactly(frames.length(await reader.readexactly(frames.PREFIX_BYTES)))
+                data = await read_frame(reader)
                 self._moved()
                 try:
                     self._handle(frames.decode(data))
@@ -85,8 +95,6 @@ class Link(abc.ABC):
             self.fail(str(error))
         except (asyncio.IncompleteReadError, OSError):
             self.fail("the connection was reset by the peer")
-        finally:
-            self._ended.set()
 
     async def _watch(self) -> None:
         while not self.failed:

@@ -1,10 +1,13 @@
 """The sender's end of a connection.
 
 greeting ── Welcome, door made ──▶ open ──▶ failed ── nothing is being written ──▶ gone
+
+Whether a receiver on this machine knows that it is gone, it can't say: see `unheard`.
 """
 
 import asyncio
 import functools
+import secrets
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
@@ -13,13 +16,14 @@ import numpy as np
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.agent import Agent, options
-from kvtransfer.nixl.details import ReceiversPool, encode_process
+from kvtransfer.nixl.details import Address, LocalSender, ReceiversPool
 from kvtransfer.nixl.link import Link
 from kvtransfer.nixl.neighbour import Neighbour
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.nixl.writer import Door, Writer
 from kvtransfer.pushes import PushedTransfer
 from kvtransfer.session import frames
+from kvtransfer.session.frames import CONNECTION_BYTES
 from kvtransfer.session.sending import Sending
 
 _BATCH_BYTES = 8 << 20
@@ -32,13 +36,16 @@ class Outgoing(Link):
     Attributes:
         greeted: Set when it is open, or has failed.
         error: Why it failed.
-        local: Whether it writes into a process of this machine.
+        where: The receiver listens.
+        receiver: Its process, if it is one of this machine; then pages are written straight into its memory.
+        connection: Names this one, see `kvtransfer.session.frames.Over`.
+        unheard: Whether it is gone, and the receiver may keep pages back until it knows.
         batch_pages: Most pages of a batch, and so of a run.
 
     Args:
         host: IPv4 address of this side.
         memory: The pool.
-        key: From the receiver's address.
+        where: The receiver's address.
         neighbours: Whether to write straight into the receiver's memory if it is a process of this machine.
     """
 
@@ -49,13 +56,16 @@ class Outgoing(Link):
         on_gone: Callable[[Link], None],
         host: str,
         memory: PoolMemory,
-        key: bytes,
+        where: Address,
         *,
         neighbours: bool,
     ) -> None:
         self.greeted = asyncio.Event()
         self.error: TransferError | None = None
-        self.local = False
+        self.where = where
+        self.receiver: ProcessIdentity | None = None
+        self.connection = secrets.token_bytes(CONNECTION_BYTES)
+        self.unheard = False
         self.batch_pages = max(1, _BATCH_BYTES // memory.page_bytes)
         self._host = host
         self._memory = memory
@@ -63,8 +73,8 @@ class Outgoing(Link):
         self._writer: Writer | None = None
         self._sending = Sending(max_runs=_BATCH_RUNS, max_pages=self.batch_pages)
         super().__init__(reader, writer, on_gone)
-        process = encode_process(ProcessIdentity.own()) if neighbours else b""
-        self._send(frames.Hello(key, memory.page_bytes, process))
+        details = LocalSender(self.connection, ProcessIdentity.own()).encode() if neighbours else b""
+        self._send(frames.Hello(where.key, memory.page_bytes, details))
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Sends a transfer after those before it."""
@@ -111,7 +121,7 @@ class Outgoing(Link):
             agent.connect(pool.through, theirs)
             return agent
 
-        self.local = isinstance(pool.through, ProcessIdentity)
+        self.receiver = pool.through if isinstance(pool.through, ProcessIdentity) else None
         self._num_theirs = pool.num_pages
         self._writer = Writer("kvtransfer-nixl-send")
         self._writer.open(make, self._prepared)
@@ -154,6 +164,6 @@ class Outgoing(Link):
         self._sending.stop(self.error)
         if self._writer is not None:
             await self._writer.close()
-        self._send(frames.Bye())
+        self.unheard = self.receiver is not None and self._sending.busy
         self._sending.lost(self.error)
         self.greeted.set()

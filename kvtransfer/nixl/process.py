@@ -41,6 +41,14 @@ class ProcessIdentity:
         """Whether the two can see each other as processes of one machine, and so write into each other's memory."""
         return (self.boot, self.pid_namespace) == (other.boot, other.pid_namespace)
 
+    @property
+    def alive(self) -> bool:
+        """Whether this process of this machine runs."""
+        if (pidfd := self.open()) is None:
+            return False
+        os.close(pidfd)
+        return True
+
     def open(self) -> int | None:
         """A pidfd of this process of this machine, which is the caller's to close. None: it has ended."""
         try:

@@ -11,6 +11,7 @@ from kvtransfer.addresses import KEY_BYTES, resolve
 from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.nixl.details import Address
+from kvtransfer.nixl.farewell import farewell
 from kvtransfer.nixl.incoming import Incoming
 from kvtransfer.nixl.link import Link
 from kvtransfer.nixl.neighbour import ForbiddenError
@@ -31,7 +32,7 @@ class NixlPeer:
 
     @property
     def route(self) -> Route:
-        return "memory" if self._connection.local else "network"
+        return "memory" if self._connection.receiver else "network"
 
     @property
     def alive(self) -> bool:
@@ -67,6 +68,7 @@ class NixlTransport:
         self._book = LandingBook(asyncio.get_running_loop(), memory.num_pages, epoch)
         self._key = secrets.token_bytes(KEY_BYTES)
         self._links: set[Link] = set()
+        self._farewells: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
         self._closed = False
         self._neighbours = neighbours  # until the kernel says that it may not
@@ -117,7 +119,7 @@ class NixlTransport:
             raise TransferError(f"no connection to {where.host}:{where.port}: {error}") from None
         self._check_open(streams)
         connection = Outgoing(
-            *streams, self._links.discard, self._host, self._memory, where.key, neighbours=self._neighbours
+            *streams, self._outgoing_gone, self._host, self._memory, where, neighbours=self._neighbours
         )
         self._links.add(connection)
         try:
@@ -130,11 +132,17 @@ class NixlTransport:
     async def close(self) -> None:
         """See `kvtransfer.base.Transport.close`. Waits as long as a sender may be writing: see `incoming.py`."""
         self._closed = True
-        self._server.close()
         self._book.close("the transport was closed")
-        for link in list(self._links):
+        await self._end_links()  # it listens meanwhile: senders say that they are through
+        await asyncio.gather(*self._farewells)
+        self._server.close()
+        await self._end_links()
+
+    async def _end_links(self) -> None:
+        links = list(self._links)
+        for link in links:
             link.fail("the transport was closed")
-        for link in list(self._links):
+        for link in links:
             await link.gone.wait()
 
     def _check_open(self, streams: tuple[StreamReader, StreamWriter] | None = None) -> None:
@@ -144,10 +152,24 @@ class NixlTransport:
             raise TransferError("the transport was closed")
 
     async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
-        if self._closed:
+        if not self._server.is_serving():
             writer.close()
             return
-        self._links.add(Incoming(reader, writer, self._links.discard, self._host, self._book, self._memory, self._key))
+        callbacks = self._links.discard, self._over
+        self._links.add(Incoming(reader, writer, *callbacks, self._host, self._book, self._memory, self._key))
+
+    def _over(self, connection: bytes) -> None:
+        for link in list(self._links):
+            if isinstance(link, Incoming) and link.sender is not None and link.sender.connection == connection:
+                link.over()
+
+    def _outgoing_gone(self, link: Link) -> None:
+        self._links.discard(link)
+        assert isinstance(link, Outgoing)
+        if link.unheard and link.receiver is not None:
+            task = asyncio.create_task(farewell(link.where, link.connection, link.receiver), name="nixl-farewell")
+            self._farewells.add(task)
+            task.add_done_callback(self._farewells.discard)
 
 
 def _cancel(transfer: PushedTransfer) -> None:

@@ -9,10 +9,14 @@
     Sent(batch)                    ──▶                                   where the receiver can't see pages arrive
                                    ◀──  Done(batch)                      the landing knows that they have arrived
                                    ◀──  Stop(reason)                     send no more
-    Bye                            ──▶                                   nothing is being sent any more, or will be
 
-What was granted is sent completely, or the connection ends. Nothing of a peer is trusted: a frame that does not
-parse raises TransferError, and the connection is given up.
+What was granted is sent completely, or the connection ends. Where that does not end the sending too, the sender tells
+the receiver afterwards, over a connection of its own and until it has been heard:
+
+    Over(key, connection)          ──▶                                   nothing is being sent over that one any more
+                                   ◀──  Heard | Reject(reason)
+
+Nothing of a peer is trusted: a frame that does not parse raises TransferError, and the connection is given up.
 """
 
 import struct
@@ -25,8 +29,9 @@ from kvtransfer.addresses import KEY_BYTES
 
 MAX_FRAME_BYTES = 1 << 20
 PREFIX_BYTES = 4
+CONNECTION_BYTES = 16
 
-_VERSION = 2
+_VERSION = 3
 _MAX_TEXT = 512
 _PREFIX = struct.Struct("<I")
 _HELLO = struct.Struct(f"<B{KEY_BYTES}sQ")
@@ -35,6 +40,7 @@ _RUN = struct.Struct("<II")
 _BATCH = struct.Struct("<Q")
 _REFUSE = struct.Struct("<Q?")
 _REJECT = struct.Struct("<?")
+_OVER = struct.Struct(f"<{KEY_BYTES}s{CONNECTION_BYTES}s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +111,30 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The receiver gives the connection up: send no more, and say Bye."""
+    """The receiver gives the connection up: send no more."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
-    """Nothing is being sent any more over this connection, or will be."""
+class Over:
+    """Nothing is being sent any more over another connection of this sender's, or will be.
+
+    Attributes:
+        key: From the receiver's address.
+        connection: The secret name that its sender gave it when it was opened.
+    """
+
+    key: bytes
+    connection: bytes
 
 
-Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | Bye
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The receiver knows that it is over."""
+
+
+Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | Over | Heard
 
 
 def encode(frame: Frame) -> bytes:
@@ -143,7 +162,9 @@ def _encode_rest(frame: Frame) -> bytes:
             return _BATCH.pack(frame.batch)
         case Stop():
             return _text(frame.reason)
-        case Bye():
+        case Over():
+            return _OVER.pack(frame.key, frame.connection)
+        case Heard():
             return b""
 
 
@@ -211,7 +232,8 @@ _DECODERS: dict[type[Frame], Callable[[bytes], Frame]] = {
     Sent: lambda rest: Sent(*_BATCH.unpack(rest)),
     Done: lambda rest: Done(*_BATCH.unpack(rest)),
     Stop: lambda rest: Stop(rest.decode(errors="replace")),
-    Bye: lambda _: Bye(),
+    Over: lambda rest: Over(*_OVER.unpack(rest)),
+    Heard: lambda _: Heard(),
 }
 _KINDS = tuple(_DECODERS)  # a frame's kind on the wire is its place here
 

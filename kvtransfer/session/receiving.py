@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cpd.errors import StaleTransferError, TransferError
 from kvtransfer.landings import BookedLanding, LandingBook, LandingState
 from kvtransfer.session import limits
-from kvtransfer.session.frames import Hello, Offer, Refuse, Reject
+from kvtransfer.session.frames import Hello, Offer, Over, Refuse, Reject
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,16 @@ class Receiving:
         """Whether a batch was granted that has not arrived."""
         return bool(self._batches)
 
-    def rejection(self, hello: Hello) -> Reject | None:
-        """Why the sender may not connect; None if it may."""
-        if not hmac.compare_digest(hello.key, self._key):
+    def rejection(self, opening: Hello | Over) -> Reject | None:
+        """Why the sender may not connect, or not tell anything; None if it may."""
+        if not hmac.compare_digest(opening.key, self._key):
             return Reject(True, "another transport has this address now")
-        if hello.page_bytes != self._page_bytes:
-            sizes = f"the sender's pages have {hello.page_bytes} bytes, the receiver's {self._page_bytes}"
+        if isinstance(opening, Over):
+            return None
+        if self._book.closed:
+            return Reject(False, "the transport was closed")
+        if opening.page_bytes != self._page_bytes:
+            sizes = f"the sender's pages have {opening.page_bytes} bytes, the receiver's {self._page_bytes}"
             return Reject(False, f"{sizes}: both must serve the same model and dtype")
         return None
 

@@ -39,6 +39,11 @@ class Sending:
         self._batches: dict[int, _Batch] = {}
         self._numbers = itertools.count()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a batch was offered that the receiver has not said to have: for all it knows, it may be under way."""
+        return bool(self._batches)
+
     def submit(self, transfer: PushedTransfer) -> None:
         """Has a transfer offered after those before it."""
         self._transfers.append(transfer)
@@ -82,7 +87,7 @@ class Sending:
     def patience(self, *, is_open: bool) -> float | None:
         """How long the receiver may do nothing, in seconds. None: it owes nothing."""
         given_up = any(batch.transfer.error for batch in self._batches.values())
-        return limits.patience(is_open=is_open, owes=bool(self._batches), given_up=given_up)
+        return limits.patience(is_open=is_open, owes=self.busy, given_up=given_up)
 
     def stop(self, error: TransferError) -> None:
         """Nothing more is offered."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
-from kvtransfer.base import Ticket, Transport
+from kvtransfer.base import Ticket
 from tests.waiting import DEADLINE_S, eventually
 
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class Remote:
     async def address(self) -> bytes:
         return bytes.fromhex((await within(self.order("address")))["address"])
 
-    async def connect(self, transport: Transport) -> None:
-        answer = await within(self.order("connect", address=transport.address.hex()))
+    async def connect(self, address: bytes) -> None:
+        answer = await within(self.order("connect", address=address.hex()))
         assert answer["ok"], answer
 
     async def expect(self, pages: Sequence[int]) -> Ticket:

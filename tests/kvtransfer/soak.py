@@ -50,7 +50,7 @@ class Held:
 
 async def killed_sender(transport: Transport, pool: Pool, remote: Remote, number: int) -> str:
     """A sender is killed; its landing must fail, or be complete, and its pages be safe."""
-    await remote.connect(transport)
+    await remote.connect(transport.address)
     landing = transport.expect(number, 1, range(_PAGES))
     remote.push(ticket(transport, number, 1, range(_PAGES)), [(k, k) for k in range(_PAGES)])
     await asyncio.sleep(random.random() * _LONGEST_S)

@@ -21,7 +21,8 @@ some_frames = st.one_of(
     st.builds(frames.Sent, u64),
     st.builds(frames.Done, u64),
     st.builds(frames.Stop, reasons),
-    st.just(frames.Bye()),
+    st.builds(frames.Over, st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16)),
+    st.just(frames.Heard()),
 )
 
 

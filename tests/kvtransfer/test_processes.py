@@ -11,9 +11,12 @@ import pytest
 import kvtransfer
 from cpd.errors import TransferError
 from kvtransfer.base import Landing, Transport
+from kvtransfer.landings import BookedLanding, LandingState
 from kvtransfer.nixl.process import ProcessIdentity
+from kvtransfer.session import frames
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
+from tests.kvtransfer.wire import Wire
 from tests.waiting import eventually
 
 UCX = pytest.param(("ucx", False), id="ucx")
@@ -79,17 +82,24 @@ async def stopped_amid_a_push(
     transport: Transport, pool: Pool, remote: Remote
 ) -> "tuple[Landing, asyncio.Future[dict[str, Any]]]":
     """A landing whose sender stands still with batches that were granted to it; and the sender's answer to come."""
-    await remote.connect(transport)
+    await remote.connect(transport.address)
     landing = transport.expect(1, 1, range(PAGES))
     answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
     await eventually(lambda: not pool.untouched([0]))
-    remote.signal(signal.SIGSTOP)
-    await remote.stopped()
-    return landing, answer
+    assert isinstance(landing, BookedLanding)
+    while landing.state is LandingState.OPEN:
+        remote.signal(signal.SIGSTOP)
+        await remote.stopped()
+        await asyncio.sleep(0.05)  # what it has sent is taken in
+        if landing.begun:
+            return landing, answer
+        remote.signal(signal.SIGCONT)  # it had nothing to do just then
+        await asyncio.sleep(0)
+    raise AssertionError("the push was over before its sender could be stopped")
 
 
 async def test_pages_cross_between_processes(transport: Transport, pool: Pool, remote: Remote) -> None:
-    await remote.connect(transport)
+    await remote.connect(transport.address)
     landing = transport.expect(1, 1, range(PAGES))
     answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(PAGES - 1 - k, k) for k in range(PAGES)])
     await within(landing.done())
@@ -102,7 +112,7 @@ async def test_pages_cross_between_processes(transport: Transport, pool: Pool, r
 async def test_a_killed_sender_fails_its_landing_within_seconds(
     transport: Transport, pool: Pool, remote: Remote, when: str
 ) -> None:
-    await remote.connect(transport)
+    await remote.connect(transport.address)
     landing = transport.expect(1, 1, range(PAGES))  # one page more than is ever pushed
     current = ticket(transport, 1, 1, range(PAGES))
     if when == "amid its push":
@@ -198,7 +208,7 @@ async def test_a_revoked_landing_of_a_stopped_sender_is_given_up_sooner(
 
 @in_quarantine
 @pytest.mark.parametrize("end", ["it continues", "it is killed"])
-async def test_a_stopped_senders_pages_stay_in_quarantine_until_it_says_bye_or_is_gone(
+async def test_a_stopped_senders_pages_stay_in_quarantine_until_it_says_that_it_is_over_or_is_gone(
     monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote, end: str
 ) -> None:
     monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.5)
@@ -223,6 +233,44 @@ async def test_a_stopped_senders_pages_stay_in_quarantine_until_it_says_bye_or_i
     assert pool.untouched(range(8, 150))
 
 
+@in_quarantine
+@pytest.mark.parametrize("end", ["it continues", "it is killed"])
+async def test_a_stopped_senders_pages_stay_in_quarantine_also_if_its_connection_breaks(
+    transport: Transport, pool: Pool, remote: Remote, end: str
+) -> None:
+    wire = await Wire.to(transport.address)
+
+    async def stops(frame: frames.Frame) -> bool:
+        """It stops with one batch written that it could not say it has sent, and others granted."""
+        if not isinstance(frame, frames.Sent):
+            return False
+        remote.signal(signal.SIGSTOP)
+        await remote.stopped()
+        return True
+
+    wire.breaks = stops
+    await remote.connect(wire.address)
+    landing = transport.expect(1, 1, range(PAGES))
+    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
+    with pytest.raises(TransferError, match="reset"):
+        await within(landing.done())
+    gone = asyncio.create_task(landing.peer_gone())
+    await works_beside(transport)  # a while in which nothing ends the quarantine
+    assert not gone.done()
+    assert not landing.revoke()
+    if end == "it continues":
+        remote.signal(signal.SIGCONT)
+        assert not (await within(answer))["ok"]
+    else:
+        await remote.kill()
+    await within(gone)
+    assert landing.revoke()
+    pool.pages[:] = EMPTY
+    await works(transport, pool)
+    assert pool.untouched(range(8, 150))
+    wire.close()
+
+
 async def works_beside(transport: Transport) -> None:
     """The transport still connects to itself, which takes some time."""
     for _ in range(10):
@@ -245,7 +293,7 @@ async def test_closing_waits_for_a_stopped_sender(transport: Transport, pool: Po
 async def test_a_stopped_sender_that_continues_in_time_completes_its_landing(
     transport: Transport, pool: Pool, remote: Remote
 ) -> None:
-    await remote.connect(transport)
+    await remote.connect(transport.address)
     landing = transport.expect(1, 1, range(PAGES))
     answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(k, k) for k in range(PAGES)])
     await eventually(lambda: not pool.untouched([0]))
@@ -288,7 +336,7 @@ async def test_a_receiver_that_stays_stopped_fails_the_push_by_itself(
 
 
 async def test_a_process_that_never_closes_its_transport_ends_cleanly(transport: Transport, remote: Remote) -> None:
-    await remote.connect(transport)
+    await remote.connect(transport.address)
     assert await remote.end() == 0
 
 
@@ -302,7 +350,7 @@ async def test_senders_killed_at_any_moment_never_harm_the_receiver(
     for reservation in range(3):
         remote = await Remote.start(way, seed=reservation, num_pages=8, page_bytes=page_bytes)
         remotes.append(remote)
-        await remote.connect(transport)
+        await remote.connect(transport.address)
         landing = transport.expect(reservation, 1, pages)
         remote.push(ticket(transport, reservation, 1, pages), [(0, k) for k in pages[:-1]])
         until = len(pages) * reservation // 4
