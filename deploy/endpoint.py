@@ -5,7 +5,7 @@ import socket
 from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 import orjson
 
@@ -53,8 +53,9 @@ def read_cluster(url: str, token: str) -> dict[str, Any]:
         CPDError: It does not answer, or not with that.
     """
     headers = {"authorization": f"Bearer {token}"} if token else {}
+    direct = build_opener(ProxyHandler({}))  # whatever http_proxy says: it's this machine, or one of the cluster's
     try:
-        with urlopen(Request(f"{url}/cluster", headers=headers), timeout=_TIMEOUT_S) as answer:
+        with direct.open(Request(f"{url}/cluster", headers=headers), timeout=_TIMEOUT_S) as answer:
             cluster: dict[str, Any] = orjson.loads(answer.read())
             return cluster
     except HTTPError as error:

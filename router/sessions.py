@@ -50,6 +50,7 @@ MOST_MESSAGE_BYTES = 64 << 20
 """What a worker sends at a time is a fraction of that, even where it has waited long for this router."""
 
 _CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # that of the environment is for the outside world
     # a worker whose machine is gone (TCP tells), or that is stopped (pings stay unanswered), is lost after 8 s
     ("grpc.keepalive_time_ms", 3_000),
     ("grpc.keepalive_timeout_ms", 5_000),

@@ -25,6 +25,7 @@ KEEPALIVE_MS = 3_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 
 CLIENT_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # that of the environment is for the outside world
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),

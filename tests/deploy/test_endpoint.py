@@ -72,6 +72,12 @@ def test_the_cluster_is_read_with_the_key(url: str) -> None:
         read_cluster(url, "")
 
 
+def test_a_proxy_of_the_environment_is_not_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert read_cluster(url, "key")["workers"]
+
+
 def test_a_cluster_is_whole_when_all_routers_can_use_all_workers(url: str) -> None:
     assert has_workers(url, "key", {"a": 1}, ["r", "s"])
     assert has_workers(url, "key", {"a": 1, "b": 2}, ["r"])

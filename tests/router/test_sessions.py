@@ -356,6 +356,15 @@ async def _is_ready(router: Router) -> bool:
 
 
 class TestMembership:
+    async def test_a_proxy_of_the_environment_is_not_used(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        router = await start_router(await start_worker(says("fox")))
+        assert await _complete(router)
+
     async def test_a_worker_that_restarts_under_its_name_is_a_new_one(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:

@@ -1,3 +1,6 @@
+import asyncio
+
+import grpc
 import pytest
 
 import worker.channels
@@ -21,3 +24,17 @@ async def test_the_longest_idle_connections_are_closed_and_used_ones_never(monke
                 pass
         assert set(channels._entries) == {"used:1", "idle:3", "idle:4"}
     await channels.close()
+
+
+async def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channels = Channels()
+    async with channels.use(address), asyncio.timeout(10):
+        await channels._entries[address].channel.channel_ready()
+    await channels.close()
+    await server.stop(None)
