@@ -3,7 +3,7 @@
 1. Throughput: one combined worker with all cores; 512 tokens in, 128 out, streams at concurrency 16.
 2. The remote route: a prefill and a combined worker with half of the cores each; one 512-token prompt at a time,
    alternately prefilled locally and remotely, so that both see the same machine.
-3. What of the transfer is exposed (with `--only exposed`; two minutes): the same with 2,048-token prompts and 0.46
+3. What of the transfer is exposed (with `--only exposed`; two minutes): the same with 2,048-token prompts and 0.44
    billion weights. The first token never waits for pages; what the last chunk's pages take longer than a decode step
    shows in the gap after it.
 
