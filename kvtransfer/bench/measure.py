@@ -18,6 +18,7 @@ from kvtransfer.bench.result import Cell, Push, TransferResult
 from kvtransfer.bench.settings import TransferBenchSettings
 from kvtransfer.factory import create
 
+_START_S = 60.0  # a hang, not a slow start
 _GREETING_S = 30.0
 _SENDERS_POOL = 1 << 30  # larger than any cache; a push of more reads pages again
 _CEILINGS = 3  # ucx_perftest's runs for each kind of push
@@ -59,9 +60,7 @@ async def _far_end(settings: TransferBenchSettings) -> AsyncIterator[_Far]:
     if not where:
         command = [sys.executable, "-m", "kvtransfer.bench.far", settings.host, "0"]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        async with asyncio.timeout(_GREETING_S):
-            where = (await process.stdout.readline()).decode().partition(READY)[2].strip()
+        where = await _started(process)
     host, _, port = where.rpartition(":")
     try:
         async with asyncio.timeout(_GREETING_S):
@@ -80,6 +79,21 @@ async def _far_end(settings: TransferBenchSettings) -> AsyncIterator[_Far]:
         raise TransferError(f"the far end ended with code {code}{problem and f': {problem}'}")
     if problem:
         raise TransferError(problem)
+
+
+async def _started(process: asyncio.subprocess.Process) -> str:
+    """Where the far end listens. Raises TransferError if it does not come that far."""
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_START_S):
+            where = (await process.stdout.readline()).decode().partition(READY)[2].strip()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise TransferError(f"the far end did not start within {_START_S:g} s") from None
+    if not where:
+        raise TransferError(f"the far end ended with code {await process.wait()}")
+    return where
 
 
 async def measure(settings: TransferBenchSettings, on_progress: OnProgress) -> TransferResult:

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+import psutil
 import pytest
 from pydantic import ByteSize
 
@@ -57,6 +58,15 @@ async def test_a_far_end_of_another_host_is_the_same_far_end() -> None:
 async def test_a_far_end_that_is_not_there_is_an_error() -> None:
     with pytest.raises(TransferError, match="--listen"):
         await measure(settings(connect="127.0.0.1:1"), lambda *_: None)
+
+
+async def test_a_far_end_that_does_not_start_is_an_error_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtransfer.bench.measure._START_S", 0.01)
+    with pytest.raises(TransferError, match="did not start"):
+        await measure(settings(), lambda *_: None)
+    assert not psutil.Process().children()
 
 
 def test_pages_that_arrived_wrong_are_noticed() -> None:
