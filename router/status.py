@@ -74,6 +74,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "epoch": hello.epoch,
         "dtype": hello.dtype,
         "transport": hello.transport,
+        "transport_reason": hello.transport_reason or None,
         "block_size": hello.block_size,
         "num_pages": hello.num_pages,
         "page_bytes": hello.page_bytes,

@@ -478,7 +478,15 @@ async def _routers_are(router: Router, ids: list[str]) -> bool:
 
 
 async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter, start_worker: StartWorker) -> None:
-    worker = await start_worker(hello={"epoch": 77, "page_bytes": 4096, "token_budget": 256, "colocate": "auto"})
+    worker = await start_worker(
+        hello={
+            "epoch": 77,
+            "page_bytes": 4096,
+            "token_budget": 256,
+            "colocate": "auto",
+            "transport_reason": "it was quicker",
+        }
+    )
     router = await start_router(worker)
     load = pb.Load(
         state=pb.STATE_READY,
@@ -522,6 +530,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     shown = await router.worker("combined-0") or {}
     assert (shown["role"], shown["address"], shown["state"]) == ("combined", worker.address, "ready")
     assert (shown["info"]["token_budget"], shown["info"]["colocate"]) == (256, "auto")
+    assert (shown["info"]["transport"], shown["info"]["transport_reason"]) == ("ucx", "it was quicker")
     assert (shown["info"]["epoch"], shown["info"]["page_bytes"], shown["info"]["num_pages"]) == (77, 4096, 100)
     text = (await router.http.get("/metrics")).text
     assert 'cpd_worker_pages{role="combined",router="router-a",state="quarantined",worker="combined-0"} 8.0' in text
