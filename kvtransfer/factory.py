@@ -48,6 +48,7 @@ async def create(
 
 async def _choose() -> tuple[str, str, Cost | None]:
     """Name, reason and cost. Loads nothing: two UCX libraries in one process crash it."""
+    log.info("trying nixl between two processes")
     try:
         found = await probe("127.0.0.1")
     except TransferError as error:
