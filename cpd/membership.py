@@ -30,6 +30,7 @@ class Member:
         pid: Its process id on that machine.
         incarnation: New in every start of the process.
         admin: `host:port` where a router answers for itself alone; empty for workers.
+        session: `host:port` where a worker takes sessions; empty for routers.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Member:
     pid: int
     incarnation: int
     admin: str = ""
+    session: str = ""
 
 
 def _key(cluster: str, member_id: str) -> str:

@@ -12,18 +12,15 @@ flight when the stream ends is lost: the worker aborts it.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-import grpc
-
 from cpd.errors import CPDError
 from cpd.membership import Member
 from cpd.rpc import cpd_pb2 as pb
-from cpd.rpc import cpd_pb2_grpc as rpc
+from cpd.stream import BadMessageError, Stream, StreamError, connect
 from router.blocktable import KEY_BYTES
 from router.errors import describe
 from router.index import InvalidEventError, PrefixIndex
@@ -33,6 +30,9 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 3.0
 """A worker that has not said anything for so long is stopped or cut off: it says something every second."""
+
+CONNECT_S = 5.0
+"""A worker's machine has this long to answer."""
 
 SYNC_S = 30.0
 """A worker has this long to say Hello and to send its snapshot."""
@@ -49,19 +49,7 @@ PIECE_HASHES = 1024
 MOST_MESSAGE_BYTES = 64 << 20
 """What a worker sends at a time is a fraction of that, even where it has waited long for this router."""
 
-_CHANNEL_OPTIONS = (
-    ("grpc.enable_http_proxy", 0),  # that of the environment is for the outside world
-    # a worker whose machine is gone (TCP tells), or that is stopped (pings stay unanswered), is lost after 8 s
-    ("grpc.keepalive_time_ms", 3_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # the pause between attempts is this module's: none shared with other channels to the same address
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
-)
+Wire = Stream[pb.WorkerMessage]
 
 State = Literal["connecting", "syncing", "ready", "draining", "refused"]
 
@@ -72,6 +60,10 @@ class RefusedError(CPDError):
 
 class ProtocolError(CPDError):
     """The worker sent what it must not send: it is refused for a while."""
+
+
+class EndedError(CPDError):
+    """The worker ended the session, and why."""
 
 
 class OutOfStepError(CPDError):
@@ -124,7 +116,7 @@ class Session:
         self.reason = ""
         self.view: WorkerView | None = None
         self._router_id = router_id
-        self._metadata = (("authorization", f"Bearer {cluster_token}"),)
+        self._cluster_token = cluster_token
         self._index = index
         self._itl_ms = itl_ms
         self._admit = admit
@@ -134,7 +126,7 @@ class Session:
         self._refusal_s = FIRST_REFUSAL_S
         self._settled = False
         self._heard_at = 0.0
-        self._outgoing: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
+        self._wire: Wire | None = None
 
     @property
     def id(self) -> str:
@@ -172,11 +164,11 @@ class Session:
 
     def submit(self, submit: pb.Submit) -> None:
         """Sends a request to the worker."""
-        self._outgoing.put_nowait(pb.RouterMessage(submit=submit))
+        self._send(pb.RouterMessage(submit=submit))
 
     def abort(self, abort: pb.Abort) -> None:
         """Ends a request, or some of its choices."""
-        self._outgoing.put_nowait(pb.RouterMessage(abort=abort))
+        self._send(pb.RouterMessage(abort=abort))
 
     async def run(self, listener: Listener) -> None:
         """Keeps the session up until cancelled."""
@@ -188,14 +180,13 @@ class Session:
                 reason = "the worker closed the session"
             except RefusedError as error:
                 reason, refused_s = str(error), LONGEST_PAUSE_S
-            except (ProtocolError, InvalidEventError, UnusableError) as error:
+            except (ProtocolError, InvalidEventError, UnusableError, BadMessageError) as error:
                 reason, offended = str(error), True
             except TimeoutError:
                 reason = f"the worker did not send its state within {SYNC_S:g} s"
-            except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
-                offended = _is_too_large(error)
-            except OutOfStepError as error:
+            except OSError as error:
+                reason = f"it can't be reached: {error.strerror or error}"
+            except (OutOfStepError, EndedError, StreamError) as error:
                 reason = str(error)
             except Exception as error:  # whatever a worker sends, this router keeps trying
                 log.exception("the session with worker %s failed", self.id)
@@ -222,7 +213,7 @@ class Session:
         connected = self.connected
         self.hello, self.load, self.reason, self._state = None, pb.Load(), reason, state
         self._next_event = None
-        self._outgoing = asyncio.Queue()
+        self._wire = None
         self._index.forget(self.id)
         if connected:
             try:
@@ -236,43 +227,46 @@ class Session:
         if self._state != "refused":  # which it stays until the worker is heard
             self._state = "connecting"
         loop = asyncio.get_running_loop()
-        async with grpc.aio.insecure_channel(self.member.address, options=_CHANNEL_OPTIONS) as channel:
-            call = rpc.WorkerStub(channel).Session(None, metadata=self._metadata)
-            writer: asyncio.Task[None] | None = None
-            try:
-                async with asyncio.timeout(SYNC_S):
-                    await self._synchronise(call)
-                writer = asyncio.create_task(self._write(call), name=f"session-write-{self.id}")
-                self._heard_state(pb.STATE_READY if self.hello is None else self.hello.state)
-                self.reason, self._settled, self._heard_at = "", True, loop.time()
-                log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.address)
-                listener.ready(self)
-                while isinstance(message := await call.read(), pb.WorkerMessage):
-                    self._heard_at = loop.time()
-                    await self._handle(message, listener)
-            finally:
-                call.cancel()
-                if writer is not None:
-                    writer.cancel()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                wire = await connect(self.member.session, pb.WorkerMessage, MOST_MESSAGE_BYTES)
+        except TimeoutError:
+            raise StreamError("it can't be reached: no answer") from None
+        try:
+            async with asyncio.timeout(SYNC_S):
+                await self._synchronise(wire)
+            self._wire = wire
+            self._heard_state(pb.STATE_READY if self.hello is None else self.hello.state)
+            self.reason, self._settled, self._heard_at = "", True, loop.time()
+            log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.session)
+            listener.ready(self)
+            while (message := await wire.receive()) is not None:
+                self._heard_at = loop.time()
+                await self._handle(message, listener)
+        finally:
+            wire.abort()
 
-    async def _synchronise(self, call: "Stream") -> None:
+    async def _synchronise(self, wire: Wire) -> None:
         """Hello both ways, then the snapshot of the worker's cache."""
-        await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
-        first = await call.read()
-        if not isinstance(first, pb.WorkerMessage):
+        hello = pb.RouterHello(router_id=self._router_id, token=self._cluster_token)
+        wire.send(pb.RouterMessage(hello=hello))
+        first = await wire.receive()
+        if first is None:
             raise OutOfStepError("the session ended before the worker's Hello")
+        if first.WhichOneof("kind") == "end":
+            raise EndedError(first.end.reason)
         if first.WhichOneof("kind") != "hello":
             raise ProtocolError("the worker did not begin with Hello")
-        hello = first.hello
-        self._admit(self.member, hello)
-        if self._epoch not in (None, hello.epoch):
-            raise ProtocolError(f"the epoch of its KV pool changed from {self._epoch} to {hello.epoch} in one process")
-        self.view = WorkerView(hello, self.member.address, itl_ms=self._itl_ms)
-        self._epoch, self.hello, self._state = hello.epoch, hello, "syncing"
-        self._index.reset(self.id, hello.num_pages)
+        said = first.hello
+        self._admit(self.member, said)
+        if self._epoch not in (None, said.epoch):
+            raise ProtocolError(f"the epoch of its KV pool changed from {self._epoch} to {said.epoch} in one process")
+        self.view = WorkerView(said, self.member.address, itl_ms=self._itl_ms)
+        self._epoch, self.hello, self._state = said.epoch, said, "syncing"
+        self._index.reset(self.id, said.num_pages)
         while True:
-            message = await call.read()
-            if not isinstance(message, pb.WorkerMessage):
+            message = await wire.receive()
+            if message is None:
                 raise OutOfStepError("the session ended within the snapshot")
             match message.WhichOneof("kind"):
                 case "snapshot":
@@ -282,14 +276,14 @@ class Session:
                         return
                 case "load":
                     self._heard_load(message.load)
+                case "end":
+                    raise EndedError(message.end.reason)
                 case kind:
                     raise ProtocolError(f"{kind} came before the snapshot was complete")
 
-    async def _write(self, call: "Stream") -> None:
-        # that the stream has ended is for the reader to tell
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await call.write(await self._outgoing.get())
+    def _send(self, message: pb.RouterMessage) -> None:
+        if self._wire is not None:  # that the stream has ended is for the reader to tell
+            self._wire.send(message)
 
     async def _handle(self, message: pb.WorkerMessage, listener: Listener) -> None:
         match message.WhichOneof("kind"):
@@ -302,6 +296,8 @@ class Session:
                 self._heard_state(message.load.state)
             case "refusal":
                 listener.refusal(self, message.refusal)
+            case "end":
+                raise EndedError(message.end.reason)
             case "batch":
                 for one in message.batch.messages:
                     await self._handle(one, listener)
@@ -329,10 +325,3 @@ class Session:
 
     def _heard_state(self, state: "pb.State.ValueType") -> None:
         self._state = "draining" if state == pb.STATE_DRAINING else "ready"
-
-
-def _is_too_large(error: grpc.aio.AioRpcError) -> bool:
-    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or "")
-
-
-Stream = grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage]

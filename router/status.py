@@ -60,6 +60,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "id": session.id,
         "role": session.role,
         "address": session.member.address,
+        "session": session.member.session,
         "host": session.member.host,
         "pid": session.member.pid,
         "incarnation": session.member.incarnation,

@@ -29,11 +29,12 @@ from bench.tokens import Texts
 from bench.workloads.base import Message
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
+from cpd.stream import connect
 from models.tiny.make import write
 from scripts.bench_main_path import MODEL, bench_settings
 from tests.e2e.cluster import TOKEN, Cluster
 from worker.auth import token_metadata
-from worker.channels import CLIENT_OPTIONS
+from worker.channels import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 
 STREAMS = 8
 STREAM_LEN = 3_000
@@ -57,11 +58,12 @@ class Tail:
 class Bench:
     """The streams and what disturbs them."""
 
-    def __init__(self, url: str, address: str, model: Path) -> None:
+    def __init__(self, url: str, address: str, session: str, model: Path) -> None:
         self._client = Client(Target.of(bench_settings(url, model, 1), "bench"))
         self._texts = Texts.with_tokenizer(model)
         self._rng = np.random.default_rng(0)
         self._address = address
+        self._session = session
         self._snapshots = 0
 
     async def fill_cache(self) -> None:
@@ -110,15 +112,14 @@ class Bench:
 
     async def _come_anew(self, name: str) -> None:
         """A router that comes, hears what the worker has cached, and goes, over and over."""
-        async with self._channel() as channel:
-            while True:
-                call = rpc.WorkerStub(channel).Session(None, metadata=token_metadata(TOKEN))
-                await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=name)))
-                while isinstance(message := await call.read(), pb.WorkerMessage) and not message.snapshot.last:
-                    pass
-                self._snapshots += 1
-                call.cancel()
-                await asyncio.sleep(0.1)
+        while True:
+            wire = await connect(self._session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
+            wire.send(pb.RouterMessage(hello=pb.RouterHello(router_id=name, token=TOKEN)))
+            while (message := await wire.receive()) is not None and not message.snapshot.last:
+                pass
+            self._snapshots += 1
+            wire.abort()
+            await asyncio.sleep(0.1)
 
     async def _trace(self, seconds: float) -> list[pb.TracedStep]:
         async with self._channel() as channel:
@@ -134,7 +135,7 @@ class Bench:
 async def run(cluster: Cluster, model: Path, seconds: float, rounds: int) -> None:
     """Prints a line for each way, over all rounds."""
     (worker,) = cluster.state()["workers"]
-    bench = Bench(cluster.url, worker["address"], model)
+    bench = Bench(cluster.url, worker["address"], worker["session"], model)
     await bench.fill_cache()
     pages = cluster.state()["workers"][0]["load"]["pages"]
     print(f"{STREAMS} streams, {pages['cached']:,} cached blocks\n")

@@ -5,20 +5,21 @@ States of a session:
     ENDED     closed by the router, superseded by a newer session of the same router, or cut off because it fell
               behind: its requests were aborted, whatever is still reported for it is dropped
 
-Order on the stream: Hello, the snapshot of the cache, then everything else as it comes.
+Order on the stream: Hello, the snapshot of the cache, then everything else as it comes; End, if the worker ends it.
 """
 
 import asyncio
 import contextlib
+import hmac
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import grpc
-
 from cpd.rpc import cpd_pb2 as pb
+from cpd.stream import Stream, StreamError
 from engine.types import CacheEvent, Output
+from worker.channels import MAX_MESSAGE_BYTES
 from worker.engine_bridge import EngineBridge, EngineDiedError, Update
 from worker.outbox import Outbox
 
@@ -27,8 +28,16 @@ log = logging.getLogger(__name__)
 SNAPSHOT_HASHES = 8192
 """Hashes in one snapshot message: 64 KiB, and about a millisecond of work."""
 
+HELLO_BYTES = 4096
+"""Of a first message at most: nobody knows yet who sent it."""
+
+HELLO_S = 10.0
+"""It has this long to come."""
+
 END_TIMEOUT_S = 2.0
-"""A session's status waits behind unread messages at most this long; then it is left to the connection."""
+"""The reason of a session's end waits behind unread messages at most this long; then the connection is cut."""
+
+Wire = Stream[pb.RouterMessage]
 
 
 class Session:
@@ -43,7 +52,7 @@ class Session:
         self.number = number
         self.router_id = router_id
         self.outbox = outbox
-        self.ended: asyncio.Future[tuple[grpc.StatusCode, str]] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def send(self, request: int, attempt: int, output: Output, prefilled: pb.Prefilled | None = None) -> None:
         """Queues tokens for the router, which is cut off if it is too far behind. See `Outbox.put_output`."""
@@ -63,15 +72,15 @@ class Session:
             self.outbox.put_cache(events)
             self._check()
 
-    def end(self, code: grpc.StatusCode, reason: str) -> None:
-        """Ends the session; the first reason counts."""
+    def end(self, reason: str) -> None:
+        """Ends the session; the first reason counts. It is empty where the router is gone."""
         if not self.ended.done():
-            self.ended.set_result((code, reason))
+            self.ended.set_result(reason)
 
     def _check(self) -> None:
         if self.outbox.overfull():
             log.warning("router %s reads too slowly and is cut off", self.router_id)
-            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router fell too far behind")
+            self.end("the router fell too far behind")
 
 
 class RequestHandler(Protocol):
@@ -93,6 +102,7 @@ class SessionServer:
         load: The worker's load as it is now.
         engine: Where the snapshots come from.
         handler: Answers the requests.
+        token: The cluster's secret; empty lets every router in.
         make_outbox: For tests, with smaller bounds.
     """
 
@@ -103,44 +113,54 @@ class SessionServer:
         load: Callable[[], pb.Load],
         engine: EngineBridge,
         handler: RequestHandler,
+        token: str,
         make_outbox: Callable[[], Outbox] = Outbox,
     ) -> None:
         self._hello = hello
         self._load = load
         self._engine = engine
         self._handler = handler
+        self._token = token.encode()
         self._make_outbox = make_outbox
         self._numbers = itertools.count(1)
         self._sessions: dict[str, Session] = {}
 
-    async def serve(
-        self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
-        """Serves one Session call to its end."""
-        first = await anext(aiter(requests), None)
-        if first is None or first.WhichOneof("kind") != "hello" or not first.hello.router_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session starts with a RouterHello with router_id")
-        # Now, because a status can't be sent beside a write that still has to send these.
-        await context.send_initial_metadata(())
+    async def serve(self, wire: Wire) -> None:
+        """Serves one stream to its end."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await wire.receive()
+        except (StreamError, TimeoutError):
+            return
+        if refused := self._refused(first):
+            await _say_end(wire, refused)
+            return
+        assert first is not None
+        wire.most_bytes = MAX_MESSAGE_BYTES
         session = self._open(first.hello.router_id)
-        reader = asyncio.create_task(self._read(session, requests), name=f"session-{session.number}-reader")
-        writer = asyncio.create_task(self._write(session, context), name=f"session-{session.number}-writer")
+        reader = asyncio.create_task(self._read(session, wire), name=f"session-{session.number}-reader")
+        writer = asyncio.create_task(self._write(session, wire), name=f"session-{session.number}-writer")
         ends: list[asyncio.Future[Any]] = [session.ended, reader, writer]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in (reader, writer):
                 if task.done() and (error := task.exception()):
                     log.warning("session %d with router %s breaks", session.number, session.router_id, exc_info=error)
-                    session.end(grpc.StatusCode.INTERNAL, "the worker could not go on with the session")
+                    session.end("the worker could not go on with the session")
         finally:
             self._close(session)
             reader.cancel()
             writer.cancel()
-        code, reason = session.ended.result()
-        if code is not grpc.StatusCode.OK:
-            # With a write still pending the status queues up behind it, and a router that never reads never gets it.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(context.abort(code, reason), END_TIMEOUT_S)
+        if reason := session.ended.result():
+            await _say_end(wire, reason)
+
+    def _refused(self, first: pb.RouterMessage | None) -> str:
+        """Why nobody is served who begins like this; empty: there is no reason."""
+        if first is None or first.WhichOneof("kind") != "hello" or not first.hello.router_id:
+            return "a session starts with a RouterHello with router_id"
+        if self._token and not hmac.compare_digest(first.hello.token.encode(), self._token):
+            return "the cluster token is missing or wrong"
+        return ""
 
     def publish(self, update: Update) -> None:
         """Tells every router what changed in the cache."""
@@ -162,13 +182,13 @@ class SessionServer:
     def end_all(self, reason: str) -> None:
         """Ends every session because the worker stops."""
         for session in self._sessions.values():
-            session.end(grpc.StatusCode.UNAVAILABLE, reason)
+            session.end(reason)
 
     # ---- one session ----
 
     def _open(self, router_id: str) -> Session:
         if old := self._sessions.get(router_id):
-            old.end(grpc.StatusCode.ABORTED, "superseded by a newer session of this router")
+            old.end("superseded by a newer session of this router")
             self._close(old)
         session = Session(next(self._numbers), router_id, self._make_outbox())
         self._sessions[router_id] = session
@@ -176,43 +196,47 @@ class SessionServer:
         return session
 
     def _close(self, session: Session) -> None:
-        session.end(grpc.StatusCode.OK, "")
+        session.end("")
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
             log.info("session %d with router %s ended", session.number, session.router_id)
             self._handler.session_ended(session)
 
-    async def _read(self, session: Session, requests: AsyncIterator[pb.RouterMessage]) -> None:
-        async for message in requests:
-            if session.ended.done():
-                return
-            match message.WhichOneof("kind"):
-                case "submit":
-                    self._handler.submit(session, message.submit)
-                case "abort":
-                    self._handler.abort(session, message.abort)
-                case other:
-                    session.end(grpc.StatusCode.INVALID_ARGUMENT, f"unexpected message {other!r} in a session")
-                    return
-        session.end(grpc.StatusCode.OK, "")
-
-    async def _write(self, session: Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _read(self, session: Session, wire: Wire) -> None:
         try:
-            await context.write(pb.WorkerMessage(hello=self._hello()))
-            await self._write_snapshot(session, context)
+            while (message := await wire.receive()) is not None:
+                if session.ended.done():
+                    return
+                match message.WhichOneof("kind"):
+                    case "submit":
+                        self._handler.submit(session, message.submit)
+                    case "abort":
+                        self._handler.abort(session, message.abort)
+                    case other:
+                        session.end(f"unexpected message {other!r} in a session")
+                        return
+        except StreamError as error:
+            log.info("router %s: %s", session.router_id, error)
+        session.end("")
+
+    async def _write(self, session: Session, wire: Wire) -> None:
+        try:
+            wire.send(pb.WorkerMessage(hello=self._hello()))
+            await self._write_snapshot(session, wire)
             session.outbox.put_load(self._load())
             while True:
                 for message in await session.outbox.take():
-                    await context.write(message)
+                    wire.send(message)
+                await wire.drained()
         except EngineDiedError as error:
-            session.end(grpc.StatusCode.UNAVAILABLE, str(error))
+            session.end(str(error))
 
-    async def _write_snapshot(self, session: Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _write_snapshot(self, session: Session, wire: Wire) -> None:
         snapshot = await self._engine.snapshot()
         session.outbox.forget_cache(snapshot.number)
         hashes = snapshot.hashes
         for start in range(0, max(len(hashes), 1), SNAPSHOT_HASHES):
-            await context.write(
+            wire.send(
                 pb.WorkerMessage(
                     snapshot=pb.Snapshot(
                         number=snapshot.number,
@@ -221,6 +245,17 @@ class SessionServer:
                     )
                 )
             )
+            await asyncio.sleep(0)  # other work has its turn
+            await wire.drained()
+
+
+async def _say_end(wire: Wire, reason: str) -> None:
+    """Tells the router why the session ends, and closes the stream."""
+    wire.send(pb.WorkerMessage(end=pb.End(reason=reason)))
+    wire.close()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(wire.closed(), END_TIMEOUT_S)
+    wire.abort()
 
 
 def _cache_events(number: int, events: list[CacheEvent]) -> pb.CacheEvents:

@@ -6,8 +6,8 @@ Who owns what, from the inside out; each is closed before the one above it in th
     engine          its bridge: the engine thread, alone
     transport       the event loop; reads and writes pool memory
     service         requests and fills; uses engine and transport
-    gRPC server     sessions and fills; uses the service
-    lease           lists the worker for as long as its server listens
+    servers         sessions (cpd/stream.py), fills and administration (gRPC); use the service
+    lease           lists the worker for as long as its servers listen
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from cpd.membership import Member, lease
 from cpd.perfmodel import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
+from cpd.stream import StreamServer
 from engine.engine import Engine
 from engine.types import EngineStats, PoolCounts
 from kvtransfer.base import PoolMemory, Transport
@@ -43,7 +44,7 @@ from worker.engine_thread import EngineThread
 from worker.load import LoadReporter, load_from_stats
 from worker.node import EXIT_RESTART, Lifecycle, Loaded, Node
 from worker.service import MakeService, Service
-from worker.sessions import SessionServer
+from worker.sessions import HELLO_BYTES, SessionServer
 from worker.trace import read_trace
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Worker:
         self._make_bridge = make_bridge
         self._open_transport = open_transport
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
-        self.address = ""
+        self.address = self.session = ""
         self.lifecycle = Lifecycle(self._load_changed)
         self._stats = EngineStats(0, 0, 0, PoolCounts(0, 0, 0, 0, 0), 0, 0, 0, 0)
         self._reporter: LoadReporter | None = None
@@ -160,7 +161,11 @@ class Worker:
             )
         )
         self._sessions = SessionServer(
-            hello=self._hello, load=self._current_load, engine=self._engine, handler=self._service
+            hello=self._hello,
+            load=self._current_load,
+            engine=self._engine,
+            handler=self._service,
+            token=self._settings.cluster_token.get_secret_value(),
         )
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
@@ -177,7 +182,7 @@ class Worker:
         self._server = grpc.aio.server(
             interceptors=[TokenInterceptor(self._settings.cluster_token.get_secret_value())], options=SERVER_OPTIONS
         )
-        rpc.add_WorkerServicer_to_server(_WorkerServicer(self._sessions, self._service), self._server)
+        rpc.add_WorkerServicer_to_server(_WorkerServicer(self._service), self._server)
         rpc.add_AdminServicer_to_server(_AdminServicer(self.lifecycle, self._engine), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -188,7 +193,14 @@ class Worker:
             raise ConfigError(f"cannot listen on {endpoint}: {error}") from None
         self.address = f"{host}:{port}"
         await self._server.start()
+        self._streams = StreamServer(pb.RouterMessage, HELLO_BYTES, self._sessions.serve)
         self._down.push_async_callback(self._stop_serving)
+        try:
+            port = await self._streams.start(self._settings.host, self._settings.session_port)
+        except OSError as error:
+            message = f"cannot listen on {self._settings.host}:{self._settings.session_port}: {error.strerror}"
+            raise ConfigError(message) from None
+        self.session = f"{host}:{port}"
 
     async def _take_lease(self, host: str) -> None:
         self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
@@ -196,6 +208,7 @@ class Worker:
             id=self.id,
             kind=self._role,
             address=self.address,
+            session=self.session,
             host=socket.gethostname(),
             pid=os.getpid(),
             incarnation=secrets.randbits(63),
@@ -267,20 +280,13 @@ class Worker:
         await _bounded(self._service.stop, "requests and fills")
         await _bounded(self._sessions.flush, "the last messages", STEP_S / 4)
         self._sessions.end_all("the worker stops")
+        await _bounded(lambda: self._streams.close(STEP_S / 4), "sessions")
         await _bounded(lambda: self._server.stop(STEP_S / 4), "calls")
 
 
 class _WorkerServicer(rpc.WorkerServicer):
-    """Writes through the context instead of yielding: a session can then end beside a pending write."""
-
-    def __init__(self, sessions: SessionServer, service: Service) -> None:
-        self._sessions = sessions
+    def __init__(self, service: Service) -> None:
         self._service = service
-
-    async def Session(  # type: ignore[override]  # noqa: N802
-        self, requests: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
-        await self._sessions.serve(requests, context)
 
     async def Fill(  # type: ignore[override]  # noqa: N802
         self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]

@@ -3,7 +3,8 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Every call carries the metadata `authorization: Bearer <cluster token>`.
+Every call carries the metadata `authorization: Bearer <cluster token>`. The session between a router and a worker is no
+call but a stream of messages on a port of its own (cpd/stream.py): see below.
 Block hashes are 16 bytes (cpd/blocks.py), sent joined into one byte string; cache events carry their first 8 bytes.
 """
 
@@ -99,7 +100,7 @@ Global___Lane: _TypeAlias = Lane  # noqa: Y015
 
 @_typing.final
 class RouterMessage(_message.Message):
-    """---- Session, router to worker ----"""
+    """---- router to worker ----"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -136,15 +137,19 @@ class RouterHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    token: _builtins.str
+    """the cluster token"""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -364,7 +369,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class WorkerMessage(_message.Message):
-    """---- Session, worker to router ----"""
+    """---- worker to router ----"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -375,6 +380,7 @@ class WorkerMessage(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always first, then the snapshot"""
@@ -391,6 +397,8 @@ class WorkerMessage(_message.Message):
     def refusal(self) -> Global___Refusal: ...
     @_builtins.property
     def batch(self) -> Global___Batch: ...
+    @_builtins.property
+    def end(self) -> Global___End: ...
     def __init__(
         self,
         *,
@@ -401,16 +409,38 @@ class WorkerMessage(_message.Message):
         load: Global___Load | None = ...,
         refusal: Global___Refusal | None = ...,
         batch: Global___Batch | None = ...,
+        end: Global___End | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch", "end"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
+
+@_typing.final
+class End(_message.Message):
+    """The worker ends the session: always the last message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___End: _TypeAlias = End  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):

@@ -34,11 +34,6 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Session = channel.stream_stream(
-                '/cpd.v1.Worker/Session',
-                request_serializer=cpd_dot_rpc_dot_cpd__pb2.RouterMessage.SerializeToString,
-                response_deserializer=cpd_dot_rpc_dot_cpd__pb2.WorkerMessage.FromString,
-                _registered_method=True)
         self.Fill = channel.stream_stream(
                 '/cpd.v1.Worker/Fill',
                 request_serializer=cpd_dot_rpc_dot_cpd__pb2.FillRequest.SerializeToString,
@@ -48,14 +43,6 @@ class WorkerStub:
 
 class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Session(self, request_iterator, context):
-        """One stream per router and worker. Its end aborts the router's requests; a new session of the same router
-        supersedes the old one.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Fill(self, request_iterator, context):
         """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
@@ -70,11 +57,6 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Session': grpc.stream_stream_rpc_method_handler(
-                    servicer.Session,
-                    request_deserializer=cpd_dot_rpc_dot_cpd__pb2.RouterMessage.FromString,
-                    response_serializer=cpd_dot_rpc_dot_cpd__pb2.WorkerMessage.SerializeToString,
-            ),
             'Fill': grpc.stream_stream_rpc_method_handler(
                     servicer.Fill,
                     request_deserializer=cpd_dot_rpc_dot_cpd__pb2.FillRequest.FromString,
@@ -90,33 +72,6 @@ def add_WorkerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Worker:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Session(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/cpd.v1.Worker/Session',
-            cpd_dot_rpc_dot_cpd__pb2.RouterMessage.SerializeToString,
-            cpd_dot_rpc_dot_cpd__pb2.WorkerMessage.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Fill(request_iterator,

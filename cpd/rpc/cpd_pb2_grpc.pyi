@@ -3,7 +3,8 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Every call carries the metadata `authorization: Bearer <cluster token>`.
+Every call carries the metadata `authorization: Bearer <cluster token>`. The session between a router and a worker is no
+call but a stream of messages on a port of its own (cpd/stream.py): see below.
 Block hashes are 16 bytes (cpd/blocks.py), sent joined into one byte string; cache events carry their first 8 bytes.
 """
 
@@ -35,10 +36,6 @@ class WorkerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
-    Session: _grpc.StreamStreamMultiCallable[_cpd_pb2.RouterMessage, _cpd_pb2.WorkerMessage]
-    """One stream per router and worker. Its end aborts the router's requests; a new session of the same router
-    supersedes the old one.
-    """
     Fill: _grpc.StreamStreamMultiCallable[_cpd_pb2.FillRequest, _cpd_pb2.FillEvent]
     """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
     The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
@@ -49,10 +46,6 @@ class WorkerStub:
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Session: _aio.StreamStreamMultiCallable[_cpd_pb2.RouterMessage, _cpd_pb2.WorkerMessage]  # type: ignore[assignment]
-    """One stream per router and worker. Its end aborts the router's requests; a new session of the same router
-    supersedes the old one.
-    """
     Fill: _aio.StreamStreamMultiCallable[_cpd_pb2.FillRequest, _cpd_pb2.FillEvent]  # type: ignore[assignment]
     """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
     The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
@@ -61,16 +54,6 @@ class WorkerAsyncStub(WorkerStub):
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Session(
-        self,
-        request_iterator: _MaybeAsyncIterator[_cpd_pb2.RouterMessage],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_cpd_pb2.WorkerMessage], _abc.AsyncIterator[_cpd_pb2.WorkerMessage]]:
-        """One stream per router and worker. Its end aborts the router's requests; a new session of the same router
-        supersedes the old one.
-        """
-
     @_abc_1.abstractmethod
     def Fill(
         self,

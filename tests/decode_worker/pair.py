@@ -60,8 +60,8 @@ async def pair(
     async with (
         running("prefill", redis_url, load=prefill_load, transfer_gate=transfer_gate, **settings) as p,
         running("combined", redis_url, load=decode_load, **settings) as d,
-        Client(p.address) as prefill_view,
-        Client(d.address) as router,
+        Client(p) as prefill_view,
+        Client(d) as router,
     ):
         try:
             yield Pair(p, d, router, prefill_view, prefill_gate, decode_gate, transfer_gate, network)

@@ -28,7 +28,7 @@ async def busy_worker(redis_url: str, **settings: Any) -> AsyncIterator[Client]:
     load = fake_loader(before_step=lambda: time.sleep(0.004))
     async with (
         running("combined", redis_url, network=LocalNetwork(), load=load, max_num_seqs=1, **settings) as worker,
-        Client(worker.address) as router,
+        Client(worker) as router,
     ):
         running_one = await router.submit(make_request("running", prompt(50), max_tokens=900), 0)
         await eventually(lambda: running_one.started)
@@ -103,7 +103,7 @@ async def test_fills_are_shared_fairly_too(redis_url: str) -> None:
 
 
 async def test_a_worker_says_what_it_predicts_with(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as router:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as router:
         assert Profile.model_validate_json(router.hello.profile) == MODEL.profile
         assert (router.hello.token_budget, router.hello.colocate) == (64, "mixed")
         answer = await router.submit(make_request("a", prompt(100), max_tokens=50), 1)

@@ -14,7 +14,7 @@ from tests.worker.fakes import MAX_MODEL_LEN, Gate, fake_loader
 
 async def test_tokens_are_right_and_pages_come_back(redis_url: str) -> None:
     requests = [make_request(f"r{i}", prompt(10 + 7 * i, i), max_tokens=5 + i, n=1 + i % 3) for i in range(12)]
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         answers = [await client.submit(request, i) for i, request in enumerate(requests)]
         await client.done(*answers)
         for request, answer in zip(requests, answers, strict=True):
@@ -27,7 +27,7 @@ async def test_tokens_are_right_and_pages_come_back(redis_url: str) -> None:
 
 
 async def test_hello_describes_the_worker(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         assert client.hello.worker_id == worker.worker.id
         assert client.hello.role == pb.ROLE_COMBINED
         assert client.hello.state == pb.STATE_READY
@@ -36,7 +36,7 @@ async def test_hello_describes_the_worker(redis_url: str) -> None:
 
 
 async def test_the_cache_is_used_and_reported(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         await client.done(await client.submit(make_request("a", prompt(100)), 1))
         second = await client.submit(make_request("b", prompt(100)), 2)
         await client.done(second)
@@ -48,7 +48,7 @@ async def test_the_cache_is_used_and_reported(redis_url: str) -> None:
 async def test_a_replayed_request_goes_on_after_what_was_emitted(redis_url: str) -> None:
     want = expected(make_request("a", prompt(40), max_tokens=12), 0, MAX_MODEL_LEN)
     replay = make_request("a", prompt(40) + want.token_ids[:5], prompt_len=40, max_tokens=12)
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         answer = await client.submit(replay, 1, attempt=3)
         await client.done(answer)
         assert answer.tokens[0] == want.token_ids[5:]
@@ -56,7 +56,7 @@ async def test_a_replayed_request_goes_on_after_what_was_emitted(redis_url: str)
 
 
 async def test_what_cannot_be_computed_is_refused_with_the_reason(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         answer = await client.submit(make_request("a", prompt(MAX_MODEL_LEN)), 1)
         await client.done(answer)
         assert answer.refusal is not None
@@ -70,7 +70,7 @@ async def test_a_full_queue_is_refused_with_a_time_to_come_back(redis_url: str) 
         running(
             "combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait), max_queue_tokens=100
         ) as worker,
-        Client(worker.address) as client,
+        Client(worker) as client,
     ):
         gate.close()
         answers = [await client.submit(make_request(f"r{i}", prompt(60, i), max_tokens=2), i) for i in range(10)]
@@ -85,7 +85,7 @@ async def test_a_full_queue_is_refused_with_a_time_to_come_back(redis_url: str) 
 
 
 async def test_aborted_requests_and_choices_fall_silent_and_free_their_pages(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         whole = await client.submit(make_request("a", prompt(40), max_tokens=900), 1)
         parts = await client.submit(make_request("b", prompt(50, 2), max_tokens=900, n=3), 2)
         await eventually(lambda: whole.started and len(parts.tokens) == 3)
@@ -99,7 +99,7 @@ async def test_aborted_requests_and_choices_fall_silent_and_free_their_pages(red
 
 
 async def test_an_abort_of_something_unknown_is_nothing(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         await client.abort(7)
         await client.done(await client.submit(make_request("a", prompt(20)), 7))
         await client.abort(7)
@@ -107,7 +107,7 @@ async def test_an_abort_of_something_unknown_is_nothing(redis_url: str) -> None:
 
 
 async def test_an_abort_right_behind_the_submit_wins(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         for number in range(20):
             await client.submit(make_request(f"r{number}", prompt(40, number), max_tokens=900), number)
             await client.abort(number)
@@ -117,11 +117,11 @@ async def test_an_abort_right_behind_the_submit_wins(redis_url: str) -> None:
 async def test_the_end_of_a_session_aborts_its_requests_only(redis_url: str) -> None:
     async with (
         running("combined", redis_url, network=LocalNetwork()) as worker,
-        Client(worker.address, router_id="stays") as stays,
+        Client(worker, router_id="stays") as stays,
     ):
         request = make_request("a", prompt(40), max_tokens=100)
         mine = await stays.submit(request, 1)
-        async with Client(worker.address, router_id="leaves") as leaves:
+        async with Client(worker, router_id="leaves") as leaves:
             await leaves.submit(make_request("a", prompt(40), max_tokens=900), 1)
             await eventually(lambda: leaves.answers[1, 0].started)
         await stays.done(mine)
@@ -130,10 +130,10 @@ async def test_the_end_of_a_session_aborts_its_requests_only(redis_url: str) -> 
 
 
 async def test_a_new_session_of_the_same_router_supersedes_the_old_one(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as old:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as old:
         await old.submit(make_request("a", prompt(40), max_tokens=900), 1)
         await eventually(lambda: old.answers[1, 0].started)
-        async with Client(worker.address) as new:
+        async with Client(worker) as new:
             answer = await new.submit(make_request("b", prompt(20)), 1)
             await new.done(answer)
             await new.balanced()
@@ -144,7 +144,7 @@ async def test_all_tokens_of_a_step_come_in_one_message(redis_url: str) -> None:
     gate = Gate()
     async with (
         running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait)) as worker,
-        Client(worker.address) as client,
+        Client(worker) as client,
     ):
         gate.close()
         answers = [await client.submit(make_request(f"r{i}", prompt(2, i), max_tokens=4), i) for i in range(8)]
@@ -160,7 +160,7 @@ async def test_a_draining_worker_finishes_and_takes_nothing_new(redis_url: str) 
     loader = fake_loader(before_step=gate.wait)
     async with (
         running("combined", redis_url, network=LocalNetwork(), load=loader) as worker,
-        Client(worker.address) as client,
+        Client(worker) as client,
     ):
         request = make_request("a", prompt(40), max_tokens=400)
         first = await client.submit(request, 1)
@@ -179,7 +179,7 @@ async def test_a_draining_worker_finishes_and_takes_nothing_new(redis_url: str) 
 
 
 async def test_a_stopping_worker_sends_its_requests_elsewhere(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker.address) as client:
+    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         answer = await client.submit(make_request("a", prompt(40), max_tokens=900), 1)
         await eventually(lambda: answer.started)
         assert await worker.stop() == 0
@@ -194,7 +194,7 @@ async def test_a_failed_engine_sends_requests_elsewhere_and_ends_the_worker(redi
 
     async with (
         running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=fail)) as worker,
-        Client(worker.address) as client,
+        Client(worker) as client,
     ):
         answer = await client.submit(make_request("a", prompt(40)), 1)
         await client.done(answer)
@@ -206,7 +206,7 @@ async def test_a_failed_engine_sends_requests_elsewhere_and_ends_the_worker(redi
 @pytest.mark.parametrize("token", ["", "wrong"])
 async def test_a_session_without_the_cluster_token_is_refused(redis_url: str, token: str) -> None:
     async with running("combined", redis_url, network=LocalNetwork(), cluster_token="right") as worker:
-        async with Client(worker.address, token=token) as client:
+        async with Client(worker, token=token) as client:
             assert client.hello.worker_id == ""
-        async with Client(worker.address, token="right") as client:
+        async with Client(worker, token="right") as client:
             assert client.hello.worker_id == worker.worker.id

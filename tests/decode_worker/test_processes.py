@@ -53,8 +53,8 @@ async def cluster(model: Path, redis_url: str, directory: Path, **flags: Any) ->
                 for role in ROLES
             )
         )
-        router = await stack.enter_async_context(Client(decode.address, token=TOKEN))
-        prefill_view = await stack.enter_async_context(Client(prefill.address, token=TOKEN))
+        router = await stack.enter_async_context(Client(decode, token=TOKEN))
+        prefill_view = await stack.enter_async_context(Client(prefill, token=TOKEN))
         yield Cluster(prefill, decode, router, prefill_view)
 
 
@@ -185,7 +185,7 @@ async def test_the_decode_worker_is_killed(model: Path, redis_url: str, tmp_path
             worker_process(
                 "combined", redis_url, tmp_path, worker_id="next", cluster="next", model=model, kv_memory="32MiB"
             ) as d,
-            Client(d.address, token=TOKEN) as router,
+            Client(d, token=TOKEN) as router,
         ):
             answer = await router.submit(request("a", 600, salt=99), 1, candidates=[c.prefill.candidate])
             await router.done(answer)

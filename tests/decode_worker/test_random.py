@@ -34,8 +34,8 @@ async def test_any_mix_of_routes_aborts_and_failures(redis_url: str, seed: int) 
         decode = await stack.enter_async_context(
             running("combined", redis_url, load=fake_loader(num_pages=rng.randint(70, 200)), network=network)
         )
-        router = await stack.enter_async_context(Client(decode.address))
-        views = [await stack.enter_async_context(Client(prefill.address)) for prefill in prefills[1:]]
+        router = await stack.enter_async_context(Client(decode))
+        views = [await stack.enter_async_context(Client(prefill)) for prefill in prefills[1:]]
         requests = [_request(rng, number) for number in range(REQUESTS)]
         tasks = [
             asyncio.create_task(_ask(rng, router, request, number, prefills)) for number, request in enumerate(requests)
@@ -97,7 +97,7 @@ async def _stop_later(rng: random.Random, router: Client, prefill: Running) -> N
 async def _come_and_go(rng: random.Random, decode: Running, prefills: list[Running]) -> None:
     """Another router, whose sessions end in the middle of its requests."""
     for visit in range(4):
-        async with Client(decode.address, router_id="another") as router:
+        async with Client(decode, router_id="another") as router:
             for number in range(5):
                 candidates = [rng.choice(prefills).candidate]
                 await router.submit(_request(rng, 100 + 10 * visit + number), number, candidates=candidates)

@@ -61,7 +61,7 @@ async def test_only_what_is_missing_here_is_moved(redis_url: str) -> None:
 async def test_what_only_the_prefill_worker_has_cached_is_moved_too(redis_url: str) -> None:
     async with pair(redis_url) as p:
         await p.router.done(await p.submit(make_request("a", prompt(300)), 1))
-        async with running("combined", redis_url, network=p.network) as other, Client(other.address) as router:
+        async with running("combined", redis_url, network=p.network) as other, Client(other) as router:
             request = make_request("b", prompt(300), max_tokens=20)
             answer = await router.submit(request, 1, candidates=[p.prefill.candidate])
             await router.done(answer)

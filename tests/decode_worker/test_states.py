@@ -49,7 +49,7 @@ class TestAbort:
 
     @pytest.mark.parametrize("stage", Stage)
     async def test_the_end_of_the_session_is_an_abort(self, redis_url: str, stage: Stage) -> None:
-        async with reached(redis_url, stage) as (p, _), Client(p.decode.address, router_id="other") as other:
+        async with reached(redis_url, stage) as (p, _), Client(p.decode, router_id="other") as other:
             await p.router.__aexit__()
             p.prefill_gate.open()
             p.transfer_gate.set()

@@ -129,7 +129,7 @@ async def setup(redis_url: str, **settings: Any) -> AsyncIterator[Setup]:
     transfer_gate.set()
     load = fake_loader(before_step=gate.wait, num_pages=settings.pop("num_pages", 128))
     started = running("prefill", redis_url, load=load, network=network, transfer_gate=transfer_gate, **settings)
-    async with started as worker, Client(worker.address) as view:
+    async with started as worker, Client(worker) as view:
         receiver = Receiver(network, worker.address)
         try:
             yield Setup(worker, view, receiver, gate, transfer_gate)

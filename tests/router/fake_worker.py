@@ -1,4 +1,4 @@
-"""A worker without an engine: a real gRPC server and a real lease, with answers that a test writes."""
+"""A worker without an engine: real streams and a real lease, with answers that a test writes."""
 
 import asyncio
 import contextlib
@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import grpc
 from redis.asyncio import Redis
 
 from cpd.membership import Member, lease, members
 from cpd.rpc import cpd_pb2 as pb
-from cpd.rpc import cpd_pb2_grpc as rpc
+from cpd.stream import Stream, StreamError, StreamServer
 
 Answer = pb.Output | pb.Refusal
 Script = Callable[[pb.Submit], AsyncIterator[Answer]]
@@ -51,7 +50,7 @@ def outputs(submit: pb.Submit, replies: Sequence[Sequence[int]], *, prefill_work
             return
 
 
-class FakeWorker(rpc.WorkerServicer):
+class FakeWorker:
     """A scripted worker.
 
     Args:
@@ -107,15 +106,12 @@ class FakeWorker(rpc.WorkerServicer):
         self._queues: list[asyncio.Queue[pb.WorkerMessage | None]] = []
         self._running: dict[int, asyncio.Task[None]] = {}
         self._stack = contextlib.AsyncExitStack()
-        self._server: grpc.aio.Server | None = None
+        self._server = StreamServer(pb.RouterMessage, 1 << 20, self._serve)
 
     async def __aenter__(self) -> Self:
-        self._server = grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 100)])
-        rpc.add_WorkerServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        await self._server.start()
-        self.address = f"127.0.0.1:{port}"
-        member = Member(self.id, self._kind, self.address, "host", os.getpid(), port)
+        port = await self._server.start("127.0.0.1", 0)
+        self.address = self.session = f"127.0.0.1:{port}"
+        member = Member(self.id, self._kind, self.address, "host", os.getpid(), port, session=self.session)
         await self._stack.enter_async_context(lease(self._redis, self._cluster, member, ttl_s=5))
         while member not in await members(self._redis, self._cluster):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.001)
@@ -133,46 +129,47 @@ class FakeWorker(rpc.WorkerServicer):
             task.cancel()
         for queue in self._queues:
             queue.put_nowait(None)
-        if self._server is not None:
-            await self._server.stop(0)
+        await self._server.close()
 
     def send(self, message: pb.WorkerMessage) -> None:
         """Sends a message on every session."""
         for queue in self._queues:
             queue.put_nowait(message)
 
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.WorkerMessage]:
-        """The session's server side."""
-        metadata = dict(context.invocation_metadata() or ())
-        if metadata.get("authorization") != f"Bearer {self._token}":
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong cluster token")
-        queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
-        first = await anext(aiter(request_iterator))
+    async def _serve(self, wire: Stream[pb.RouterMessage]) -> None:
+        with contextlib.suppress(StreamError):  # a router that is gone
+            await self._session(wire)
+
+    async def _session(self, wire: Stream[pb.RouterMessage]) -> None:
+        first = await wire.receive()
+        assert first is not None
+        if first.hello.token != self._token:
+            wire.send(pb.WorkerMessage(end=pb.End(reason="wrong cluster token")))
+            return
         self.hellos.append(first.hello.router_id)
-        yield pb.WorkerMessage(hello=self.hello)
+        wire.send(pb.WorkerMessage(hello=self.hello))
         await self.snapshot_may_go.wait()
         half = len(self.cached) // 16 * 8
-        yield pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[:half]))
-        yield pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[half:], last=True))
+        wire.send(pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[:half])))
+        wire.send(pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[half:], last=True)))
+        queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._queues.append(queue)
-        reader = asyncio.create_task(self._read(request_iterator, queue))
+        reader = asyncio.create_task(self._read(wire, queue))
         try:
             while (message := await queue.get()) is not None:
-                yield message
+                wire.send(message)
+                await wire.drained()
         finally:
             self._queues.remove(queue)
             reader.cancel()
 
-    def Fill(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
-        """Routers don't call it."""
-        raise NotImplementedError
+    async def _read(self, wire: Stream[pb.RouterMessage], queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
+        with contextlib.suppress(StreamError):
+            await self._hear(wire, queue)
+        queue.put_nowait(None)
 
-    async def _read(
-        self, requests: AsyncIterator[pb.RouterMessage], queue: asyncio.Queue[pb.WorkerMessage | None]
-    ) -> None:
-        async for message in requests:
+    async def _hear(self, wire: Stream[pb.RouterMessage], queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
+        while (message := await wire.receive()) is not None:
             if message.WhichOneof("kind") == "submit":
                 self.submits.append(message.submit)
                 task = asyncio.create_task(self._answer(message.submit, queue))

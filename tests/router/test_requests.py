@@ -215,18 +215,23 @@ class TestRefusals:
     async def test_a_failure_within_a_stream_is_its_last_event(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
+        begun = asyncio.Event()
+
         async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
             async for output in says(REPLY)(submit):
                 yield output
                 break
+            await begun.wait()
             yield pb.Refusal(kind=pb.Refusal.KIND_FAILED, message="broken")
 
         router = await start_router(await start_worker(script))
-        response = await router.http.post("/v1/chat/completions", json=CHAT | {"stream": True})
-        *_, last, rest = response.text.split("\n\n")
+        async with router.http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as response:
+            begun.set()
+            text = (await response.aread()).decode()
+        *_, last, rest = text.split("\n\n")
         assert rest == ""
         assert "broken" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        assert "[DONE]" not in response.text
+        assert "[DONE]" not in text
 
 
 class TestReplay:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
+from cpd import stream
 from cpd.blocks import extend_hashes, hash_root
 from cpd.membership import Member, lease
 from cpd.rpc import cpd_pb2 as pb
@@ -25,7 +26,6 @@ from tests.router.fake_worker import Answer, FakeWorker
 MODEL = "small-model"
 PROMPT = [5] * 64
 LONG_PROMPT = [5] * 480
-OPTIONS = sessions._CHANNEL_OPTIONS
 CHAIN = extend_hashes(hash_root(b"model"), LONG_PROMPT)
 
 
@@ -194,13 +194,12 @@ class TestNonsense:
     async def test_a_message_beyond_all_measure_isolates_the_worker(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        options = [option for option in OPTIONS if option[0] != "grpc.max_receive_message_length"]
-        monkeypatch.setattr(sessions, "_CHANNEL_OPTIONS", (*options, ("grpc.max_receive_message_length", 10_000)))
+        monkeypatch.setattr(sessions, "MOST_MESSAGE_BYTES", 10_000)
         good = await start_worker(says("fox"), worker_id="good")
         bad = await start_worker(says("fox"), worker_id="bad")
         router = await start_router(good, bad)
         bad.send(_events(8, added=os.urandom(8 * 2_000)))
-        await eventually(lambda: _refused(router, "bad", "larger than max"))
+        await eventually(lambda: _refused(router, "bad", "and the most is 10000"))
         assert await _complete(router) == "good"
 
     async def test_a_flood_of_possible_events_keeps_nobody_from_being_served(
@@ -261,7 +260,7 @@ class TestRefused:
     async def test_a_wrong_cluster_token_is_told(self, start_router: StartRouter, start_worker: StartWorker) -> None:
         await start_worker(token="another")
         router = await start_router()
-        await eventually(lambda: _told(router, "UNAUTHENTICATED: wrong cluster token"))
+        await eventually(lambda: _told(router, "wrong cluster token"))
 
     @pytest.mark.parametrize(
         ("hello", "reason"),
@@ -388,7 +387,7 @@ class TestMembership:
         self, start_router: StartRouter, redis: Redis, cluster: str
     ) -> None:
         router = await start_router()
-        async with lease(redis, cluster, Member("ghost", "combined", "127.0.0.1:1", "h", 1, 1), ttl_s=5):
+        async with lease(redis, cluster, Member("ghost", "combined", "", "h", 1, 1, session="127.0.0.1:1"), ttl_s=5):
             await eventually(lambda: _has(router, "ghost", state="connecting"))
             assert (await router.http.get("/readyz")).status_code == 503
 
@@ -410,8 +409,7 @@ class TestMembership:
         says: Says,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        quick = [(name, 300 if "keepalive_time" in name or "timeout" in name else value) for name, value in OPTIONS]
-        monkeypatch.setattr(sessions, "_CHANNEL_OPTIONS", quick)
+        monkeypatch.setattr(stream, "TICK_S", 0.2)
         async with silenceable(redis, cluster) as (worker, silence):
             router = await start_router(worker)
             call = asyncio.create_task(_complete(router))
@@ -454,14 +452,15 @@ async def silenceable(redis: Redis, cluster: str) -> AsyncIterator[tuple[FakeWor
                     writer.write(data)
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, port = worker.address.split(":")
+        host, port = worker.session.split(":")
         there, to = await asyncio.open_connection(host, port)
         await asyncio.gather(pump(reader, to), pump(there, writer), return_exceptions=True)
 
     async with FakeWorker(redis, cluster="nobody's") as worker:
         server = await asyncio.start_server(forward, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server, lease(redis, cluster, Member(worker.id, "combined", address, "h", 1, 1), ttl_s=5):
+        member = Member(worker.id, "combined", address, "h", 1, 1, session=address)
+        async with server, lease(redis, cluster, member, ttl_s=5):
             yield worker, silence
 
 

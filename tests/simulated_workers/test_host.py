@@ -77,7 +77,7 @@ async def test_both_routes_give_the_same_tokens(redis_url: str) -> None:
         found = await it.members()
         prefill = pb.PrefillCandidate(worker_id="prefill-0", address=found["prefill-0"].address)
         request = make_request("r", prompt(500), max_tokens=20)
-        async with Client(found["combined-0"].address) as one, Client(found["combined-1"].address) as other:
+        async with Client(found["combined-0"]) as one, Client(found["combined-1"]) as other:
             assert (one.hello.transport, one.hello.dtype) == ("simulated", "simulated")
             local = await one.submit(request, 1)
             remote = await other.submit(request, 1, candidates=[prefill])
@@ -100,7 +100,7 @@ async def test_every_worker_has_a_lease_and_a_port_of_its_own(redis_url: str) ->
 async def test_a_worker_that_ends_is_started_anew_and_the_others_go_on(redis_url: str) -> None:
     async with running(redis_url) as it:
         before = await it.members()
-        async with Client(before["combined-0"].address) as drained, Client(before["combined-1"].address) as other:
+        async with Client(before["combined-0"]) as drained, Client(before["combined-1"]) as other:
             await drained.drain()
 
             async def anew() -> bool:

@@ -1,18 +1,19 @@
 """A router's end of a session, for tests: submits engine requests and collects what comes back."""
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
+from cpd.stream import StreamError, connect
 from engine.types import Finish, Request
 from tests.waiting import DEADLINE_S, eventually
 from worker.auth import token_metadata
+from worker.channels import MAX_MESSAGE_BYTES
 from worker.convert import sampling_to_wire
 
 if TYPE_CHECKING:
@@ -55,34 +56,43 @@ class Answer:
             self.finish[output.choice] = Finish(output.finish)
 
 
-class Client:
-    """A session with the worker at `address`."""
+class Listens(Protocol):
+    """A worker, by where it listens."""
 
-    def __init__(self, address: str, *, router_id: str = "test", token: str = "") -> None:
-        self.address = address
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def session(self) -> str: ...
+
+
+class Client:
+    """A session with a worker."""
+
+    def __init__(self, worker: Listens, *, router_id: str = "test", token: str = "") -> None:
+        self.address = worker.address
+        self._session = worker.session
         self.router_id = router_id
         self.answers: dict[tuple[int, int], Answer] = {}
         self.hello = pb.Hello()
         self.load = pb.Load()
         self.cached: set[bytes] = set()
-        self.broken: grpc.StatusCode | None = None
+        self.broken: str | None = None
         self.messages: list[pb.WorkerMessage] = []
         self._token = token
         self._event_number = -1
-        self._writing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._channel = grpc.aio.insecure_channel(self.address)
         self.stub: WorkerAsyncStub = rpc.WorkerStub(self._channel)
-        self._call = self.stub.Session(metadata=token_metadata(self._token))  # type: ignore[call-arg]
-        with contextlib.suppress(grpc.aio.AioRpcError):  # refused already: the reader has the status
-            await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=self.router_id)))
+        self._wire = await connect(self._session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
+        self._wire.send(pb.RouterMessage(hello=pb.RouterHello(router_id=self.router_id, token=self._token)))
         self._reader = asyncio.create_task(self._read())
         await eventually(lambda: self.load.state != pb.STATE_UNSPECIFIED or self._reader.done())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._call.cancel()
+        self._wire.abort()
         await asyncio.wait([self._reader])
         await self._channel.close(None)
         if not self._reader.cancelled() and (error := self._reader.exception()):
@@ -108,7 +118,7 @@ class Client:
         """Submits a request under a number."""
         answer = Answer(set(range(request.first_choice, request.first_choice + request.n)))
         self.answers[number, attempt] = answer
-        await self._send(
+        self._wire.send(
             pb.RouterMessage(
                 submit=pb.Submit(
                     request=number,
@@ -133,7 +143,7 @@ class Client:
 
     async def abort(self, number: int, choices: Sequence[int] = (), attempt: int = 0) -> None:
         """Aborts a request; what was sent before may still come."""
-        await self._send(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
+        self._wire.send(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
 
     async def done(self, *answers: Answer) -> None:
         """Waits until all have ended."""
@@ -155,17 +165,13 @@ class Client:
         assert idle(), f"the session ended: {self.broken}"
         assert self.load.free_pages + self.load.cached_pages == self.hello.num_pages
 
-    async def _send(self, message: pb.RouterMessage) -> None:
-        async with self._writing:  # a call takes one write at a time
-            await self._call.write(message)
-
     async def _read(self) -> None:
         try:
-            async for message in self._call:
+            while (message := await self._wire.receive()) is not None:
                 self._take(message)
-            self.broken = await self._call.code()
-        except grpc.aio.AioRpcError as error:
-            self.broken = error.code()
+            self.broken = self.broken or "the stream is closed"
+        except StreamError as error:
+            self.broken = str(error)
 
     def _take(self, message: pb.WorkerMessage) -> None:
         if message.WhichOneof("kind") == "batch":
@@ -195,6 +201,8 @@ class Client:
                 answer.refusal = message.refusal
             case "load":
                 self.load = message.load
+            case "end":
+                self.broken = message.end.reason
 
 
 def _hashes(joined: bytes) -> list[bytes]:

@@ -50,6 +50,10 @@ class Running:
         return self.worker.address
 
     @property
+    def session(self) -> str:
+        return self.worker.session
+
+    @property
     def candidate(self) -> pb.PrefillCandidate:
         return pb.PrefillCandidate(worker_id=self.worker.id, address=self.address)
 

@@ -35,6 +35,10 @@ class WorkerProcess:
         return self.member.address
 
     @property
+    def session(self) -> str:
+        return self.member.session
+
+    @property
     def candidate(self) -> pb.PrefillCandidate:
         return pb.PrefillCandidate(worker_id=self.member.id, address=self.address)
 

@@ -2,27 +2,23 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import grpc
 import pytest
 
 from cpd.rpc import cpd_pb2 as pb
-from cpd.rpc import cpd_pb2_grpc as rpc
+from cpd.stream import Stream, StreamServer, connect
 from engine.engine import Engine
 from engine.types import Output
 from tests.engine.fakes import make_engine, make_request, prompt
 from tests.waiting import eventually
-from worker.auth import TokenInterceptor, token_metadata
+from worker import sessions
+from worker.channels import MAX_MESSAGE_BYTES
 from worker.engine_thread import EngineThread
 from worker.outbox import Outbox
-from worker.sessions import SNAPSHOT_HASHES, Session, SessionServer
-
-if TYPE_CHECKING:
-    from cpd.rpc.cpd_pb2_grpc import WorkerAsyncStub
+from worker.sessions import HELLO_BYTES, SNAPSHOT_HASHES, Session, SessionServer
 
 TOKEN = "secret"
-EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class Recorder:
@@ -45,19 +41,8 @@ class Recorder:
         self.ended.append(session)
 
 
-class Servicer(rpc.WorkerServicer):
-    def __init__(self, sessions: SessionServer) -> None:
-        self.sessions = sessions
-
-    async def Session(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        await self.sessions.serve(requests, context)
-
-    async def Fill(self, requests: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        raise AssertionError
-
-
 class Node:
-    """A gRPC server with sessions over a real engine."""
+    """A server with sessions over a real engine."""
 
     def __init__(self, thread: EngineThread, make_outbox: Callable[[], Outbox]) -> None:
         self.engine = thread
@@ -68,12 +53,12 @@ class Node:
             load=lambda: self.load,
             engine=thread,
             handler=self.handler,
+            token=TOKEN,
             make_outbox=make_outbox,
         )
         thread.attach(lambda engine, output: None, self.sessions.publish)
-        self.server = grpc.aio.server(interceptors=[TokenInterceptor(TOKEN)])
-        rpc.add_WorkerServicer_to_server(Servicer(self.sessions), self.server)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server = StreamServer(pb.RouterMessage, HELLO_BYTES, self.sessions.serve)
+        self.address = ""
 
     @property
     def latest(self) -> Session:
@@ -86,11 +71,11 @@ async def serving(engine: Engine | None = None, make_outbox: Callable[[], Outbox
     thread = EngineThread(lambda: made, on_failure=_unexpected)
     await thread.start()
     node = Node(thread, make_outbox)
-    await node.server.start()
+    node.address = f"127.0.0.1:{await node.server.start('127.0.0.1', 0)}"
     try:
         yield node
     finally:
-        await node.server.stop(0)
+        await node.server.close()
         await thread.close()
 
 
@@ -98,27 +83,29 @@ class Router:
     """The other end of a session."""
 
     def __init__(self, node: Node, router_id: str = "router", token: str = TOKEN) -> None:
-        self._channel = grpc.aio.insecure_channel(node.address)
-        self._stub: WorkerAsyncStub = rpc.WorkerStub(self._channel)
-        self.call = self._stub.Session(metadata=token_metadata(token))  # type: ignore[call-arg]
-        self.router_id = router_id
+        self._address = node.address
+        self._hello = pb.RouterHello(router_id=router_id, token=token)
         self._unread: deque[pb.WorkerMessage] = deque()
+        self.wire: Stream[pb.WorkerMessage]
+
+    async def connect(self) -> None:
+        self.wire = await connect(self._address, pb.WorkerMessage, MAX_MESSAGE_BYTES)
 
     async def __aenter__(self) -> "Router":
-        await self.send(hello=pb.RouterHello(router_id=self.router_id))
+        await self.connect()
+        self.send(hello=self._hello)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.call.cancel()
-        await self._channel.close(None)
+        self.wire.abort()
 
-    async def send(self, **kind: Any) -> None:
-        await self.call.write(pb.RouterMessage(**kind))
+    def send(self, **kind: Any) -> None:
+        self.wire.send(pb.RouterMessage(**kind))
 
     async def read(self) -> pb.WorkerMessage:
         if not self._unread:
-            message = await asyncio.wait_for(self.call.read(), 20)
-            assert isinstance(message, pb.WorkerMessage), await self.call.details()
+            message = await asyncio.wait_for(self.wire.receive(), 20)
+            assert message is not None
             self._unread.extend(message.batch.messages if message.WhichOneof("kind") == "batch" else [message])
         return self._unread.popleft()
 
@@ -134,14 +121,13 @@ class Router:
             messages.append(await self.read())
         return messages
 
-    async def ended(self) -> grpc.StatusCode:
+    async def ended(self) -> str:
+        """Why the session ended; empty: the worker did not say."""
+        reason = ""
         async with asyncio.timeout(20):
-            try:
-                while await self.call.read() is not EOF:
-                    pass
-            except grpc.aio.AioRpcError as error:
-                return error.code()
-            return await self.call.code()
+            while (message := await self.wire.receive()) is not None:
+                reason = message.end.reason
+        return reason
 
 
 async def test_a_session_opens_with_hello_snapshot_and_load() -> None:
@@ -179,8 +165,8 @@ async def test_long_snapshots_stay_below_the_message_bound() -> None:
 
 async def test_messages_reach_the_handler_and_results_the_router() -> None:
     async with serving() as node, Router(node) as router:
-        await router.send(submit=pb.Submit(request=1))
-        await router.send(abort=pb.Abort(request=2))
+        router.send(submit=pb.Submit(request=1))
+        router.send(abort=pb.Abort(request=2))
         await eventually(lambda: node.handler.aborted == [2])
         node.latest.send(1, 0, Output("", 0, [5], []))
         node.latest.refuse(pb.Refusal(request=2))
@@ -193,39 +179,35 @@ async def test_messages_reach_the_handler_and_results_the_router() -> None:
 async def test_what_is_sent_at_one_time_is_one_message() -> None:
     async with serving() as node, Router(node) as router:
         await router.opened()
-        await router.send(submit=pb.Submit(request=1))
+        router.send(submit=pb.Submit(request=1))
         await eventually(lambda: bool(node.handler.submitted))
         for i in range(50):
             node.latest.send(i, 0, Output("", 0, [], []))
         assert len((await router.read_until("step")).step.outputs) == 50
 
 
-@pytest.mark.parametrize("how", ["half close", "cancel", "connection"])
+@pytest.mark.parametrize("how", ["close", "abort"])
 async def test_the_end_of_a_stream_ends_its_requests(how: str) -> None:
     async with serving() as node:
         async with Router(node) as router:
             await router.opened()
-            await router.send(submit=pb.Submit(request=1))
+            router.send(submit=pb.Submit(request=1))
             await eventually(lambda: bool(node.handler.submitted))
-            if how == "half close":
-                await router.call.done_writing()
-                assert await router.ended() is grpc.StatusCode.OK
-            elif how == "cancel":
-                router.call.cancel()
+            getattr(router.wire, how)()
         await eventually(lambda: node.handler.ended == [node.latest])
 
 
 async def test_a_new_session_of_the_same_router_supersedes_the_old_one() -> None:
     async with serving() as node, Router(node) as old:
         await old.opened()
-        await old.send(submit=pb.Submit(request=1))
+        old.send(submit=pb.Submit(request=1))
         await eventually(lambda: bool(node.handler.submitted))
         session = node.latest
         async with Router(node) as new, Router(node, "other") as other:
             await new.opened()
             await other.opened()
             assert node.handler.ended == [session]
-            assert await old.ended() is grpc.StatusCode.ABORTED
+            assert "superseded" in await old.ended()
             session.send(1, 0, Output("", 0, [], []))  # goes nowhere
             node.sessions.publish_load(pb.Load(running=3))
             assert (await new.read_until("load")).load.running == 3
@@ -233,30 +215,31 @@ async def test_a_new_session_of_the_same_router_supersedes_the_old_one() -> None
         await eventually(lambda: len(node.handler.ended) == 3)
 
 
-async def test_a_router_that_does_not_read_is_cut_off_and_others_go_on() -> None:
+async def test_a_router_that_does_not_read_is_cut_off_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "END_TIMEOUT_S", 20.0)
     outboxes = serving(make_outbox=lambda: Outbox(max_pending_outputs=20_000))
     async with outboxes as node, Router(node, "good") as good, Router(node, "slow") as slow:
         for router in (good, slow):
             await router.opened()
-            await router.send(submit=pb.Submit(request=1))
+            router.send(submit=pb.Submit(request=1))
         await eventually(lambda: len(node.handler.submitted) == 2)
-        sessions = {session.router_id: session for session, _ in node.handler.submitted}
-        while not sessions["slow"].ended.done():
+        opened = {session.router_id: session for session, _ in node.handler.submitted}
+        while not opened["slow"].ended.done():
             for i in range(1000):
-                sessions["slow"].send(i, 0, Output("", 0, list(range(100)), []))
-            sessions["good"].send(1, 0, Output("", 0, [], []))
+                opened["slow"].send(i, 0, Output("", 0, list(range(100)), []))
+            opened["good"].send(1, 0, Output("", 0, [], []))
             await good.read_until("step")
-        await eventually(lambda: node.handler.ended == [sessions["slow"]])
-        sessions["good"].send(2, 0, Output("", 0, [], []))
+        await eventually(lambda: node.handler.ended == [opened["slow"]])
+        opened["good"].send(2, 0, Output("", 0, [], []))
         assert [output.request for output in (await good.read_until("step")).step.outputs] == [2]
-        assert await slow.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "too far behind" in await slow.ended()
 
 
 async def test_a_message_that_cannot_be_handled_ends_only_its_session() -> None:
     async with serving() as node, Router(node) as router, Router(node, "other") as other:
         await other.opened()
-        await router.send(submit=pb.Submit(request=666))
-        assert await router.ended() is grpc.StatusCode.INTERNAL
+        router.send(submit=pb.Submit(request=666))
+        assert "could not go on" in await router.ended()
         await eventually(lambda: len(node.handler.ended) == 1)
         node.sessions.publish_load(pb.Load(running=1))
         assert (await other.read_until("load")).load.running == 1
@@ -266,43 +249,47 @@ async def test_a_message_that_cannot_be_handled_ends_only_its_session() -> None:
 async def test_a_session_must_start_with_a_named_hello(first: dict[str, Any]) -> None:
     async with serving() as node:
         router = Router(node)
-        await router.send(**first)
-        assert await router.ended() is grpc.StatusCode.INVALID_ARGUMENT
-        await router.__aexit__()
+        await router.connect()
+        router.send(**first)
+        assert "starts with a RouterHello" in await router.ended()
 
 
 async def test_a_second_hello_ends_the_session() -> None:
     async with serving() as node, Router(node) as router:
-        await router.send(hello=pb.RouterHello(router_id="router"))
-        assert await router.ended() is grpc.StatusCode.INVALID_ARGUMENT
+        router.send(hello=pb.RouterHello(router_id="router"))
+        assert "unexpected message 'hello'" in await router.ended()
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "secret2"])
-async def test_a_call_without_the_token_is_refused(token: str) -> None:
-    async with serving() as node:
-        router = Router(node, token=token)
-        assert await router.ended() is grpc.StatusCode.UNAUTHENTICATED
-        await router.__aexit__()
+async def test_a_router_without_the_token_is_refused(token: str) -> None:
+    async with serving() as node, Router(node, token=token) as router:
+        assert "token is missing or wrong" in await router.ended()
+        assert node.handler.ended == []
+
+
+async def test_a_stranger_can_send_no_long_message() -> None:
+    async with serving() as node, Router(node, router_id="x" * HELLO_BYTES) as router:
+        assert await router.ended() == ""
         assert node.handler.ended == []
 
 
 async def test_flush_waits_for_what_was_sent() -> None:
     async with serving() as node, Router(node) as router:
         await router.opened()
-        await router.send(submit=pb.Submit(request=1))
+        router.send(submit=pb.Submit(request=1))
         await eventually(lambda: bool(node.handler.submitted))
         node.latest.refuse(pb.Refusal(request=1))
         await asyncio.wait_for(node.sessions.flush(), 20)
         node.sessions.end_all("the worker stops")
         assert (await router.read_until("refusal")).refusal.request == 1
-        assert await router.ended() is grpc.StatusCode.UNAVAILABLE
+        assert await router.ended() == "the worker stops"
 
 
 async def test_a_dead_engine_ends_new_sessions() -> None:
     async with serving() as node:
         await node.engine.close()
         async with Router(node) as router:
-            assert await router.ended() is grpc.StatusCode.UNAVAILABLE
+            assert "engine has stopped" in await router.ended()
 
 
 async def _serve(node: Node, name: str, start: int) -> None:

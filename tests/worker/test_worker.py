@@ -108,7 +108,7 @@ async def test_health_answers_without_a_token_and_says_when_it_drains(redis_url:
     started = running(
         "combined", redis_url, network=LocalNetwork(), cluster_token="secret", load=fake_loader(before_step=gate.wait)
     )
-    async with started as w, grpc.aio.insecure_channel(w.address) as channel, Client(w.address, token="secret") as c:
+    async with started as w, grpc.aio.insecure_channel(w.address) as channel, Client(w, token="secret") as c:
         health = health_pb2_grpc.HealthStub(channel)
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -137,7 +137,7 @@ async def test_the_trace_tells_what_each_step_consisted_of(redis_url: str) -> No
     async with (
         running("combined", redis_url, network=LocalNetwork()) as w,
         grpc.aio.insecure_channel(w.address) as channel,
-        Client(w.address) as c,
+        Client(w) as c,
     ):
         admin: Any = rpc.AdminStub(channel)
         assert not (await admin.Trace(pb.TraceRequest(), timeout=20)).steps
