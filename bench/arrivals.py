@@ -4,6 +4,7 @@ An open loop has its times before the run starts and keeps them whatever the ser
 session is due when a stream (or a user, after a pause) is free for it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,8 @@ def _scheduled(settings: RunSettings, rate: float, limit: int | None, rng: np.ra
     duration_s = settings.duration
     if limit is None:
         assert duration_s is not None  # one of the two limits is always set
+        if math.isinf(duration_s * mean_rate):
+            raise ConfigError("so many sessions have no end: give --num-requests")
         limit = int(duration_s * mean_rate + 10 * np.sqrt(duration_s * mean_rate / min(settings.burstiness, 1))) + 16
     shape = {"poisson": 1.0, "gamma": settings.burstiness, "constant": np.inf}[settings.arrival]
     gaps = np.ones(limit) if np.isinf(shape) else rng.gamma(shape, 1 / shape, limit)
