@@ -101,6 +101,8 @@ def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str,
             continue
         if isinstance(value, SecretStr):
             secrets[f"CPD_{name.upper()}"] = value.get_secret_value()
+        elif name == "redis_url":  # it may hold a password
+            secrets["CPD_REDIS_URL"] = value
         elif isinstance(value, list):
             secrets[f"CPD_{name.upper()}"] = ",".join(value)
         elif isinstance(value, bool):

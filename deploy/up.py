@@ -226,7 +226,8 @@ def _leases(settings: ClusterSettings) -> list[Member]:
     try:
         return asyncio.run(read())
     except (RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"Redis at {settings.redis_url} does not answer: {error}") from None
+        address = settings.redis_url.rpartition("@")[2]  # without a password
+        raise ConfigError(f"Redis at {address} does not answer: {error}") from None
 
 
 def _interrupt_on_signals() -> None:

@@ -12,7 +12,7 @@ GIVEN = {
     "cluster": "blue",
     "host": "0.0.0.0",
     "port": 8080,
-    "redis_url": "redis://r",
+    "redis_url": "redis://:redis-secret@r",
     "cluster_token": "internal-secret",
     "api_key": ["key-1", "key-2"],
     "kv_memory": "2GiB",
@@ -59,7 +59,7 @@ def test_a_router_gets_its_settings(specs: dict[str, ProcessSpec], monkeypatch: 
     assert (settings.host, settings.port) == ("0.0.0.0", 8080)
     assert settings.api_key == ["key-1", "key-2"]
     assert settings.long_prefill_tokens == 64
-    assert settings.redis_url == "redis://r"
+    assert settings.redis_url == "redis://:redis-secret@r"
 
 
 def test_simulated_workers_share_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
