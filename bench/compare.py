@@ -11,6 +11,7 @@ from rich.text import Text
 
 from bench.errors import BenchError
 from bench.report.comparison import Figure, differences, figures
+from bench.report.head import troubles
 from bench.report.html import write_html
 from bench.report.text import interval, number
 from bench.result import Result
@@ -41,7 +42,7 @@ def compare(paths: Sequence[Path], html: Path | None, console: Console) -> None:
 
 
 def show_comparison(results: Sequence[Result], console: Console) -> None:
-    """Prints what differs in the settings, then the figures."""
+    """Prints what differs in the settings, what the runs suffered from, then the figures."""
     changed = differences(results)
     if changed:
         table = _table("Settings that differ", *(result.label for result in results))
@@ -51,6 +52,9 @@ def show_comparison(results: Sequence[Result], console: Console) -> None:
         console.print(table)
     if not all(difference.same_load for difference in changed):
         console.print(Text("The runs were asked for different loads: their ratios say little.", style="yellow"))
+    for result in results:
+        for trouble in troubles(result):
+            console.print(Text(f"{result.label}: {trouble}", style="yellow"))
     first, *others = (result.label for result in results)
     table = _table("Figure", first, *(column for name in others for column in (name, "ratio")))
     for figure in figures(results):

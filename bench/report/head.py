@@ -19,9 +19,9 @@ def verdict(result: Result) -> Notice:
     """What a reader must know of a single run before any figure."""
     if result.client.limited:
         return Notice("bad", "The client could not keep up", [*result.client.reasons, _REMEDY])
-    troubles = _troubles(result)
+    found = troubles(result)
     health = [] if result.simulated else [_health(result.client)]
-    return Notice("warn" if troubles else "good", _done(result), [*troubles, *health])
+    return Notice("warn" if found else "good", _done(result), [*found, *health])
 
 
 def verdicts(results: Sequence[Result]) -> list[Notice]:
@@ -32,9 +32,9 @@ def verdicts(results: Sequence[Result]) -> list[Notice]:
         for result in limited
     ]
     sound = [result for result in results if not result.client.limited]
-    lines = [" ".join([f"{result.label}: {_done(result)}.", *_troubles(result)]) for result in sound]
+    lines = [" ".join([f"{result.label}: {_done(result)}.", *troubles(result)]) for result in sound]
     if lines:
-        trouble = any(_troubles(result) for result in sound)
+        trouble = any(troubles(result) for result in sound)
         notices.append(
             Notice(
                 "warn" if trouble else "good",
@@ -49,15 +49,16 @@ def _done(result: Result) -> str:
     return f"{count(result.summary.completed, 'request')} completed in {number(result.summary.duration_s)} s"
 
 
-def _troubles(result: Result) -> list[str]:
+def troubles(result: Result) -> list[str]:
+    """What makes the figures of a run worth less than they look."""
     summary = result.summary
-    troubles = []
+    found = []
     if result.interrupted:
-        troubles.append(f"Interrupted: {count(summary.aborted, 'request')} under way were given up.")
+        found.append(f"Interrupted: {count(summary.aborted, 'request')} under way were given up.")
     if summary.failed:
         kinds = ", ".join(f"{amount:,} {kind}" for kind, amount in summary.errors.items())
-        troubles.append(f"{count(summary.failed, 'request')} failed: {kinds}.")
-    return [*troubles, *(f"Warning: {warning}." for warning in result.client.warnings)]
+        found.append(f"{count(summary.failed, 'request')} failed: {kinds}.")
+    return [*found, *(f"Warning: {warning}." for warning in result.client.warnings)]
 
 
 def _health(client: Client) -> str:

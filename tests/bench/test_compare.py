@@ -48,6 +48,13 @@ def test_runs_of_one_label_are_named_by_their_files(tmp_path: Path) -> None:
     assert "after" in text
 
 
+def test_a_run_that_was_interrupted_is_pointed_out(tmp_path: Path) -> None:
+    whole, part = synthetic_result("whole", requests=20), synthetic_result("part", requests=20)
+    text = _compare(_saved(tmp_path, a=whole, b=part.model_copy(update={"interrupted": True})))
+    assert "part: Interrupted" in text
+    assert "whole: Interrupted" not in text
+
+
 def test_another_load_is_pointed_out(tmp_path: Path) -> None:
     paths = _saved(tmp_path, a=synthetic_result("a", requests=20), b=synthetic_result("b", requests=20, rate=16))
     text = _compare(paths)
