@@ -1,13 +1,16 @@
 """Noticing early that a server cannot keep up with an open loop of constant rate.
 
 Requests that wait for their first token are rate times TTFT: while their number keeps growing, so do latency and
-concurrency, whether or not anything is ever finished.
+concurrency. Not so until a while after the first answer: at first all wait. Nor in conversations, whose later turns
+come on top.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 _OBSERVE_S = 6.0
+_SETTLED = 1.5  # times the first answer's TTFT, after which a queue that is stable is as long as it gets
+_UNANSWERED_S = 30.0  # without an answer until then there is none to wait for
 _QUARTERS = 4
 _GROWTH = 1.3  # from each quarter to the next: what a queue that is stable doesn't do three times in a row
 _FEWEST = 8  # waiting requests, below which growth is chance
@@ -23,11 +26,15 @@ class Overload:
     def __init__(self) -> None:
         self.seen = False
         self._waiting: list[tuple[float, int]] = []
+        self._answered_s: float | None = None
 
-    def __call__(self, elapsed_s: float, waiting: int) -> bool:
+    def __call__(self, elapsed_s: float, waiting: int, answered: bool) -> bool:
         """Whether the run shows a queue that grows without end; once it does, it stays so."""
         self._waiting.append((elapsed_s, waiting))
-        if elapsed_s >= _OBSERVE_S and waiting >= _FEWEST:
+        if answered and self._answered_s is None:
+            self._answered_s = elapsed_s
+        from_s = _UNANSWERED_S if self._answered_s is None else max(_OBSERVE_S, _SETTLED * self._answered_s)
+        if elapsed_s >= from_s and waiting >= _FEWEST:
             self.seen = self.seen or _keeps_growing(self._waiting)
         return self.seen
 

@@ -7,7 +7,6 @@ parent's orders: when to start, and perhaps to stop. Over the other go its repor
 import asyncio
 import gc
 import resource
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ class Failed:
 
 def main(plan: Plan, process: int, counter: "Synchronized[int]", orders: Connection, reports: Connection) -> None:
     """Runs client process number `process`. `counter` is the number of the next session that no process has begun."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says what it means
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is an open file
     try:

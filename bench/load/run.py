@@ -22,11 +22,12 @@ START_DELAY_S = 0.05
 WATCH_INTERVAL_S = 0.25
 
 
-Enough = Callable[[float, int], bool]
-"""Given the seconds since the start and the requests that wait for their first token, whether to end the run."""
+Enough = Callable[[float, int, bool], bool]
+"""Given the seconds since the start, the requests that wait for their first token, and whether there was an answer yet:
+whether to end the run."""
 
 
-def never(elapsed_s: float, waiting: int) -> bool:
+def never(elapsed_s: float, waiting: int, answered: bool) -> bool:
     """Runs to its end."""
     return False
 
@@ -74,7 +75,7 @@ def _run(children: Sequence["_Child"], watch: Watch, enough: Enough) -> LoadRepo
         start_s = time.perf_counter() + START_DELAY_S
         for child in children:
             child.orders.send(start_s)
-        told = False
+        told = answered = False
         while running := [child for child in children if child.done is None]:
             finished: list[Record] = []
             ready = wait([child.reports for child in running], timeout=WATCH_INTERVAL_S)
@@ -82,11 +83,14 @@ def _run(children: Sequence["_Child"], watch: Watch, enough: Enough) -> LoadRepo
                 if child.reports in ready:
                     finished += _read(child)
             elapsed_s = time.perf_counter() - start_s
-            if (enough(elapsed_s, sum(child.waiting for child in running)) or interrupted) and not told:
+            in_flight = sum(child.in_flight for child in running)
+            waiting = sum(child.waiting for child in running)
+            answered = answered or bool(finished) or in_flight > waiting
+            if (enough(elapsed_s, waiting, answered) or interrupted) and not told:
                 told = True
                 for child in running:
                     child.orders.send("stop")
-            watch.update(finished, sum(child.in_flight for child in running), elapsed_s)
+            watch.update(finished, in_flight, elapsed_s)
             records += finished
     records.sort(key=lambda record: record.due_s)
     reports = [child.done for child in children if child.done]
@@ -141,10 +145,11 @@ def _children(plan: Plan) -> Iterator[list[_Child]]:
             their_orders, orders = spawn.Pipe(duplex=False)
             reports, their_reports = spawn.Pipe(duplex=False)
             process = spawn.Process(target=main, args=(plan, number, counter, their_orders, their_reports))
-            process.start()
+            with _without_interrupts():
+                process.start()
+                children.append(_Child(process, orders, reports))
             their_orders.close()
             their_reports.close()
-            children.append(_Child(process, orders, reports))
         yield children
         for child in children:
             child.process.join()
@@ -155,6 +160,16 @@ def _children(plan: Plan) -> Iterator[list[_Child]]:
                 child.process.join()
             child.orders.close()
             child.reports.close()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until the end. Processes started here never see it: the parent says what it means."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class MockServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**others, "CPD_SUPERVISED": "1"},
+            start_new_session=True,  # Ctrl-C is for this process
         )
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().decode().strip()  # an empty line: it has ended

@@ -32,6 +32,7 @@ class Sweep(BaseModel):
     """Several loads, ascending.
 
     Attributes:
+        interrupted: It was ended early, by Ctrl-C or an error: points are missing.
         max_rate: The highest rate that kept the target, of a search; None if none did, or there was no search.
         too_much: The lowest rate that didn't.
     """

@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 
 from bench.load.overload import Overload
-from bench.load.run import enough_processes
+from bench.load.run import enough_processes, never
 from bench.prepare import Prepared
 from bench.report.progress import LiveProgress
 from bench.result import Accuracy, Result
@@ -27,9 +27,10 @@ from bench.sweep.report import show, write_html
 from bench.sweep.result import Point, Sweep
 from bench.sweep.search import MaxRate, is_enough, share_interval
 from bench.sweep.settings import SweepSettings
-from cpd.errors import ConfigError
+from cpd.errors import ConfigError, CPDError
 
 _DURATION_S = 20.0  # of a point, if neither --duration nor --num-requests is given
+_ONE_TURN = ("random", "shared-prefix", "trace")  # workloads
 _RUNS = 3  # of one rate, while the share of good requests is too close to the target to tell
 
 
@@ -43,24 +44,43 @@ def sweep(settings: SweepSettings) -> int:
     messages = Console(stderr=True)
     streams = max((int(load.value) for load in loads if load.way == "concurrency"), default=UNKNOWN_STREAMS)
     prepared, accuracy = begin(settings, streams, settings.processes or enough_processes(streams), messages)
-    with LiveProgress(messages) as progress:
-        driver = _Driver(settings, prepared, slo, accuracy, progress, messages)
-        search = MaxRate(settings.rate or 1.0, settings.precision) if settings.find_max_rate else None
-        points = list(driver.search(search) if search else driver.sweep(loads))
+    search = MaxRate(settings.rate or 1.0, settings.precision) if settings.find_max_rate else None
+    points: list[Point] = []
+    try:
+        with LiveProgress(messages) as progress:
+            driver = _Driver(settings, prepared, slo, accuracy, progress, messages)
+            for point in driver.search(search) if search else driver.sweep(loads):
+                points.append(point)
+    except KeyboardInterrupt:  # not while a run sends, which ends with a result
+        _report(settings, points, search, interrupted=True)
+        return EXIT_INTERRUPTED
+    except CPDError:  # such as a server that is gone
+        _report(settings, points, search, interrupted=True)
+        raise
+    interrupted = any(point.result.interrupted for point in points)
+    return _exit_code(_report(settings, points, search, interrupted=interrupted))
+
+
+def _report(settings: SweepSettings, points: list[Point], search: MaxRate | None, *, interrupted: bool) -> Sweep:
+    """Saves and shows what was measured."""
     found = Sweep(
         command=command_line(sys.argv),
         settings=settings.model_dump(mode="json"),
-        interrupted=any(point.result.interrupted for point in points),
+        interrupted=interrupted,
         points=sorted(points, key=lambda point: point.load),
         max_rate=search.kept if search else None,
         too_much=search.failed if search else None,
     )
-    if settings.json_file:
-        found.save(settings.json_file)
-    if settings.html_file:
-        write_html(found, settings.html_file)
-    show(found, Console())
-    return _exit_code(found)
+    if not points:
+        return found
+    try:
+        if settings.json_file:
+            found.save(settings.json_file)
+        if settings.html_file:
+            write_html(found, settings.html_file)
+    finally:  # also on a full disk
+        show(found, Console())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +148,8 @@ class _Driver:
         # A seed for each run: a point must not find its prompts in the cache of the one before.
         prepared = replace(self._prepared, seed=self._prepared.seed + self._runs)
         self._runs += 1
-        return measure(load.of(self._settings), prepared, self._slo, self._accuracy, self._progress, overload)
+        enough = overload if load.way == "rate" and self._settings.workload in _ONE_TURN else never
+        return measure(load.of(self._settings), prepared, self._slo, self._accuracy, self._progress, enough)
 
     def _point(self, load: _Load, overloaded: bool, results: list[Result]) -> Point:
         point = Point(load=load.value, overloaded=overloaded, kept=None, share=None, share_ci=None, result=results[-1])

@@ -9,14 +9,16 @@ from itertools import pairwise
 import orjson
 import pytest
 
+from bench.client.target import Target
 from bench.errors import BenchError
 from bench.load.plan import LoadReport, Plan
-from bench.load.run import run_load
+from bench.load.run import _children, _expect_ready, run_load
 from bench.mock.behaviour import Behaviour
 from bench.mock.process import MockServer
 from bench.prepare import prepare
 from bench.record import Failure, Record
 from bench.settings import RunSettings
+from bench.tokens import Texts
 
 
 class Collected:
@@ -73,7 +75,11 @@ def test_a_closed_loop_sends_every_session_once_and_no_more_than_its_streams_at_
 
 def test_an_open_loop_keeps_its_times_whatever_the_server_does() -> None:
     with MockServer(Behaviour(ttft_ms=20, itl_ms=2, stall_at_s=1.5, stall_s=0.6)) as stalling:
-        report = load(stalling.url, rate=50, arrival="constant", num_requests=150)
+        given = {"url": stalling.url, "rate": 50, "arrival": "constant", "num_requests": 150, "input_len": "16"}
+        settings = RunSettings.load({**given, "output_len": "8"})
+        # Without trial requests: the time of the stall counts from the first request.
+        plan = Plan(Target.of(settings, "mock"), settings, Texts.measured(1.0, 0), seed=1, processes=1)
+        report = run_load(plan, Collected())
     due = [record.due_s - report.start_s for record in report.records]
     assert due == pytest.approx([index / 50 for index in range(150)])
     assert all(0 <= record.sent_s - record.due_s < 0.5 for record in report.records)
@@ -138,6 +144,32 @@ def test_ctrl_c_aborts_what_runs_and_keeps_what_there_is() -> None:
     assert {record.error for record in report.records} == {Failure.ABORTED}
     assert len(report.records) == 4
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_client_processes_take_no_notice_of_ctrl_c_from_their_first_moment() -> None:
+    settings = RunSettings.load({"concurrency": 1})
+    plan = Plan(Target.of(settings, "any"), settings, Texts.measured(1.0, 0), seed=0, processes=1)
+    with _children(plan) as children:
+        for child in children:
+            assert child.process.pid is not None
+            os.kill(child.process.pid, signal.SIGINT)
+            _expect_ready(child)
+            child.process.kill()
+
+
+def test_who_asks_whether_it_is_enough_knows_since_when_there_are_answers() -> None:
+    asked: list[tuple[float, bool]] = []
+
+    def enough(elapsed_s: float, waiting: int, answered: bool) -> bool:
+        asked.append((elapsed_s, answered))
+        return False
+
+    with MockServer(Behaviour(ttft_ms=1500, itl_ms=2)) as slow:
+        settings = RunSettings.load({"url": slow.url, "rate": 4, "num_requests": 10, "arrival": "constant", "seed": 1})
+        prepared = prepare(settings)
+        run_load(Plan(prepared.target, settings, prepared.texts, prepared.seed, 1), Collected(), enough)
+    assert min(elapsed_s for elapsed_s, answered in asked if answered) >= 1.5
+    assert any(elapsed_s < 1.5 for elapsed_s, answered in asked if not answered)
 
 
 def test_what_a_client_process_cannot_read_is_said_by_the_parent(

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 from typer.testing import CliRunner, Result
 
+import bench.run
+from bench.errors import BenchError
 from bench.mock.behaviour import Behaviour
 from bench.mock.process import MockServer
 from cpd.cli import app
@@ -35,6 +38,27 @@ def test_a_sweep_has_a_point_for_each_load_and_a_page(server: MockServer, tmp_pa
     assert [point["result"]["summary"]["completed"] for point in found["points"]] == [12, 12]
     assert len({point["result"]["seed"] for point in found["points"]}) == 2
     assert "Output tokens/s" in page.read_text()
+
+
+@pytest.mark.parametrize(("error", "exit_code"), [(BenchError("the server is gone"), 1), (KeyboardInterrupt(), 130)])
+def test_what_ends_a_sweep_between_its_points_leaves_those_until_then(
+    server: MockServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int
+) -> None:
+    measured: list[Any] = []
+
+    def measure(*arguments: Any) -> Any:
+        if measured:
+            raise error
+        measured.append(bench.run.measure(*arguments))
+        return measured[0]
+
+    monkeypatch.setattr("bench.sweep.run.measure", measure)
+    file = tmp_path / "sweep.json"
+    done = sweep("--url", server.url, "--concurrencies", "1,2", "--num-requests", "2", "--json", str(file))
+    assert done.exit_code == exit_code
+    found = orjson.loads(file.read_bytes())
+    assert [point["load"] for point in found["points"]] == [1]
+    assert found["interrupted"] is True
 
 
 def test_a_search_ends_below_the_rate_that_the_target_allows(tmp_path: Path) -> None:
