@@ -25,7 +25,7 @@ def summarise(
         records: Requests that are over, in any order.
         start_s: When the run began, on the clock of the records.
         slo: What goodput means; None leaves goodput out.
-        offered_per_s: Sessions a second of an open loop; None in a closed one.
+        offered_per_s: Sessions a second that an open loop was to begin; None in a closed one.
     """
     rows = [request_row(record, start_s, slo) for record in sorted(records, key=lambda record: record.due_s)]
     counted = [row for row in rows if row.error != Failure.ABORTED]
@@ -55,7 +55,7 @@ def summarise(
         total_tokens_per_s=_rate(all_tokens, duration_s),
         requests_per_s=_rate(len(completed), duration_s) or 0.0,
         offered_per_s=offered_per_s,
-        achieved_per_s=_achieved(counted, duration_s, open_loop=offered_per_s is not None),
+        achieved_per_s=_achieved(rows, duration_s, open_loop=offered_per_s is not None),
         goodput_per_s=_rate(good, duration_s),
         goodput_share=good / len(counted) if good is not None and counted else None,
         cached_token_rate=_cached_token_rate(completed),
@@ -135,9 +135,9 @@ def _rate(count: float | None, duration_s: float) -> float | None:
     return count / duration_s if count is not None and duration_s > 0 else None
 
 
-def _achieved(counted: Sequence[Request], duration_s: float, *, open_loop: bool) -> float:
+def _achieved(rows: Sequence[Request], duration_s: float, *, open_loop: bool) -> float:
     """Sessions begun a second: while sessions were being sent in an open loop, over the whole run in a closed one."""
-    begun = sorted(row.sent_s for row in counted if row.turn == 0)
+    begun = sorted(row.sent_s for row in rows if row.turn == 0)
     if open_loop and len(begun) > 1 and begun[-1] > begun[0]:
         return (len(begun) - 1) / (begun[-1] - begun[0])
     return _rate(len(begun), duration_s) or 0.0

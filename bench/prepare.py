@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from bench.tokens import Texts, measure
 from bench.workloads.base import Message
 
 _TRIES = 4  # of a trial request, at a server that fails some
+_SNAPSHOT_S = 5.0  # at most; after a run its figures wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def cluster_snapshot(target: Target) -> dict[str, Any] | None:
     """The server's `/cluster` (a cpd router has one), or None."""
 
     async def ask() -> dict[str, Any] | None:
-        client = Client(target)
+        client = Client(replace(target, timeout_s=min(_SNAPSHOT_S, target.timeout_s)))
         try:
             status, body = await client.get_json("/cluster")
         except BenchError:

@@ -42,11 +42,13 @@ def run(settings: RunSettings) -> int:
     prepared, accuracy = begin(settings, _streams(settings), _processes(settings), messages)
     with LiveProgress(messages) as progress:
         result = measure(settings, prepared, slo, accuracy, progress)
-    if settings.json_file:
-        result.save(settings.json_file)
-    if settings.html_file:
-        write_html([result], settings.html_file)
-    show(result, Console())
+    try:
+        if settings.json_file:
+            result.save(settings.json_file)
+        if settings.html_file:
+            write_html([result], settings.html_file)
+    finally:  # also on a full disk
+        show(result, Console())
     return exit_code(result)
 
 
@@ -69,7 +71,10 @@ def measure(
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     before = cluster_snapshot(prepared.target)
     report = run_load(plan, progress, enough)
-    offered_per_s = arrivals.offered_per_s if isinstance(arrivals, OpenLoop) else None
+    offered_per_s = None
+    if isinstance(arrivals, OpenLoop):  # of a run that was ended early, what was due until then
+        begun = len({record.session for record in report.records})
+        offered_per_s = OpenLoop(arrivals.due_s[:begun]).offered_per_s
     summary, requests = summarise(report.records, start_s=report.start_s, slo=slo, offered_per_s=offered_per_s)
     reasons = why_limited(summary, report.health, accuracy)
     return Result(
@@ -147,9 +152,11 @@ def check_writable(settings: TargetSettings) -> None:
     """Says before a run, not after it, that its result could not be written.
 
     Raises:
-        BenchError: The directory of an output file is not there or not writable.
+        BenchError: An output file is a directory, or its directory is not there or not writable.
     """
     for path in (settings.json_file, settings.html_file):
+        if path and path.is_dir():
+            raise BenchError(f"cannot write {path}: it is a directory")
         if path and not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
             raise BenchError(f"cannot write {path}: its directory is not there or not writable")
 

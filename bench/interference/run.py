@@ -44,11 +44,13 @@ def interference(settings: InterferenceSettings) -> int:
     prepared, accuracy = begin(settings, settings.decodes, 1, messages)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(settings, prepared, accuracy, messages))
-    if settings.json_file:
-        result.save(settings.json_file)
-    if settings.html_file:
-        write_page(result, settings.html_file)
-    show(result, Console())
+    try:
+        if settings.json_file:
+            result.save(settings.json_file)
+        if settings.html_file:
+            write_page(result, settings.html_file)
+    finally:  # also on a full disk
+        show(result, Console())
     return _exit_code(result)
 
 

@@ -151,6 +151,12 @@ def test_the_achieved_rate_of_an_open_loop_leaves_out_the_drain_and_later_turns(
     assert closed_loop.achieved_per_s == pytest.approx(9 / 21.02)
 
 
+def test_the_achieved_rate_counts_sessions_that_were_begun_and_then_aborted() -> None:
+    ended = [completed(due_s=index * 0.25, session=index) for index in range(4)]
+    given_up = [failed(Failure.ABORTED, due_s=index * 0.25, session=index) for index in range(4, 9)]
+    assert figures(*ended, *given_up, offered_per_s=4.0).achieved_per_s == pytest.approx(4.0)
+
+
 def test_rows_by_turn_and_by_route() -> None:
     summary = figures(
         completed(ttft_s=0.4, route="remote"),

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,13 @@ import pytest
 from typer.testing import CliRunner
 from typer.testing import Result as Invoked
 
+from bench import prepare as bench_prepare
+from bench.client.target import Target
 from bench.mock.behaviour import Behaviour
 from bench.mock.process import MockServer
+from bench.prepare import cluster_snapshot
 from bench.run import command_line
+from bench.settings import RunSettings
 from cpd.cli import app
 
 
@@ -124,6 +130,7 @@ def test_a_client_that_falls_behind_its_schedule_refuses_the_figures(tmp_path: P
         (["--model", "other", "--concurrency", "1"], "does not exist"),
         ([], "--concurrency"),
         (["--concurrency", "1", "--json", "/nonexistent/run.json"], "cannot write"),
+        (["--concurrency", "1", "--html", "/tmp"], "is a directory"),
         (["--concurrency", "1", "--workload", "trace"], "needs --file"),
         (["--concurrency", "1", "--slo", "fast"], "fast"),
         (["--concurrency", "1", "--tokenizer", "/nonexistent"], "tokenizer.json"),
@@ -162,6 +169,42 @@ def test_ctrl_c_prints_and_saves_what_there_is(tmp_path: Path) -> None:
     assert result["summary"]["completed"] > 0
     assert result["summary"]["aborted"] == 2
     assert result["summary"]["errors"] == {}
+
+
+def test_an_open_loop_that_is_ended_early_is_held_against_what_was_due_until_then(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    with MockServer(Behaviour(ttft_ms=20, itl_ms=20)) as server:
+        cpd = str(Path(sys.executable).with_name("cpd"))
+        command = [cpd, "bench", "run", "--no-selftest", "--url", server.url, "--json", str(file)]
+        process = subprocess.Popen(
+            [*command, *("--rate", "1", "--rate-end", "30", "--num-requests", "300", "--output-len", "8")],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    result = saved(file)
+    assert not any("requests/s where" in reason for reason in result["client"]["reasons"])
+    assert result["summary"]["offered_per_s"] < 10  # of the 15.5 a second over the whole ramp
+
+
+def test_figures_that_cannot_be_saved_are_shown(server: MockServer) -> None:
+    done = bench("--url", server.url, "--concurrency", "2", "--num-requests", "4", "--json", "/dev/full")
+    assert done.exit_code == 1
+    assert "4 completed" in done.stdout
+    assert "No space left" in done.stderr
+
+
+def test_a_server_that_has_stopped_holds_the_figures_up_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_prepare, "_SNAPSHOT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings = RunSettings.load({"url": f"http://127.0.0.1:{silent.getsockname()[1]}", "timeout_s": 60})
+        began_s = time.monotonic()
+        assert cluster_snapshot(Target.of(settings, "any")) is None
+    assert time.monotonic() - began_s < 30
 
 
 def test_the_key_is_left_out_of_the_command_that_is_saved() -> None:
