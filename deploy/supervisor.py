@@ -10,11 +10,10 @@ import ray
 from ray.util import placement_group_table
 
 from deploy.cores import split_cores, usable_cores
+from deploy.endpoint import WILDCARDS
 from deploy.model import resolve_model
 from deploy.process import ProcessState, Supervised
 from deploy.processes import ProcessSpec
-
-_WILDCARDS = ("0.0.0.0", "::")
 
 
 class Supervisor:
@@ -28,7 +27,7 @@ class Supervisor:
     def __init__(self, specs: Sequence[ProcessSpec], index: int, cores_apart: bool) -> None:
         spec = specs[index]
         flags = {}
-        if spec.flags.get("host") in _WILDCARDS:
+        if spec.flags.get("host") in WILDCARDS:
             flags["advertise_host"] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._process = Supervised(
             spec.name,

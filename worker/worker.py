@@ -336,7 +336,7 @@ def _redis(url: str) -> Redis:
             retry=Retry(NoBackoff(), 0),  # the lease itself tries again
         )
     except ValueError as error:
-        raise ConfigError(f"--redis-url {url!r} is no address of a Redis: {error}") from None
+        raise ConfigError(f"--redis-url is no address of a Redis: {error}") from None
 
 
 async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STEP_S) -> None:
