@@ -76,13 +76,14 @@ class Stream(asyncio.Protocol, Generic[M]):
         self._drained.set()
         self._quiet_ticks = 0
         self._sent = False
+        self._finished = False
         self._ticker = self._loop.call_later(TICK_S, self._tick)
 
     # ---- for its owner ----
 
     def send(self, message: Message) -> None:
         """Sends a message at once, or as soon as the connection takes it; where it is closed, nothing happens."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not (self._finished or self._transport.is_closing()):
             data = message.SerializeToString()
             self._sent = True
             self._transport.write(len(data).to_bytes(_HEAD_BYTES, "little") + data)
@@ -110,6 +111,15 @@ class Stream(asyncio.Protocol, Generic[M]):
             self._reading = True
             self._transport.resume_reading()
         return message
+
+    def finish(self) -> None:
+        """Says that nothing more will be sent. The stream closes when the peer, who has read all by then, closes it.
+
+        `close` may take from the peer what it has not read yet, if it sends something at the same time.
+        """
+        if self._transport is not None and not self._transport.is_closing():
+            self._finished = True
+            self._transport.write_eof()
 
     def close(self) -> None:
         """Closes the stream when everything has been sent."""
@@ -188,7 +198,7 @@ class Stream(asyncio.Protocol, Generic[M]):
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         if self._transport is None or self._transport.is_closing():
             return
-        if not self._sent:
+        if not (self._sent or self._finished):
             self._transport.write(_ALIVE)
         self._sent = False
         self._quiet_ticks += self._reading

@@ -250,9 +250,9 @@ class SessionServer:
 
 
 async def _say_end(wire: Wire, reason: str) -> None:
-    """Tells the router why the session ends, and closes the stream."""
+    """Tells the router why the session ends, and ends the stream."""
     wire.send(pb.WorkerMessage(end=pb.End(reason=reason)))
-    wire.close()
+    wire.finish()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(wire.closed(), END_TIMEOUT_S)
     wire.abort()

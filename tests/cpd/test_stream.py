@@ -129,3 +129,16 @@ async def test_nobody_at_the_address() -> None:
         host, port = cast(asyncio.Transport, here._transport).get_extra_info("peername")
     with pytest.raises(OSError, match="onnect"):
         await connect(f"{host}:{port}", pb.RouterMessage, MOST)
+
+
+async def test_who_finishes_is_read_to_the_end_by_a_peer_that_goes_on_sending() -> None:
+    async with both() as (here, there):
+        for number in range(1000):
+            there.send(hello(str(number)))
+        there.finish()
+        there.send(hello("nothing more"))
+        for _ in range(5):
+            here.send(hello("still here"))
+            await asyncio.sleep(0.005)
+        assert [await received(here) for _ in range(1001)] == [*map(str, range(1000)), "end"]
+        await asyncio.wait_for(there.closed(), 20)
