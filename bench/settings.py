@@ -24,7 +24,9 @@ class TargetSettings(Settings):
         description="Ask for exactly --output-len tokens with the ignore_eos field, which vLLM, SGLang and cpd know.",
     )
     extra_body: str = Field("", description="JSON object of further fields for every request body.")
-    timeout_s: float = Field(120.0, gt=0, description="A request to which nothing came for this long has failed.")
+    timeout_s: float = Field(
+        120.0, gt=0, description="A request of whose answer nothing came for this long has failed."
+    )
     tokenizer: str = Field(
         "",
         description="Directory with the model's tokenizer.json: makes prompts of exact length, counts without usage.",

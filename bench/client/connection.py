@@ -48,8 +48,8 @@ class Connection(asyncio.Protocol):
         Raises:
             StaleConnectionError: It was lost before or as soon as it was used. Nothing has been given to
                 `response`.
-            RequestError: Nothing came for `timeout_s`, the connection was lost, this is no HTTP, or `response`
-                raised it.
+            RequestError: Nothing of the answer came for `timeout_s`, the connection was lost, this is no HTTP, or
+                `response` raised it.
         """
         if self._transport.is_closing():
             raise StaleConnectionError(Failure.DISCONNECTED, _CLOSED)
@@ -150,7 +150,9 @@ class Connection(asyncio.Protocol):
                 self._waiter.set_exception(failure)
 
     def _check_silence(self) -> None:
-        silent_s = time.perf_counter() - self._heard_s
+        if self._response is None:
+            return  # it has just ended
+        silent_s = time.perf_counter() - max(self._sent_s, self._response.came_s)
         if silent_s >= self._timeout_s:
             self._end(RequestError(Failure.TIMEOUT, f"nothing came for {self._timeout_s:g} s"))
         else:

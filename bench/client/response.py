@@ -16,7 +16,13 @@ _MAX_BODY_BYTES = 16 << 20
 
 
 class Response(Protocol):
-    """Takes what a connection receives. What its methods raise ends the request and closes the connection."""
+    """Takes what a connection receives. What its methods raise ends the request and closes the connection.
+
+    Attributes:
+        came_s: When something of the answer came last. What only keeps the connection alive is not of the answer.
+    """
+
+    came_s: float
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """Takes the status and the headers, names in lower case."""
@@ -37,6 +43,7 @@ class StreamedAnswer:
 
     def __init__(self, record: Record, count: Callable[[str], int] | None) -> None:
         self.record = record
+        self.came_s = 0.0
         self._count = count
         self._events = EventSplitter()
         self._answer: list[str] = []
@@ -68,12 +75,15 @@ class StreamedAnswer:
             RequestError: This is no stream of completions, or the server sent an error in it.
         """
         if self.record.status != 200:
+            self.came_s = now_s
             self._other_body += data
             return len(self._other_body) > _MAX_REFUSAL_BYTES
         try:
             events = self._events.feed(data)
         except ValueError as error:
             raise RequestError(Failure.MALFORMED, str(error)) from None
+        if events:
+            self.came_s = now_s
         for name, payload in events:
             if payload == _DONE:
                 self._done_s = now_s
@@ -176,6 +186,7 @@ class PlainBody:
 
     def __init__(self) -> None:
         self.status = 0
+        self.came_s = 0.0
         self.data = bytearray()
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
@@ -188,6 +199,7 @@ class PlainBody:
         Raises:
             RequestError: The body has no end.
         """
+        self.came_s = now_s
         self.data += data
         if len(self.data) > _MAX_BODY_BYTES:
             raise RequestError(Failure.MALFORMED, f"a body of more than {_MAX_BODY_BYTES >> 20} MiB")

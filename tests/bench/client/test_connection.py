@@ -180,12 +180,24 @@ async def test_silence_is_a_timeout(start: bytes) -> None:
     assert "0.05 s" in record.detail
 
 
+async def test_a_server_that_only_keeps_the_connection_alive_times_out() -> None:
+    async def script(reader: Reader, writer: Writer) -> None:
+        await request(reader)
+        writer.write(EVENT_STREAM + b"\r\n" + HELLO[0])
+        while not writer.is_closing():
+            writer.write(b": wait\n\n")
+            await asyncio.sleep(0.01)
+
+    record, _ = await ask(script, timeout_s=0.1)
+    assert record.error == Failure.TIMEOUT
+
+
 async def test_a_slow_stream_is_no_timeout() -> None:
     async def script(reader: Reader, writer: Writer) -> None:
         await request(reader)
         writer.write(EVENT_STREAM + b"\r\n")
         for _ in range(35):
-            writer.write(b": wait\n\n")
+            writer.write(HELLO[0])
             await asyncio.sleep(0.02)
         writer.write(BODY)
 
