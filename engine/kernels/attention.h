@@ -84,23 +84,42 @@ CPD_INLINE void prefetch_square(const uint32_t* from, int64_t stride) {
   for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride, 0, 2);
 }
 
-// For all rows r: sums[r][s] += sum over i of left[r][i] · square[i][s], where square[i] is kSums vectors.
+// For kRows rows r: sums[r][s] += sum over i of left[r][i] · square[i][s], where square[i] is kSums vectors.
+template <typename T, int kSums, int kRows>
+CPD_INLINE void apply_to_rows(const Words (&square)[kLanes], const uint32_t* left, int64_t words, float* sums,
+                              int64_t width) {
+  const uint32_t* row[kRows];
+  Floats sum[kRows][kSums];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = left + r * words;
+    asm("" : "+r"(row[r]));  // One register a row; otherwise compilers prepare an address for each word, in memory.
+#pragma GCC unroll 2
+    for (int s = 0; s < kSums; ++s) sum[r][s] = load(sums + r * width + s * kLanes);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes / kSums; ++i)
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const Words word = splat(row[r][i]);
+#pragma GCC unroll 2
+      for (int s = 0; s < kSums; ++s) sum[r][s] = dot<T>(sum[r][s], word, square[i * kSums + s]);
+    }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int s = 0; s < kSums; ++s) store(sums + r * width + s * kLanes, sum[r][s]);
+}
+
+// The same for any number of rows: a few at once, as the products of one wait for each other.
 template <typename T, int kSums>
 CPD_INLINE void apply_square(const Words (&square)[kLanes], const uint32_t* left, int64_t words, int64_t rows, float* sums,
                              int64_t width) {
-  for (int64_t r = 0; r < rows; ++r, left += words, sums += width) {
-    Floats sum[kSums];
-#pragma GCC unroll 2
-    for (int s = 0; s < kSums; ++s) sum[s] = load(sums + s * kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes / kSums; ++i) {
-      const Words word = splat(left[i]);
-#pragma GCC unroll 2
-      for (int s = 0; s < kSums; ++s) sum[s] = dot<T>(sum[s], word, square[i * kSums + s]);
-    }
-#pragma GCC unroll 2
-    for (int s = 0; s < kSums; ++s) store(sums + s * kLanes, sum[s]);
-  }
+  constexpr int kAtOnce = 6 / kSums;
+  for (; rows >= kAtOnce; rows -= kAtOnce, left += kAtOnce * words, sums += kAtOnce * width)
+    apply_to_rows<T, kSums, kAtOnce>(square, left, words, sums, width);
+  for (; rows > 0; --rows, left += words, sums += width)
+    apply_to_rows<T, kSums, 1>(square, left, words, sums, width);
 }
 
 CPD_INLINE void multiply(float* row, int64_t n, float factor) {

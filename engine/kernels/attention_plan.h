@@ -15,7 +15,7 @@
 namespace cpd {
 
 constexpr int64_t kSplit = 512;
-constexpr int64_t kRowsAtOnce = 48;  // rows (query, query head) that share the work of loading a key or value
+constexpr int64_t kRowsAtOnce = 96;  // rows (query, query head) that share the work of loading a key or value
 constexpr int64_t kTilesPerThread = 4;
 
 struct Sequences {
