@@ -1,8 +1,9 @@
 """Measures what a long prompt does to running streams on one combined worker's engine, without HTTP: mixed batches with
-several token budgets, lanes, auto, all with one loaded model in one run.
+several token budgets, lanes, auto, all with one loaded model in one run. And whether streams without a prompt are as
+fast with lanes as with mixed batches: step by step in turn, so that all of them meet the same moods of the machine.
 
-Usage: `python -m scripts.bench_lanes [--model DIR] [--rounds N] [--json FILE] [--html FILE]`, from the repository's
-root. Without `--model` it makes a checkpoint of 0.46 billion random weights first.
+Usage: `python -m scripts.bench_lanes [--model DIR] [--rounds N] [--turns N] [--json FILE] [--html FILE]`, from the
+repository's root. Without `--model` it makes a checkpoint of 0.46 billion random weights first.
 """
 
 import argparse
@@ -11,10 +12,12 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in production; torch reads it when it is loaded
 
+import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,13 +115,23 @@ class Bench:
         self._prompt = prompt
         self._streams = streams
 
-    def round(self, steps: int) -> None:
-        """Starts the streams, has them alone for some steps, a prompt beside them, and then alone again."""
+    def start(self) -> list[str]:
+        """Starts the streams. Returns their names when all of them decode."""
         streams = [self._add(CONTEXT, 1 << 20) for _ in range(self._streams)]
         waiting = set(streams)
         while waiting:
             waiting -= set(self._step())
-        alone = [self._timed_step() for _ in range(steps)]
+        return streams
+
+    def stop(self, streams: Sequence[str]) -> None:
+        """Ends the streams."""
+        for name in streams:
+            self._driver.abort(name)
+
+    def round(self, steps: int) -> None:
+        """Starts the streams, has them alone for some steps, a prompt beside them, and then alone again."""
+        streams = self.start()
+        alone = [self.timed_step() for _ in range(steps)]
         prompt, start = self._add(self._prompt, 1), time.perf_counter()
         beside: list[float] = []
         done: list[str] = []
@@ -130,22 +143,47 @@ class Bench:
                 beside.append(1e3 * (now - last))
                 last = now
         ttft = 1e3 * (now - start)
-        alone += [self._timed_step() for _ in range(steps)]
+        alone += [self.timed_step() for _ in range(steps)]
         self.measured.rounds.append(Round(alone, beside, ttft))
-        for name in streams:
-            self._driver.abort(name)
+        self.stop(streams)
 
-    def _add(self, length: int, max_tokens: int) -> str:
-        return self._driver.add(self._numbers.integers(0, self._vocab, length).tolist(), max_tokens)
-
-    def _timed_step(self) -> float:
+    def timed_step(self) -> float:
+        """Takes a step. Returns how long it took, in ms."""
         start = time.perf_counter()
         self._step()
         return 1e3 * (time.perf_counter() - start)
 
+    def _add(self, length: int, max_tokens: int) -> str:
+        return self._driver.add(self._numbers.integers(0, self._vocab, length).tolist(), max_tokens)
+
     def _step(self) -> list[str]:
         """Who got a token."""
         return [output.request_id for output in self._driver.step()]
+
+
+def steps_in_turn(benches: Sequence[Bench], turns: int) -> list[list[float]]:
+    """Steps of streams alone, in ms: of each bench one a turn, in an order that chance decides.
+
+    All benches write the same pages, so that only the times are worth something.
+    """
+    streams = [bench.start() for bench in benches]
+    order, chance = list(range(len(benches))), random.Random(0)
+    steps: list[list[float]] = [[] for _ in benches]
+    for _ in range(turns):
+        chance.shuffle(order)
+        for index in order:
+            steps[index].append(benches[index].timed_step())
+    for bench, names in zip(benches, streams, strict=True):
+        bench.stop(names)
+    return steps
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the ends of its 95 % confidence interval: order statistics, whatever the distribution."""
+    ordered = sorted(values)
+    reach = int(0.98 * len(ordered) ** 0.5) + 1
+    middle = len(ordered) // 2
+    return statistics.median(ordered), ordered[max(0, middle - reach)], ordered[min(len(ordered) - 1, middle + reach)]
 
 
 def main() -> None:
@@ -155,6 +193,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--alone", type=int, default=20, help="steps without a prompt before it, and after it")
+    parser.add_argument(
+        "--turns", type=int, default=400, help="steps with no prompt at all, of each way in turn; 0: none"
+    )
     parser.add_argument("--budgets", default="32,64,128,256,512,1024,2048", help="of mixed batches")
     parser.add_argument("--modes", default="lanes,auto")
     parser.add_argument("--profile", type=Path, help="what `cpd profile` wrote; otherwise a few steps are timed")
@@ -177,27 +218,28 @@ def main() -> None:
     model = PerfModel(profile)
     ways: list[tuple[str, Mode, int]] = [(f"mixed {size}", "mixed", int(size)) for size in options.budgets.split(",")]
     ways += [(mode, mode, 512) for mode in options.modes.split(",")]
-    benches = [
-        Bench(
-            runner,
-            Colocation(
-                model, token_budget=budget, mode=mode, splits=[split.shares for split in runner.splits], itl_ms=50.0
-            ),
-            name,
-            options.streams,
-            options.prompt,
-        )
-        for name, mode, budget in ways
-    ]
+
+    def make(name: str, mode: Mode, budget: int) -> Bench:
+        splits = [split.shares for split in runner.splits]
+        colocation = Colocation(model, token_budget=budget, mode=mode, splits=splits, itl_ms=50.0)
+        return Bench(runner, colocation, name, options.streams, options.prompt)
+
+    benches = [make(*way) for way in ways]
     for number in range(options.rounds):
         for bench in benches:
             print(f"round {number + 1} of {options.rounds}: {bench.measured.name}", file=sys.stderr)
             bench.round(options.alone)
-    report([bench.measured for bench in benches])
-    if options.json:
-        options.json.write_text(json.dumps([asdict(bench.measured) for bench in benches]) + "\n")
-    if options.html:
-        draw([bench.measured for bench in benches], options.html)
+    if options.rounds:
+        report([bench.measured for bench in benches])
+        if options.json:
+            options.json.write_text(json.dumps([asdict(bench.measured) for bench in benches]) + "\n")
+        if options.html:
+            draw([bench.measured for bench in benches], options.html)
+    if options.turns:
+        print(f"{options.turns} turns with no prompt", file=sys.stderr)
+        modes: dict[str, Mode] = {"mixed": "mixed", "mixed again": "mixed", "lanes": "lanes"}
+        in_turn = [make(name, mode, 512) for name, mode in modes.items()]
+        report_turns(list(modes), steps_in_turn(in_turn, options.turns))
 
 
 def report(results: list[Measured]) -> None:
@@ -211,6 +253,15 @@ def report(results: list[Measured]) -> None:
             f"| {one.gap(0.99):.1f} ({one.stretch(0.99):.2f}, {one.p99_over(base):.3f}) "
             f"| {one.ttft():.0f} ({one.ttft_over(base):.2f}) |"
         )
+
+
+def report_turns(names: Sequence[str], steps: Sequence[Sequence[float]]) -> None:
+    """The steps with no prompt in sight. Ratios are those of one turn's steps."""
+    print("\nno prompt; in brackets: ratio to mixed, median of the turns and its 95 % interval\n")
+    print("| | step ms |\n| --- | --- |")
+    for name, own in zip(names, steps, strict=True):
+        ratio, low, high = median_interval([one / two for one, two in zip(own, steps[0], strict=True)])
+        print(f"| {name} | {statistics.median(own):.2f} ({ratio:.4f}, {low:.4f} to {high:.4f}) |")
 
 
 def draw(results: list[Measured], path: Path) -> None:
