@@ -190,7 +190,7 @@ class Engine:
         stops = [seq.request.params.stop_token_ids for seq in running]
         tokens = choose(last, lengths, stops, len(ms))
         work = self.decoding
-        for taken_ms in ms:
+        for taken_ms in ms if any(ms) else ():  # steps that take no time are not compared
             if predicted_ms := self.colocation.model.step_ms(work):
                 self._slower.append(taken_ms / predicted_ms)
             work = Work.decode(work.seqs, work.context + work.seqs)
