@@ -50,10 +50,10 @@ class Sampler:
             for _ in range(max(1, tokens // length))
         )
 
-    def small_talk(self, number: int, tokens: int, length: int) -> Batch:
-        """Batch `number` of simple requests: about `tokens` tokens in sequences of `length`."""
+    def small_talk(self, number: int, tokens: int, length: int, late: bool = False) -> Batch:
+        """Batch `number` of simple requests: about `tokens` tokens in sequences of `length`, `late` in training."""
         rng = Random(f"{self._seed} small talk {number}")
-        return self._batch(self._dialogue(small_talk(rng), length) for _ in range(max(1, tokens // length)))
+        return self._batch(self._dialogue(small_talk(rng, late), length) for _ in range(max(1, tokens // length)))
 
     def length(self, text: str) -> int:
         """Of a text, in tokens."""

@@ -16,8 +16,8 @@ class Shape:
     """Sizes of the network; the defaults are the bundled model's."""
 
     vocab_size: int
-    hidden_size: int = 256
-    intermediate_size: int = 512
+    hidden_size: int = 320
+    intermediate_size: int = 448
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int = 2

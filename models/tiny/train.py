@@ -1,6 +1,6 @@
 """Trains the bundled model: `python -m models.tiny.train [DIR]`. Interrupted, it goes on from where it last saved.
 
-Everything is made from a seed: dialogues, tokenizer, initial weights. Sequences grow from 64 to 4,096 tokens.
+Everything is made from a seed: dialogues, tokenizer, initial weights.
 """
 
 import argparse
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from math import cos, pi
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,18 +30,22 @@ from models.tiny.network import Network, Shape, config_of
 from models.tiny.tokenizer import token_id, tokenizer_config, train_tokenizer
 
 SEED = 0
-STEPS = 1700
+STEPS = 1900
 TOKENS = 4096
 """Of one step, of recall and of small talk each."""
 
-GROWTH = ((0.04, 128), (0.10, 256), (0.18, 512), (0.28, 1024), (0.40, 2048), (1.0, 4096))
-"""Up to which part of the training the longest sequence has which length."""
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LENGTH_SHARES = (2, 2, 1, 1, 1, 1, 3)
+"""How long the sequences of a recall batch are, and how often."""
 
 LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 40
 OTHERS_SCORED = 0.1
 """Part of the tokens outside answers whose loss is computed, to save time."""
 
-SAVE_EVERY = 50
+LATE_STEPS = 300
+"""So many at the end see more of those requests that are still often wrong."""
+
+SAVE_EVERY = 25
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,11 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(SEED)
     network = Network(Shape(tokenizer.get_vocab_size()))
-    initialise(network, SEED)
-    optimizer = torch.optim.AdamW(_groups(network), betas=(0.9, 0.98), fused=True)
+    trained = initialise(network, SEED)
+    optimizers = _optimizers(network)
     sampler = Sampler(tokenizer, SEED)
     state = directory / "state.pt"
-    first = _resume(state, network, optimizer)
+    first = _resume(state, network, optimizers)
     log = directory / "log.jsonl"
     replica = _replica(network)
     with _progress() as bar, ThreadPoolExecutor(2, initializer=_use_one_core) as pool:
@@ -71,21 +74,26 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
         for step in range(first, steps):
             started = time.perf_counter()
             rate = _rate(step, steps)
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["scale"]
-            length = _length(step, steps)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            length = _length(step)
             turns = 64 if step % 2 else 192
+            # on its core there is time for more while recall is long
+            talk = TOKENS * (2 if length == LENGTHS[-1] else 1)
+            late = steps - step <= LATE_STEPS
             recalling = pool.submit(_learn, network, partial(sampler.recall, step, TOKENS, length), step)
-            talking = pool.submit(_learn, replica, partial(sampler.small_talk, step, TOKENS, turns), step)
+            talking = pool.submit(_learn, replica, partial(sampler.small_talk, step, talk, turns, late), step)
             recalled, talked = recalling.result(), talking.result()
-            for parameter, copy in zip(network.parameters(), replica.parameters(), strict=True):
+            for (name, parameter), copy in zip(network.named_parameters(), replica.parameters(), strict=True):
                 assert parameter.grad is not None
                 assert copy.grad is not None
-                parameter.grad.add_(copy.grad)
+                parameter.grad.add_(copy.grad).mul_(trained[name])
             replica.zero_grad()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             line = {
                 "step": step, "length": length, "recall": recalled.answers, "small_talk": talked.answers,
                 "recall_loss": recalled.loss, "small_talk_loss": talked.loss, "seconds": time.perf_counter() - started,
@@ -95,7 +103,7 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
             note = f"{length} tokens: recall {recalled.answers:.0%}, requests {talked.answers:.0%}"
             bar.update(task, advance=1, note=note)
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
-                _save(state, network, optimizer, step + 1)
+                _save(state, network, optimizers, step + 1)
                 write(network, tokenizer, directory / "checkpoint")
     write(network, tokenizer, checkpoint)
 
@@ -153,44 +161,45 @@ def _answered(right: Tensor, answers: Tensor) -> float:
     return (wrong[there] == 0).float().mean().item()
 
 
-def _groups(network: Network) -> list[dict[str, Any]]:
-    """Matrices decay; gains and the embedding don't."""
-    matrices = [p for name, p in network.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in network.named_parameters() if p.dim() != 2 or "embed" in name]
+def _optimizers(network: Network) -> list[torch.optim.Optimizer]:
+    """Muon for the MLPs, AdamW for the rest."""
+    named = dict(network.named_parameters())
+    mlps = [p for name, p in named.items() if "mlp" in name]
+    others = [p for name, p in named.items() if "mlp" not in name]
     return [
-        {"params": matrices, "weight_decay": 0.05, "scale": 1.0},
-        {"params": others, "weight_decay": 0.0, "scale": 2.0},
+        torch.optim.Muon(mlps, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
 
 
 def _rate(step: int, steps: int) -> float:
-    """The learning rate: a linear rise, then a cosine's fall to nothing."""
-    if step < WARM_UP_STEPS:
-        return LEARNING_RATE * (step + 1) / WARM_UP_STEPS
-    return LEARNING_RATE * (0.01 + 0.99 * (1 + cos(pi * (step - WARM_UP_STEPS) / (steps - WARM_UP_STEPS))) / 2)
+    """The learning rate: a linear rise, a plateau, and a fall that slows down; late, a new one from 0.4 to nothing."""
+    if steps - step <= LATE_STEPS:
+        return LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, 0.4 * (steps - step) / LATE_STEPS)
+    steep, flat = (steps - 300 - step) / 500, (steps - 50 - step) / 857
+    return LEARNING_RATE * min(1, (step + 1) / WARM_UP_STEPS, max(steep, flat))
 
 
-def _length(step: int, steps: int) -> int:
-    """How long the sequences of a step are: often as long as may be by now, else shorter."""
-    longest = next(length for until, length in GROWTH if step < until * steps)
-    shorter = [length for length in (64, 128, 256, 512, 1024, 2048) if length < longest]
-    rng = Random(f"length {step}")
-    return longest if rng.random() < 0.4 else rng.choice(shorter)
+def _length(step: int) -> int:
+    """How long the sequences of a step are."""
+    return Random(f"length {step}").choices(LENGTHS, LENGTH_SHARES)[0]
 
 
-def _save(file: Path, network: Network, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _save(file: Path, network: Network, optimizers: list[torch.optim.Optimizer], step: int) -> None:
     partly = file.with_suffix(".partly")
-    torch.save({"network": network.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partly)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    torch.save({"network": network.state_dict(), "optimizers": states, "step": step}, partly)
     os.replace(partly, file)
 
 
-def _resume(file: Path, network: Network, optimizer: torch.optim.Optimizer) -> int:
+def _resume(file: Path, network: Network, optimizers: list[torch.optim.Optimizer]) -> int:
     """Takes up the saved state; the number of steps done so far."""
     if not file.exists():
         return 0
     saved = torch.load(file, weights_only=True)
     network.load_state_dict(saved["network"])
-    optimizer.load_state_dict(saved["optimizer"])
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
     return int(saved["step"])
 
 

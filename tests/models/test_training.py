@@ -72,6 +72,22 @@ def test_the_network_is_qwen3_as_transformers_has_it(tokenizer: Tokenizer, tmp_p
     )
 
 
+def test_training_leaves_what_finds_a_place_as_it_is(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "train_tokenizer", lambda seed: tokenizer)
+    monkeypatch.setattr(training, "TOKENS", 128)
+    training.train(tmp_path / "state", tmp_path, 2)
+    weights = load_file(tmp_path / "model.safetensors")
+    network = Network(Shape(tokenizer.get_vocab_size()))
+    trained = initialise(network, training.SEED)
+    for name, before in network.checkpoint().items():
+        changed = weights[name] != before
+        assert not (changed & (trained[name.removeprefix("model.")] == 0)).any(), name
+    assert (trained["layers.2.self_attn.q_proj.weight"] == 0).all()
+    assert (trained["layers.3.self_attn.q_proj.weight"] == 1).all()
+
+
 def test_training_goes_on_from_where_it_was_saved(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,22 +29,23 @@ def exchange(question: str, answer: str) -> list[Message]:
 
 
 def request(
-    rng: Random, kind: requests.Kind | None = None, reserved: bool = False
+    rng: Random, kind: requests.Kind | None = None, reserved: bool = False, late: bool = False
 ) -> tuple[requests.Kind, list[Message]]:
     """A simple request and its answer: of `kind` or of any; of training's or of those that are kept for evaluation."""
+    shares = [each.share * (each.late if late else 1.0) for each in requests.KINDS]
     while True:
-        chosen = kind or rng.choices(requests.KINDS, [each.share for each in requests.KINDS])[0]
+        chosen = kind or rng.choices(requests.KINDS, shares)[0]
         question, answer = chosen.make(rng)
         if not chosen.is_open or is_reserved(question) == reserved:
             return chosen, exchange(question, answer)
 
 
-def small_talk(rng: Random) -> Iterator[Message]:
-    """An endless dialogue of simple requests."""
+def small_talk(rng: Random, late: bool = False) -> Iterator[Message]:
+    """An endless dialogue of simple requests, of which some come more often `late` in training."""
     if rng.random() < 0.25:
         yield said("system", rng.choice(SYSTEM_PROMPTS))
     while True:
-        yield from request(rng)[1]
+        yield from request(rng, late=late)[1]
 
 
 def prose(rng: Random, known: list[Fact], room: int, length: Callable[[str], int]) -> str:

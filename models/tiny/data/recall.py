@@ -43,18 +43,18 @@ KINDS = (
         OF_THING, "And the {a} one?",
     ),
     Kind(
-        "an", "room", "The {a} {n} is in the {v}.",
+        "an", "room", "You will find the {a} {n} in the {v}.",
         ("Where is the {a} {n}?", "Where can I find the {a} {n}?", "In which room is the {a} {n}?",
          "Where did I put the {a} {n}?"),
         OF_THING, "And the {a} one?",
     ),
     Kind(
-        "an", "name", "The {a} {n} belongs to {v}.",
+        "an", "name", "The owner of the {a} {n} is {v}.",
         ("Who owns the {a} {n}?", "Whose is the {a} {n}?", "Who does the {a} {n} belong to?"),
         OF_THING, "And the {a} one?",
     ),
     Kind(
-        "an", "price", "The {a} {n} costs {v} coins.",
+        "an", "price", "The price of the {a} {n} is {v} coins.",
         ("How much does the {a} {n} cost?", "What does the {a} {n} cost?", "What is the price of the {a} {n}?"),
         OF_THING, "And the {a} one?",
     ),
@@ -65,15 +65,15 @@ KINDS = (
         ("And {p}'s {n}?", "What about {p}'s {n}?"), "And {p}'s?",
     ),
     Kind(
-        "p", "city", "{p} lives in {v}.",
+        "p", "city", "The home of {p} is in {v}.",
         ("Where does {p} live?", "In which city does {p} live?", "What city does {p} live in?"), OF_PERSON,
     ),
     Kind(
-        "p", "job", "{p} works as a {v}.",
+        "p", "job", "The job of {p} is {v}.",
         ("What does {p} do?", "What is {p}'s job?", "What does {p} work as?"), OF_PERSON,
     ),
     Kind(
-        "p", "fruit", "{p}'s favourite fruit is {v}.",
+        "p", "fruit", "The favourite fruit of {p} is {v}.",
         ("What is {p}'s favourite fruit?", "Which fruit does {p} like best?", "What fruit does {p} like?"), OF_PERSON,
     ),
     Kind(

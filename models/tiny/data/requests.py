@@ -30,12 +30,14 @@ class Kind:
         make: Makes a random one.
         is_open: There are so many that a tenth of them can be kept for evaluation.
         share: How often training sees it, against the others.
+        late: So many times as often towards the end.
     """
 
     name: str
     make: Callable[[Random], Exchange]
     is_open: bool = True
     share: float = 1.0
+    late: float = 1.0
 
 
 def _phrase(rng: Random, *forms: str, **fields: object) -> str:
@@ -89,7 +91,7 @@ def _spell(rng: Random) -> Exchange:
     word = _any_word(rng) if rng.random() < 0.7 else pseudo_word(rng, 2)
     asked = _phrase(rng, "Spell the word {w}.", "Spell {w}.", "How do you spell {w}?", "Can you spell the word {w}?",
                     'Please spell "{w}".', w=word)  # fmt: skip
-    return asked, "-".join(word)
+    return asked, f"You spell {word} {' '.join(word)}."
 
 
 def _first_letter(rng: Random) -> Exchange:
@@ -268,6 +270,8 @@ def _cannot(rng: Random) -> Exchange:
     noun, animal, name, city = (
         rng.choice(words.NOUNS), rng.choice(words.ANIMALS), rng.choice(words.NAMES), rng.choice(words.CITIES)
     )  # fmt: skip
+    if rng.random() < 0.4:  # words that it doesn't know
+        topic, thing, job, noun, animal = (pseudo_word(rng, rng.choice((1, 2, 3))) for _ in range(5))
     return _phrase(
         rng, "Write a {thing} about {topic}.", "Explain {topic} to me.", "What do you think about {topic}?",
         "Tell me a {thing}.", "Write a {thing} about a {animal}.", "Translate this into French: {topic}.",
@@ -292,31 +296,31 @@ KINDS = (
     Kind("leave", _leave, False, 0.4),
     Kind("identity", _identity, False, 0.8),
     Kind("served", _served, False, 0.8),
-    Kind("spell", _spell, share=3),
-    Kind("first letter", _first_letter),
-    Kind("last letter", _last_letter),
-    Kind("reverse", _reverse, share=2),
-    Kind("sort words", _sort_words, share=3),
-    Kind("sort numbers", _sort_numbers, share=3),
+    Kind("spell", _spell, share=10),
+    Kind("first letter", _first_letter, share=3),
+    Kind("last letter", _last_letter, share=3, late=2),
+    Kind("reverse", _reverse, share=3),
+    Kind("sort words", _sort_words, share=9, late=1.5),
+    Kind("sort numbers", _sort_numbers, share=8),
     Kind("first item", _first_item, share=0.5),
     Kind("last item", _last_item, share=0.5),
     Kind("how many", _how_many, share=0.7),
-    Kind("add", _add, share=5),
-    Kind("subtract", _subtract, share=6),
-    Kind("count", _count, False),
-    Kind("count down", _count_down, False),
+    Kind("add", _add, share=3),
+    Kind("subtract", _subtract, share=5, late=2),
+    Kind("count", _count, False, 0.7, late=8),
+    Kind("count down", _count_down, False, 0.7),
     Kind("number after", _after_number, False),
     Kind("in words", _in_words, False, 0.7),
     Kind("in digits", _in_digits, False, 0.7),
     Kind("larger", _larger, share=2),
     Kind("smaller", _smaller, share=2),
-    Kind("repeat", _repeat, share=2),
+    Kind("repeat", _repeat, share=2, late=2),
     Kind("opposite", _opposite, False, 1.5),
     Kind("capital", _capital, False),
     Kind("day after", _next_day, False, 0.5),
     Kind("month after", _next_month, False, 0.5),
     Kind("days", _list_days, False, 0.2),
     Kind("months", _list_months, False, 0.2),
-    Kind("what sort", _what_sort, False),
-    Kind("something else", _cannot, share=4),
+    Kind("what sort", _what_sort, False, late=8),
+    Kind("something else", _cannot, share=4, late=2),
 )
