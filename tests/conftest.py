@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Read when triton is first imported: without a GPU its kernels are interpreted.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A loaded machine is no bug: no example has a deadline.
 settings.register_profile("cpd", deadline=None)

@@ -55,7 +55,7 @@ async def test_workers_without_a_name_get_different_ones(redis_url: str) -> None
     ("settings", "named"),
     [
         ({"redis_url": ""}, "--redis-url"),
-        ({"redis_url": "localhost"}, "--redis-url 'localhost'"),
+        ({"redis_url": "localhost"}, "--redis-url is no address"),
         ({"host": "0.0.0.0"}, "--advertise-host"),
         ({"host": "203.0.113.7"}, "203.0.113.7"),
     ],
