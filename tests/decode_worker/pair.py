@@ -115,6 +115,8 @@ async def reached(redis_url: str, stage: Stage, n: int = 1, num_pages: int = 66)
                 p.prefill_gate.close()
             case Stage.LANDED_FIRST:
                 p.transfer_gate.clear()
+            case Stage.DECODING:
+                p.decode_gate.slow()
         request = make_request("a", prompt(300), max_tokens=700 if stage is Stage.DECODING else 20, n=n)
         answer = await p.submit(request, TARGET, candidates=candidates)
         state, with_first = stage.value

@@ -64,6 +64,7 @@ class TestEnd:
             stopping = asyncio.create_task(p.prefill.stop())
             await asyncio.sleep(0)
             p.prefill_gate.open()
+            p.decode_gate.open()
             if stage is Stage.CONNECTING:
                 await p.router.abort(TARGET)
             else:

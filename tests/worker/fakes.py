@@ -18,6 +18,7 @@ from worker.convert import Limits
 from worker.node import Loaded
 
 MAX_MODEL_LEN = 1024
+SLOW_STEP_S = 0.02
 FINGERPRINT = b"a model that chains numbers"
 
 
@@ -106,6 +107,7 @@ class Gate:
         self._open = threading.Event()
         self._open.set()
         self._one = threading.Event()
+        self._slow = False
         self.held = False
 
     def close(self) -> None:
@@ -114,7 +116,13 @@ class Gate:
 
     def open(self) -> None:
         """Steps go on."""
+        self._slow = False
         self._open.set()
+
+    def slow(self) -> None:
+        """A step takes SLOW_STEP_S from now on."""
+        self._slow = True
+        self._open.clear()
 
     def open_once(self) -> None:
         """The step that is held goes on, the next one waits."""
@@ -125,6 +133,9 @@ class Gate:
         """What the engine thread calls."""
         deadline = time.monotonic() + 20
         while not self._open.is_set():
+            if self._slow:
+                self._open.wait(SLOW_STEP_S)
+                return
             self.held = True
             assert time.monotonic() < deadline, "the gate was never opened"
             if self._one.wait(0.002):
