@@ -1,8 +1,8 @@
 """Measures beside vLLM's CPU build: `python -m scripts.bench_beside_vllm --vllm VENV PART`, from the repository's root.
 
-- agreement: vLLM's own load generator and `cpd bench run` with the same load, in turn, on vLLM's server. The model is
-  the bundled one: one of random weights answers with parts of characters, in chunks without text, which `cpd bench`
-  doesn't count as chunks and vLLM does.
+- agreement: vLLM's own load generator and `cpd bench run` with the same load, in turn, on vLLM's server. Its model is
+  large enough that what a client takes of the server's cores matters little, and never answers with a part of a
+  character: `cpd bench` doesn't count chunks without text, and vLLM does.
 - workloads: multi-turn, shared-prefix and the interference study, on vLLM's server and on a combined worker.
 - speed: `cpd bench run` in turn on vLLM's server and on a combined worker; with `--large` on 0.46 billion weights.
 
@@ -30,6 +30,8 @@ from statistics import median
 import httpx
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from bench.report.text import number
 from bench.result import Result
@@ -44,7 +46,14 @@ MODEL_NAME = "bench"
 START_S = 300.0
 CACHE_GIB = 2
 INPUT_LEN, OUTPUT_LEN = 512, 128
-AGREEMENT = {"concurrency": 4, "requests": 96}
+AGREEMENT = {"concurrency": 4, "requests": 40}
+AGREEMENT_MODEL = MODEL | {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 INTERFERING = 2048
 CONCURRENCY, REQUESTS = 16, 96
 LARGE_INPUT_LEN, LARGE_OUTPUT_LEN = 256, 64
@@ -179,18 +188,30 @@ def _text(figures: Figures) -> str:
     return ", ".join(f"{name} {number(value)}" for name, value in figures.items())
 
 
+def write_whole_characters(model: Path) -> None:
+    """Writes a checkpoint of random weights whose answers have no token that is part of a character."""
+    write(model, **AGREEMENT_MODEL)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    parts = [token for token in range(tokenizer.get_vocab_size()) if "\ufffd" in tokenizer.decode([token])]
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][parts] = 0  # also the output's weights; others' largest score is above 0
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
 def agreement(venv: Path, scratch: Path, rounds: int) -> None:
     """Compares the load generators."""
-    with vllm_server(venv, CHECKPOINT) as url:
+    model = scratch / "model"
+    write_whole_characters(model)
+    with vllm_server(venv, model) as url:
 
         def with_cpd(turn: int) -> Figures:
             return ours(
-                url, CHECKPOINT, scratch, endpoint="completions", input_len=INPUT_LEN, output_len=OUTPUT_LEN,
+                url, model, scratch, endpoint="completions", input_len=INPUT_LEN, output_len=OUTPUT_LEN,
                 concurrency=AGREEMENT["concurrency"], num_requests=AGREEMENT["requests"],
             )  # fmt: skip
 
         def with_vllm(turn: int) -> Figures:
-            return theirs(venv, url, CHECKPOINT, scratch, turn)
+            return theirs(venv, url, model, scratch, turn)
 
         with_cpd(-1)  # warms the server up
         in_turn("one server", rounds, {"vllm bench serve": with_vllm, "cpd bench run": with_cpd})
