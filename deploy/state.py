@@ -105,12 +105,18 @@ class ClusterDir:
             return ClusterState(**orjson.loads((self.path / "state.json").read_bytes()))
         except FileNotFoundError:
             return None
+        except (TypeError, orjson.JSONDecodeError):
+            raise ConfigError(
+                f"{self.path / 'state.json'} was written by another version of cpd: end that cluster with Ctrl-C in its"
+                " terminal or with that version's `cpd down`"
+            ) from None
 
     def _clear(self) -> None:
         """Removes what a killed `cpd up` left behind."""
-        stale = self._state()
-        if stale and stale.ray_dir:
-            clear_ray_dir(stale.ray_dir)
+        with contextlib.suppress(ConfigError):
+            stale = self._state()
+            if stale and stale.ray_dir:
+                clear_ray_dir(stale.ray_dir)
         for file in self.path.iterdir():
             if file.name != "lock":
                 file.unlink()

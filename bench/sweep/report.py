@@ -126,11 +126,15 @@ def _answer(sweep: Sweep) -> str:
     if not sweep.settings.get("find_max_rate") or sweep.interrupted:
         return ""
     target = f"{percent(sweep.settings['slo_share'])} of the requests within {sweep.settings['slo']}"
+    limited = [point.load for point in sweep.points if point.result.client.limited]
+    ended = f" The search ended at {number(min(limited))}: the client could not keep up." if limited else ""
+    if sweep.max_rate is None and limited:
+        return f"No rate was found.{ended}"
     if sweep.max_rate is None:
         tried = f" (tried down to {number(sweep.too_much)})" if sweep.too_much else ""
         return f"No rate keeps {target}{tried}."
     failed = f"; {number(sweep.too_much)} is too much" if sweep.too_much else ""
-    return f"Up to {number(sweep.max_rate)} sessions/s, {target}{failed}."
+    return f"Up to {number(sweep.max_rate)} sessions/s, {target}{failed}.{ended}"
 
 
 def _load_name(sweep: Sweep) -> str:

@@ -7,19 +7,19 @@ _Z = 1.96  # 95 %
 _HALVINGS = 8
 
 
-def share_interval(good: int, total: int) -> tuple[float, float]:
-    """95 % confidence interval of a share (Wilson's score interval)."""
+def share_interval(share: float, total: int) -> tuple[float, float]:
+    """95 % confidence interval of a share of `total` independent ones (Wilson's score interval)."""
     if total == 0:
         return 0.0, 1.0
-    share, z2 = good / total, _Z * _Z
+    z2 = _Z * _Z
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def is_enough(good: int, total: int, target: float) -> bool | None:
-    """Whether the share of good requests is at least `target`; None while their number cannot tell."""
-    low, high = share_interval(good, total)
+def is_enough(interval: tuple[float, float], target: float) -> bool | None:
+    """Whether a share of which this is the confidence interval is at least `target`; None while that cannot be told."""
+    low, high = interval
     if low >= target:
         return True
     return False if high < target else None

@@ -69,6 +69,19 @@ def test_what_a_killed_owner_left_is_cleared_away(tmp_path: Path) -> None:
             assert cluster.read() is None
 
 
+def test_what_another_version_wrote_is_told_while_it_runs_and_cleared_away_after() -> None:
+    cluster = ClusterDir("c")
+    with cluster.hold():
+        (cluster.path / "state.json").write_text('{"cluster": "c", "pid": 1, "colour": "red"}')
+        with pytest.raises(ConfigError, match="another version"):
+            ClusterDir("c").read()
+    for directory in (cluster.path.parent, cluster.path):
+        directory.mkdir(mode=0o700)
+    (cluster.path / "state.json").write_text("{")
+    with cluster.hold():
+        assert ClusterDir("c").read() is None
+
+
 def test_many_that_start_at_once_run_one_after_the_other() -> None:
     owner = (
         "from cpd.errors import ConfigError; from deploy.state import ClusterDir\n"

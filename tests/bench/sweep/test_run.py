@@ -12,6 +12,7 @@ import bench.run
 from bench.errors import BenchError
 from bench.mock.behaviour import Behaviour
 from bench.mock.process import MockServer
+from bench.sweep.search import share_interval
 from cpd.cli import app
 
 
@@ -73,6 +74,36 @@ def test_a_search_ends_below_the_rate_that_the_target_allows(tmp_path: Path) -> 
     found = orjson.loads(file.read_bytes())
     assert 1 <= found["max_rate"] <= 6.25
     assert found["too_much"] <= found["max_rate"] * 1.5
+
+
+def test_a_search_that_the_client_limited_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(settings: Any, *arguments: Any) -> Any:
+        result = bench.run.measure(settings, *arguments)
+        result.client.limited = settings.rate > 20
+        return result
+
+    monkeypatch.setattr("bench.sweep.run.measure", measure)
+    with MockServer(Behaviour(ttft_ms=1, itl_ms=1)) as quick:
+        done = sweep(
+            *("--url", quick.url, "--find-max-rate", "--rate", "10", "--slo", "ttft=10000", "--slo-share", "0.5"),
+            *("--num-requests", "20"),
+        )
+    assert done.exit_code == 3
+    text = " ".join(done.stdout.split())
+    assert "Up to 20.0 sessions/s" in text
+    assert "The search ended at 40.0: the client could not keep up." in text
+
+
+def test_the_turns_of_a_session_are_one_fact(server: MockServer, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    sweep(
+        *("--url", server.url, "--workload", "multi-turn", "--turns", "5", "--concurrencies", "2"),
+        *("--num-requests", "4", "--slo", "ttft=10000", "--json", str(file)),
+    )
+    (point,) = orjson.loads(file.read_bytes())["points"]
+    assert point["result"]["summary"]["completed"] == 20
+    assert point["share"] == 1
+    assert tuple(point["share_ci"]) == share_interval(1.0, 4)
 
 
 @pytest.mark.parametrize(

@@ -36,22 +36,22 @@ def test_the_search_doubles_until_a_rate_is_too_much() -> None:
 
 @given(st.integers(0, 500), st.integers(1, 500))
 def test_the_interval_of_a_share_holds_the_share(good: int, more: int) -> None:
-    low, high = share_interval(good, good + more)
+    low, high = share_interval(good / (good + more), good + more)
     assert 0 <= low <= good / (good + more) + 1e-9
     assert good / (good + more) - 1e-9 <= high <= 1
 
 
 def test_the_interval_is_wilsons() -> None:
-    assert share_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-3)
+    assert share_interval(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-3)
 
 
 def test_intervals_become_narrower_with_more_requests() -> None:
-    widths = [high - low for low, high in (share_interval(9 * n, 10 * n) for n in (1, 10, 100))]
+    widths = [high - low for low, high in (share_interval(0.9, 10 * n) for n in (1, 10, 100))]
     assert all(before > after for before, after in pairwise(widths))
 
 
 def test_a_target_is_kept_or_not_only_where_the_number_of_requests_can_tell() -> None:
-    assert is_enough(1000, 1000, 0.99) is True
-    assert is_enough(10, 10, 0.99) is None
-    assert is_enough(5, 10, 0.99) is False
-    assert is_enough(0, 0, 0.99) is None
+    assert is_enough(share_interval(1.0, 1000), 0.99) is True
+    assert is_enough(share_interval(1.0, 10), 0.99) is None
+    assert is_enough(share_interval(0.5, 10), 0.99) is False
+    assert is_enough(share_interval(0.0, 0), 0.99) is None
