@@ -39,9 +39,18 @@ class Pair:
 
     def states(self) -> list[State]:
         """Of the decode worker's fills."""
+        return [fill.state for fill in self._service._fills]
+
+    @property
+    def restarts_soon(self) -> bool:
+        """Whether the decode worker will start anew if its pages stay in quarantine."""
+        return self._service._restart is not None
+
+    @property
+    def _service(self) -> DecodeService:
         service = self.decode.worker._service
         assert isinstance(service, DecodeService)
-        return [fill.state for fill in service._fills]
+        return service
 
     async def balanced(self) -> None:
         await self.router.balanced()

@@ -1,8 +1,8 @@
 """Tenants that share workers: whole workers, real gRPC, a runner without a model."""
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from cpd.perfmodel import Profile, Work
@@ -13,7 +13,7 @@ from tests.engine.fakes import MODEL, make_request, prompt
 from tests.waiting import eventually
 from tests.worker.client import Answer, Client
 from tests.worker.cluster import running
-from tests.worker.fakes import fake_loader
+from tests.worker.fakes import Gate, fake_loader
 
 
 def first_tokens(router: Client) -> list[int]:
@@ -22,17 +22,31 @@ def first_tokens(router: Client) -> list[int]:
     return list(dict.fromkeys(output.request for output in outputs))
 
 
+@dataclass
+class Busy:
+    """A session with a worker that runs one request at a time, and one now: number 0, slowly."""
+
+    router: Client
+    gate: Gate
+
+    async def end_first(self) -> None:
+        """Number 0 ends, and those who wait have their turn."""
+        await self.router.abort(0)
+        self.gate.open()
+
+
 @asynccontextmanager
-async def busy_worker(redis_url: str, **settings: Any) -> AsyncIterator[Client]:
-    """A session with a worker that runs one request at a time, and one now: number 0, for seconds or until aborted."""
-    load = fake_loader(before_step=lambda: time.sleep(0.004))
+async def busy_worker(redis_url: str, **settings: Any) -> AsyncIterator[Busy]:
+    gate = Gate()
+    load = fake_loader(before_step=gate.wait)
     async with (
         running("combined", redis_url, network=LocalNetwork(), load=load, max_num_seqs=1, **settings) as worker,
         Client(worker) as router,
     ):
+        gate.slow()
         running_one = await router.submit(make_request("running", prompt(50), max_tokens=900), 0)
         await eventually(lambda: running_one.started)
-        yield router
+        yield Busy(router, gate)
 
 
 async def submit(router: Client, number: int, length: int, **terms: Any) -> Answer:
@@ -40,20 +54,22 @@ async def submit(router: Client, number: int, length: int, **terms: Any) -> Answ
 
 
 async def test_a_flood_leaves_the_other_tenant_its_share(redis_url: str) -> None:
-    async with busy_worker(redis_url) as router:
+    async with busy_worker(redis_url) as busy:
+        router = busy.router
         answers = [await submit(router, number, 500, tenant="flood") for number in range(1, 31)]
         answers += [await submit(router, number, 500, tenant="other") for number in range(101, 106)]
         await eventually(lambda: router.load.waiting == 35)
         assert router.load.queued_tokens == 35 * 500
         assert router.load.prefill_ms > router.load.waiting_tokens / 64 * MODEL.step_ms(Work.prefill(64)) * 0.9
-        await router.abort(0)
+        await busy.end_first()
         await router.done(*answers)
         others = [place for place, number in enumerate(first_tokens(router)) if number > 100]
         assert max(others) < 14, "five of each, the one that ran, and what is due by age"
 
 
 async def test_a_flood_fills_the_queue_for_itself_only(redis_url: str) -> None:
-    async with busy_worker(redis_url, max_queue_tokens=500) as router:
+    async with busy_worker(redis_url, max_queue_tokens=500) as busy:
+        router = busy.router
         flood = [await submit(router, number, 100, tenant="flood") for number in range(1, 9)]
         await eventually(lambda: sum(answer.refusal is not None for answer in flood) == 3)
         refused = [answer.refusal for answer in flood if answer.refusal]
@@ -64,20 +80,21 @@ async def test_a_flood_fills_the_queue_for_itself_only(redis_url: str) -> None:
         await eventually(lambda: late.refusal is not None)
         assert late.refusal is not None
         assert (late.refusal.kind, late.refusal.over_share) == (pb.Refusal.KIND_QUEUE_FULL, True)
-        await router.abort(0)
+        await busy.end_first()
         await router.done(other, *flood)
         assert other.refusal is None
 
 
 async def test_priority_and_deadline_come_through(redis_url: str) -> None:
-    async with busy_worker(redis_url) as router:
+    async with busy_worker(redis_url) as busy:
+        router = busy.router
         terms = [(0, 0), (0, 600_000), (0, 300_000), (-1, 1000), (2, 0)]
         answers = [
             await submit(router, number, 50, priority=priority, deadline_ms=deadline_ms)
             for number, (priority, deadline_ms) in enumerate(terms, start=1)
         ]
         await eventually(lambda: router.load.waiting == len(terms))
-        await router.abort(0)
+        await busy.end_first()
         await router.done(*answers)
         assert first_tokens(router) == [0, 5, 3, 2, 1, 4]
         assert answers[3].queue_ms[0] > answers[2].queue_ms[0] > 0

@@ -85,7 +85,12 @@ async def test_a_full_queue_is_refused_with_a_time_to_come_back(redis_url: str) 
 
 
 async def test_aborted_requests_and_choices_fall_silent_and_free_their_pages(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
+    gate = Gate()
+    async with (
+        running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait)) as worker,
+        Client(worker) as client,
+    ):
+        gate.slow()
         whole = await client.submit(make_request("a", prompt(40), max_tokens=900), 1)
         parts = await client.submit(make_request("b", prompt(50, 2), max_tokens=900, n=3), 2)
         await eventually(lambda: whole.started and len(parts.tokens) == 3)
@@ -162,6 +167,7 @@ async def test_a_draining_worker_finishes_and_takes_nothing_new(redis_url: str) 
         running("combined", redis_url, network=LocalNetwork(), load=loader) as worker,
         Client(worker) as client,
     ):
+        gate.slow()
         request = make_request("a", prompt(40), max_tokens=400)
         first = await client.submit(request, 1)
         await eventually(lambda: first.started)
@@ -179,7 +185,12 @@ async def test_a_draining_worker_finishes_and_takes_nothing_new(redis_url: str) 
 
 
 async def test_a_stopping_worker_sends_its_requests_elsewhere(redis_url: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
+    gate = Gate()
+    async with (
+        running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait)) as worker,
+        Client(worker) as client,
+    ):
+        gate.slow()
         answer = await client.submit(make_request("a", prompt(40), max_tokens=900), 1)
         await eventually(lambda: answer.started)
         assert await worker.stop() == 0

@@ -160,8 +160,9 @@ async def test_the_prefill_worker_is_stopped_and_goes_on(model: Path, redis_url:
         answers = [await c.submit(request(f"r{i}", 1200, salt=i, max_tokens=60), 10 + i) for i in range(8)]
         await eventually(lambda: any(answer.started for answer in answers))
         c.prefill.signal(signal.SIGSTOP)
-        await c.router.done(*answers)
-        assert any(answer.refusal for answer in answers)
+        late = await c.submit(request("late", 1200, salt=8, max_tokens=60), 20)
+        await c.router.done(*answers, late)
+        assert late.refusal is not None
         await c.router.balanced()
         c.prefill.signal(signal.SIGCONT)
         for number in range(100, 106):
@@ -196,13 +197,11 @@ async def test_sigterm_ends_both_at_once_and_live_requests_go_elsewhere(
     model: Path, redis_url: str, tmp_path: Path
 ) -> None:
     async with cluster(model, redis_url, tmp_path) as c:
-        answer = await c.submit(request("a", 600, max_tokens=1000), 1)
+        answer = await c.submit(request("a", 600, n=8, max_tokens=1000), 1)
         await eventually(lambda: answer.started)
-        began = asyncio.get_running_loop().time()
         c.decode.signal(signal.SIGTERM)
         c.prefill.signal(signal.SIGTERM)
         assert (await c.decode.ended(), await c.prefill.ended()) == (0, 0)
-        assert asyncio.get_running_loop().time() - began < 5
         await c.router.done(answer)
         assert answer.refusal is not None
         assert answer.refusal.kind == pb.Refusal.KIND_REROUTE

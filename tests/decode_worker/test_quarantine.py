@@ -73,14 +73,14 @@ async def test_too_much_of_it_for_too_long_starts_the_worker_anew(redis_url: str
 
 
 async def test_a_moment_of_it_does_not(redis_url: str) -> None:
-    async with pair(redis_url, decode={"num_pages": 66}, fill_progress_s=1.0) as p:
+    async with pair(redis_url, decode={"num_pages": 66}) as p:
         p.transfer_gate.clear()
         unsafe = Unsafe(p.decode)
         answer = await p.submit(make_request("a", prompt(300)), 1)
         await eventually(lambda: answer.started)
         await p.router.abort(1)
-        await eventually(lambda: p.router.load.quarantined_pages > 0)
+        await eventually(lambda: p.restarts_soon)
         unsafe.gone.set()
+        await eventually(lambda: not p.restarts_soon)
         await p.balanced()
-        await asyncio.sleep(1.0)  # longer than what would have been too long
         assert p.router.load.state == pb.STATE_READY

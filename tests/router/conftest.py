@@ -17,8 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from cpd.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
+from router import sessions, siblings
 from router.server import listen, serve
 from tests.router.fake_worker import Answer, FakeWorker, Script, outputs
+from tests.waiting import DEADLINE_S
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
@@ -54,6 +56,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(model_dir: Path) -> Tokenizer:
     """The tokenizer of `model_dir`."""
     return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted workers say nothing by themselves, and routers that run answer, however busy the machine is."""
+    monkeypatch.setattr(sessions, "SILENT_S", 60.0)
+    monkeypatch.setattr(siblings, "ANSWER_S", 10.0)
 
 
 @pytest.fixture
@@ -164,9 +173,9 @@ def says(tokenizer: Tokenizer) -> Says:
     return make
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Waits until the condition holds; fails after 20 seconds."""
-    async with asyncio.timeout(20):
+async def eventually(condition: Callable[[], Awaitable[bool]], deadline_s: float = DEADLINE_S) -> None:
+    """Waits until the condition holds, with a deadline."""
+    async with asyncio.timeout(deadline_s):
         while not await condition():  # noqa: ASYNC110 - nothing tells when it changes
             await asyncio.sleep(0.01)
 

@@ -19,12 +19,6 @@ from tests.router.fake_worker import Answer, FakeWorker
 TEXT = {"model": "small-model", "prompt": "Hello?", "max_tokens": 3}
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, routers that run answer."""
-    monkeypatch.setattr(siblings, "ANSWER_S", 10.0)
-
-
 @pytest.fixture
 async def pair(start_router: StartRouter, start_worker: StartWorker, says: Says) -> tuple[Router, Router]:
     """Two routers that know of each other, with one worker."""

@@ -17,6 +17,8 @@ from cpd.errors import ConfigError
 from router.server import listen
 from tests.router.conftest import Says, StartWorker, eventually
 
+START_S = 60.0
+
 StartProcess = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
 
@@ -66,7 +68,7 @@ async def test_it_serves_and_ends_in_order_when_told(
     await start_worker(says("the fox"))
     url = f"http://127.0.0.1:{(port := _free_port())}"
     process = await start_process("--port", str(port), "--router-id", "router-x")
-    await eventually(lambda: _is_ready(url))
+    await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "messages": [{"role": "user", "content": "Hi"}]}
     async with httpx.AsyncClient(base_url=url) as client:
         response = await client.post("/v1/chat/completions", json=body)
@@ -88,7 +90,7 @@ async def test_a_running_request_is_told_that_the_router_ends(
     worker = await start_worker()
     url = f"http://127.0.0.1:{(port := _free_port())}"
     process = await start_process("--port", str(port))
-    await eventually(lambda: _is_ready(url))
+    await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "prompt": "x", "stream": stream}
     async with httpx.AsyncClient(base_url=url) as client:
         call = asyncio.create_task(client.post("/v1/completions", json=body, timeout=60))
@@ -115,7 +117,7 @@ async def test_routers_share_a_port(start_process: StartProcess, start_worker: S
         async with httpx.AsyncClient(base_url=url) as client:
             return len((await client.get("/cluster")).json()["routers"]) == 2
 
-    await eventually(both)
+    await eventually(both, START_S)
     processes[0].kill()
     await processes[0].wait()
     for _ in range(5):

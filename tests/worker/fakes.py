@@ -112,6 +112,7 @@ class Gate:
 
     def close(self) -> None:
         """The next step waits."""
+        self._slow = False
         self._open.clear()
 
     def open(self) -> None:

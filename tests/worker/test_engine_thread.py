@@ -144,20 +144,26 @@ async def test_an_update_that_cannot_be_handled_is_told() -> None:
 
 
 async def test_a_poll_is_tried_after_every_pass_until_it_returns_something() -> None:
-    seen: list[int] = []
+    tries: list[int] = []
+    wanted = threading.Event()
 
     def fn(engine: Engine) -> str | None:
-        seen.append(1)
-        return "now" if len(seen) == 3 else None
+        tries.append(1)
+        return "now" if wanted.is_set() else None
 
     async with bridge() as b:
         result = b.thread.poll(fn)
-        await b.thread.call(lambda engine: None)
+        for _ in range(3):
+            before = len(tries)
+            await b.thread.call(lambda engine: None)
+            assert len(tries) > before
         assert not result.done()
+        wanted.set()
         b.thread.nudge()
         assert await result == "now"
+        before = len(tries)
         await b.thread.call(lambda engine: None)
-        assert len(seen) == 3
+        assert len(tries) == before
 
 
 async def test_a_poll_that_raises_ends() -> None:
