@@ -1,5 +1,6 @@
 """Runs batches with torch: owns the weights and the KV pool of one device."""
 
+import contextlib
 import logging
 import math
 import mmap
@@ -150,11 +151,13 @@ def _check_memory(device: torch.device, weight_bytes: int, kv_bytes: int) -> Non
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU the memory is page-aligned, and taken from the system only where it is first written."""
+    """On a CPU the memory is page-aligned and all there from now on: the first write to a page would hold up a step."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    with contextlib.suppress(AttributeError, OSError):  # systems that have no huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()
 
 
 def _available_memory(device: torch.device) -> int | None:

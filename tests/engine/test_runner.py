@@ -1,8 +1,11 @@
 """The whole model against transformers: the same greedy tokens in float32, however the tokens are cut into steps."""
 
+import ctypes
 import json
+import mmap
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,16 @@ def test_a_small_pool_cuts_the_context_and_a_tiny_one_is_refused(
         load(directory, kv_bytes=4 * page_bytes - 1)
     with pytest.raises(ConfigError, match="do not fit"):
         load(directory, kv_bytes=1 << 50)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_all_of_the_pool_is_in_memory_before_the_first_step(checkpoint: MakeCheckpoint, load: Load) -> None:
+    pool = load(checkpoint("llama2")).pool
+    assert pool.data_ptr() % mmap.PAGESIZE == 0
+    resident = (ctypes.c_ubyte * -(-pool.nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(pool.data_ptr()), ctypes.c_size_t(pool.nbytes), resident) == 0
+    assert all(page & 1 for page in resident)
+    assert not pool.any()
 
 
 def test_a_sliding_window_in_effect_is_refused(checkpoint: MakeCheckpoint, load: Load) -> None:
