@@ -5,14 +5,16 @@ import itertools
 import json
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from kvtransfer.base import Ticket
-from tests.waiting import DEADLINE_S, eventually
+from tests.waiting import DEADLINE_S
 
 T = TypeVar("T")
 PAGES, PAGE_BYTES = 160, 1 << 20
+START_S = 60.0
 
 
 class Remote:
@@ -26,10 +28,14 @@ class Remote:
 
     @classmethod
     async def start(cls, transport: str, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> "Remote":
+        """One that is up."""
         command = [sys.executable, "-m", "tests.kvtransfer.child", transport]
         command += [str(num_pages), str(page_bytes), str(seed)]
         pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
+        remote = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
+        async with asyncio.timeout(START_S):
+            await remote.order("address")
+        return remote
 
     def order(self, do: str, **arguments: Any) -> "asyncio.Future[dict[str, Any]]":
         """The child's answer, when it comes."""
@@ -65,15 +71,19 @@ class Remote:
         if self._process.returncode is None:
             self._process.send_signal(number)
 
-    async def stopped(self) -> None:
-        """Returns when SIGSTOP has taken effect."""
-        with open(f"/proc/{self._process.pid}/stat") as stat:  # noqa: ASYNC230 - not a real file
+    @property
+    def state(self) -> str:
+        """As /proc has it: "T" once SIGSTOP has taken effect."""
+        with open(f"/proc/{self._process.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
 
-            def state() -> str:
-                stat.seek(0)
-                return stat.read().rpartition(")")[2].split()[0]
-
-            await eventually(lambda: state() == "T")
+    def stop(self) -> None:
+        """Stops it; returns when that has taken effect. On any thread."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + DEADLINE_S
+        while self.state != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     async def end(self) -> int:
         """Ends the process by closing its stdin; returns the exit code."""
@@ -85,6 +95,10 @@ class Remote:
 
     async def kill(self) -> None:
         self.signal(signal.SIGKILL)
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Waits until it has."""
         await within(self._process.wait())
         await within(self._reader)
 

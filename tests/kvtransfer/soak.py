@@ -25,7 +25,6 @@ from tests.waiting import eventually
 _SETTLED_AFTER = 20  # rounds, after which nothing may grow
 _PAGES, _PAGE_BYTES = 96, 1 << 18
 _LONGEST_S = 0.02  # a push takes about as long
-_START_S = 60.0
 _GROWTH_BYTES = 32 << 20
 
 
@@ -108,8 +107,6 @@ async def soak(name: str, rounds: int, network: bool) -> None:
     started = time.monotonic()
     for number in range(rounds):
         remote = await Remote.start(name, seed=number, num_pages=_PAGES, page_bytes=_PAGE_BYTES)
-        async with asyncio.timeout(_START_S):
-            await remote.order("address")  # it is up
         what = random.choice([killed_sender, killed_receiver])
         outcome = await what(transport, pool, remote, number)
         await works(transport, pool, other, source, number)

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +13,10 @@ from hypothesis import strategies as st
 
 from cpd.errors import StaleTransferError, TransferError
 from kvtransfer.base import Peer, Ticket, Transport
+from kvtransfer.landings import BookedLanding
+from kvtransfer.session.frames import Offer, Refuse
+from kvtransfer.session.limits import WINDOW
+from kvtransfer.session.receiving import Receiving
 from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Real, Simulated, ticket
 from tests.waiting import DEADLINE_S, eventually
 
@@ -88,6 +93,24 @@ async def within(awaitable: Awaitable[T]) -> T:
 def pairs(own: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
     """Own pages for the indices from `first` on."""
     return [(page, first + k) for k, page in enumerate(own)]
+
+
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, a receiver takes the first batches of a push and no more: a late test still finds it under way.
+
+    One that is driven by the test's own event loop needs no such pause: nothing goes on while the test acts.
+    """
+    admit, own, event = Receiving.admit, threading.get_ident(), threading.Event()
+
+    def admitted(receiving: Receiving, offer: Offer) -> BookedLanding | Refuse:
+        if offer.batch >= WINDOW and threading.get_ident() != own:
+            event.wait(DEADLINE_S)
+        return admit(receiving, offer)
+
+    monkeypatch.setattr(Receiving, "admit", admitted)
+    yield event
+    event.set()
 
 
 # ---- pages land
@@ -353,12 +376,15 @@ async def test_a_reservation_can_be_used_again_after_it_ended(pair: Pair) -> Non
 # ---- cancelling and revoking in mid-air
 
 
-async def test_a_cancelled_transfer_ends_in_an_error_and_reads_its_pages_no_more(network: Network) -> None:
+async def test_a_cancelled_transfer_ends_in_an_error_and_reads_its_pages_no_more(
+    network: Network, go_on: threading.Event
+) -> None:
     pair = await connected(network, num_pages=128, page_bytes=1 << 20)
     landing = pair.receiver.expect(1, 1, range(128))
     transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(128)), pairs(range(128)[::-1]))
     await pair.begun()
     transfer.cancel()
+    go_on.set()
     with pytest.raises(TransferError, match="cancelled"):
         await within(transfer.done())
     before = pair.target.pages.copy()
@@ -378,25 +404,30 @@ async def test_cancelling_what_is_done_changes_nothing(pair: Pair) -> None:
     await within(transfer.done())
 
 
-async def test_a_cancelled_transfer_leaves_the_others_alone(network: Network) -> None:
-    pair = await connected(network, num_pages=64, page_bytes=1 << 20)
-    first, second = pair.receiver.expect(1, 1, range(32)), pair.receiver.expect(2, 1, range(32, 64))
-    cancelled = pair.peer.push(ticket(pair.receiver, 1, 1, range(32)), pairs(range(32)[::-1]))
-    pair.peer.push(ticket(pair.receiver, 2, 1, range(32, 64)), pairs(range(32, 64)))
+async def test_a_cancelled_transfer_leaves_the_others_alone(network: Network, go_on: threading.Event) -> None:
+    pair = await connected(network, num_pages=96, page_bytes=1 << 20)
+    first, second = pair.receiver.expect(1, 1, range(64)), pair.receiver.expect(2, 1, range(64, 96))
+    cancelled = pair.peer.push(ticket(pair.receiver, 1, 1, range(64)), pairs(range(64)[::-1]))
+    pair.peer.push(ticket(pair.receiver, 2, 1, range(64, 96)), pairs(range(64, 96)))
     cancelled.cancel()
+    go_on.set()
     await within(second.done())
-    assert pair.arrived(range(32, 64), range(32, 64))
+    assert pair.arrived(range(64, 96), range(64, 96))
     with pytest.raises(TransferError):
         await within(cancelled.done())
     assert first.revoke()
 
 
-async def test_a_landing_revoked_in_mid_air_settles_and_then_stays_as_it_is(network: Network) -> None:
+async def test_a_landing_revoked_in_mid_air_settles_and_then_stays_as_it_is(
+    network: Network, go_on: threading.Event
+) -> None:
     pair = await connected(network, num_pages=128, page_bytes=1 << 20)
     landing = pair.receiver.expect(1, 1, range(128))
     transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(128)), pairs(range(128)[::-1]))
     await pair.begun()
-    if not landing.revoke():
+    safe = landing.revoke()
+    go_on.set()
+    if not safe:
         await within(landing.peer_gone())
         assert landing.revoke()
     pair.target.pages[:] = EMPTY
@@ -422,12 +453,15 @@ async def test_a_sender_that_closes_fails_its_open_landings(pair: Pair) -> None:
     pair.receiver.expect(3, 1, [1, 2, 3])
 
 
-async def test_a_receiver_that_closes_fails_what_is_under_way(network: Network) -> None:
-    pair = await connected(network, num_pages=64, page_bytes=1 << 20)
-    landing = pair.receiver.expect(1, 1, range(64))
-    transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(64)), pairs(range(64)))
+async def test_a_receiver_that_closes_fails_what_is_under_way(network: Network, go_on: threading.Event) -> None:
+    pair = await connected(network, num_pages=128, page_bytes=1 << 20)
+    landing = pair.receiver.expect(1, 1, range(128))
+    transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(128)), pairs(range(128)))
     await pair.begun()
-    await pair.receiver.close()
+    closing = asyncio.create_task(pair.receiver.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await within(closing)
     pair.target.pages[:] = EMPTY
     with pytest.raises(TransferError):
         await within(transfer.done())
@@ -438,11 +472,16 @@ async def test_a_receiver_that_closes_fails_what_is_under_way(network: Network) 
     assert pair.target.untouched()
 
 
-async def test_a_closed_connection_fails_its_transfers_and_can_be_made_anew(network: Network) -> None:
+async def test_a_closed_connection_fails_its_transfers_and_can_be_made_anew(
+    network: Network, go_on: threading.Event
+) -> None:
     pair = await connected(network, num_pages=64, page_bytes=1 << 20)
     landing = pair.receiver.expect(1, 1, range(63))
     transfer = pair.peer.push(ticket(pair.receiver, 1, 1, range(63)), pairs(range(63)))
-    await within(pair.peer.close())
+    closing = asyncio.create_task(pair.peer.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await within(closing)
     await within(pair.peer.close())
     assert not pair.peer.alive
     with pytest.raises(TransferError):

@@ -3,7 +3,8 @@
 import asyncio
 import dataclasses
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 import kvtransfer
 from cpd.errors import TransferError
 from kvtransfer.base import Landing, Transport
-from kvtransfer.landings import BookedLanding, LandingState
+from kvtransfer.landings import BookedLanding
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session import frames
+from kvtransfer.session.receiving import Receiving
+from kvtransfer.session.sending import Sending
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
 from tests.kvtransfer.wire import Wire
@@ -84,18 +87,28 @@ async def stopped_amid_a_push(
     """A landing whose sender stands still with batches that were granted to it; and the sender's answer to come."""
     await remote.connect(transport.address)
     landing = transport.expect(1, 1, range(PAGES))
-    answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
-    await eventually(lambda: not pool.untouched([0]))
+    with at_batch(2, Receiving, "admit", remote.stop):
+        answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
+        await eventually(lambda: remote.state == "T")
+    await asyncio.sleep(0.05)  # what it has sent is taken in
     assert isinstance(landing, BookedLanding)
-    while landing.state is LandingState.OPEN:
-        remote.signal(signal.SIGSTOP)
-        await remote.stopped()
-        await asyncio.sleep(0.05)  # what it has sent is taken in
-        if landing.begun:
-            return landing, answer
-        remote.signal(signal.SIGCONT)  # it had nothing to do just then
-        await asyncio.sleep(0)
-    raise AssertionError("the push was over before its sender could be stopped")
+    assert landing.begun
+    return landing, answer
+
+
+@contextmanager
+def at_batch(number: int, kind: type, method: str, act: Callable[[], None]) -> Iterator[None]:
+    """Acts just before this side handles an offer or a grant of a connection's batch: amid the push, however quick."""
+    handle = getattr(kind, method)
+
+    def handled(self: Any, frame: frames.Offer | frames.Grant) -> Any:
+        if frame.batch == number:
+            act()
+        return handle(self, frame)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, method, handled)
+        yield
 
 
 async def test_pages_cross_between_processes(transport: Transport, pool: Pool, remote: Remote) -> None:
@@ -148,8 +161,9 @@ async def test_a_killed_receiver_fails_the_push_within_seconds(
         await eventually(lambda: not peer.alive)
         transfer = peer.push(current, [(0, 1)])
     else:
-        transfer = peer.push(current, [(0, k) for k in range(1, PAGES)])
-        await remote.kill()
+        with at_batch(3, Sending, "granted", lambda: remote.signal(signal.SIGKILL)):
+            transfer = peer.push(current, [(0, k) for k in range(1, PAGES)])
+            await remote.ended()
     with pytest.raises(TransferError):
         await within(transfer.done())
     assert not peer.alive
@@ -244,8 +258,7 @@ async def test_a_stopped_senders_pages_stay_in_quarantine_also_if_its_connection
         """It stops with one batch written that it could not say it has sent, and others granted."""
         if not isinstance(frame, frames.Sent):
             return False
-        remote.signal(signal.SIGSTOP)
-        await remote.stopped()
+        remote.stop()
         return True
 
     wire.breaks = stops
@@ -297,8 +310,7 @@ async def test_a_stopped_sender_that_continues_in_time_completes_its_landing(
     landing = transport.expect(1, 1, range(PAGES))
     answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(k, k) for k in range(PAGES)])
     await eventually(lambda: not pool.untouched([0]))
-    remote.signal(signal.SIGSTOP)
-    await remote.stopped()
+    remote.stop()
     remote.signal(signal.SIGCONT)
     await within(landing.done())
     assert (await within(answer))["ok"]
@@ -312,8 +324,7 @@ async def test_a_transfer_to_a_stopped_receiver_can_be_cancelled(
     address = await remote.address()
     peer = await transport.connect(address)
     current = await remote.expect(range(PAGES))
-    remote.signal(signal.SIGSTOP)
-    await remote.stopped()
+    remote.stop()
     transfer = peer.push(current, [(0, k) for k in range(PAGES)])
     transfer.cancel()
     with pytest.raises(TransferError, match="cancelled"):
@@ -328,8 +339,7 @@ async def test_a_receiver_that_stays_stopped_fails_the_push_by_itself(
     address = await remote.address()
     peer = await transport.connect(address)
     current = await remote.expect([1, 2])
-    remote.signal(signal.SIGSTOP)
-    await remote.stopped()
+    remote.stop()
     with pytest.raises(TransferError, match="did nothing"):
         await within(peer.push(current, [(0, 0)]).done())
     assert not peer.alive
