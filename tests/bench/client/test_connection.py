@@ -25,6 +25,7 @@ from tests.bench.client.scripted import (
     request,
     serving,
 )
+from tests.jumping import perf_counter_jumps, run_jumping
 
 BODY = b"".join(HELLO)
 
@@ -175,9 +176,9 @@ async def test_silence_is_a_timeout(start: bytes) -> None:
         writer.write(start)
         await reader.read()
 
-    record, _ = await ask(script, timeout_s=0.05)
+    record, _ = await ask(script, timeout_s=0.5)
     assert record.error == Failure.TIMEOUT
-    assert "0.05 s" in record.detail
+    assert "for 0.5 s" in record.detail
 
 
 async def test_a_server_that_only_keeps_the_connection_alive_times_out() -> None:
@@ -188,11 +189,11 @@ async def test_a_server_that_only_keeps_the_connection_alive_times_out() -> None
             writer.write(b": wait\n\n")
             await asyncio.sleep(0.01)
 
-    record, _ = await ask(script, timeout_s=0.1)
+    record, _ = await ask(script, timeout_s=0.5)
     assert record.error == Failure.TIMEOUT
 
 
-async def test_a_slow_stream_is_no_timeout() -> None:
+def test_a_slow_stream_is_no_timeout() -> None:
     async def script(reader: Reader, writer: Writer) -> None:
         await request(reader)
         writer.write(EVENT_STREAM + b"\r\n")
@@ -201,7 +202,13 @@ async def test_a_slow_stream_is_no_timeout() -> None:
             await asyncio.sleep(0.02)
         writer.write(BODY)
 
-    assert (await ask(script, timeout_s=0.5))[0].error == ""
+    async def main() -> Record:
+        with perf_counter_jumps():
+            return (await ask(script, timeout_s=0.5))[0]
+
+    record, took_ms = run_jumping(main())
+    assert record.error == ""
+    assert took_ms > 500
 
 
 async def test_an_error_event_ends_the_request_and_the_connection() -> None:

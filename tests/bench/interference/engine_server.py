@@ -6,8 +6,8 @@ Tokens of a prompt are its words.
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any
@@ -56,13 +56,15 @@ class _Server:
         self._decoding: list[_Request] = []
         self._work = asyncio.Event()
 
-    async def serve(self, started: Queue[int], stop: asyncio.Event) -> None:
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
         server = await asyncio.start_server(self._handle, "127.0.0.1", 0, limit=1 << 22)
-        started.put(server.sockets[0].getsockname()[1])
         stepping = asyncio.create_task(self._steps())
-        await stop.wait()
-        stepping.cancel()
-        server.close()
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            stepping.cancel()
+            server.close()
 
     async def _steps(self) -> None:
         engine = self._engine
@@ -164,22 +166,27 @@ def _write(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> N
     writer.write(head.encode() + data)
 
 
+def engine_beside(engine: Engine) -> AbstractAsyncContextManager[str]:
+    """Such a server in the running event loop; its URL."""
+    return _Server(engine).serving()
+
+
 @contextmanager
 def engine_server(engine: Engine) -> Iterator[str]:
     """Runs such a server in a thread; its URL."""
-    started: Queue[int] = Queue()
-    running: Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
+    started: Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
 
     async def serve() -> None:
         stop = asyncio.Event()
-        running.put((asyncio.get_running_loop(), stop))
-        await _Server(engine).serve(started, stop)
+        async with engine_beside(engine) as url:
+            started.put((url, asyncio.get_running_loop(), stop))
+            await stop.wait()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    loop, stop = running.get(timeout=10)
+    url, loop, stop = started.get(timeout=30)
     try:
-        yield f"http://127.0.0.1:{started.get(timeout=10)}"
+        yield url
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

@@ -1,4 +1,4 @@
-"""The study against servers of known behaviour. Effects are several times as large as the noise of a busy machine."""
+"""The study against servers of known behaviour, in a time of their own: nothing else takes any."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from bench.interference.result import Cell
 from bench.interference.settings import InterferenceSettings
 from bench.interference.study import Study, StudyError
 from bench.tokens import Texts
-from tests.bench.interference.engine_server import Engine, engine_server
+from tests.bench.interference.engine_server import Engine, engine_beside
+from tests.jumping import JumpingClock, perf_counter_jumps, run_jumping
 
 QUICK: dict[str, Any] = {
     "decodes": 4,
@@ -23,20 +24,25 @@ QUICK: dict[str, Any] = {
 }
 
 
-async def study(engine: Engine, **settings: Any) -> list[Cell]:
-    with engine_server(engine) as url:
-        chosen = InterferenceSettings.load(QUICK | {"url": url} | settings)
-        client = Client(Target.of(chosen, "m"))
-        running = Study(client, Texts.measured(1.0, 0), chosen, 1, lambda _: None)
-        try:
-            await running.run(lambda _: None)
-        finally:
-            await client.close()
-    return running.cells
+def study(engine: Engine, **settings: Any) -> list[Cell]:
+    async def main() -> list[Cell]:
+        with pytest.MonkeyPatch.context() as patch, perf_counter_jumps():
+            patch.setattr("bench.interference.study.Clock", JumpingClock)
+            async with engine_beside(engine) as url:
+                chosen = InterferenceSettings.load(QUICK | {"url": url} | settings)
+                client = Client(Target.of(chosen, "m"))
+                running = Study(client, Texts.measured(1.0, 0), chosen, 1, lambda _: None)
+                try:
+                    await running.run(lambda _: None)
+                finally:
+                    await client.close()
+        return running.cells
+
+    return run_jumping(main())[0]
 
 
-async def test_prompts_in_the_decoding_step_lengthen_it() -> None:
-    (cell,) = await study(Engine(ms_per_1000=200))
+def test_prompts_in_the_decoding_step_lengthen_it() -> None:
+    (cell,) = study(Engine(ms_per_1000=200))
     (burst,) = cell.bursts
     assert burst.increase_percent > 200
     assert burst.during.max_ms > 90  # one prompt, if they came in two steps
@@ -46,55 +52,55 @@ async def test_prompts_in_the_decoding_step_lengthen_it() -> None:
     assert burst.drained
 
 
-async def test_a_lane_beside_decoding_costs_decoding_nothing() -> None:
-    (cell,) = await study(Engine(ms_per_1000=200, lanes=True), repeats=3)
+def test_a_lane_beside_decoding_costs_decoding_nothing() -> None:
+    (cell,) = study(Engine(ms_per_1000=200, lanes=True), repeats=3)
     assert cell.increase_percent is not None
     assert cell.increase_percent.median < 50
     assert cell.ttft_ms is not None
     assert cell.ttft_ms.median > 80
 
 
-async def test_larger_bursts_come_later_and_cost_more() -> None:
-    cells = await study(Engine(ms_per_1000=100), prefills="1,4", prefill_len="100,1000")
+def test_larger_bursts_come_later_and_cost_more() -> None:
+    cells = study(Engine(ms_per_1000=100), prefills="1,4", prefill_len="100,1000")
     assert [cell.size for cell in cells] == [100, 400, 1000, 4000]
     assert cells[0].bursts[0].increase_percent < cells[-1].bursts[0].increase_percent
 
 
-async def test_the_timeline_shows_the_burst_at_its_origin() -> None:
-    (cell,) = await study(Engine(ms_per_1000=200))
+def test_the_timeline_shows_the_burst_at_its_origin() -> None:
+    (cell,) = study(Engine(ms_per_1000=200))
     (burst,) = cell.bursts
     at_ms, _ = max(burst.timeline, key=lambda point: point[1])
     assert burst.timeline[0][0] < 0 < at_ms < burst.burst_ms + 100
 
 
-async def test_a_server_that_stays_slow_has_not_recovered() -> None:
-    (cell,) = await study(Engine(worn_by=500), settle_s=0.5)
+def test_a_server_that_stays_slow_has_not_recovered() -> None:
+    (cell,) = study(Engine(worn_by=500), settle_s=0.5)
     (burst,) = cell.bursts
     assert burst.recovery_s is None
     assert burst.after_ms is not None
     assert burst.after_ms > 1.5 * burst.before.mean_ms
 
 
-async def test_streams_that_end_too_early_end_the_study_with_advice() -> None:
+def test_streams_that_end_too_early_end_the_study_with_advice() -> None:
     with pytest.raises(StudyError, match="--decode-output-len"):
-        await study(Engine(answer=10), settle_s=0.3)
+        study(Engine(answer=10), settle_s=0.3)
 
 
-async def test_refused_prompts_are_an_error_of_their_kind_alone() -> None:
-    cells = await study(Engine(longest=600), prefill_len="100,1000")
+def test_refused_prompts_are_an_error_of_their_kind_alone() -> None:
+    cells = study(Engine(longest=600), prefill_len="100,1000")
     assert cells[0].bursts
     assert not cells[0].error
     assert not cells[1].bursts
     assert "http_400 at most 600 tokens" in cells[1].error
 
 
-async def test_refused_decode_streams_end_the_study() -> None:
+def test_refused_decode_streams_end_the_study() -> None:
     with pytest.raises(StudyError, match="at most 600 tokens"):
-        await study(Engine(longest=600), decode_len=1000)
+        study(Engine(longest=600), decode_len=1000)
 
 
-async def test_a_server_that_goes_on_for_clients_that_have_gone_is_not_drained() -> None:
-    (cell,) = await study(Engine(keeps_running=True, ms_per_1000=100), prefill_len="50", repeats=2, settle_s=0.5)
+def test_a_server_that_goes_on_for_clients_that_have_gone_is_not_drained() -> None:
+    (cell,) = study(Engine(keeps_running=True, ms_per_1000=100), prefill_len="50", repeats=2, settle_s=0.5)
     assert [burst.drained for burst in cell.bursts] == [True, False]
 
 

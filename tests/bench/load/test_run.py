@@ -22,9 +22,10 @@ from bench.tokens import Texts
 
 
 class Collected:
-    """A watch that remembers."""
+    """A watch that remembers, and says when so many requests were in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, enough: int = 1) -> None:
+        self._enough = enough
         self.records: list[Record] = []
         self.most_in_flight = 0
         self.begun = threading.Event()
@@ -32,7 +33,7 @@ class Collected:
     def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
         self.records += finished
         self.most_in_flight = max(self.most_in_flight, in_flight)
-        if in_flight:
+        if in_flight >= self._enough:
             self.begun.set()
 
 
@@ -59,11 +60,10 @@ def most_at_a_time(records: Sequence[Record]) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_closed_loop_sends_every_session_once_and_no_more_than_its_streams_at_a_time(
-    server: MockServer, processes: int
-) -> None:
+def test_a_closed_loop_sends_every_session_once_and_no_more_than_its_streams_at_a_time(processes: int) -> None:
     watch = Collected()
-    report = load(server.url, watch, processes, concurrency=6, num_requests=30)
+    with MockServer(Behaviour(ttft_ms=300, itl_ms=2)) as slow:
+        report = load(slow.url, watch, processes, concurrency=6, num_requests=30)
     assert sorted(record.session for record in report.records) == list(range(30))
     assert {record.error for record in report.records} == {""}
     assert all(record.output_tokens == 8 and len(record.content_s) == 8 for record in report.records)
@@ -74,7 +74,7 @@ def test_a_closed_loop_sends_every_session_once_and_no_more_than_its_streams_at_
 
 
 def test_an_open_loop_keeps_its_times_whatever_the_server_does() -> None:
-    with MockServer(Behaviour(ttft_ms=20, itl_ms=2, stall_at_s=1.5, stall_s=0.6)) as stalling:
+    with MockServer(Behaviour(ttft_ms=20, itl_ms=2, stall_at_s=1.5, stall_s=2.0)) as stalling:
         given = {"url": stalling.url, "rate": 50, "arrival": "constant", "num_requests": 150, "input_len": "16"}
         settings = RunSettings.load({**given, "output_len": "8"})
         # Without trial requests: the time of the stall counts from the first request.
@@ -82,9 +82,9 @@ def test_an_open_loop_keeps_its_times_whatever_the_server_does() -> None:
         report = run_load(plan, Collected())
     due = [record.due_s - report.start_s for record in report.records]
     assert due == pytest.approx([index / 50 for index in range(150)])
-    assert all(0 <= record.sent_s - record.due_s < 0.5 for record in report.records)
+    assert all(0 <= record.sent_s - record.due_s < 1.5 for record in report.records)
     longest = max(record.content_s[0] - record.due_s for record in report.records)
-    assert longest > 0.5  # those that were due in the stall waited for its end, and are seen to
+    assert longest > 1.5  # those that were due in the stall waited for its end, and are seen to
 
 
 def test_the_sessions_of_several_processes_are_those_of_one(server: MockServer) -> None:
@@ -94,10 +94,10 @@ def test_the_sessions_of_several_processes_are_those_of_one(server: MockServer) 
 
 
 def test_a_duration_ends_a_closed_loop_and_lets_what_runs_finish(server: MockServer) -> None:
-    report = load(server.url, concurrency=3, duration=0.5)
+    report = load(server.url, concurrency=3, duration=1.5)
     assert report.records
     assert {record.error for record in report.records} == {""}
-    assert all(record.sent_s - report.start_s < 0.5 for record in report.records)
+    assert all(record.sent_s - report.start_s < 1.5 for record in report.records)
 
 
 def test_turns_follow_one_another_and_carry_the_answers_before(server: MockServer) -> None:
@@ -130,7 +130,7 @@ def test_users_pause_between_their_sessions(server: MockServer) -> None:
 
 def test_ctrl_c_aborts_what_runs_and_keeps_what_there_is() -> None:
     with MockServer(Behaviour(ttft_ms=20, itl_ms=20)) as slow:
-        watch = Collected()
+        watch = Collected(enough=4)
 
         def press_when_begun() -> None:
             watch.begun.wait(60)
