@@ -40,7 +40,7 @@ async def test_a_member_is_listed_while_its_lease_is_held(redis: Redis) -> None:
 
 
 async def test_a_lease_is_renewed_before_it_runs_out(redis: Redis) -> None:
-    async with lease(redis, "c", MEMBER, ttl_s=0.4):
+    async with lease(redis, "c", MEMBER, ttl_s=3):
         await eventually(lambda: _listed(redis))
         [key] = await redis.keys("*")
         await redis.pexpire(key, 60)  # as if no renewal had come for long

@@ -24,7 +24,7 @@ from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
 
-START_S = 60.0
+START_S = 120.0
 MANY_STARTS = 10
 HOST = "127.0.0.1"
 TOKEN = "internal"

@@ -24,7 +24,7 @@ from tests.e2e.cluster import eventually
 pytestmark = pytest.mark.e2e
 
 PROGRAM = [sys.executable, "-c", "from cpd.cli import main; main()"]
-DOWN_S = 15.0
+UP_S, DOWN_S = 100.0, 60.0
 
 
 class Command:
@@ -172,7 +172,7 @@ def test_a_process_that_refuses_to_start_ends_the_command_with_its_sentence(comm
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))  # somebody takes the port after it was found to be free
         other.listen()
-        assert up.wait(60) == 1
+        assert up.wait(UP_S) == 1
     last = command.errors().strip().splitlines()[-1]
     assert last == f"error: can't listen on 127.0.0.1:{port}: Address already in use"
     command.assert_nothing_is_left()

@@ -25,7 +25,7 @@ from tests.faults.redis_proxy import RedisProxy
 from tests.worker.processes import ROOT
 
 MODEL, TOKEN = "test", "internal"
-START_S, IDLE_S = 60.0, 30.0
+START_S, IDLE_S = 120.0, 30.0
 RUNS_S, RESTS_S = 0.02, 0.08
 """A slow process runs and rests that long in turn."""
 

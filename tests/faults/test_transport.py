@@ -50,7 +50,7 @@ async def test_a_fault_costs_one_candidate_and_is_counted_by_reason(
     redis_url: str, point: Point, k: int, action: Action, reason: str
 ) -> None:
     request = make_request("a", prompt(300), max_tokens=20)
-    async with faulty_pair(redis_url, fill_progress_s=1.0) as (p, points):
+    async with faulty_pair(redis_url, fill_progress_s=3.0) as (p, points):
         points.order(point, action, k)
         answer = await p.submit(request, 1, candidates=[p.prefill.candidate, p.prefill.candidate])
         await p.router.done(answer)

@@ -15,7 +15,7 @@ from kvtransfer.bench.measure import measure
 from kvtransfer.bench.pool import BenchPool, choose
 from kvtransfer.bench.result import Cell, Push, TransferResult
 from kvtransfer.bench.settings import TransferBenchSettings
-from tests.waiting import DEADLINE_S
+from tests.kvtransfer.remote import START_S
 
 
 def settings(**changed: object) -> TransferBenchSettings:
@@ -36,7 +36,7 @@ def cell(num_bytes: int, ms: float, ceilings: tuple[float, ...] = ()) -> Cell:
 
 async def test_every_kind_of_push_is_measured() -> None:
     shares: list[float] = []
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(START_S):
         found = await measure(settings(scatter="both"), lambda _, share: shares.append(share))
     assert [(one.pages, one.scattered) for one in found.cells] == [(1, True), (1, False), (8, True), (8, False)]
     assert all(len(one.pushes) == 2 and one.ceilings == () for one in found.cells)
@@ -48,7 +48,7 @@ async def test_a_far_end_of_another_host_is_the_same_far_end() -> None:
     command = ["-m", "kvtransfer.bench.far", "127.0.0.1", "0"]
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(START_S):
         where = (await process.stdout.readline()).decode().partition(far.READY)[2].strip()
         found = await measure(settings(pages=[2], connect=where), lambda *_: None)
         assert await process.wait() == 0  # with its caller

@@ -80,7 +80,7 @@ async def test_it_serves_and_ends_in_order_when_told(
 
         await eventually(is_listed)
     process.send_signal(number)
-    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -103,7 +103,7 @@ async def test_a_running_request_is_told_that_the_router_ends(
         response = await call
         assert response.status_code == 503
         assert "shutting down" in response.json()["error"]["message"]
-    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_routers_share_a_port(start_process: StartProcess, start_worker: StartWorker, says: Says) -> None:

@@ -16,8 +16,8 @@ from cpd.config import Role
 from cpd.membership import Member, members
 from cpd.rpc import cpd_pb2 as pb
 
-START_S = 60.0
-STOP_S = 10.0
+START_S = 120.0
+STOP_S = 30.0
 TOKEN = "test-token"
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -72,7 +72,7 @@ def test_a_part_that_hangs_is_stopped_with_everything_that_it_started(tmp_path: 
             file.write(str(child.pid))
         time.sleep(1000)
     """
-    outcome = run(program("experiment", code), tmp_path, seconds=3)
+    outcome = run(program("experiment", code), tmp_path, seconds=6)
     assert outcome.status == "timed out"
     assert outcome.result is None
     wait_until_gone(int((tmp_path / "results" / "pid").read_text()))
