@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

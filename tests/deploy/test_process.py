@@ -9,6 +9,7 @@ import pytest
 
 from cpd.errors import CheckpointError
 from deploy.process import ProcessState, Supervised
+from tests.waiting import DEADLINE_S
 
 CHILD = """
 import sys
@@ -30,7 +31,7 @@ signal.pause()
 """
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"

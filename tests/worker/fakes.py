@@ -14,6 +14,7 @@ from engine.batch import Batch
 from engine.engine import Engine
 from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
 from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeRunner, FakeStep
+from tests.waiting import DEADLINE_S
 from worker.convert import Limits
 from worker.node import Loaded
 
@@ -132,7 +133,7 @@ class Gate:
 
     def wait(self) -> None:
         """What the engine thread calls."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_S
         while not self._open.is_set():
             if self._slow:
                 self._open.wait(SLOW_STEP_S)
