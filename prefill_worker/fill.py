@@ -12,32 +12,25 @@ States, and what is held in each:
 READY is passed at once where pages may wait for their landing (prefill_worker/queue.py), else with the landing.
 
 `stop` (cancel, broken stream, failed transfer, failed request) leads from any state to ENDED, by way of taking the
-request out of the engine and waiting until nothing is in flight. The task that runs a fill is never cancelled.
+request out of the engine and waiting until nothing is in flight.
 """
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, TypeVar
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
-from cpd.errors import CPDError, QueueFullError, TransferError
+from cpd.errors import QueueFullError, TransferError
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import Computed, Output, Request
 from engine.waiting import terms_of
-from kvtransfer.base import PoolMemory, Ticket, Transfer
-from kvtransfer.checksums import page_checksums
-from prefill_worker.peers import Peers
 from prefill_worker.queue import FillQueue
 from worker.convert import InvalidRequestError, output_to_wire
-from worker.engine_bridge import EngineBridge, EngineDiedError
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from worker.delivery import Delivery, Outlet
+from worker.fills import FillStoppedError, ServedFill
+from worker.peers import Peers
 
 
 class State(Enum):
@@ -48,10 +41,6 @@ class State(Enum):
     COMPUTING = auto()
     PUSHING = auto()
     ENDED = auto()
-
-
-class FillStoppedError(CPDError):
-    """The fill is to end early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +83,17 @@ class PagesToPush:
         return Chunk(start, pages, computed.num_tokens)
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Counts the transfers that this worker has completed."""
-
-    completed: int = 0
-
-
-class Fill:
+class Fill(ServedFill):
     """See the module's table.
 
     Args:
         request: The prompt, `prefill_only`.
         start: What the decode worker sent.
+        outlet: By which its pages leave.
         to_push: The engine thread's records of what to push, by request id.
-        memory: Of the own pool.
 
     Attributes:
         state: Where it is.
-        landing: To be resolved with the decode worker's answer to FillReady.
-        events: What is to be sent, None at the end.
-        outcome: How it ended, once it has: completed, failed or cancelled.
     """
 
     def __init__(
@@ -122,71 +101,23 @@ class Fill:
         request: Request,
         start: pb.FillStart,
         *,
-        engine: EngineBridge,
+        outlet: Outlet,
         peers: Peers,
         queue: FillQueue,
-        traffic: Traffic,
         to_push: dict[str, PagesToPush],
-        memory: PoolMemory,
     ) -> None:
+        super().__init__(request.id, start, outlet)
         self.request = request
         self.state = State.QUEUED
-        loop = asyncio.get_running_loop()
-        self.landing: asyncio.Future[pb.FillLanding] = loop.create_future()
-        self.events: asyncio.Queue[pb.FillEvent | None] = asyncio.Queue()
-        self.outcome = ""
-        self._address = start.transport_address
-        self._owner = start.decode_worker_id
-        self._checksums = start.checksums
-        self._engine = engine
+        self._engine = outlet.engine
         self._peers = peers
         self._queue = queue
-        self._traffic = traffic
-        self._traffic_seen = 0
         self._to_push = to_push
-        self._memory = memory
-        self._stopped: asyncio.Future[str] = loop.create_future()
-        self._cancelled = False
-        self._computed: asyncio.Future[None] = loop.create_future()
+        self._computed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_computed = 0
         self._first: list[Output] = []
-        self._pages_sent = 0
-        self._ticket: Ticket | None = None
-        self._first_block = 0
+        self._delivery: Delivery | None = None
         self._unlanded: list[Chunk] = []
-        self._transfers: list[tuple[Transfer, asyncio.Task[None]]] = []
-
-    async def run(self) -> None:
-        """Runs the fill to its end."""
-        last = None  # after an unexpected error nothing is claimed: the stream just ends
-        try:
-            last = await self._run()
-        except EngineDiedError:
-            self.outcome = "failed"
-        except Exception:
-            log.exception("fill %s failed unexpectedly", self.request.id)
-            self.outcome = "failed"
-            self._engine.post(self._abort)
-        finally:
-            self.state = State.ENDED
-            if last is not None:
-                self.events.put_nowait(last)
-            self.events.put_nowait(None)
-
-    def stop(self, reason: str, *, cancelled: bool = False) -> None:
-        """Ends the fill early; the first reason counts."""
-        if not self._stopped.done():
-            self._cancelled = cancelled
-            self._stopped.set_result(reason)
-
-    def heartbeat(self, *, works: bool) -> None:
-        """Tells the decode worker that this process runs, and that this fill is not forgotten if the engine `works`."""
-        moved = self._traffic.completed != self._traffic_seen
-        self._traffic_seen = self._traffic.completed
-        if works and (self.state is not State.PUSHING or moved):
-            self._send_progress()
-        else:
-            self.events.put_nowait(pb.FillEvent(alive=pb.FillAlive()))
 
     def take_output(self, output: Output) -> None:
         """Takes the first token of a choice; all of them are sent together."""
@@ -217,7 +148,7 @@ class Fill:
 
     async def _run(self) -> pb.FillEvent:
         try:
-            self._place = self._queue.enter(self._owner, terms_of(self.request), time.monotonic())
+            self._place = self._queue.enter(self._caller, terms_of(self.request), time.monotonic())
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
         self._send_progress()  # says: it is in the queue
@@ -234,7 +165,7 @@ class Fill:
                 await self._engine.call(self._start)
                 return await self._compute_and_push()
         except FillStoppedError as error:
-            return self._release(str(error))
+            return self._release(0, str(error))
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
         except (TransferError, ValueError) as error:
@@ -267,23 +198,13 @@ class Fill:
             # When it returns, what the engine had finished before has been handed to `push`.
             await self._engine.call(self._abort)
             for chunk in self._unlanded:
-                self._unpin(chunk.pages)
+                self._outlet.unpin(chunk.pages)
         self._queue.leave(self._place, time.monotonic())
         self.state = State.PUSHING
-        in_flight = asyncio.gather(*(task for _, task in self._transfers))
-        if not error:
-            try:
-                await self._unless_stopped(in_flight)
-            except FillStoppedError as stopped:
-                error = str(stopped)
-        if error:
-            for transfer, _ in self._transfers:
-                transfer.cancel()
-        await in_flight
-        return self._release(error)
+        return await self._finish(self._delivery, error) if self._delivery else self._release(0, error)
 
     def _land(self, landing: pb.FillLanding) -> None:
-        self._ticket, self._first_block = _ticket(landing, self.request), landing.first_block
+        self._delivery = self._deliver_to(self._peer, landing, blocks_for(len(self.request.token_ids)))
         self._queue.landed(self._place, time.monotonic())
         unlanded, self._unlanded = self._unlanded, []
         for chunk in unlanded:
@@ -291,91 +212,23 @@ class Fill:
 
     def _push_pages(self, chunk: Chunk) -> None:
         if self._stopped.done():
-            self._unpin(chunk.pages)
-            return
-        if self._ticket is None:
+            self._outlet.unpin(chunk.pages)
+        elif self._delivery is None:
             self._unlanded.append(chunk)
-            return
-        there = min(max(self._first_block - chunk.first_block, 0), len(chunk.pages))  # the decode worker has them
-        index = chunk.first_block + there - self._first_block
-        self._unpin(chunk.pages[:there])
-        if pages := chunk.pages[there:]:
-            self._push_run(self._ticket, index, pages)
-
-    def _push_run(self, ticket: Ticket, index: int, pages: list[int]) -> None:
-        try:
-            transfer = self._peer.push(ticket, [(page, index + i) for i, page in enumerate(pages)])
-        except (TransferError, ValueError) as error:
-            self._unpin(pages)
-            self.stop(str(error))
-            return
-        told = asyncio.create_task(self._tell(ticket, index, pages))
-        self._transfers.append((transfer, asyncio.create_task(self._finish(transfer, told, pages))))
-
-    async def _tell(self, ticket: Ticket, index: int, pages: list[int]) -> None:
-        """Says which pages are on their way, so that the decode worker can check what arrives."""
-        checksums = await asyncio.to_thread(page_checksums, self._memory, pages) if self._checksums else b""
-        message = pb.FillPages(
-            reservation=ticket.reservation,
-            generation=ticket.generation,
-            first_block=self._first_block + index,
-            pages=len(pages),
-            checksums=checksums,
-        )
-        self.events.put_nowait(pb.FillEvent(pages=message))
-
-    async def _finish(self, transfer: Transfer, told: asyncio.Task[None], pages: list[int]) -> None:
-        try:
-            await told  # it reads the pages, too
-            await transfer.done()
-        except TransferError as error:
-            self.stop(str(error))
         else:
-            self._pages_sent += len(pages)
-            self._traffic.completed += 1
-        finally:
-            self._unpin(pages)
+            self._delivery.push(chunk.first_block, chunk.pages)
 
     # ---- small parts ----
 
-    async def _unless_stopped(self, future: asyncio.Future[T]) -> T:
-        waiting: list[asyncio.Future[Any]] = [future, self._stopped]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if self._stopped.done():
-            raise FillStoppedError(self._stopped.result())
-        return future.result()
+    @property
+    def _only_sends(self) -> bool:
+        return self.state is State.PUSHING
 
-    def _unpin(self, pages: list[int]) -> None:
-        if pages:
-            self._engine.post(lambda engine: engine.unpin(pages))
+    def _clear_up(self) -> None:
+        self._engine.post(self._abort)
+
+    def _ended(self) -> None:
+        self.state = State.ENDED
 
     def _send_progress(self) -> None:
         self.events.put_nowait(pb.FillEvent(progress=pb.FillProgress(computed_tokens=self._num_computed)))
-
-    def _release(self, error: str) -> pb.FillEvent:
-        self.outcome = "cancelled" if error and self._cancelled else "failed" if error else "completed"
-        return pb.FillEvent(released=pb.FillReleased(pages=self._pages_sent, error=error))
-
-    def _refuse(self, message: str, *, queue_full: bool = False) -> pb.FillEvent:
-        self.outcome = "failed"
-        return refusal(message, queue_full=queue_full)
-
-
-def refusal(message: str, *, queue_full: bool = False) -> pb.FillEvent:
-    """The last event of a fill of which nothing was sent."""
-    return pb.FillEvent(refused=pb.FillRefused(message=message, queue_full=queue_full))
-
-
-def _ticket(landing: pb.FillLanding, request: Request) -> Ticket:
-    needed = blocks_for(len(request.token_ids)) - landing.first_block
-    if needed < 0 or len(landing.pages) != needed:
-        raise InvalidRequestError(
-            f"the landing has {len(landing.pages)} pages from block {landing.first_block} on, but the prompt has "
-            f"{blocks_for(len(request.token_ids))} blocks"
-        )
-    return Ticket(
-        epoch=landing.epoch,
-        reservation=landing.reservation,
-        generation=landing.generation,
-        pages=tuple(landing.pages),
-    )

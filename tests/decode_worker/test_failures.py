@@ -73,7 +73,7 @@ async def test_a_decode_worker_that_was_stopped_itself_gives_nobody_up(
     monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
     monkeypatch.setattr("decode_worker.fill.SILENT_S", 0.5)
-    monkeypatch.setattr("prefill_worker.service.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("worker.fills.HEARTBEAT_S", 0.1)
     request = make_request("a", prompt(200), max_tokens=20)
     async with pair(redis_url) as p:
         p.transfer_gate.clear()

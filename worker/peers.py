@@ -1,4 +1,4 @@
-"""Connections to decode workers' pools, kept between fills."""
+"""Connections to the pools of workers that pages go to, kept between fills."""
 
 import asyncio
 import contextlib

@@ -3,11 +3,11 @@ import asyncio
 import numpy as np
 import pytest
 
-import prefill_worker.peers
+import worker.peers
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.local import LocalNetwork, LocalTransport
-from prefill_worker.peers import Peers
+from worker.peers import Peers
 
 
 def transport(network: LocalNetwork) -> LocalTransport:
@@ -51,7 +51,7 @@ async def test_an_address_where_nobody_answers_is_tried_again_next_time() -> Non
 
 
 async def test_the_longest_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_worker.peers, "MAX_IDLE", 1)
+    monkeypatch.setattr(worker.peers, "MAX_IDLE", 1)
     network = LocalNetwork()
     peers, first, second = Peers(transport(network)), transport(network), transport(network)
     for there in (first, second):

@@ -1,0 +1,269 @@
+"""The fills that this worker serves: calls of decode workers that want pages in their pools.
+
+Every call ends with FillReleased or FillRefused, when nothing of it is in flight any more. `ServedFill.stop` (cancel,
+broken stream, failed transfer) leads there from any state; the task that runs a fill is never cancelled.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any, TypeVar
+
+import grpc
+
+from cpd.errors import CPDError
+from cpd.rpc import cpd_pb2 as pb
+from kvtransfer.base import Peer
+from worker.convert import InvalidRequestError
+from worker.delivery import Delivery, Outlet
+from worker.engine_bridge import EngineDiedError
+from worker.node import Node
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEARTBEAT_S = 1.0
+
+
+class FillStoppedError(CPDError):
+    """The fill is to end early."""
+
+
+class ServedFill(ABC):
+    """One fill, as the worker that has or makes the pages sees it.
+
+    Args:
+        name: For logs.
+        start: What the caller sent.
+        outlet: By which pages leave.
+
+    Attributes:
+        landing: To be resolved with the caller's answer to FillReady.
+        events: What is to be sent, None at the end.
+        outcome: How it ended, once it has: completed, failed or cancelled.
+    """
+
+    def __init__(self, name: str, start: pb.FillStart, outlet: Outlet) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.landing: asyncio.Future[pb.FillLanding] = loop.create_future()
+        self.events: asyncio.Queue[pb.FillEvent | None] = asyncio.Queue()
+        self.outcome = ""
+        self._stopped: asyncio.Future[str] = loop.create_future()
+        self._cancelled = False
+        self._caller = start.decode_worker_id
+        self._address = start.transport_address
+        self._checksums = start.checksums
+        self._outlet = outlet
+        self._traffic_seen = 0
+
+    async def run(self) -> None:
+        """Runs the fill to its end."""
+        last = None  # after an unexpected error nothing is claimed: the stream just ends
+        try:
+            last = await self._run()
+        except EngineDiedError:
+            self.outcome = "failed"
+        except Exception:
+            log.exception("fill %s failed unexpectedly", self.name)
+            self.outcome = "failed"
+            self._clear_up()
+        finally:
+            self._ended()
+            if last is not None:
+                self.events.put_nowait(last)
+            self.events.put_nowait(None)
+
+    def stop(self, reason: str, *, cancelled: bool = False) -> None:
+        """Ends the fill early; the first reason counts."""
+        if not self._stopped.done():
+            self._cancelled = cancelled
+            self._stopped.set_result(reason)
+
+    def heartbeat(self, *, works: bool) -> None:
+        """Tells the caller that this process runs, and that this fill is not forgotten if the engine `works`."""
+        completed = self._outlet.traffic.completed
+        moved, self._traffic_seen = completed != self._traffic_seen, completed
+        if works and (moved or not self._only_sends):
+            self._send_progress()
+        else:
+            self.events.put_nowait(pb.FillEvent(alive=pb.FillAlive()))
+
+    # ---- for subclasses ----
+
+    @abstractmethod
+    async def _run(self) -> pb.FillEvent:
+        """Returns the last event when nothing is in flight."""
+
+    @abstractmethod
+    def _clear_up(self) -> None:
+        """After an unexpected error: has the engine forget the fill."""
+
+    @abstractmethod
+    def _ended(self) -> None:
+        """Nothing more will happen."""
+
+    @property
+    @abstractmethod
+    def _only_sends(self) -> bool:
+        """Whether it is only the transport that can bring it on."""
+
+    def _send_progress(self) -> None:
+        self.events.put_nowait(pb.FillEvent(progress=pb.FillProgress()))
+
+    async def _unless_stopped(self, future: asyncio.Future[T]) -> T:
+        """Raises FillStoppedError when the fill is stopped before the future is resolved."""
+        waiting: list[asyncio.Future[Any]] = [future, self._stopped]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._stopped.done():
+            raise FillStoppedError(self._stopped.result())
+        return future.result()
+
+    def _deliver_to(self, peer: Peer, landing: pb.FillLanding, blocks: int) -> Delivery:
+        """Raises InvalidRequestError if the landing is not for what is left of so many blocks."""
+        return Delivery(
+            peer,
+            landing,
+            blocks,
+            outlet=self._outlet,
+            checksums=self._checksums,
+            tell=lambda pages: self.events.put_nowait(pb.FillEvent(pages=pages)),
+            failed=self.stop,
+        )
+
+    async def _finish(self, delivery: Delivery, error: str = "") -> pb.FillEvent:
+        """Everything is being sent, or with an `error` nothing more is."""
+        in_flight = asyncio.ensure_future(delivery.done())
+        if not error:
+            try:
+                await self._unless_stopped(in_flight)
+            except FillStoppedError as stopped:
+                error = str(stopped)
+        if error:
+            delivery.cancel()
+        await in_flight
+        return self._release(delivery.pages_sent, error)
+
+    def _release(self, pages_sent: int, error: str) -> pb.FillEvent:
+        self.outcome = "cancelled" if error and self._cancelled else "failed" if error else "completed"
+        return pb.FillEvent(released=pb.FillReleased(pages=pages_sent, error=error))
+
+    def _refuse(self, message: str, *, queue_full: bool = False) -> pb.FillEvent:
+        self.outcome = "failed"
+        return _refusal(message, queue_full=queue_full)
+
+
+class FillServer:
+    """Serves Fill calls.
+
+    Args:
+        make: Makes the fill for a call that this worker can serve, or raises InvalidRequestError.
+        on_end: Called when a fill has ended.
+
+    Attributes:
+        outcomes: Of the fills that have ended.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        make: Callable[[pb.FillStart], ServedFill],
+        on_end: Callable[[ServedFill], None] = lambda fill: None,
+    ) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._node = node
+        self._make = make
+        self._on_end = on_end
+        self._fills: dict[ServedFill, asyncio.Task[None]] = {}
+        self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="fill-heartbeats")
+
+    @property
+    def fills(self) -> Collection[ServedFill]:
+        """Those that have not ended."""
+        return self._fills.keys()
+
+    async def serve(self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Serves one Fill call; the fill itself outlives a broken stream until nothing is in flight."""
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("kind") != "start":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a fill starts with a FillStart")
+        try:
+            fill = self._accept(first.start)
+        except InvalidRequestError as error:
+            await context.write(_refusal(str(error)))
+            return
+        reader = asyncio.create_task(_read(requests, fill), name=f"{fill.name}-reader")
+        try:
+            while (event := await fill.events.get()) is not None:
+                await context.write(event)
+        finally:
+            fill.stop("the decode worker is gone", cancelled=True)
+            reader.cancel()
+
+    async def stop(self) -> None:
+        """Ends every fill and waits until nothing is in flight."""
+        self._heartbeats.cancel()
+        for fill in self._fills:
+            fill.stop("the worker stops")
+        await asyncio.gather(*self._fills.values())
+
+    def _accept(self, start: pb.FillStart) -> ServedFill:
+        node = self._node
+        if node.lifecycle.draining.is_set():
+            raise InvalidRequestError("this worker drains")
+        if start.fingerprint != node.fingerprint:
+            raise InvalidRequestError(
+                f"workers {start.decode_worker_id} and {node.worker_id} differ in weights, dtype or block size: their "
+                "pages cannot be exchanged"
+            )
+        if start.transport != node.transport.name:
+            raise InvalidRequestError(
+                f"worker {start.decode_worker_id} moves pages over {start.transport}, {node.worker_id} over "
+                f"{node.transport.name}"
+            )
+        fill = self._make(start)
+        task = asyncio.create_task(fill.run(), name=fill.name)
+        self._fills[fill] = task
+        task.add_done_callback(lambda _: self._ended(fill))
+        node.load_changed()
+        return fill
+
+    def _ended(self, fill: ServedFill) -> None:
+        del self._fills[fill]
+        self.outcomes[fill.outcome] += 1
+        self._on_end(fill)
+        self._node.load_changed()
+
+    async def _send_heartbeats(self) -> None:
+        """What the engine has answered since the last one says that it works: when it hangs, only the process runs."""
+        answer: asyncio.Future[None] | None = None
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            works = answer is not None and answer.done() and answer.exception() is None
+            for fill in list(self._fills):
+                fill.heartbeat(works=works)
+            if answer is None or answer.done():
+                answer = self._node.engine.call(lambda engine: None) if self._fills else None
+
+
+async def _read(requests: AsyncIterator[pb.FillRequest], fill: ServedFill) -> None:
+    """Hands the caller's messages to the fill; the end of them cancels it."""
+    try:
+        async for message in requests:
+            match message.WhichOneof("kind"):
+                case "landing" if not fill.landing.done():
+                    fill.landing.set_result(message.landing)
+                case "cancel":
+                    fill.stop("cancelled", cancelled=True)
+                case other:
+                    fill.stop(f"unexpected message {other!r} in a fill")
+    finally:
+        fill.stop("the decode worker is gone", cancelled=True)
+
+
+def _refusal(message: str, *, queue_full: bool = False) -> pb.FillEvent:
+    """The last event of a fill of which nothing was sent."""
+    return pb.FillEvent(refused=pb.FillRefused(message=message, queue_full=queue_full))
