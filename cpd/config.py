@@ -143,7 +143,9 @@ class AllWorkersSettings(EngineSettings, SharedSettings):
     )
     lease_s: float = Field(5.0, gt=0, description="A worker silent in Redis for this long, in seconds, is gone.")
     fill_progress_s: float = Field(
-        10.0, gt=0, description="A remote prefill without progress for this long, in seconds, has failed."
+        10.0,
+        gt=0,
+        description="A remote prefill without progress, or a fetch from another cache, of so many seconds has failed.",
     )
 
 

@@ -1,5 +1,7 @@
 """One try to have one prefill worker fill a prompt's pages, as the decode worker sees it.
 
+`decode_worker.prefix_fill` has another worker's cache fill some of them: the same states, without first tokens.
+
 States, and what is held in each:
 
     CONNECTING   called, nothing heard yet                                  nothing
@@ -98,7 +100,7 @@ class Fill:
     def __init__(
         self,
         request: Request,
-        candidate: pb.PrefillCandidate,
+        candidate: pb.PrefillCandidate | pb.CachedPrefix,
         *,
         cached_tokens: int,
         node: Node,
@@ -169,7 +171,7 @@ class Fill:
                     if (failure := result.exception()) is not None:
                         await self._fail(Failure.REFUSED, str(failure))
                     else:
-                        self._land(result.result())
+                        await self._land(result.result())
                 case _PagesArrived(None):
                     self._arrived = True
                 case _PagesArrived(error):
@@ -185,7 +187,7 @@ class Fill:
                     await self._fail(Failure.STALLED, f"no progress for {self._patience_s:g} s ({self.state.name})")
                 case _Signal.CANCEL:
                     await self._give_up(Status.CANCELLED, "cancelled")
-            if self._first and self._arrived and not self.outcome.done():
+            if self._answered and self._arrived and not self.outcome.done():
                 await self._use()
 
     async def _next(self) -> _Event:
@@ -229,8 +231,8 @@ class Fill:
             case "progress", _:
                 pass
             case "ready", State.QUEUED:
-                self._reserve()
-            case "first_tokens", State.RESERVING | State.LANDED if not self._first:
+                await self._reserve(event.ready)
+            case "first_tokens", State.RESERVING | State.LANDED if not self._answered:
                 await self._take_first(event.first_tokens)
             case "pages", State.LANDED:
                 await self._take_pages(event.pages)
@@ -245,14 +247,23 @@ class Fill:
             case _:
                 await self._fail(Failure.PROTOCOL, f"it sent {kind} in state {self.state.name}")
 
-    def _reserve(self) -> None:
-        self.state = State.RESERVING
+    @property
+    def _answered(self) -> bool:
+        """Whether all has come that is to come beside the pages."""
+        return bool(self._first)
+
+    async def _reserve(self, ready: pb.FillReady) -> None:
         self._wanted = Wanted(self._request)
-        self._reserving = self._reservations.get(self._wanted)
+        self._await_pages(self._reservations.get(self._wanted))
+
+    def _await_pages(self, reserving: "asyncio.Future[Reservation | bool]") -> None:
+        self.state = State.RESERVING
+        self._reserving = reserving
         self._reserving.add_done_callback(lambda result: self._inbox.put_nowait(_Reserved(result)))
 
-    def _land(self, reservation: Reservation | bool) -> None:
+    async def _land(self, reservation: Reservation | bool) -> None:
         if isinstance(reservation, bool):
+            await self._give_up(Status.CANCELLED, "no pages are set aside for it")
             return
         transport = self._node.transport
         self._reservation = reservation
@@ -302,7 +313,7 @@ class Fill:
         if message.error or message.pages != expected:
             reason = message.error or f"it sent {message.pages} of {expected} pages"
             await self._fail(Failure.TRANSFER, reason)
-        elif not self._first or not (self._arrivals and self._arrivals.all_told):
+        elif not self._answered or not (self._arrivals and self._arrivals.all_told):
             await self._fail(Failure.PROTOCOL, "it did not send its first tokens, or not say which pages it sent")
 
     async def _use(self) -> None:
@@ -350,10 +361,10 @@ class Fill:
             self._node.engine.post(lambda engine: engine.cancel(reservation, quarantine=not safe))
 
     async def _withdraw(self) -> Reservation | None:
-        assert self._wanted is not None
         assert self._reserving is not None
-        self._wanted.withdrawn = True
-        self._node.engine.nudge()
+        if self._wanted is not None:
+            self._wanted.withdrawn = True
+            self._node.engine.nudge()
         try:
             result = await self._reserving
         except ValueError:

@@ -24,6 +24,7 @@ class LiveRequest:
         closed: Choices that are not open any more. Also read by the engine thread.
         ended: Resolved when no choice is open.
         engine_ids: Under which names the engine knows it, or may come to know it.
+        prefix_worker: From whose cache its first blocks came; empty: from none but the own one.
     """
 
     def __init__(self, session: Session, message: pb.Submit, request: Request) -> None:
@@ -34,6 +35,7 @@ class LiveRequest:
         self.closed: set[int] = set()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine_ids = [request.id]
+        self.prefix_worker = ""
         self._open = set(range(request.first_choice, request.first_choice + request.n))
         self._told_prefilled: set[int] = set()
 
@@ -56,7 +58,11 @@ class LiveRequest:
                 self.session.send(request, attempt, output)
             else:
                 self._told_prefilled.add(output.choice)
-                here = pb.Prefilled(cached_tokens=output.cached_tokens or 0, queue_ms=output.queued_s * 1000)
+                here = pb.Prefilled(
+                    cached_tokens=output.cached_tokens or 0,
+                    queue_ms=output.queued_s * 1000,
+                    prefix_worker=self.prefix_worker,
+                )
                 self.session.send(request, attempt, output, prefilled or here)
             if output.finish is not None:
                 self.close({output.choice})

@@ -36,6 +36,14 @@ class ReservationQueue:
         """The reservation, or False when the wish was withdrawn before it came true."""
         return self._engine.poll(lambda engine: self._attempt(engine, wanted))
 
+    def get_now(self, request: Request, blocks: int) -> asyncio.Future[Reservation | bool]:
+        """For the first blocks of a prompt; False where pages can't be spared now, or all of the blocks are cached."""
+
+        def reserve(engine: Engine) -> Reservation | bool:
+            return (None if self._waiting else engine.reserve(request, blocks)) or False
+
+        return self._engine.call(reserve)
+
     def _attempt(self, engine: Engine, wanted: Wanted) -> Reservation | bool | None:
         if not wanted.queued:
             wanted.queued = True

@@ -1,10 +1,13 @@
-"""Where a request with prefill candidates is prefilled: here, or by one of them.
+"""Where a request with prefill candidates is prefilled: here, or by one of them. And what comes before that.
 
     ┌─▶ look: little is uncached ──▶ the engine takes it (local)
     │         somebody fills the same prefix ──▶ wait for that, look again
     │         much is uncached ──▶ the next candidate fills it ──▶ the engine goes on with it (remote)
     │                                    │ failed                     no candidate left ──▶ Reroute
     └────────────────────────────────────┘
+
+A request with no candidates whose first blocks are cached elsewhere is computed here. If much of it is uncached here,
+that cache fills them first: one try, of no more than `fill_progress_s`, after which what is still lacking is computed.
 
 First tokens that a failed fill brought are facts: the request goes on as prompt plus first token, one request a choice.
 """
@@ -23,6 +26,7 @@ from cpd.rpc import cpd_pb2 as pb
 from decode_worker.fill import Fill
 from decode_worker.live import LiveRequest
 from decode_worker.outcome import Outcome, Status
+from decode_worker.prefix_fill import PrefixFill
 from decode_worker.reservations import ReservationQueue
 from engine.engine import Engine
 from engine.types import Output, Request
@@ -80,16 +84,14 @@ class Route:
 
     Args:
         live: The request.
-        candidates: Prefill workers, in the order to try.
-        long_prefill_tokens: More uncached tokens than this are not prefilled here.
+        message: What the router says of who may help.
     """
 
-    def __init__(
-        self, live: LiveRequest, candidates: Sequence[pb.PrefillCandidate], long_prefill_tokens: int, routes: Routes
-    ) -> None:
+    def __init__(self, live: LiveRequest, message: pb.Submit, routes: Routes) -> None:
         self._live = live
-        self._candidates = candidates
-        self._long_prefill_tokens = long_prefill_tokens
+        self._candidates = list(message.prefill_candidates)
+        self._cached_at = message.cached_at if message.HasField("cached_at") else None
+        self._long_prefill_tokens = message.long_prefill_tokens  # more uncached tokens are not prefilled here
         self._routes = routes
         self._requests = [live.request]
         self._failures: dict[str, str] = {}  # why, by prefill worker
@@ -109,6 +111,12 @@ class Route:
             self._live.refuse(pb.Refusal.KIND_FAILED, "the worker failed to place the request")
 
     async def _run(self) -> None:
+        if self._cached_at is not None and not self._candidates:
+            look = await self._look()
+            if look.verdict is not Verdict.TOO_LONG:
+                return
+            await self._fill_prefix(self._requests[0], self._cached_at, look)
+            self._long_prefill_tokens = len(self._live.request.token_ids)
         for candidate in self._candidates:
             look = await self._look()
             if look.verdict is not Verdict.TOO_LONG:
@@ -158,9 +166,28 @@ class Route:
 
     # ---- there ----
 
+    async def _fill_prefix(self, request: Request, cached_at: pb.CachedPrefix, look: Look) -> None:
+        if look.cached_tokens >= cached_at.blocks * BLOCK_SIZE:
+            return
+        fill = self._make(PrefixFill, request, cached_at, look)
+        outcome = await self._outcome(fill, look, timeout_s=self._routes.node.settings.fill_progress_s)
+        self._routes.outcomes[f"prefix_{_COUNTED_AS[outcome.status]}"] += 1
+        if outcome.status is Status.COMPLETE:
+            self._live.prefix_worker = cached_at.worker_id
+        elif not self._live.ended.done():
+            log.warning("no prefix of %s from %s: %s", self._live.trace_id, cached_at.worker_id, outcome.reason)
+
     async def _fill(self, request: Request, candidate: pb.PrefillCandidate, look: Look) -> Outcome:
-        live, routes, missing = self._live, self._routes, look.missing
-        fill = Fill(
+        outcome = await self._outcome(self._make(Fill, request, candidate, look), look)
+        self._routes.outcomes[_COUNTED_AS[outcome.status]] += 1
+        self._live.send(outcome.ended)
+        return outcome
+
+    def _make(
+        self, kind: type[Fill], request: Request, candidate: pb.PrefillCandidate | pb.CachedPrefix, look: Look
+    ) -> Fill:
+        live, routes = self._live, self._routes
+        return kind(
             request,
             candidate,
             cached_tokens=look.cached_tokens,
@@ -169,22 +196,24 @@ class Route:
             on_first=live.send,
             open_choices=lambda: live.open,
         )
+
+    async def _outcome(self, fill: Fill, look: Look, timeout_s: float | None = None) -> Outcome:
+        """Runs a fill; it is given up when nobody waits for the request any more, or after `timeout_s`."""
+        live, routes, missing = self._live, self._routes, look.missing
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if missing:
             routes.filling[missing] = over
         routes.start(fill)
         ends: list[asyncio.Future[Any]] = [fill.outcome, live.ended]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if live.ended.done():
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not fill.outcome.done():
             fill.cancel()
         outcome = await fill.outcome
         if missing:
             del routes.filling[missing]
         over.set_result(None)
-        routes.outcomes[_COUNTED_AS[outcome.status]] += 1
         if outcome.failure is not None:
             routes.failures[outcome.failure.value] += 1
-        live.send(outcome.ended)
         return outcome
 
     def _go_on_after(self, first: Sequence[Output]) -> None:

@@ -1,4 +1,4 @@
-"""The decode worker's part of a worker: answers requests, by itself or with a prefill worker's help."""
+"""The decode worker's part of a worker: answers requests, by itself or with the help of others, and helps them."""
 
 import asyncio
 import itertools
@@ -17,11 +17,15 @@ from decode_worker.fill import Fill
 from decode_worker.live import Key, LiveRequest
 from decode_worker.reservations import ReservationQueue
 from decode_worker.route import Route, Routes, add_all
+from decode_worker.served_prefix import ServedPrefix
 from engine.engine import Engine
 from engine.types import StepOutput
 from worker.convert import InvalidRequestError, request_from_wire
+from worker.delivery import Outlet, Traffic
 from worker.engine_bridge import EngineDiedError, Update
+from worker.fills import FillServer
 from worker.node import EXIT_RESTART, Node
+from worker.peers import Peers
 from worker.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -46,6 +50,9 @@ class DecodeService:
         self._outcomes: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._restart: asyncio.TimerHandle | None = None
+        self._peers = Peers(node.transport)
+        self._outlet = Outlet(node.engine, node.memory, Traffic())
+        self._server = FillServer(node, self._serve_prefix)
         self._shared = Routes(
             node=node,
             reservations=ReservationQueue(node.engine),
@@ -58,8 +65,8 @@ class DecodeService:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is not finished yet. Pages in quarantine keep nobody busy."""
-        return bool(self._live)
+        """Whether a request or another worker's fill is not finished yet. Pages in quarantine keep nobody busy."""
+        return bool(self._live or self._server.fills)
 
     # ---- what the engine brings ----
 
@@ -82,6 +89,8 @@ class DecodeService:
         """Adds requests that the engine does not know of yet."""
         load.waiting += len(self._routes)
         load.fills.update(self._outcomes)
+        if served := self._server.outcomes["completed"]:
+            load.fills["prefix_served"] = served
         load.fill_failures.update(self._failures)
 
     # ---- what routers ask for ----
@@ -105,8 +114,8 @@ class DecodeService:
         self._live[key] = live
         self._by_engine_id[request.id] = live
         live.ended.add_done_callback(lambda _: self._forget(live))
-        if message.prefill_candidates:
-            route = Route(live, list(message.prefill_candidates), message.long_prefill_tokens, self._shared)
+        if message.prefill_candidates or message.HasField("cached_at"):
+            route = Route(live, message, self._shared)
             task = asyncio.create_task(route.run(), name=f"route-{request.id}")
             self._routes.add(task)
             task.add_done_callback(self._route_done)
@@ -126,19 +135,26 @@ class DecodeService:
             self._abort(live, list(live.open))
 
     async def fill(self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """A decode worker fills no others' pages."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker does not serve fills")
+        """Gives another decode worker what is in the cache."""
+        await self._server.serve(requests, context)
 
     async def stop(self) -> None:
-        """Sends every request elsewhere."""
+        """Sends every request elsewhere, and ends the fills of others."""
         for live in list(self._live.values()):
             live.refuse(pb.Refusal.KIND_REROUTE, "this worker stops")
             self._abort(live, [])
         await asyncio.gather(*self._routes)
         for task in self._fills.values():
             task.cancel()
+        await self._server.stop()
+        await self._peers.close()
         if self._restart is not None:
             self._restart.cancel()
+
+    def _serve_prefix(self, start: pb.FillStart) -> ServedPrefix:
+        if not start.cache_only:
+            raise InvalidRequestError("this worker computes no prompts for others")
+        return ServedPrefix(f"prefix-{next(self._numbers)}", start, outlet=self._outlet, peers=self._peers)
 
     def _watch_quarantine(self, pages: int) -> None:
         if pages <= MAX_QUARANTINED * self._node.memory.num_pages:

@@ -209,14 +209,17 @@ class Engine:
         found = len(self._pool.find(request.block_hashes))
         return self._scheduler.pending.last_shared(request.block_hashes, found) is not None
 
-    def reserve(self, request: Request) -> Reservation | None:
+    def reserve(self, request: Request, blocks: int | None = None) -> Reservation | None:
         """Holds the cached prefix and sets pages aside for the rest of the prompt; None: not now, try later.
+
+        Args:
+            blocks: Only the first so many full blocks are going to come; None also where all of them are cached.
 
         Raises:
             ValueError: The request can never be served here.
         """
         self._requests.check(request)
-        return self._reservations.reserve(request)
+        return self._reservations.reserve(request, blocks)
 
     def activate(self, reservation: Reservation, request: Request, first: Sequence[Output]) -> list[Output]:
         """All pages of the reservation have arrived: goes on with each choice after its first tokens.
@@ -247,6 +250,17 @@ class Engine:
         self._requests.branch(seq, going_on)
         return ended
 
+    def fill_cache(self, reservation: Reservation, request: Request) -> None:
+        """All pages of a reservation for the prompt's first full blocks have arrived: they are in the cache now.
+
+        Raises:
+            ValueError: The reservation is not live.
+        """
+        pages = self._reservations.finish(reservation)
+        self._stalled = False
+        self._scheduler.publish_pages(pages, request.block_hashes, reservation.first_block)
+        self._pool.release(pages)
+
     def cancel(self, reservation: Reservation, *, quarantine: bool) -> None:
         """Gives a reservation up. With `quarantine` its pages stay out of use until `end_quarantine`.
 
@@ -269,6 +283,15 @@ class Engine:
         """Keeps used or cached pages as they are while a transfer reads them."""
         self._pool.hold(pages)
         self._pins.update(pages)
+
+    def pin_cached(self, hashes: Sequence[bytes]) -> list[int]:
+        """Pins the pages of the longest prefix of a hash chain that is in the cache; none if what runs needs them."""
+        pages = self._pool.find(hashes)
+        self.pin(pages)
+        if self._pool.available < self._scheduler.headroom:
+            self.unpin(pages)
+            return []
+        return pages
 
     def unpin(self, pages: Sequence[int]) -> None:
         """Takes one pin of each page back.

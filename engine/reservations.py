@@ -1,4 +1,4 @@
-"""Landings for prompts that another worker computes: the engine's side.
+"""Landings for prompts, or their first blocks, that come from another worker: the engine's side.
 
     reserve ──▶ live ──finish──▶ (its pages belong to a sequence)
                  └────cancel──▶ (pages free), or quarantined ──end_quarantine──▶ (pages free)
@@ -37,13 +37,21 @@ class Reservations:
         """Whether somebody may still bring pages."""
         return any(not landing.quarantined for landing in self._landings.values())
 
-    def reserve(self, request: Request) -> Reservation | None:
-        """Sets pages aside, beside the headroom for what runs. None if there are too few, or it is others' turn."""
+    def reserve(self, request: Request, blocks: int | None = None) -> Reservation | None:
+        """Sets pages aside, beside the headroom for what runs. None if there are too few, or it is others' turn.
+
+        Args:
+            blocks: For the first so many full blocks only; None: for the whole prompt. None is returned, too, where
+                they are all in the cache.
+        """
         scheduler = self._scheduler
         if not (scheduler.rows_left and scheduler.line.may_be_overtaken):
             return None
-        prefix = self._pool.find(request.block_hashes)
-        need = blocks_for(len(request.token_ids)) - len(prefix)
+        hashes = request.block_hashes[:blocks]
+        prefix = self._pool.find(hashes)
+        need = (blocks_for(len(request.token_ids)) if blocks is None else blocks) - len(prefix)
+        if blocks is not None and not need:
+            return None
         self._pool.hold(prefix)
         pages = self._pool.reserve(need) if self._pool.available >= need + scheduler.headroom else None
         if pages is None:
@@ -52,7 +60,7 @@ class Reservations:
         number = next(i for i in count() if i not in self._landings)
         landing = _Landing(Reservation(number, next(self._generations), len(prefix), pages), prefix)
         self._landings[number] = landing
-        scheduler.pending.claim(landing, request.block_hashes[len(prefix) :])
+        scheduler.pending.claim(landing, hashes[len(prefix) :])
         scheduler.reserved_rows += 1
         scheduler.line.overtake()
         return landing.reservation

@@ -247,6 +247,12 @@ class Scheduler:
             self.wake(self.pending.published(seq.hashes[block]))
         seq.num_published = seq.num_computed // BLOCK_SIZE
 
+    def publish_pages(self, pages: Sequence[int], hashes: Sequence[bytes], first: int) -> None:
+        """Makes full blocks, from number `first` on, findable in pages that the caller holds."""
+        for block in range(first, len(pages)):
+            self.pool.publish(pages[block], hashes[block])
+            self.wake(self.pending.published(hashes[block]))
+
     def start(self, seq: Seq, pages: list[int], num_computed: int, num_published: int) -> None:
         """Lets a sequence run in pages that it holds, and that have its first tokens and published blocks already."""
         self.table.enter(seq, pages)

@@ -176,6 +176,7 @@ class Submit(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    CACHED_AT_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """chosen by the router, unique among its live requests"""
     attempt: _builtins.int
@@ -188,7 +189,7 @@ class Submit(_message.Message):
     choice: _builtins.int
     tenant: _builtins.str
     long_prefill_tokens: _builtins.int
-    """when every candidate failed: prefill locally up to this, else Reroute"""
+    """with candidates: prefill locally up to this; when all have failed, else Reroute"""
     trace_id: _builtins.str
     """the client's request id, for logs"""
     priority: _builtins.int
@@ -204,6 +205,10 @@ class Submit(_message.Message):
     @_builtins.property
     def prefill_candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillCandidate]:
         """in the order to try; empty: prefill locally"""
+
+    @_builtins.property
+    def cached_at(self) -> Global___CachedPrefix:
+        """to be had there, if more than long_prefill_tokens are uncached here"""
 
     def __init__(
         self,
@@ -223,10 +228,11 @@ class Submit(_message.Message):
         trace_id: _builtins.str = ...,
         priority: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
+        cached_at: Global___CachedPrefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cached_at", b"cached_at", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cached_at", b"cached_at", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +288,35 @@ class PrefillCandidate(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillCandidate: _TypeAlias = PrefillCandidate  # noqa: Y015
+
+@_typing.final
+class CachedPrefix(_message.Message):
+    """Blocks of the prompt that another combined worker has in its cache, as far as the router knows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    """host:port of its gRPC server"""
+    blocks: _builtins.int
+    """the first so many"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedPrefix: _TypeAlias = CachedPrefix  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -715,7 +750,9 @@ class Load(_message.Message):
     """recent steps took so many times as long as the profile says; 0: too few to tell"""
     @_builtins.property
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """by outcome: completed, failed, cancelled, local_fallback, rerouted"""
+        """by outcome: completed, failed, cancelled, local_fallback, rerouted; prefix_completed, prefix_failed and
+        prefix_cancelled, of prefixes from other caches; prefix_served, to others
+        """
 
     @_builtins.property
     def fill_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -828,22 +865,26 @@ class Prefilled(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREFIX_WORKER_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """prompt tokens taken from a cache; after a fill from the larger one of both workers"""
     prefill_worker: _builtins.str
     """empty: computed by the decode worker"""
     queue_ms: _builtins.float
     """how long it waited for its turn in the queue of the worker that computed it"""
+    prefix_worker: _builtins.str
+    """from whose cache some of cached_tokens came; empty: from none but the own one"""
     def __init__(
         self,
         *,
         cached_tokens: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         queue_ms: _builtins.float = ...,
+        prefix_worker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_worker", b"prefill_worker", "prefix_worker", b"prefix_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -944,7 +985,7 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class FillRequest(_message.Message):
-    """---- Fill, decode worker to prefill worker ----"""
+    """---- Fill, decode worker to prefill worker or to another decode worker ----"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -996,6 +1037,7 @@ class FillStart(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    CACHE_ONLY_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
     prompt_len: _builtins.int
@@ -1013,6 +1055,8 @@ class FillStart(_message.Message):
     deadline_ms: _builtins.int
     checksums: _builtins.bool
     """FillPages is to carry them"""
+    cache_only: _builtins.bool
+    """only what is cached is wanted, of the full blocks"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, then output already emitted"""
@@ -1038,10 +1082,11 @@ class FillStart(_message.Message):
         priority: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
         checksums: _builtins.bool = ...,
+        cache_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1153,12 +1198,17 @@ Global___FillEvent: _TypeAlias = FillEvent  # noqa: Y015
 class FillReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """with cache_only: the first so many are here, and stay until the fill ends"""
     def __init__(
         self,
+        *,
+        blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,8 @@ class WorkerServicer:
         """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
         The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
         The prompt may be computed, and FirstTokens come, before the landing is known.
+        With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
+        in the cache, the landing is for these, and there are no FirstTokens.
         Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,6 +40,8 @@ class WorkerStub:
     """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
     The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
     The prompt may be computed, and FirstTokens come, before the landing is known.
+    With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
+    in the cache, the landing is for these, and there are no FirstTokens.
     Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
     """
 
@@ -50,6 +52,8 @@ class WorkerAsyncStub(WorkerStub):
     """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
     The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
     The prompt may be computed, and FirstTokens come, before the landing is known.
+    With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
+    in the cache, the landing is for these, and there are no FirstTokens.
     Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
     """
 
@@ -63,6 +67,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
         The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
         The prompt may be computed, and FirstTokens come, before the landing is known.
+        With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
+        in the cache, the landing is for these, and there are no FirstTokens.
         Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
         """
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker as processes: a real model, real UCX, and real signals."""
+"""A prefill and a decode worker, or two of these, as processes: a real model, real UCX, and real signals."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from cpd.config import Role
 from cpd.perfmodel import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
@@ -121,6 +121,49 @@ async def test_workers_that_choose_their_transport_take_nixl_and_say_why_and_wha
         assert there.prefilled[0].prefill_worker == "prefill"
         assert there.tokens == here.tokens
         await c.router.balanced()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["ucx", "nixl"])
+async def test_a_prefix_from_another_decode_workers_cache_changes_no_answer(
+    model: Path, redis_url: str, tmp_path: Path, transport: str
+) -> None:
+    """Whether the other worker works, is stopped, goes on, or is dead."""
+    length, cached = 900, 900 // BLOCK_SIZE * BLOCK_SIZE
+    given: dict[str, Any] = {**FLAGS, "model": model, "cluster": tmp_path.name, "transport": transport}
+    given["fill_progress_s"] = 60
+    async with AsyncExitStack() as stack:
+        workers = (
+            worker_process("combined", redis_url, tmp_path, worker_id=name, dtype="float32", **given)
+            for name in ("source", "here")
+        )
+        source, here = await asyncio.gather(*(stack.enter_async_context(worker) for worker in workers))
+        there = await stack.enter_async_context(Client(source, token=TOKEN))
+        router = await stack.enter_async_context(Client(here, token=TOKEN))
+        hint = pb.CachedPrefix(worker_id="source", address=source.address, blocks=length // BLOCK_SIZE)
+        prompts = [request(f"r{salt}", length, salt=salt, seed=salt % 2) for salt in range(4)]
+        references = [await there.submit(one, number) for number, one in enumerate(prompts)]
+        await there.done(*references)
+
+        async def ask(number: int) -> Answer:
+            answer = await router.submit(prompts[number], number, cached_at=hint)
+            await router.done(answer)
+            assert answer.tokens == references[number].tokens
+            await router.balanced()
+            return answer
+
+        assert (await ask(0)).prefilled[0] == pb.Prefilled(cached_tokens=cached, prefix_worker="source")
+        await there.balanced()
+        source.signal(signal.SIGSTOP)
+        assert (await ask(1)).prefilled[0] == pb.Prefilled()
+        source.signal(signal.SIGCONT)
+        await ask(2)  # by then the connection may be broken
+        await there.balanced()
+        source.signal(signal.SIGKILL)
+        assert (await ask(3)).prefilled[0] == pb.Prefilled()
+        again = await router.submit(with_own_cache(prompts[0]), 9)
+        await router.done(again)
+        assert again.tokens == references[0].tokens
 
 
 async def test_prefill_workers_are_killed_one_after_another(model: Path, redis_url: str, tmp_path: Path) -> None:

@@ -356,11 +356,7 @@ def drain(engine: Engine, served: Served | None = None, max_steps: int = 10_000)
 
 def arrive(engine: Engine, runner: FakeRunner, reservation: Reservation, request: Request, served: Served) -> None:
     """What a prefill worker does: the prompt's content appears in the reserved pages, and each choice's first token."""
-    states = states_of(request.token_ids)
-    for index, page in enumerate(reservation.pages):
-        start = (reservation.first_block + index) * BLOCK_SIZE
-        content = states[start : start + BLOCK_SIZE]
-        runner.pages[page] = content + [GARBAGE] * (BLOCK_SIZE - len(content))
+    _write(runner, reservation, request)
     first = []
     for choice in range(request.first_choice, request.first_choice + request.n):
         want = expected(request, choice, engine.max_model_len)
@@ -368,6 +364,20 @@ def arrive(engine: Engine, runner: FakeRunner, reservation: Reservation, request
         first.append(Output(request.id, choice, want.token_ids[:1], [], finish, cached_tokens=0))
         served.take_output(first[-1])
     assert engine.activate(reservation, request, first) == []
+
+
+def arrive_first_blocks(engine: Engine, runner: FakeRunner, reservation: Reservation, request: Request) -> None:
+    """What another worker's cache does: the content of some first blocks appears in the reserved pages."""
+    _write(runner, reservation, request)
+    engine.fill_cache(reservation, request)
+
+
+def _write(runner: FakeRunner, reservation: Reservation, request: Request) -> None:
+    states = states_of(request.token_ids)
+    for index, page in enumerate(reservation.pages):
+        start = (reservation.first_block + index) * BLOCK_SIZE
+        content = states[start : start + BLOCK_SIZE]
+        runner.pages[page] = content + [GARBAGE] * (BLOCK_SIZE - len(content))
 
 
 COST = StepCost(tokens=(1, 8, 108), tokens_ms=(1, 1, 101))

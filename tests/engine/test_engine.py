@@ -15,6 +15,7 @@ from tests.engine.fakes import (
     FakeStep,
     Served,
     arrive,
+    arrive_first_blocks,
     assert_all_released,
     assert_as_expected,
     drain,
@@ -556,6 +557,38 @@ class TestPrefillOnly:
         engine.unpin(pages)
         assert_as_expected(drain(engine), engine, request)
 
+    def test_what_is_cached_can_be_pinned_by_its_hashes(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        request = make_request("a", prompt(64), max_tokens=1)
+        engine.add(request)
+        drain(engine)
+        longer = make_request("b", prompt(100))
+        pages = engine.pin_cached(longer.block_hashes)
+        assert len(pages) == 4
+        engine.add(make_request("big", prompt(100, 3), max_tokens=1))
+        assert drain(engine).token_ids == {}
+        assert engine.pin_cached(longer.block_hashes) == pages
+        engine.unpin(pages)
+        engine.unpin(pages)
+        assert drain(engine).token_ids
+        assert_all_released(engine)
+
+    def test_nothing_is_pinned_that_what_runs_may_need(self) -> None:
+        engine, _ = make_engine(num_pages=8)
+        request = make_request("a", prompt(64), max_tokens=1)
+        engine.add(request)
+        drain(engine)
+        engine.add(make_request("runs", prompt(60, 3), max_tokens=4))
+        served = Served()
+        served.take(engine.step())
+        assert engine.stats().pages.cached == 4
+        assert engine.pin_cached(request.block_hashes) == []
+        drain(engine, served)
+        pages = engine.pin_cached(request.block_hashes)
+        assert pages
+        engine.unpin(pages)
+        assert_all_released(engine)
+
 
 class TestReservations:
     def test_filled_request_goes_on_after_its_first_token(self) -> None:
@@ -598,6 +631,35 @@ class TestReservations:
         assert engine.pending(shared)
         drain(engine)
         assert not engine.pending(shared)
+
+    def test_the_first_blocks_alone_may_come(self) -> None:
+        engine, runner = make_engine()
+        engine.add(make_request("warm", prompt(32), max_tokens=1))
+        drain(engine)
+        request = make_request("a", prompt(100), max_tokens=20)
+        reservation = engine.reserve(request, 5)
+        assert reservation is not None
+        assert (reservation.first_block, len(reservation.pages)) == (2, 3)
+        assert engine.pending(request)
+        local = make_request("b", prompt(70), max_tokens=20)
+        engine.add(local)
+        assert engine.step().outputs == []
+        arrive_first_blocks(engine, runner, reservation, request)
+        assert not engine.pending(request)
+        assert engine.uncached_tokens(request) == 20
+        engine.add(request)
+        served = drain(engine)
+        assert_as_expected(served, engine, request)
+        assert_as_expected(served, engine, local)
+        assert engine.stats().prefill_tokens == 32 + 20 + 6
+        assert_all_released(engine)
+
+    def test_nothing_is_reserved_for_first_blocks_that_are_here(self) -> None:
+        engine, _ = make_engine()
+        engine.add(make_request("warm", prompt(64), max_tokens=1))
+        drain(engine)
+        assert engine.reserve(make_request("a", prompt(100)), 4) is None
+        assert engine.reserve(make_request("a", prompt(100)), 5) is not None
 
     def test_choices_fork_after_the_fill(self) -> None:
         engine, runner = make_engine()

@@ -14,12 +14,14 @@ from tests.engine.fakes import (
     GARBAGE,
     Served,
     arrive,
+    arrive_first_blocks,
     assert_all_released,
     drain,
     expected,
     make_engine,
     make_request,
     prompt,
+    states_of,
 )
 
 
@@ -50,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.landings: dict[str, Reservation] = {}
         self.quarantined: list[Reservation] = []
         self.pinned: list[tuple[Computed, list[int]]] = []
+        self.of_first_blocks: set[str] = set()
         self.known: set[bytes] = set()
 
     def new_request(self, data: st.DataObject, **options: bool) -> Request:
@@ -142,6 +145,26 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.landings[request.id] = reservation
 
+    @rule(data=st.data())
+    def reserve_first_blocks(self, data: st.DataObject) -> None:
+        request = self.new_request(data)
+        blocks = len(request.block_hashes)
+        reservation = self.engine.reserve(request, data.draw(st.integers(1, blocks))) if blocks else None
+        if reservation is None:
+            del self.requests[request.id]
+        else:
+            self.landings[request.id] = reservation
+            self.of_first_blocks.add(request.id)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def pin_cached(self, data: st.DataObject) -> None:
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        if pages := self.engine.pin_cached(request.block_hashes):
+            computed = Computed(request.id, 16 * len(pages), pages)
+            assert self.content(computed) == states_of(request.token_ids)[: computed.num_tokens]
+            self.pinned.append((computed, self.content(computed)))
+
     @precondition(lambda self: self.landings or self.quarantined)
     @rule()
     def late_writes(self) -> None:
@@ -154,7 +177,10 @@ class EngineMachine(RuleBasedStateMachine):
     def end_landing(self, data: st.DataObject, how: str) -> None:
         name = data.draw(st.sampled_from(sorted(self.landings)))
         reservation = self.landings.pop(name)
-        if how == "arrives":
+        if how == "arrives" and name in self.of_first_blocks:
+            arrive_first_blocks(self.engine, self.runner, reservation, self.requests[name])
+            self.engine.add(self.requests[name])
+        elif how == "arrives":
             arrive(self.engine, self.runner, reservation, self.requests[name], self.served)
         else:
             self.engine.cancel(reservation, quarantine=how == "quarantined")

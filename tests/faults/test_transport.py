@@ -7,24 +7,11 @@ from typing import Any
 import pytest
 
 from cpd.rpc import cpd_pb2 as pb
-from kvtransfer.base import PoolMemory, Transport
-from kvtransfer.local import LocalNetwork
 from tests.decode_worker.pair import Pair, assert_right, pair
 from tests.engine.fakes import make_request, prompt
 from tests.faults.points import Action, Point, Points
-from tests.faults.transport import FaultyTransport
+from tests.faults.transport import FaultyNetwork
 from tests.waiting import eventually
-
-
-class FaultyNetwork(LocalNetwork):
-    """All its transports share their points."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points = Points()
-
-    def create(self, memory: PoolMemory, *, epoch: int) -> Transport:  # type: ignore[override]
-        return FaultyTransport(super().create(memory, epoch=epoch), memory, self.points)
 
 
 @asynccontextmanager

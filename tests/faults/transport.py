@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cpd.errors import TransferError
 from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
+from kvtransfer.local import LocalNetwork
 from tests.faults.points import Action, Point, Points
 
 
@@ -37,6 +38,17 @@ class FaultyTransport:
 
     async def close(self) -> None:
         await self._transport.close()
+
+
+class FaultyNetwork(LocalNetwork):
+    """All its transports share their points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = Points()
+
+    def create(self, memory: PoolMemory, *, epoch: int) -> Transport:  # type: ignore[override]
+        return FaultyTransport(super().create(memory, epoch=epoch), memory, self.points)
 
 
 class _FaultyLanding:
