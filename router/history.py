@@ -75,6 +75,7 @@ class Record:
         gaps = self.outputs - 1
         return {
             "prefill": self.prefilled.prefill_worker,
+            "cached_at": self.prefilled.prefix_worker,
             "cached_tokens": self.prefilled.cached_tokens,
             "queue_ms": self.prefilled.queue_ms,
             "ttft_ms": (self.first_at - self.placed_at) * 1e3,
@@ -105,7 +106,11 @@ def _why(placement: Placement) -> str:
     if not others:
         return "the only option"
     best = min(others, key=lambda option: option.cost_ms)
-    name = f"{best.decode} with {best.prefill}" if best.prefill else best.decode
+    name = best.decode
+    if best.prefill:
+        name += f" with {best.prefill}"
+    if best.cached_at:
+        name += f" with what {best.cached_at} has cached"
     if best.cost_ms <= chosen.cost_ms:
         return f"as good as {name}, with no more to compute"
     return (

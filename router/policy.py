@@ -1,12 +1,13 @@
 """Where a request goes: a pure function of what is known about the workers.
 
-Every option (a combined worker that computes the prompt itself, or one with a prefill worker that does) has a cost in
-ms, and the least one is taken. It is what the request makes people wait, this user and all others, summed up:
+Every option (a combined worker that computes the prompt itself, one that has its first blocks from another one's cache
+before, or one with a prefill worker that computes it) has a cost in ms, and the least one is taken. It is what the
+request makes people wait, this user and all others, summed up:
 
     own wait      queue, prefill, and what the pages' way adds to the first gap; then a decode step a token
     stutter       of each stream beside a prefill, what its tokens are late when that is over
     crowding      of each stream there, what one more stream adds to every step
-    those behind  of who comes next, the prefill's time
+    those behind  of who comes next, the prefill's time, and that of pages from another cache
     misses        a broken promise (`--slo-ttft`, `--slo-itl`), own or others', counts far more than delays do
     memory        pages that come to a worker displace what may be wanted again; without room the request waits
 
@@ -100,8 +101,9 @@ class Option:
     Attributes:
         decode: The combined worker.
         prefill: The prefill worker; empty: `decode` computes the prompt itself.
+        cached_at: The combined worker whose cache gives `decode` the first blocks of it; empty: none.
         uncached_tokens: What is to be computed.
-        queue_ms: Until that begins.
+        queue_ms: Until that begins; what comes from another cache has come by then.
         prefill_ms: Until it is done, from then on.
         transfer_ms: What the pages' way adds to the gap after the first token.
         ttft_ms: Until the first token.
@@ -112,6 +114,7 @@ class Option:
 
     decode: str
     prefill: str
+    cached_at: str
     uncached_tokens: int
     queue_ms: float
     prefill_ms: float
@@ -129,13 +132,16 @@ class Placement:
     Attributes:
         decode: The combined worker that runs the request.
         prefill: Prefill workers to try, in this order; empty where `decode` computes the prompt itself.
-        long_prefill_tokens: What `decode` may compute itself of a prompt with prefill workers.
+        cached_at: From whose cache `decode` is to have the first blocks.
+        long_prefill_tokens: What `decode` may compute itself of a prompt with prefill workers, and without asking for
+            what another cache has.
         replicated: Another combined worker has more of the prompt cached.
         options: Those that were predicted in full, the chosen one first.
     """
 
     decode: Candidate
     prefill: tuple[Candidate, ...]
+    cached_at: Candidate | None
     long_prefill_tokens: int
     replicated: bool
     options: tuple[Option, ...]
@@ -180,10 +186,13 @@ def place(
         _Prefill(request, one)
         for one in _few(prefill, PREFILL_PREDICTED, lambda one: request.guess_prefill_ms(one), rng)
     ]
+    source = max(combined, key=lambda one: (request.before(one), -one.requests))
     options: list[tuple[Option, _Decode, _Prefill | None]] = []
     for decoder in decoders:
         if not helpers or request.may_be_local(decoder.worker):
             options.append((decoder.local(), decoder, None))
+        if request.before(decoder.worker) < request.before(source) and (not helpers or request.may_be_local(source)):
+            options.append((decoder.local(source), decoder, None))
         if request.may_be_remote(decoder.worker):
             options += [(decoder.remote(helper), decoder, helper) for helper in helpers]
     options.sort(key=lambda option: option[0].cost_ms)
@@ -198,6 +207,7 @@ def place(
     return Placement(
         decode=decoder.worker,
         prefill=() if helper is None else tuple(_in_order(options, decoder, helper)),
+        cached_at=source if option.cached_at else None,
         long_prefill_tokens=decoder.break_even(option),
         replicated=cached.get(decoder.worker.worker_id, 0) < most_cached,
         options=(option, *(other[0] for other in options if other is not chosen)),
@@ -206,7 +216,7 @@ def place(
 
 def _effort(option: Option) -> tuple[int, bool]:
     """Decides among near-equals: what is to be computed, and whether it takes two workers."""
-    return option.uncached_tokens, bool(option.prefill)
+    return option.uncached_tokens, bool(option.prefill or option.cached_at)
 
 
 class _Request:
@@ -286,20 +296,27 @@ class _Decode:
         own_ms = prompt.choices * (request.together * self._itl_ms + missed_ms)
         self._decode_ms = own_ms + self._crowding_ms + self._memory_ms()
 
-    def local(self, uncached: int | None = None) -> Option:
+    def local(self, source: Candidate | None = None, uncached: int | None = None) -> Option:
         """The prompt is computed here.
 
         Args:
-            uncached: So much of it; None: what this worker lacks.
+            source: Another worker, all of whose cached blocks come here first.
+            uncached: So much of it; None: what this worker, or the source, lacks.
         """
         request, worker = self._request, self.worker
         tokens = request.prompt.tokens
-        uncached = tokens - request.before(worker) if uncached is None else uncached
+        uncached = tokens - request.before(source or worker) if uncached is None else uncached
         pace = worker.prefill(uncached, tokens - uncached)
         missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
         stutter_ms = worker.decodes * (pace.late_ms + missed_ms)
         queue_ms = worker.wait_ms(uncached, request.now)
-        return self._option("", uncached, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
+        if source is None:
+            return self._option("", "", uncached, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
+        fetch_ms = worker.transfer_ms(blocks_for(request.before(source)) - request.before(worker) // BLOCK_SIZE)
+        queue_ms = max(queue_ms, REMOTE_MS + fetch_ms)
+        # Others' pages wait for these as others' prompts would for the prefill.
+        others_ms = stutter_ms + BEHIND * fetch_ms
+        return self._option("", source.worker_id, uncached, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, others_ms)
 
     def remote(self, helper: _Prefill) -> Option:
         """The prompt is computed on a prefill worker."""
@@ -308,18 +325,18 @@ class _Decode:
         transfer_ms = max(tail_ms, all_ms - helper.ms)
         ttft_ms = helper.queue_ms + helper.ms + REMOTE_MS
         name = helper.worker.worker_id
-        return self._option(name, helper.uncached, helper.queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0)
+        return self._option(name, "", helper.uncached, helper.queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0)
 
     def break_even(self, chosen: Option) -> int:
         """Uncached tokens up to which a local prompt costs no more than the chosen option."""
         threshold = self._request.settings.long_prefill_tokens
-        if threshold != "auto":
+        if threshold != "auto" and not chosen.cached_at:
             return threshold
-        if not chosen.prefill:
+        if not chosen.prefill and not chosen.cached_at:
             return self._request.prompt.tokens
         tokens = self._request.prompt.tokens
         sizes = range(1, tokens - self._request.before(self.worker), BLOCK_SIZE)
-        fitting = bisect_right(sizes, chosen.cost_ms, key=lambda uncached: self.local(uncached).cost_ms)
+        fitting = bisect_right(sizes, chosen.cost_ms, key=lambda uncached: self.local(uncached=uncached).cost_ms)
         return sizes[fitting - 1] if fitting else 0
 
     def _memory_ms(self) -> float:
@@ -332,26 +349,28 @@ class _Decode:
     def _option(
         self,
         prefill: str,
+        cached_at: str,
         uncached: int,
         queue_ms: float,
         prefill_ms: float,
         transfer_ms: float,
         ttft_ms: float,
-        stutter_ms: float,
+        others_ms: float,
     ) -> Option:
         request = self._request
         missed_ms = request.missed_ms(ttft_ms, request.settings.slo_ttft_ms)
         return Option(
             decode=self.worker.worker_id,
             prefill=prefill,
+            cached_at=cached_at,
             uncached_tokens=uncached,
             queue_ms=queue_ms,
             prefill_ms=prefill_ms,
             transfer_ms=transfer_ms,
             ttft_ms=ttft_ms,
             itl_ms=self._itl_ms,
-            harm_ms=stutter_ms + self._crowding_ms,
-            cost_ms=ttft_ms + transfer_ms + missed_ms + BEHIND * prefill_ms + stutter_ms + self._decode_ms,
+            harm_ms=others_ms + self._crowding_ms,
+            cost_ms=ttft_ms + transfer_ms + missed_ms + BEHIND * prefill_ms + others_ms + self._decode_ms,
         )
 
 

@@ -16,7 +16,7 @@ that came is a fact: a replay goes on after it.
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from random import Random
 
@@ -25,7 +25,7 @@ from router.errors import ApiError, failed, too_many, unavailable
 from router.history import History
 from router.legs import Leg, Request, Route
 from router.metrics import Metrics
-from router.policy import PolicySettings, Prompt, place
+from router.policy import Placement, PolicySettings, Prompt, place
 from router.sessions import ProtocolError, Session
 from router.workers import Workers
 
@@ -217,6 +217,7 @@ class Dispatcher:
                 pb.PrefillCandidate(worker_id=one.worker_id, address=one.address) for one in placement.prefill
             ],
             long_prefill_tokens=placement.long_prefill_tokens,
+            cached_at=_cached_at(placement, cached),
             trace_id=request.trace_id,
             priority=request.priority,
             deadline_ms=self._deadline_ms(request, now),
@@ -297,6 +298,13 @@ class Dispatcher:
         leg.request.legs.discard(leg)
 
 
+def _cached_at(placement: Placement, cached: Mapping[str, int]) -> pb.CachedPrefix | None:
+    source = placement.cached_at
+    if source is None:
+        return None
+    return pb.CachedPrefix(worker_id=source.worker_id, address=source.address, blocks=cached[source.worker_id])
+
+
 def _check(leg: Leg, session: Session, output: pb.Output) -> None:
     """Raises ProtocolError where no worker can mean what it sent."""
     request, token_ids, prefilled = leg.request, output.token_ids, output.prefilled
@@ -314,9 +322,13 @@ def _check(leg: Leg, session: Session, output: pb.Output) -> None:
     known = len(request.token_ids) + len(request.outputs[output.choice])
     if prefilled.cached_tokens > known:
         raise ProtocolError(f"it said that {prefilled.cached_tokens} of {known} tokens were cached")
-    asked = [one.worker_id for one in leg.record.placement.prefill] if leg.record is not None else []
+    placement = leg.record.placement if leg.record is not None else None
+    asked = [one.worker_id for one in placement.prefill] if placement else []
     if prefilled.prefill_worker and prefilled.prefill_worker not in asked:
         raise ProtocolError(f"it named the prefill worker {prefilled.prefill_worker!r}, which was not to be asked")
+    source = placement.cached_at.worker_id if placement and placement.cached_at else ""
+    if prefilled.prefix_worker not in ("", source):
+        raise ProtocolError(f"it named the cache of {prefilled.prefix_worker!r}, which was not to be asked")
 
 
 def _reason(refusal: pb.Refusal) -> str:

@@ -1,4 +1,4 @@
-"""Prompts that another worker computes: the decode worker's and the prefill worker's part in virtual time.
+"""Prompts that another worker computes, or has a part of: what the workers do for each other in virtual time.
 
     decode worker D                                prefill worker P
     look: much is uncached ────── request ───────▶ queued, computed chunk by chunk
@@ -8,7 +8,8 @@
     first token goes on at once  ◀──── first token ──┤
     all pages here: decode ◀───────── pages ─────────┘
 
-It follows decode_worker/route.py, decode_worker/fill.py and prefill_worker/fill.py; what can go wrong on real
+It follows decode_worker/route.py, decode_worker/fill.py and prefill_worker/fill.py, and where another decode worker's
+cache gives the first blocks decode_worker/prefix_fill.py and decode_worker/served_prefix.py; what can go wrong on real
 machines (workers that die, transfers that break) does not happen here.
 """
 
@@ -53,17 +54,19 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request, and who may compute its prompt.
+    """A request, and who may help with its prompt.
 
     Attributes:
         prefill: Prefill workers in the order to try; empty: the decode worker does it.
-        long_prefill_tokens: What the decode worker may compute itself, where there are prefill workers.
+        cached_at: Another combined worker, whose cache may give its first blocks; only where there are none of those.
+        long_prefill_tokens: What the decode worker may compute itself, where there are some of these.
         on_first: Called with the first token and the prompt tokens that came from a cache, when P has it.
         on_refused: Called where no worker's queue has room.
     """
 
     request: Request
     prefill: tuple[SimWorker, ...]
+    cached_at: SimWorker | None
     long_prefill_tokens: int
     on_first: Callable[[Output, int], None]
     on_refused: Done
@@ -89,7 +92,7 @@ class DecodeSide:
         self._reserving: deque[Fill] = deque()
 
     def take(self, order: Order, tried: int = 0) -> None:
-        """Takes a request; the first `tried` prefill workers refused it."""
+        """Takes a request; the first `tried` prefill workers refused it, or the other cache was asked."""
         self.worker.attempt(lambda engine: self._look(engine, order, tried))
 
     def want_pages(self, fill: "Fill") -> None:
@@ -105,7 +108,8 @@ class DecodeSide:
     def _look(self, engine: Engine, order: Order, tried: int) -> bool:
         request = order.request
         uncached = engine.uncached_tokens(request)
-        if not order.prefill or uncached <= order.long_prefill_tokens:
+        source = order.cached_at if tried == 0 else None
+        if not (order.prefill or source) or uncached <= order.long_prefill_tokens:
             self._add(engine, order)
             return True
         if engine.pending(request):
@@ -113,6 +117,10 @@ class DecodeSide:
         missing = self._missing(request, uncached)
         if missing in self._filling:
             self._filling[missing].append(lambda: self.take(order, tried))
+        elif source is not None:
+            self._filling[missing] = []
+            prefix = Prefix(order, self, source, missing)
+            self.events.at(self.events.now + self.network_s, prefix.ask)
         elif tried == len(order.prefill):
             order.on_refused()
         else:
@@ -140,11 +148,63 @@ class DecodeSide:
         self.events.at(self.events.now + self.network_s, fill.landed)
         return True
 
+    def reserve_now(self, engine: Engine, request: Request, blocks: int) -> Reservation | None:
+        """For the first blocks of a prompt, unless others wait for pages."""
+        return None if self._reserving else engine.reserve(request, blocks)
+
     @staticmethod
     def _missing(request: Request, uncached: int) -> bytes:
         """The first full block that the cache lacks; empty: there is none."""
         first = (len(request.token_ids) - uncached) // BLOCK_SIZE
         return request.block_hashes[first] if first < len(request.block_hashes) else b""
+
+
+@dataclass(eq=False, slots=True)
+class Prefix:
+    """The first blocks of a prompt on their way from another decode worker's cache.
+
+    Attributes:
+        missing: The first block that D lacks.
+    """
+
+    order: Order
+    decode: DecodeSide
+    source: SimWorker
+    missing: bytes
+    _pinned: list[int] = field(default_factory=list)
+
+    def ask(self) -> None:
+        """The source hears of it."""
+        self.source.do(self._pin)
+
+    def _pin(self, engine: Engine) -> None:
+        self._pinned = engine.pin_cached(self.order.request.block_hashes)
+        self._later(lambda: self.decode.worker.do(self._reserve))
+
+    def _reserve(self, engine: Engine) -> None:
+        blocks = len(self._pinned)
+        reservation = self.decode.reserve_now(engine, self.order.request, blocks) if blocks else None
+        self._later(self._unpin if reservation is None else lambda: self._push(reservation))
+        if reservation is None:
+            self._over()
+
+    def _push(self, reservation: Reservation) -> None:
+        def arrived() -> None:
+            self._unpin()
+            self.decode.worker.do(lambda engine: engine.fill_cache(reservation, self.order.request))
+            self._over()
+
+        self.decode.links.push(self.source.id, self.decode.worker.id, len(reservation.pages), arrived)
+
+    def _unpin(self) -> None:
+        self.source.do(lambda engine: engine.unpin(self._pinned))
+
+    def _over(self) -> None:
+        self.decode.over(self.missing)
+        self.decode.take(self.order, 1)
+
+    def _later(self, then: Done) -> None:
+        self.decode.events.at(self.decode.events.now + self.decode.network_s, then)
 
 
 class PrefillSide:

@@ -161,7 +161,7 @@ def _static_pd(seen: Situation) -> Placement | None:
         before = seen.cached_blocks(one) * BLOCK_SIZE
         return one.queue_ms(seen.now) + one.prefill(max(1, seen.prompt.tokens - before), before).ms, seen.rng.random()
 
-    return Placement(decode, (min(seen.prefill, key=done_ms),), 0, False, ())
+    return Placement(decode, (min(seen.prefill, key=done_ms),), None, 0, False, ())
 
 
 def _best_match(seen: Situation) -> Candidate:
@@ -169,4 +169,4 @@ def _best_match(seen: Situation) -> Candidate:
 
 
 def _local(decode: Candidate) -> Placement:
-    return Placement(decode, (), 0, False, ())
+    return Placement(decode, (), None, 0, False, ())

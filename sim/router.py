@@ -102,6 +102,7 @@ class SimRouter:
         order = Order(
             request,
             prefill=tuple(self._workers[one.worker_id] for one in placement.prefill),
+            cached_at=self._workers[placement.cached_at.worker_id] if placement.cached_at else None,
             long_prefill_tokens=placement.long_prefill_tokens,
             on_first=lambda output, tokens: self._first_by_other(flight, output, tokens),
             on_refused=lambda: self._events.at(self._events.now + self._network_s, self._refused, flight),

@@ -181,6 +181,45 @@ class TestCache:
         assert _decode(placement) == "home"
 
 
+class TestPrefix:
+    """What another combined worker has cached, before the rest is computed."""
+
+    HOME = _worker("home", streams=80)
+
+    def test_it_is_fetched_where_its_worker_is_crowded(self) -> None:
+        placement = _place(1024, [self.HOME, _worker("other")], cached={"home": 60})
+        assert (_decode(placement), placement.route) == ("other", "local")
+        assert placement.cached_at == self.HOME
+        chosen = placement.chosen
+        assert (chosen.cached_at, chosen.prefill, chosen.uncached_tokens) == ("home", "", 1024 - 60 * BLOCK_SIZE)
+        assert chosen.queue_ms == pytest.approx(60 * (2 << 20) / 45e6 + 0.2, abs=3)
+        assert chosen.uncached_tokens < placement.long_prefill_tokens < 1024
+
+    def test_it_is_there_before_the_queue_is_empty(self) -> None:
+        placement = _place(1024, [self.HOME, _worker("other", queue_ms=40)], cached={"home": 60})
+        assert (placement.chosen.cached_at, placement.chosen.queue_ms) == ("home", 40)
+
+    def test_it_is_computed_where_that_is_quicker(self) -> None:
+        slow = Colocation(PerfModel(MODEL.profile.model_copy(update={"transfer": TransferProfile(bytes_per_ms=1e6)})))
+        placement = _place(1024, [self.HOME, _worker("other", beside=Beside(slow))], cached={"home": 60})
+        assert (_decode(placement), placement.cached_at, placement.chosen.uncached_tokens) == ("other", None, 1024)
+
+    def test_it_stays_where_its_worker_has_time(self) -> None:
+        placement = _place(1024, [_worker("home"), _worker("other")], cached={"home": 60})
+        assert (_decode(placement), placement.cached_at) == ("home", None)
+
+    def test_only_what_is_missing_is_worth_something(self) -> None:
+        placement = _place(1024, [self.HOME, _worker("other")], cached={"home": 60, "other": 60})
+        assert (_decode(placement), placement.cached_at) == ("other", None)
+
+    def test_a_number_forces_the_threshold_on_what_is_left(self) -> None:
+        workers = [self.HOME, _worker("other")]
+        placement = _place(1024, workers, [_worker("p")], {"home": 60}, long_prefill_tokens=64)
+        assert (_decode(placement), placement.route, placement.cached_at) == ("other", "local", self.HOME)
+        assert placement.long_prefill_tokens > 64
+        assert _place(1024, workers, [_worker("p")], {"home": 60}, long_prefill_tokens=63).route == "remote"
+
+
 def test_equals_are_chosen_at_random() -> None:
     workers = [_worker(f"w{i}") for i in range(40)]
     assert len({_decode(_place(100, workers, seed=seed)) for seed in range(400)}) == 40
@@ -250,6 +289,8 @@ def test_a_decision_is_one_of_its_options_and_depends_on_nothing_else(
     assert chosen.prefill == (placement.prefill[0].worker_id if placement.prefill else "")
     assert chosen.cost_ms <= min(one.cost_ms for one in placement.options) + max(1.0, 0.1 * chosen.ttft_ms)
     assert all(one.cost_ms >= one.ttft_ms >= one.queue_ms >= 0 <= one.harm_ms for one in placement.options)
+    assert chosen.cached_at == (placement.cached_at.worker_id if placement.cached_at else "")
+    assert not (chosen.prefill and chosen.cached_at)
     assert 0 <= placement.long_prefill_tokens <= tokens
     assert len({one.worker_id for one in placement.prefill}) == len(placement.prefill)
 

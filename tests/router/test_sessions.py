@@ -51,6 +51,11 @@ async def _lacks(router: Router, worker_id: str) -> bool:
     return await router.worker(worker_id) is None
 
 
+async def _is_loaded(router: Router, worker_id: str) -> bool:
+    worker = await router.worker(worker_id)
+    return worker is not None and worker["load"] is not None and worker["load"]["waiting_tokens"] > 0
+
+
 async def _refused(router: Router, worker_id: str, reason: str) -> bool:
     worker = await router.worker(worker_id)
     return worker is not None and worker["state"] == "refused" and reason in worker["reason"]
@@ -70,6 +75,28 @@ class TestCache:
         cold.send(_events(9, removed=_short(1)))
         await eventually(lambda: _has(router, "cold", cached_blocks=29))
         assert {await _complete(router, LONG_PROMPT) for _ in range(5)} == {"warm"}
+
+    async def test_a_worker_is_told_of_a_busy_ones_cache(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        async def fetches(submit: pb.Submit) -> AsyncIterator[Answer]:
+            prefilled = pb.Prefilled(cached_tokens=464, prefix_worker=submit.cached_at.worker_id)
+            yield pb.Output(token_ids=[5, 5], prefilled=prefilled, finish=pb.FINISH_LENGTH)
+
+        warm = await start_worker(worker_id="warm", cached=_short(*range(29)))
+        idle = await start_worker(fetches, worker_id="idle")
+        router = await start_router(warm, idle)
+        warm.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=9, waiting_tokens=1_000_000)))
+        await eventually(lambda: _is_loaded(router, "warm"))
+        body = {"model": MODEL, "prompt": LONG_PROMPT, "max_tokens": 2}
+        response = await router.http.post("/v1/completions", json=body)
+        assert (response.headers["x-cpd-decode-worker"], response.headers["x-cpd-route"]) == ("idle", "local")
+        (submit,) = idle.submits
+        assert submit.cached_at == pb.CachedPrefix(worker_id="warm", address=warm.address, blocks=29)
+        assert 0 < submit.long_prefill_tokens < 480
+        told = (await router.http.get(f"/requests/{response.headers['x-request-id']}")).json()
+        (placement,) = told["placements"]
+        assert placement["predicted"]["cached_at"] == placement["actual"]["cached_at"] == "warm"
 
     async def test_messages_may_come_in_a_batch(self, start_router: StartRouter, start_worker: StartWorker) -> None:
         worker = await start_worker(worker_id="w", cached=_short(0))
@@ -176,6 +203,10 @@ class TestNonsense:
             (pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=math.nan)), "a request waited nan ms"),
             (pb.Output(token_ids=[5], prefilled=pb.Prefilled(cached_tokens=65)), "65 of 64 tokens were cached"),
             (pb.Output(token_ids=[5], prefilled=pb.Prefilled(prefill_worker="x\r\ny: z")), "which was not to be asked"),
+            (
+                pb.Output(token_ids=[5], prefilled=pb.Prefilled(prefix_worker="good")),
+                "the cache of 'good', which was not",
+            ),
         ],
     )
     async def test_in_an_output_isolates_the_worker_and_the_client_gets_anothers_answer(

@@ -53,6 +53,18 @@ def test_pages_leave_while_the_next_chunk_is_computed() -> None:
     assert gap_ms < MODEL.transfer_ms(1250 * MODEL.profile.page_bytes) / 2
 
 
+def test_what_another_worker_has_cached_is_sent_and_not_computed() -> None:
+    shared = prompt(3200)
+    burst = [one_turn(1.0, shared + prompt(20, 1 + number), 400) for number in range(100)]
+    outcome, cluster = simulate("cpd-no-remote", one_turn(0.0, shared, 4), *burst)
+    _, *records = outcome.records
+    assert {record.cached_tokens for record in records} == {3200}
+    assert all(worker.engine.stats().decode_tokens for worker in cluster.workers)
+    assert sum(worker.engine.stats().prefill_tokens for worker in cluster.workers) == 3200 + 100 * 20
+    for worker in cluster.workers:
+        worker.engine.check_integrity()
+
+
 def test_only_missing_pages_are_sent() -> None:
     turns = [Turn(prompt(3200), 20), Turn(prompt(320, 1), 4, pause_s=1.0)]
     outcome, _ = simulate("static-pd", Session(0.0, turns), one_turn(2.0, prompt(3200), 4))
