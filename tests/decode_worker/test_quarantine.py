@@ -1,6 +1,5 @@
 """Pages into which a write may still be under way."""
 
-
 from cpd.rpc import cpd_pb2 as pb
 from tests.decode_worker.pair import assert_right, pair
 from tests.decode_worker.unsafe import Unsafe
