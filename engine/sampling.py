@@ -94,8 +94,7 @@ class Sampler:
         drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         reported = [i for i, p in enumerate(params) if p.top_logprobs is not None]
         if not drawn and not reported and not any(_adjusts(row) for row in rows):
-            # A CPU finds the largest float32 faster than the largest bfloat16; a GPU need not convert them.
-            return Chosen(torch.argmax(logits if logits.is_cuda else logits.float(), dim=-1))
+            return Chosen(logits.max(dim=-1).indices)  # argmax of bfloat16 is four times slower on a CPU
         logits = logits.float()
         raw_logprobs = torch.log_softmax(_take(logits, reported), dim=-1) if reported else None
         _adjust(logits, rows)
