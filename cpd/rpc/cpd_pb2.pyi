@@ -208,7 +208,7 @@ class Submit(_message.Message):
 
     @_builtins.property
     def cached_at(self) -> Global___CachedPrefix:
-        """to be had there, if more than long_prefill_tokens are uncached here"""
+        """without candidates: asked if more than long_prefill_tokens are uncached here"""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from models import tiny
-from tests.e2e.client import MODEL, Answer, client, complete
+from tests.e2e.client import MODEL, Answer, client, complete, complete_all
 from tests.e2e.cluster import START_S, Cluster
 
 pytestmark = pytest.mark.e2e
@@ -63,6 +63,25 @@ def test_streams_go_on_with_the_same_tokens_after_the_workers_died() -> None:
 
         assert [answer.token_ids for answer in asyncio.run(harmed())] == [answer.token_ids for answer in before]
         cluster.wait_until_idle()
+
+
+def test_a_crowded_workers_cache_is_fetched_by_another_one() -> None:
+    shared = [random.Random(9).randrange(5, 2000) for _ in range(3200)]
+    prompts = [shared + [5 + number] * 20 for number in range(40)]
+    with Cluster(
+        model=str(tiny.CHECKPOINT),
+        served_model_name=MODEL,
+        simulate=str(PROFILES / "h200-qwen3-8b.json"),
+        prefill=0,
+        combined=2,
+        kv_memory="4GiB",
+    ) as cluster:
+        (first,) = asyncio.run(complete_all(cluster.url, [shared], 1, max_tokens=1))
+        answers = asyncio.run(complete_all(cluster.url, prompts, len(prompts), max_tokens=200))
+        assert (first.cached_tokens, {answer.cached_tokens for answer in answers}) == (0, {3200})
+        cluster.wait_until_idle()
+        fills = [worker["load"]["fills"] for worker in cluster.state()["workers"]]
+        assert sorted(fills, key=str) == [{"prefix_completed": 1}, {"prefix_served": 1}]
 
 
 def is_busy(cluster: Cluster) -> bool:

@@ -36,6 +36,9 @@ INJECTIONS = (
     ("prefill", Point.PAGE, Action.FAIL),
     ("prefill", Point.PAGE, Action.DROP),
     ("prefill", Point.PAGE, Action.DELAY),
+    ("combined", Point.CONNECT, Action.FAIL),
+    ("combined", Point.PAGE, Action.FAIL),
+    ("combined", Point.PAGE, Action.DROP),
     ("combined", Point.LANDED, Action.FAIL),
     ("combined", Point.LANDED, Action.CORRUPT),
 )
@@ -58,6 +61,7 @@ class Soak:
         self.ended: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.memory: list[dict[str, int]] = []
+        self.fills: dict[str, int] = {}
 
     async def run(self, minutes: float) -> None:
         """Returns after that time.
@@ -79,9 +83,9 @@ class Soak:
                 task.cancel()
 
     def report(self) -> str:
-        """Requests by how they ended, faults, and MiB of those that were never killed."""
+        """Requests by how they ended, faults, and of those that were never killed MiB and what fills came to."""
         memory = {name: size >> 20 for name, size in self.memory[-1].items()} if self.memory else {}
-        return f"requests {dict(self.ended)}; {self.faults.total()} faults; MiB {memory}"
+        return f"requests {dict(self.ended)}; {self.faults.total()} faults; MiB {memory}; fills {self.fills}"
 
     def check_memory(self) -> None:
         """Raises AssertionError if a process has grown."""
@@ -149,6 +153,8 @@ class Soak:
                 await asyncio.sleep(0.1)
         await self._cluster.whole()
         await self._cluster.idle()
+        workers = (await self._cluster.state())["workers"]
+        self.fills = next(one["load"]["fills"] for one in workers if one["id"] == "combined-1")
         pids = {name: self._cluster.processes[name].pid for name in NEVER_KILLED}
         self.memory.append({name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()})
 
