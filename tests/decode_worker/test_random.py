@@ -35,10 +35,16 @@ async def test_any_mix_of_routes_aborts_and_failures(redis_url: str, seed: int) 
             running("combined", redis_url, load=fake_loader(num_pages=rng.randint(70, 200)), network=network)
         )
         router = await stack.enter_async_context(Client(decode))
-        views = [await stack.enter_async_context(Client(prefill)) for prefill in prefills[1:]]
+        source = await stack.enter_async_context(
+            running("combined", redis_url, load=fake_loader(num_pages=rng.randint(70, 200)), network=network)
+        )
+        views = [await stack.enter_async_context(Client(worker)) for worker in (*prefills[1:], source)]
+        await views[-1].done(*[await views[-1].submit(make_request(f"s{i}", prompt(300, i)), i) for i in range(3)])
+        hint = pb.CachedPrefix(worker_id=source.worker.id, address=source.address, blocks=18)
         requests = [_request(rng, number) for number in range(REQUESTS)]
         tasks = [
-            asyncio.create_task(_ask(rng, router, request, number, prefills)) for number, request in enumerate(requests)
+            asyncio.create_task(_ask(rng, router, request, number, prefills, hint))
+            for number, request in enumerate(requests)
         ]
         stopping = asyncio.create_task(_stop_later(rng, router, prefills[0]))
         passing = asyncio.create_task(_come_and_go(rng, decode, prefills))
@@ -55,11 +61,24 @@ def _request(rng: random.Random, number: int) -> Request:
     return make_request(f"r{number}", shared + own, seed=number, n=n, max_tokens=rng.choice([1, 2, 10, 60]))
 
 
-async def _ask(rng: random.Random, router: Client, request: Request, number: int, prefills: list[Running]) -> None:
+async def _ask(
+    rng: random.Random,
+    router: Client,
+    request: Request,
+    number: int,
+    prefills: list[Running],
+    hint: pb.CachedPrefix,
+) -> None:
     """Behaves like a router: places anew what was refused, with the tokens so far; or hangs up."""
     await asyncio.sleep(rng.random() * 0.5)
     candidates = [prefill.candidate for prefill in rng.sample(prefills, rng.randint(0, 3))]
-    answer = await router.submit(request, number, candidates=candidates, long_prefill_tokens=rng.choice([0, 32, 150]))
+    answer = await router.submit(
+        request,
+        number,
+        candidates=candidates,
+        long_prefill_tokens=rng.choice([0, 32, 150]),
+        cached_at=None if candidates else hint,
+    )
     if rng.random() < 0.3:
         await asyncio.sleep(rng.random() * 0.1)
         await router.abort(number, rng.sample(range(request.n), rng.randint(0, request.n)))
