@@ -98,13 +98,14 @@ async def test_a_hanging_engine_is_given_up_although_its_process_answers(redis_u
 
 async def test_a_fill_that_only_waits_for_its_turn_is_not_given_up(redis_url: str) -> None:
     """Deadlines measure progress: the queue moves on, so nobody in it is forgotten."""
-    requests = [make_request(f"r{i}", prompt(900, i), max_tokens=2) for i in range(6)]
-    async with pair(redis_url, fill_progress_s=1.5, decode={"num_pages": 70}) as p:
+    requests = [make_request(f"r{i}", prompt(900, i), max_tokens=2) for i in range(12)]
+    async with pair(redis_url, fill_progress_s=3.0, decode={"num_pages": 70}) as p:
+        p.prefill_gate.slow()  # the last one waits for longer than fills without progress may
         answers = [await p.submit(request, i) for i, request in enumerate(requests)]
         await p.router.done(*answers)
         for request, answer in zip(requests, answers, strict=True):
             assert_right(request, answer)
-        await eventually(lambda: p.router.load.fills["completed"] == 6)
+        await eventually(lambda: p.router.load.fills["completed"] == 12)
 
 
 async def test_a_full_queue_there_is_the_next_ones_turn(redis_url: str) -> None:
