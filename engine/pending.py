@@ -5,7 +5,7 @@ waits for it here. It is woken when the block was published, and when its filler
 last valid block by itself. A filler never waits, so nobody waits for somebody who waits.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 W = TypeVar("W", bound=Hashable)
@@ -51,21 +51,21 @@ class PendingBlocks(Generic[W]):
         if not self._waiters[block_hash]:
             del self._waiters[block_hash]
 
-    def published(self, block_hash: bytes) -> list[W]:
-        """The block can be found now. Returns who waited for it."""
-        self._filler.pop(block_hash, None)
-        woken = self._waiters.pop(block_hash, [])
+    def published(self, hashes: Iterable[bytes]) -> list[W]:
+        """The blocks can be found now. Returns who waited for them."""
+        woken: list[W] = []
+        for block_hash in hashes:
+            self._filler.pop(block_hash, None)
+            if block_hash in self._waiters:
+                woken += self._waiters.pop(block_hash)
         for waiter in woken:
             del self._waits_for[waiter]
         return woken
 
     def give_up(self, filler: Hashable) -> list[W]:
         """`filler` publishes no more. Returns who waited for its blocks."""
-        woken: list[W] = []
-        for block_hash in self._claims.pop(filler, ()):
-            if self._filler.get(block_hash) is filler:
-                woken += self.published(block_hash)
-        return woken
+        claims = self._claims.pop(filler, ())
+        return self.published([block_hash for block_hash in claims if self._filler.get(block_hash) is filler])
 
     def waiting(self) -> list[W]:
         """Who waits."""

@@ -22,7 +22,7 @@ free ones first, then from the least to the most recently used.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -66,9 +66,8 @@ class BlockPool:
     def take(self, count: int) -> list[int] | None:
         """Makes pages used by one holder, content undefined. None, and nothing changes, if there are too few."""
         pages = self._claim(count, Owner.USED)
-        if pages is not None:
-            for page in pages:
-                self._refcount[page] = 1
+        for page in pages or ():
+            self._refcount[page] = 1
         return pages
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
@@ -84,37 +83,43 @@ class BlockPool:
     def hold(self, pages: Iterable[int]) -> None:
         """Adds a holder to pages that are used or cached."""
         for page in pages:
-            if self._owner[page] == Owner.CACHED:
+            if self._refcount[page] == 0:
+                self._move([page], Owner.CACHED, Owner.USED)
                 del self._available[page]
-                self._give(page, Owner.USED)
-            elif self._owner[page] != Owner.USED:
-                raise AssertionError(f"page {page} is {Owner(self._owner[page]).name.lower()}, so it can't be held")
             self._refcount[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes a holder from pages in block order. The last blocks will be evicted first."""
+        refcount, hashes = self._refcount, self._hash
+        free: list[int] = []
+        cached: list[int] = []
         for page in reversed(pages):
-            count = self._refcount[page] - 1
+            refcount[page] = count = refcount[page] - 1
             if count < 0:
                 raise AssertionError(f"page {page} was released more often than held")
-            self._refcount[page] = count
             if count == 0:
-                if self._hash[page] is None:
-                    self._free(page)
-                else:
-                    self._give(page, Owner.CACHED)
-                    self._available[page] = None
+                (free if hashes[page] is None else cached).append(page)
+        self._free(free, Owner.USED)
+        self._move(cached, Owner.USED, Owner.CACHED)
+        self._available.update(dict.fromkeys(cached))
 
-    def publish(self, page: int, block_hash: bytes) -> bool:
-        """Makes a used page, whose content is complete, findable. False if another page has that block already."""
-        if self._owner[page] != Owner.USED or self._hash[page] is not None:
-            raise AssertionError(f"page {page} is not in use or holds another block")
-        if block_hash in self._page_of:
-            return False
-        self._page_of[block_hash] = page
-        self._hash[page] = block_hash
-        self._record(False, block_hash)
-        return True
+    def publish(self, pages: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        """Makes used pages, whose content is complete, findable; but not those whose block another page has already.
+
+        Returns:
+            How many of them are findable now.
+        """
+        refcount, hashes, page_of = self._refcount, self._hash, self._page_of
+        new = []
+        for page, block_hash in zip(pages, block_hashes, strict=True):
+            if refcount[page] == 0 or hashes[page] is not None:
+                raise AssertionError(f"page {page} is not in use or holds another block")
+            if block_hash not in page_of:
+                page_of[block_hash] = page
+                hashes[page] = block_hash
+                new.append(block_hash)
+        self._record(False, new)
+        return len(new)
 
     def is_cached(self, block_hash: bytes) -> bool:
         """Whether a block can be found."""
@@ -124,30 +129,23 @@ class BlockPool:
         """Sets pages aside for another worker to write. None, and nothing changes, if there are too few."""
         return self._claim(count, Owner.RESERVED)
 
-    def arrived(self, pages: Iterable[int]) -> None:
+    def arrived(self, pages: Collection[int]) -> None:
         """Reserved pages have their content: used by one holder."""
+        self._move(pages, Owner.RESERVED, Owner.USED)
         for page in pages:
-            self._leave(page, Owner.RESERVED)
-            self._give(page, Owner.USED)
             self._refcount[page] = 1
 
-    def free_reserved(self, pages: Iterable[int]) -> None:
+    def free_reserved(self, pages: Collection[int]) -> None:
         """Nothing will be written into these reserved pages any more."""
-        for page in pages:
-            self._leave(page, Owner.RESERVED)
-            self._free(page)
+        self._free(pages, Owner.RESERVED)
 
-    def quarantine(self, pages: Iterable[int]) -> None:
+    def quarantine(self, pages: Collection[int]) -> None:
         """A write into these reserved pages may still come."""
-        for page in pages:
-            self._leave(page, Owner.RESERVED)
-            self._give(page, Owner.QUARANTINED)
+        self._move(pages, Owner.RESERVED, Owner.QUARANTINED)
 
-    def end_quarantine(self, pages: Iterable[int]) -> None:
+    def end_quarantine(self, pages: Collection[int]) -> None:
         """No write into these quarantined pages can come any more."""
-        for page in pages:
-            self._leave(page, Owner.QUARANTINED)
-            self._free(page)
+        self._free(pages, Owner.QUARANTINED)
 
     def counts(self) -> PoolCounts:
         """Pages by owner state."""
@@ -185,34 +183,40 @@ class BlockPool:
     def _claim(self, count: int, owner: Owner) -> list[int] | None:
         if count > len(self._available):
             return None
-        pages = []
-        for _ in range(count):
-            page, _ = self._available.popitem(last=False)
-            block_hash = self._hash[page]
-            if block_hash is not None:
-                del self._page_of[block_hash]
-                self._hash[page] = None
-                self._record(True, block_hash)
-            self._give(page, owner)
-            pages.append(page)
+        pages = [self._available.popitem(last=False)[0] for _ in range(count)]
+        free = min(count, self._counts[Owner.FREE])  # they are the first ones
+        self._move(pages[:free], Owner.FREE, owner)
+        self._move(pages[free:], Owner.CACHED, owner)
+        evicted = []
+        for page in pages[free:]:
+            block_hash, self._hash[page] = self._hash[page], None
+            assert block_hash is not None, "a page is cached without a block"
+            del self._page_of[block_hash]
+            evicted.append(block_hash)
+        self._record(True, evicted)
         return pages
 
-    def _give(self, page: int, owner: Owner) -> None:
-        self._counts[self._owner[page]] -= 1
-        self._counts[owner] += 1
-        self._owner[page] = owner
+    def _move(self, pages: Collection[int], source: Owner, target: Owner) -> None:
+        """Gives pages to another owner, all at once because attributes of an Enum are slow."""
+        owner, before, after = self._owner, int(source), int(target)
+        for page in pages:
+            if owner[page] != before:
+                raise AssertionError(f"page {page} is {Owner(owner[page]).name.lower()}, not {source.name.lower()}")
+            owner[page] = after
+        self._counts[before] -= len(pages)
+        self._counts[after] += len(pages)
 
-    def _leave(self, page: int, owner: Owner) -> None:
-        if self._owner[page] != owner:
-            raise AssertionError(f"page {page} is {Owner(self._owner[page]).name.lower()}, not {owner.name.lower()}")
+    def _free(self, pages: Collection[int], source: Owner) -> None:
+        """These will be taken first, the last of them before the others."""
+        self._move(pages, source, Owner.FREE)
+        for page in pages:
+            self._available[page] = None
+            self._available.move_to_end(page, last=False)
 
-    def _free(self, page: int) -> None:
-        self._give(page, Owner.FREE)
-        self._available[page] = None
-        self._available.move_to_end(page, last=False)
-
-    def _record(self, removed: bool, block_hash: bytes) -> None:
+    def _record(self, removed: bool, block_hashes: list[bytes]) -> None:
+        if not block_hashes:
+            return
         if self._events and self._events[-1].removed == removed:
-            self._events[-1].hashes.append(block_hash)
+            self._events[-1].hashes += block_hashes
         else:
-            self._events.append(CacheEvent(removed, [block_hash]))
+            self._events.append(CacheEvent(removed, block_hashes))

@@ -238,20 +238,20 @@ class Scheduler:
 
     def publish(self, seq: Seq) -> None:
         """Makes the computed full blocks of a running sequence findable."""
-        pages = self.table.pages[seq.row]
-        for block in range(seq.num_published, seq.num_computed // BLOCK_SIZE):
-            if block == len(seq.hashes):
-                tokens = self.table.tokens[seq.row, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
-                seq.hashes += extend_hashes(seq.hashes[-1] if block else seq.request.hash_root, tokens)
-            self.pool.publish(int(pages[block]), seq.hashes[block])
-            self.wake(self.pending.published(seq.hashes[block]))
-        seq.num_published = seq.num_computed // BLOCK_SIZE
+        known, first, last = len(seq.hashes), seq.num_published, seq.num_computed // BLOCK_SIZE
+        if known < last:
+            tokens = self.table.tokens[seq.row, known * BLOCK_SIZE : last * BLOCK_SIZE]
+            seq.hashes += extend_hashes(seq.hashes[-1] if known else seq.request.hash_root, tokens)
+        hashes = seq.hashes[first:last]
+        self.pool.publish(self.table.pages[seq.row, first:last].tolist(), hashes)
+        self.wake(self.pending.published(hashes))
+        seq.num_published = last
 
     def publish_pages(self, pages: Sequence[int], hashes: Sequence[bytes], first: int) -> None:
         """Makes full blocks, from number `first` on, findable in pages that the caller holds."""
-        for block in range(first, len(pages)):
-            self.pool.publish(pages[block], hashes[block])
-            self.wake(self.pending.published(hashes[block]))
+        pages, hashes = pages[first:], hashes[first : len(pages)]
+        self.pool.publish(pages, hashes)
+        self.wake(self.pending.published(hashes))
 
     def start(self, seq: Seq, pages: list[int], num_computed: int, num_published: int) -> None:
         """Lets a sequence run in pages that it holds, and that have its first tokens and published blocks already."""

@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cpd.blocks import BLOCK_SIZE, HASH_BYTES, split_hashes
 from cpd.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
@@ -44,7 +42,7 @@ def request_from_wire(
         total < limits.max_model_len,
         f"{total} tokens leave no room for output: this worker's context is {limits.max_model_len} tokens",
     )
-    highest = int(np.asarray(token_ids, dtype=np.int64).max())
+    highest = max(token_ids)
     _require(highest < limits.vocab_size, f"token id {highest} is outside the vocabulary of {limits.vocab_size}")
     _require(len(message.hash_root) == HASH_BYTES, f"hash_root must have {HASH_BYTES} bytes")
     _require(

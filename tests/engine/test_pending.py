@@ -26,10 +26,10 @@ def test_publishing_wakes_those_who_wait_for_that_block() -> None:
     pending.claim("filler", [A, B])
     for waiter, block_hash in (("x", A), ("y", B), ("z", B)):
         pending.wait(waiter, block_hash)
-    assert pending.published(A) == ["x"]
+    assert pending.published([A]) == ["x"]
     assert pending.waiting() == ["y", "z"]
-    assert pending.published(B) == ["y", "z"]
-    assert pending.published(C) == []
+    assert pending.published([B]) == ["y", "z"]
+    assert pending.published([C]) == []
     pending.check_integrity()
 
 
@@ -48,7 +48,7 @@ def test_giving_up_wakes_all_who_wait_for_the_filler() -> None:
 def test_giving_up_leaves_what_another_one_claimed_since() -> None:
     pending = PendingBlocks[str]()
     pending.claim("first", [A])
-    pending.published(A)
+    pending.published([A])
     pending.claim("second", [A])  # it was evicted meanwhile
     assert pending.give_up("first") == []
     assert pending.fillers() == {A: "second"}
@@ -61,4 +61,4 @@ def test_who_stops_waiting_is_not_woken() -> None:
     pending.wait("y", A)
     pending.stop_waiting("x")
     pending.check_integrity()
-    assert pending.published(A) == ["y"]
+    assert pending.published([A]) == ["y"]

@@ -19,8 +19,7 @@ def published(pool: BlockPool, *numbers: int) -> list[int]:
     """Cached pages with these blocks, the first one to be evicted last."""
     pages = pool.take(len(numbers))
     assert pages is not None
-    for page, number in zip(pages, numbers, strict=True):
-        assert pool.publish(page, block(number))
+    assert pool.publish(pages, [block(number) for number in numbers]) == len(numbers)
     pool.release(pages)
     return pages
 
@@ -69,8 +68,7 @@ def test_a_block_is_published_once() -> None:
     pool = BlockPool(PAGES)
     pages = pool.take(2)
     assert pages is not None
-    assert pool.publish(pages[0], block(1))
-    assert not pool.publish(pages[1], block(1))
+    assert pool.publish(pages, [block(1), block(1)]) == 1
     pool.release(pages)
     assert pool.counts() == PoolCounts(PAGES - 1, 1, 0, 0, 0)
     assert pool.find([block(1)]) == [pages[0]]
@@ -95,7 +93,7 @@ def test_reserving_evicts_and_arrived_pages_are_used() -> None:
     assert pool.counts() == PoolCounts(0, 4, 0, 2, 0)
     pool.arrived(pages)
     assert pool.counts() == PoolCounts(0, 4, 2, 0, 0)
-    assert pool.publish(pages[0], block(7))
+    assert pool.publish(pages[:1], [block(7)]) == 1
 
 
 def test_quarantined_pages_come_back_only_at_its_end() -> None:
@@ -113,10 +111,10 @@ def test_misuse_is_an_error() -> None:
     pool = BlockPool(PAGES)
     (page,) = pool.take(1) or []
     (other,) = pool.reserve(1) or []
-    pool.publish(page, block(1))
+    pool.publish([page], [block(1)])
     for wrong in (
-        lambda: pool.publish(page, block(2)),
-        lambda: pool.publish(other, block(2)),
+        lambda: pool.publish([page], [block(2)]),
+        lambda: pool.publish([other], [block(2)]),
         lambda: pool.hold([other]),
         lambda: pool.release([other]),
         lambda: pool.arrived([page]),
@@ -194,7 +192,7 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject, number: int) -> None:
         page = data.draw(st.sampled_from(sorted(self.holders.keys() - self.blocks.keys())))
         new = block(number) not in self.blocks.values()
-        assert self.pool.publish(page, block(number)) == new
+        assert self.pool.publish([page], [block(number)]) == int(new)
         if new:
             self.blocks[page] = block(number)
 
