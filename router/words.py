@@ -1,8 +1,8 @@
 """The tokens of texts word by word, remembered: most words of a text were in another one before.
 
 Byte-level BPE first splits a text by a regular expression, and merges nothing across. The ones that models use have in
-common that a letter and a space are never in one piece in this order. So a text can be cut before every space that
-stands between two letters, and the tokens of the parts are the tokens of the whole.
+common that what is no whitespace and a space after it are never in one piece. So a text can be cut before every space
+between two characters that are none, and the tokens of the parts are the tokens of the whole.
 """
 
 import re
@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-_CUT = re.compile(" (?<=[A-Za-z] )(?=[A-Za-z])")
+_CUT = re.compile(r" (?<=\S )(?=\S)")
 """The space at its beginning makes the search fast."""
 
 _MOST_WORDS = 1 << 16
@@ -48,23 +48,32 @@ class Words:
 
     async def encode(self, text: str) -> list[int]:
         """Tokens of `text`."""
-        first, *words = _CUT.split(text)  # the words lost the space before them
         known = self._known
+        first, *words = text.split(" ")  # much faster than `_CUT.split`, and mostly the same
+        if first and not first[-1].isspace():
+            try:
+                tokens = list(map(known.__getitem__, words))
+            except KeyError:
+                pass
+            else:
+                (beginning,) = await self._encode([first])
+                return [*beginning, *chain.from_iterable(tokens)]
+        first, *words = _CUT.split(text)  # the words lost the space before them
         missing = list(set(words) - known.keys())
         beginning, *encoded = await self._encode([first, *(f" {word}" for word in missing)])
         new = dict(zip(missing, map(tuple, encoded), strict=True))
         if len(known) + len(new) > _MOST_WORDS:
             self._known = {}  # nobody who is still waiting for words loses some: they have the old one
-        known.update({word: tokens for word, tokens in new.items() if len(word) <= _MOST_CHARS})
-        tokens = [known.get(word) or new[word] for word in words]
-        return [*beginning, *chain.from_iterable(tokens)]
+        # the last one may end with whitespace, after which there would be no cut
+        known.update({word: ids for word, ids in new.items() if len(word) <= _MOST_CHARS and not word[-1].isspace()})
+        return [*beginning, *chain.from_iterable(known.get(word) or new[word] for word in words)]
 
 
 def is_cut_at_spaces(backend: Backend) -> bool:
     """Whether the tokens of a text are those of its words, for certain."""
     if not isinstance(backend.model, BPE) or backend.model.dropout:
         return False
-    if any(map(_takes_words, backend.get_added_tokens_decoder().values())):
+    if any(map(_takes_spaces, backend.get_added_tokens_decoder().values())):
         return False
     normalizer, splitter = _state(backend.normalizer), _state(backend.pre_tokenizer)
     if normalizer is not None and normalizer["type"] != "NFC":
@@ -86,12 +95,9 @@ def is_cut_at_spaces(backend: Backend) -> bool:
     return False
 
 
-def _takes_words(token: AddedToken) -> bool:
+def _takes_spaces(token: AddedToken) -> bool:
     """Whether a cut may go through an added token, or change whether it is one, or take a space from it."""
-    ends = token.content[:1] + token.content[-1:]
-    return (
-        token.single_word or any(char.isascii() and char.isalpha() for char in ends) or bool(_CUT.search(token.content))
-    )
+    return token.single_word or token.lstrip or token.rstrip or " " in token.content
 
 
 def _state(component: Any) -> Any:

@@ -30,6 +30,10 @@ PARTS = [
     "\n",
     "\r\n",
     "\t",
+    "\x1c",
+    "\u00a0",
+    "\u3000",
+    "\u0301",
     ".",
     ",",
     "1",
@@ -69,6 +73,7 @@ def _words(backend: Tokenizer) -> Words:
 @pytest.mark.parametrize("splitter", SPLITTERS, ids=["gpt-2", "digits", "qwen or llama", "llama or qwen"])
 def test_the_tokens_are_those_of_the_whole(splitter: pre_tokenizers.PreTokenizer) -> None:
     backend = _backend(splitter)
+    backend.add_tokens(["the<", "\n-"])
     assert is_cut_at_spaces(backend)
     words = _words(backend)
 
@@ -134,8 +139,17 @@ def test_other_tokenizers_take_texts_whole(change: dict[str, object]) -> None:
     assert not is_cut_at_spaces(Tokenizer.from_str(json.dumps(described)))
 
 
-@pytest.mark.parametrize("token", ["to be", "word", "x>", AddedToken("<x>", single_word=True)])
-def test_added_tokens_that_are_like_words_prevent_it(token: str | AddedToken) -> None:
+@pytest.mark.parametrize(
+    "token",
+    [
+        "to be",
+        "  ",
+        AddedToken("<x>", single_word=True),
+        AddedToken("<x>", lstrip=True),
+        AddedToken("<x>", rstrip=True),
+    ],
+)
+def test_added_tokens_that_may_take_spaces_prevent_it(token: str | AddedToken) -> None:
     backend = _backend(GPT2)
     backend.add_tokens([token])
     assert not is_cut_at_spaces(backend)
