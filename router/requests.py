@@ -27,6 +27,7 @@ from router.legs import Leg, Request, Route
 from router.metrics import Metrics
 from router.policy import Placement, PolicySettings, Prompt, place
 from router.sessions import ProtocolError, Session
+from router.turns import Turns
 from router.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._legs: dict[int, Leg] = {}
         self._parked: set[Leg] = set()
+        self._turns = Turns(self._output)
 
     # ---- for consumers ----
 
@@ -101,25 +103,17 @@ class Dispatcher:
             self._place_part_again(leg, RETRY_S)
 
     def step(self, session: Session, step: pb.StepOutput) -> None:
-        """Hands on the tokens of one engine step."""
+        """Hands on the tokens of one engine step: first ones now, others when it is their turn."""
         for output in step.outputs:
             leg = self._legs.get(output.request)
-            if leg is None or leg.session is not session or leg.attempt != output.attempt:
-                continue  # stopped, cancelled or replayed meanwhile
-            if output.choice not in leg.choices:
-                if output.choice < leg.request.n:
-                    continue
-                raise ProtocolError(f"choice {output.choice} of a request that has {leg.request.n}")
-            try:
-                self._hand_on(leg, session, output)
-            except ProtocolError:
-                raise
-            except Exception:
-                log.exception("request %s: its output could not be handled", leg.request.trace_id)
-                self._fail(leg.request, failed("The output could not be processed."))
+            if leg is not None and leg.request.started:
+                self._turns.wait((session, output), len(output.token_ids))
+            else:
+                self._output((session, output))
 
     def refusal(self, session: Session, refusal: pb.Refusal) -> None:
         """A worker gives a request back."""
+        self._turns.finish()
         leg = self._legs.get(refusal.request)
         if leg is None or leg.session is not session or leg.attempt != refusal.attempt:
             return
@@ -146,6 +140,7 @@ class Dispatcher:
 
     def lost(self, session: Session) -> None:
         """A session ended: what ran there is replayed elsewhere."""
+        self._turns.finish()
         for leg in [leg for leg in self._legs.values() if leg.session is session]:
             if leg.id not in self._legs:
                 continue  # its request failed with another leg
@@ -160,6 +155,22 @@ class Dispatcher:
             self._place_again(leg, RETRY_S)
 
     # ---- inside ----
+
+    def _output(self, sent: tuple[Session, pb.Output]) -> None:
+        session, output = sent
+        leg = self._legs.get(output.request)
+        if leg is None or leg.session is not session or leg.attempt != output.attempt or session.broken_off:
+            return  # stopped, cancelled or replayed meanwhile
+        try:
+            if output.choice in leg.choices:
+                self._hand_on(leg, session, output)
+            elif output.choice >= leg.request.n:
+                raise ProtocolError(f"choice {output.choice} of a request that has {leg.request.n}")
+        except ProtocolError as error:
+            session.break_off(error)
+        except Exception:
+            log.exception("request %s: its output could not be handled", leg.request.trace_id)
+            self._fail(leg.request, failed("The output could not be processed."))
 
     def _hand_on(self, leg: Leg, session: Session, output: pb.Output) -> None:
         _check(leg, session, output)

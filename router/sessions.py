@@ -127,6 +127,7 @@ class Session:
         self._settled = False
         self._heard_at = 0.0
         self._wire: Wire | None = None
+        self._fault: ProtocolError | None = None
 
     @property
     def id(self) -> str:
@@ -170,6 +171,17 @@ class Session:
         """Ends a request, or some of its choices."""
         self._send(pb.RouterMessage(abort=abort))
 
+    @property
+    def broken_off(self) -> bool:
+        """Nothing that the worker sent may be used any more."""
+        return self._fault is not None
+
+    def break_off(self, fault: ProtocolError) -> None:
+        """What the worker sent was found to be wrong."""
+        self._fault = fault
+        if self._wire is not None:
+            self._wire.abort()
+
     async def run(self, listener: Listener) -> None:
         """Keeps the session up until cancelled."""
         pause_s = FIRST_PAUSE_S
@@ -211,7 +223,7 @@ class Session:
 
     def _disconnected(self, listener: Listener, reason: str, state: State) -> None:
         connected = self.connected
-        self.hello, self.load, self.reason, self._state = None, pb.Load(), reason, state
+        self.reason, self._state = reason, state
         self._next_event = None
         self._wire = None
         self._index.forget(self.id)
@@ -220,12 +232,13 @@ class Session:
                 listener.lost(self)
             except Exception:  # one request's trouble must not end the session with this worker for good
                 log.exception("what ran on worker %s could not be placed anew", self.id)
-        self.view = None
+        self.hello, self.load, self.view = None, pb.Load(), None
 
     async def _connect(self, listener: Listener) -> None:
         """One stream, from its opening to its end."""
         if self._state != "refused":  # which it stays until the worker is heard
             self._state = "connecting"
+        self._fault = None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -240,9 +253,11 @@ class Session:
             self.reason, self._settled, self._heard_at = "", True, loop.time()
             log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.session)
             listener.ready(self)
-            while (message := await wire.receive()) is not None:
+            while not self.broken_off and (message := await wire.receive()) is not None:
                 self._heard_at = loop.time()
                 await self._handle(message, listener)
+            if self._fault is not None:
+                raise self._fault
         finally:
             wire.abort()
 
