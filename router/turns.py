@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-TURN_TOKENS = 32
-"""Handed on in a turn, about: in a millisecond at most."""
+TURN_TOKENS = 16
+"""Handed on in a turn, about: in half a millisecond."""
 
 MOST_TOKENS = 8192
 """More than these don't wait, so that workers notice a router that is too slow."""

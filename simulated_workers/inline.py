@@ -23,8 +23,8 @@ LATE_S = 2e-3
 """The event loop's timers may be late by this much. What follows begins when it should have: delays don't add up."""
 
 BURST_S = 1e-3
-"""Steps that take no time follow each other for so long before the event loop's other work has its turn. The first one
-after a pause is alone: what it brings shall not wait."""
+"""Steps that take no time follow each other for so long before the event loop's other work has its turn. After one that
+brings first tokens it has: they shall not wait for the tokens after them."""
 
 MOST_AT_ONCE = 256
 """Steps made together: a client that is gone, or the next request, waits no longer."""
@@ -77,15 +77,15 @@ class InlineEngine(EngineBridge):
         if not self._passing:
             self._passing = True
             self._due_s = self._loop.time()
-            self._then(self._loop.call_soon(self._run, 0.0))
+            self._then(self._loop.call_soon(self._run))
 
-    def _run(self, burst_s: float = BURST_S) -> None:
+    def _run(self) -> None:
         """Makes passes until one takes its time, or there is nothing to do, or it is other work's turn."""
         engine = self._engine
         assert engine is not None
         now = turn_s = self._loop.time()
         try:
-            while now - turn_s <= burst_s:
+            while now - turn_s <= BURST_S:
                 output = self._begin_pass(engine, now)
                 if self._due_s > now:
                     self._then(self._loop.call_at(self._due_s, self._finish, engine, output))
@@ -94,6 +94,8 @@ class InlineEngine(EngineBridge):
                 if not (self._commands or engine.has_work):
                     self._rest(engine)
                     return
+                if output is not None and any(one.cached_tokens is not None for one in output.outputs):
+                    break
                 now = self._loop.time()
         except Exception as error:
             self._failed(error)
