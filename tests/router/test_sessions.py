@@ -222,6 +222,21 @@ class TestNonsense:
         assert len(bad.submits) == 1
         assert await _refused(router, "bad", reason)
 
+    async def test_in_a_later_output_isolates_the_worker_and_what_it_sends_after_that_does_not_count(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        async def lies(submit: pb.Submit) -> AsyncIterator[Answer]:
+            for token_id in (5, 512, 6):
+                yield pb.Output(token_ids=[token_id])
+
+        bad = await start_worker(lies, worker_id="bad", cached=_short(*range(4)))
+        good = await start_worker(says("fox"), worker_id="good")
+        router = await start_router(bad, good)
+        assert await _complete(router) == "bad"  # it made the first token
+        assert await _refused(router, "bad", "token id 512, but its vocabulary has 512")
+        (submit,) = good.submits
+        assert list(submit.token_ids[submit.prompt_len :]) == [5]
+
     async def test_a_message_beyond_all_measure_isolates_the_worker(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
     ) -> None:
