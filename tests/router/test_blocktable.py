@@ -1,14 +1,26 @@
 """The table behaves like a dict."""
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router import blocktable
 from router.blocktable import BlockTable, Hashes
 
 # few low bits, so that buckets overflow; with 0, which is also what an empty slot holds
 keys = st.one_of(st.integers(0, 40), st.integers(0, 40).map(lambda key: key << 48), st.integers(0, 2**64 - 1))
 batches = st.lists(st.tuples(st.lists(keys, max_size=60), st.integers(0, 3)), max_size=30)
+
+
+@pytest.fixture(params=["each", "together"], autouse=True, scope="module")
+def how(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By which way all updates are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocktable, "_TOGETHER", 1 if request.param == "together" else 1 << 30)
+        yield
 
 
 def _hashes(*values: int) -> Hashes:
