@@ -6,6 +6,7 @@ nursery.py     starts processes quickly
 network.py     machines that are none: links can be cut
 cluster.py     a cluster of processes on such machines
 matrix.py      what happens to whom, and when
+fetches.py     the same while a decode worker has a prefix from another one's cache
 soak.py        the same at random, under load
 worker.py      a worker process with such points, told over a socket what is to happen
 """

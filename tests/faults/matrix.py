@@ -97,13 +97,13 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
         AssertionError: Not as it should.
     """
     seed = random.randrange(1 << 30)  # a prompt that was here before is cached, and takes another route
-    await _release(cluster)
+    await release(cluster)
     prompt, *others = oracle.prompts([PROMPT_TOKENS, *OTHERS], seed)
     async with client(cluster.urls["router-0"]) as http, client(cluster.urls["router-1"]) as other_http:
         request, victims = await _held(cluster, http, prompt, phase)
         heal = await begin(cluster, subject, fault, victims)
         try:
-            await _release(cluster)
+            await release(cluster)
             alone = subject is Subject.NETWORK and fault in (Fault.KILLED, Fault.STOPPED)
             if not alone:
                 await _serve_others(oracle, other_http, others)
@@ -112,7 +112,7 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
                 assert request.done(), f"the request has not ended within {DEADLINE_S:g} s"
         finally:
             await heal()
-        await _release(cluster)
+        await release(cluster)
         await asyncio.wait([request], timeout=DEADLINE_S)
         assert request.done(), f"the request has not ended within {DEADLINE_S:g} s of the end of the fault"
         ended = _judge(oracle, prompt, request)
@@ -123,15 +123,15 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
     return ended
 
 
-async def _release(cluster: FaultCluster) -> None:
-    """Those that can hear it go on; who can't will be told again."""
+async def release(cluster: FaultCluster) -> None:
+    """Takes all orders back. Those that can hear it go on; who can't is to be told again."""
 
-    async def release(worker: str) -> None:
+    async def tell(worker: str) -> None:
         with suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(1):
                 await cluster.release(worker)
 
-    await asyncio.gather(*(release(worker) for worker in cluster.workers))
+    await asyncio.gather(*(tell(worker) for worker in cluster.workers))
 
 
 async def _held(

@@ -1,4 +1,5 @@
-"""{prefill worker, decode worker, router, Redis, network} x {what happens} x {when}, with real processes.
+"""{prefill worker, decode worker, router, Redis, network} x {what happens} x {when}, with real processes; and the same
+of fetches from another decode worker's cache.
 
 A few cells run always; `pytest -m faults tests/faults` (or `make faults`) runs all of them in about a quarter of an
 hour. Only a router takes its requests with it.
@@ -13,6 +14,7 @@ import pytest_asyncio
 from tests.conftest import MakeCheckpoint
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import FaultCluster
+from tests.faults.fetches import FetchPhase, Side, run_fetch_cell
 from tests.faults.matrix import Fault, Phase, Subject, run_cell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
@@ -25,6 +27,8 @@ ALWAYS = [
     (Subject.NETWORK, Fault.CUT_OFF, Phase.DURING_PUSH),
 ]
 """At least one for each subject but the router, which tests/e2e kills."""
+
+FETCHED_ALWAYS = (Side.SOURCE, Fault.KILLED, FetchPhase.DURING_PUSH)
 
 CELLS = [
     pytest.param(
@@ -41,6 +45,16 @@ CELLS = [
     )
 ]
 """With nixl, where it matters how pages move."""
+
+FETCH_CELLS = [
+    pytest.param(
+        "ucx",
+        *cell,
+        id="-".join(["ucx-fetch", *(part.value for part in cell)]),
+        marks=() if cell == FETCHED_ALWAYS else pytest.mark.faults,
+    )
+    for cell in product(Side, Fault, FetchPhase)
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +81,16 @@ async def test_every_request_ends_right_and_nothing_is_left(
         raise
     if subject is not Subject.ROUTER:  # with whom the connection goes
         assert ended == "right"
+
+
+@pytest.mark.parametrize(("transport", "side", "fault", "phase"), FETCH_CELLS, scope="module")
+async def test_a_fetch_ends_right_and_nothing_is_left(
+    transport: str, cluster: FaultCluster, oracle: Oracle, side: Side, fault: Fault, phase: FetchPhase
+) -> None:
+    if cluster.network is None and fault is Fault.CUT_OFF:
+        pytest.skip("cutting links takes root: network namespaces")
+    try:
+        await run_fetch_cell(cluster, oracle, side, fault, phase)
+    except BaseException:
+        cluster.print_logs()
+        raise
