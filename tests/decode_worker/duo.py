@@ -43,6 +43,12 @@ class Side:
         assert isinstance(service, DecodeService)
         return [fill.state for fill in service._fills]
 
+    def has(self, number: int) -> bool:
+        """Whether it knows the request, and somebody waits for it."""
+        service = self.worker.worker._service
+        assert isinstance(service, DecodeService)
+        return any(key[1] == number for key in service._live)
+
     async def serve(self, request: Request, number: int) -> None:
         """Has it answer a request by itself; it has the prompt in its cache then."""
         await self.router.done(await self.router.submit(request, number))
