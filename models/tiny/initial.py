@@ -5,13 +5,16 @@ token as it is embedded, and room.
 
 - Layer 0: head h attends to the token h + 1 places back (by the fast rotary frequencies, of a constant query and key)
   and writes its code to slot h + 1.
-- Layer 1: one head attends four places back and copies slots 1 to 4 of there to slots 5 to 8.
+- Layer 1: the first head attends four places back and copies slots 1 to 4 of there to slots 5 to 8. The last one finds
+  where the last three tokens stood before, as layer 2 does, and writes what followed to the room: so a count finds the
+  number to end at, which eight tokens don't tell from those just counted.
 - Layer 2: a query of the last eight tokens' codes finds the place before which the same tokens stand (by the slow
   rotary frequencies, which hardly turn over the whole context), and copies the token there: induction.
 - The other heads, in layers 1 and 3, prefer what stands a short while ago, such as the question.
 
-Training would spoil the first three before it had learnt anything, so what finds a place stays as it is: the codes, the
-queries and keys of these heads, and the constant and the slots, to which nothing else writes. The rest is trained.
+Training would spoil the first three layers before it had learnt anything, so what finds a place stays as it is: the
+codes, the queries and keys of these heads, and the constant and the slots, to which nothing else writes. The rest is
+trained.
 """
 
 import torch
@@ -41,6 +44,9 @@ QUERY_WEIGHTS = (0.8, 1.0, 1.0, 1.0, 0.4, 0.2, 0.1, 0.0), (0.8, 1.0, 1.0, 1.0, 0
 
 NEAR_WEIGHTS = (1.0, 0.3, 0.2), (1.0, 0.6, 0.4)
 """The same for the two heads that look for the last tokens nearby, whose keys have equal weights."""
+
+AGAIN_WEIGHTS = (1.0, 0.8, 0.5)
+"""The same for the head that finds them however far away they are."""
 
 NEARNESS = 0.4
 """How much a short distance counts, against what the tokens are."""
@@ -76,6 +82,7 @@ def initialise(network: Network, seed: int) -> dict[str, Tensor]:
     _look_further(layers[1], shape)
     _match(layers[2], shape)
     _stay_near(layers[1], shape, 1, LOCAL_GAIN)
+    _find_again(layers[1], shape)
     for kv_head in range(shape.num_key_value_heads):
         _stay_near(layers[3], shape, kv_head, NEAR_GAIN)
     _restate(layers[3], shape, 1)
@@ -84,6 +91,8 @@ def initialise(network: Network, seed: int) -> dict[str, Tensor]:
             weights.zero_()
         if name.startswith("layers.1.self_attn") and "o_proj" not in name:
             weights[: shape.head_dim] = 0
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weights[-shape.head_dim :] = 0
         if name.startswith(("layers.2.self_attn.q", "layers.2.self_attn.k")):
             weights.zero_()
     return trained
@@ -178,6 +187,21 @@ def _restate(attention: Attention, shape: Shape, kv_head: int) -> None:
         weighted = code * torch.tensor(weights).repeat_interleave(CODE)
         attention.q_proj.weight[head * size + slow, _slots(0, len(weights) - 1)] = weighted
         attention.o_proj.weight[TOKEN, head * size : (head + 1) * size] = 0.5 * view.T
+
+
+def _find_again(attention: Attention, shape: Shape) -> None:
+    """Lets the last head find where the last tokens stood before, and write what followed to the room."""
+    size = shape.head_dim
+    slow = _slow(shape)
+    weights = torch.tensor(AGAIN_WEIGHTS).repeat_interleave(CODE)
+    code = _orthogonal(len(slow), len(weights))
+    query = attention.q_proj.weight[-size:]
+    query.zero_()
+    query[slow, _slots(0, len(AGAIN_WEIGHTS) - 1)] = code * weights
+    attention.k_proj.weight[-size:][slow, _slots(1, len(AGAIN_WEIGHTS))] = code
+    attention.v_proj.weight[-size:, TOKEN] = _orthogonal(size, TOKEN.stop - TOKEN.start)
+    room = shape.hidden_size - TOKEN.stop
+    attention.o_proj.weight[TOKEN.stop :, -size:] = 0.5 * _orthogonal(room, size)
 
 
 def _slow(shape: Shape) -> Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -30,7 +31,7 @@ from models.tiny.network import Network, Shape, config_of
 from models.tiny.tokenizer import token_id, tokenizer_config, train_tokenizer
 
 SEED = 0
-STEPS = 1900
+STEPS = 1850
 TOKENS = 4096
 """Of one step, of recall and of small talk each."""
 
@@ -42,8 +43,14 @@ LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 40
 OTHERS_SCORED = 0.1
 """Part of the tokens outside answers whose loss is computed, to save time."""
 
-LATE_STEPS = 300
-"""So many at the end see more of those requests that are still often wrong."""
+LATE = 1225
+"""From this step on, batches have more of those requests that are still often wrong."""
+
+RATE_STEPS, RATES = (510, LATE, STEPS), (1.0, 0.4, 0.0)
+"""What part of its peak the learning rate is at some steps, with straight lines between them."""
+
+TURN_LENGTHS = (64, 256)
+"""Of sequences of requests, in turn: many short dialogues, and room for the end of a long answer."""
 
 SAVE_EVERY = 25
 
@@ -73,17 +80,16 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
         task = bar.add_task("training", total=steps, completed=first, note="")
         for step in range(first, steps):
             started = time.perf_counter()
-            rate = _rate(step, steps)
+            rate = _rate(step)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
             length = _length(step)
-            turns = 64 if step % 2 else 192
+            turns = TURN_LENGTHS[step % 2]
             # on its core there is time for more while recall is long
             talk = TOKENS * (2 if length == LENGTHS[-1] else 1)
-            late = steps - step <= LATE_STEPS
             recalling = pool.submit(_learn, network, partial(sampler.recall, step, TOKENS, length), step)
-            talking = pool.submit(_learn, replica, partial(sampler.small_talk, step, talk, turns, late), step)
+            talking = pool.submit(_learn, replica, partial(sampler.small_talk, step, talk, turns, step >= LATE), step)
             recalled, talked = recalling.result(), talking.result()
             for (name, parameter), copy in zip(network.named_parameters(), replica.parameters(), strict=True):
                 assert parameter.grad is not None
@@ -172,12 +178,9 @@ def _optimizers(network: Network) -> list[torch.optim.Optimizer]:
     ]
 
 
-def _rate(step: int, steps: int) -> float:
-    """The learning rate: a linear rise, a plateau, and a fall that slows down; late, a new one from 0.4 to nothing."""
-    if steps - step <= LATE_STEPS:
-        return LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, 0.4 * (steps - step) / LATE_STEPS)
-    steep, flat = (steps - 300 - step) / 500, (steps - 50 - step) / 857
-    return LEARNING_RATE * min(1, (step + 1) / WARM_UP_STEPS, max(steep, flat))
+def _rate(step: int) -> float:
+    """The learning rate, which rises linearly at first."""
+    return LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, float(np.interp(step, RATE_STEPS, RATES)))
 
 
 def _length(step: int) -> int:
@@ -220,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT, help="where to write the model")
     parser.add_argument("--state", type=Path, default=Path("train-tiny"), help="what training can go on from")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="how many to do in all")
     arguments = parser.parse_args()
     train(arguments.state, arguments.checkpoint, arguments.steps)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 LONG = 256
 CASES = 20
 SHORT_RIGHT, LONG_RIGHT = 19, 18
-"""So many must be right: of fresh cases the model gets 100 % and 99 %."""
+"""So many must be right: of fresh cases the model gets 99 % and more."""
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from tokenizers import Tokenizer
 from models.tiny import CHECKPOINT
 from models.tiny import train as training
 from models.tiny.batches import Sampler
+from models.tiny.data.dialogue import request
+from models.tiny.data.requests import KINDS
 from models.tiny.initial import initialise
 from models.tiny.make import TURN_END
 from models.tiny.network import Network, Shape
+from models.tiny.tokenizer import prompt
 from tests.checkpoints import load_oracle
 
 
@@ -47,6 +51,13 @@ def test_a_sequence_is_what_serving_makes_of_its_text(tokenizer: Tokenizer) -> N
     assert tokenizer.encode(tokenizer.decode(whole_turns, skip_special_tokens=False)).ids == whole_turns
 
 
+def test_sequences_of_requests_have_room_for_the_longest_answer(tokenizer: Tokenizer) -> None:
+    for kind in KINDS:
+        messages = [request(Random(seed), kind)[1] for seed in range(40)]
+        longest = max(len(tokenizer.encode(prompt(two[:1]) + two[-1]["content"]).ids) for two in messages)
+        assert longest < max(training.TURN_LENGTHS) / 1.5, kind.name
+
+
 @pytest.mark.parametrize("length", [256, 4096])
 @torch.no_grad()
 def test_initial_weights_copy_what_came_before(length: int) -> None:
@@ -57,6 +68,29 @@ def test_initial_weights_copy_what_came_before(length: int) -> None:
     guessed = network.logits(network(tokens[None])[0, :-1]).argmax(-1)
     second = slice(length // 2 + 8, None)
     assert (guessed[second] == tokens[1:][second]).float().mean() > 0.8
+
+
+@torch.no_grad()
+def test_initial_weights_find_a_number_among_those_just_counted() -> None:
+    network = Network(Shape(vocab_size=1000))
+    initialise(network, 0)
+    space, comma, *digits = range(10, 22)
+    count = [token for number in range(10, 30) for token in (comma, space, digits[number // 10], digits[number % 10])]
+
+    def found(after_27: int) -> torch.Tensor:
+        """What the first two layers make of each token of a count, asked to count to 27."""
+        tokens = torch.tensor([[300, 301, space, digits[2], digits[7], after_27, 302, *count]])
+        cos, sin = (network.get_buffer(name)[: tokens.shape[1]] for name in ("cos", "sin"))
+        hidden = network.embed_tokens(tokens)
+        for layer in network.decoder()[:2]:
+            hidden = layer(hidden, cos, sin)
+        result: torch.Tensor = hidden[0, -len(count) :]
+        return result
+
+    changed = (found(400) - found(401)).norm(dim=-1)[7::4]
+    largest = changed.topk(2)
+    assert largest.indices[0] == 27 - 11
+    assert largest.values[0] > 2 * largest.values[1]
 
 
 @torch.no_grad()
@@ -85,6 +119,8 @@ def test_training_leaves_what_finds_a_place_as_it_is(
         changed = weights[name] != before
         assert not (changed & (trained[name.removeprefix("model.")] == 0)).any(), name
     assert (trained["layers.2.self_attn.q_proj.weight"] == 0).all()
+    size = network.shape.head_dim
+    assert (trained["layers.1.self_attn.q_proj.weight"][-size:] == 0).all()
     assert (trained["layers.3.self_attn.q_proj.weight"] == 1).all()
 
 

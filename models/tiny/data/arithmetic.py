@@ -23,12 +23,10 @@ def total(a: int, b: int) -> str:
 def difference(a: int, b: int) -> str:
     """The answer to a - b, of numbers below 1,000."""
     larger, smaller = max(a, b), min(a, b)
-    steps, borrowed = [], 0
+    steps, borrowed = [f"{b} is larger."] if a < b else [], False
     for name, (x, y) in zip(COLUMNS, zip_longest(_digits(larger), _digits(smaller), fillvalue=0), strict=False):
-        top = x - borrowed
-        borrowed = int(top < y)
-        top += 10 * borrowed
-        steps.append(f"{name}: {top} - {y} = {top - y}.")
-    if a < b:
-        steps.insert(0, f"{b} is larger.")
+        result = x - y - borrowed
+        term = f"{x} - {y}{' - 1' if borrowed else ''}"
+        borrowed = result < 0
+        steps.append(f"{name}: {term}{' + 10' if borrowed else ''} = {result % 10}.")
     return f"{' '.join(steps)} So {a} - {b} = {a - b}."

@@ -97,13 +97,14 @@ def _spell(rng: Random) -> Exchange:
 def _first_letter(rng: Random) -> Exchange:
     word = _any_word(rng)
     return _phrase(rng, "What is the first letter of {w}?", "Which letter does {w} start with?",
-                   "What letter does the word {w} begin with?",
+                   "What letter does the word {w} begin with?", 'What is the first letter of "{w}"?',
                    w=word), f"The first letter of {word} is {word[0]}."  # fmt: skip
 
 
 def _last_letter(rng: Random) -> Exchange:
     word = _any_word(rng)
     return _phrase(rng, "What is the last letter of {w}?", "Which letter does {w} end with?",
+                   'What is the last letter of "{w}"?',
                    w=word), f"The last letter of {word} is {word[-1]}."  # fmt: skip
 
 
@@ -267,26 +268,13 @@ def _what_sort(rng: Random) -> Exchange:
 
 def _cannot(rng: Random) -> Exchange:
     topic, thing, job = rng.choice(words.TOPICS), rng.choice(words.THINGS), rng.choice(words.JOBS)
-    noun, animal, name, city = (
-        rng.choice(words.NOUNS), rng.choice(words.ANIMALS), rng.choice(words.NAMES), rng.choice(words.CITIES)
-    )  # fmt: skip
+    noun, animal, adjective = rng.choice(words.NOUNS), rng.choice(words.ANIMALS), rng.choice(words.ADJECTIVES)
     if rng.random() < 0.4:  # words that it doesn't know
-        topic, thing, job, noun, animal = (pseudo_word(rng, rng.choice((1, 2, 3))) for _ in range(5))
+        topic, thing, job, noun, animal, adjective = (pseudo_word(rng, rng.choice((1, 2, 3))) for _ in range(6))
     return _phrase(
-        rng, "Write a {thing} about {topic}.", "Explain {topic} to me.", "What do you think about {topic}?",
-        "Tell me a {thing}.", "Write a {thing} about a {animal}.", "Translate this into French: {topic}.",
-        "How do I become a {job}?", "What is the best {noun} to buy?", "Can you help me with my {thing}?",
-        "Who invented the {noun}?", "Why is the sky blue?", "What is the meaning of life?", "Do you like {topic}?",
-        "How will the weather be in {city} tomorrow?", "Give me a {thing} for {name}.", "How old is the {animal}?",
-        "Write a Python program about {topic}.", "What happened in {city} last week?",
-        "Summarise the history of {topic}.",
-        "How do I fix my {noun}?", "Plan a trip to {city}.", "Who won the game in {city}?", "Draw a {animal}.",
-        "Recommend a book about {topic}.", "What is the population of {city}?", "Prove that {topic} is useful.",
-        "Why do people like {topic}?", "How many people work as a {job}?", "Tell me more about {topic}.",
-        "What should I eat today?", "I need advice about {topic}.", "Is {topic} hard to learn?", "Make me a {noun}.",
-        "Please write my {thing}.", "How does a {noun} work?", "What is {topic}?", "Who is the president?",
-        "Can you write code?", "Describe a {animal}.", "What time is it?", "What is the date today?",
-        thing=thing, topic=topic, job=job, noun=noun, animal=animal, name=name, city=city,
+        rng, *words.BEYOND, topic=topic, thing=thing, job=job, noun=noun, animal=animal, adjective=adjective,
+        name=rng.choice(words.NAMES), city=rng.choice(words.CITIES), who=rng.choice(words.PEOPLE),
+        place=rng.choice(words.PLACES), time=rng.choice(words.TIMES),
     ), UNABLE  # fmt: skip
 
 
@@ -296,31 +284,31 @@ KINDS = (
     Kind("leave", _leave, False, 0.4),
     Kind("identity", _identity, False, 0.8),
     Kind("served", _served, False, 0.8),
-    Kind("spell", _spell, share=10),
-    Kind("first letter", _first_letter, share=3),
-    Kind("last letter", _last_letter, share=3, late=2),
+    Kind("spell", _spell, share=9, late=1.5),
+    Kind("first letter", _first_letter, share=2, late=2.5),
+    Kind("last letter", _last_letter, share=4, late=1.3),
     Kind("reverse", _reverse, share=3),
-    Kind("sort words", _sort_words, share=9, late=1.5),
-    Kind("sort numbers", _sort_numbers, share=8),
-    Kind("first item", _first_item, share=0.5),
+    Kind("sort words", _sort_words, share=10, late=1.2),
+    Kind("sort numbers", _sort_numbers, share=9),
+    Kind("first item", _first_item, share=0.7),
     Kind("last item", _last_item, share=0.5),
     Kind("how many", _how_many, share=0.7),
-    Kind("add", _add, share=3),
-    Kind("subtract", _subtract, share=5, late=2),
-    Kind("count", _count, False, 0.7, late=8),
+    Kind("add", _add, share=3, late=2.5),
+    Kind("subtract", _subtract, share=6, late=1.3),
+    Kind("count", _count, False, 2.5),
     Kind("count down", _count_down, False, 0.7),
     Kind("number after", _after_number, False),
     Kind("in words", _in_words, False, 0.7),
     Kind("in digits", _in_digits, False, 0.7),
-    Kind("larger", _larger, share=2),
+    Kind("larger", _larger, share=2.5, late=1.3),
     Kind("smaller", _smaller, share=2),
-    Kind("repeat", _repeat, share=2, late=2),
+    Kind("repeat", _repeat, share=2.5),
     Kind("opposite", _opposite, False, 1.5),
     Kind("capital", _capital, False),
     Kind("day after", _next_day, False, 0.5),
     Kind("month after", _next_month, False, 0.5),
     Kind("days", _list_days, False, 0.2),
     Kind("months", _list_months, False, 0.2),
-    Kind("what sort", _what_sort, False, late=8),
-    Kind("something else", _cannot, share=4, late=2),
+    Kind("what sort", _what_sort, False, 2, late=2.5),
+    Kind("something else", _cannot, share=8, late=0.6),
 )
