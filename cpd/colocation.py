@@ -165,8 +165,9 @@ class Colocation:
 
     def _worth_it(self, decodes: Work, split: LaneSplit, prefill: Work) -> bool:
         model = self.model
-        slower = model.step_ms(prefill, split.prefill, decodes) / model.step_ms(decodes + prefill) - 1
-        return decodes.seqs >= STREAMS_WORTH * slower
+        together_ms = model.step_ms(decodes + prefill)
+        longer_ms = model.step_ms(prefill, split.prefill, decodes) - together_ms
+        return decodes.seqs * together_ms >= STREAMS_WORTH * longer_ms
 
     def _along(self, decodes: Work, split: LaneSplit, beside: Work | None) -> int:
         """Prefill tokens that may be in the decodes' batch.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpd.colocation import ITL_MARGIN, MAX_BUDGET, MIN_BUDGET, Beside, Colocation, Room
+from cpd.colocation import ITL_MARGIN, MAX_BUDGET, MIN_BUDGET, Beside, Colocation, Mode, Room
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from cpd.split import LaneSplit
 
@@ -87,6 +87,16 @@ class TestPrefillMs:
 
 def test_a_device_that_cannot_be_split_is_mixed() -> None:
     assert Colocation(model(), mode="auto").mode == "mixed"
+
+
+@pytest.mark.parametrize("mode", ["mixed", "lanes", "auto"])
+@pytest.mark.parametrize("itl_ms", [0.0, 50.0])
+def test_a_device_that_takes_no_time_has_room(mode: Mode, itl_ms: float) -> None:
+    rule = Colocation(PerfModel(Profile.instant()), mode=mode, splits=[LaneSplit(0.5, 0.5)], itl_ms=itl_ms)
+    room, _ = rule.room(DECODES, None)
+    assert room.along + room.aside > 0
+    pace = Beside(rule, DECODES).pace(5000, 64)
+    assert (pace.ms, pace.gap_ms, pace.late_ms) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("itl_ms", [0.0, 1000.0])
