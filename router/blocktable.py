@@ -86,11 +86,10 @@ class BlockTable:
         keys, values = self._views()
         empty = values.take(buckets, axis=0) == 0
         known = (keys.take(buckets, axis=0) == hashes[:, None]) > empty
-        slots = buckets * _SLOTS + (2 * known.view(np.uint8) + empty).argmax(
-            axis=1
-        )  # its own, or an empty one, or none
+        # its own slot, or an empty one; where the bucket has neither, its first one
+        slots = buckets * _SLOTS + (2 * known.view(np.uint8) + empty).argmax(axis=1)
         keys, values = keys.reshape(-1), values.reshape(-1)
-        before: npt.NDArray[np.uint32] = values.take(slots)
+        before = values.take(slots)
         # not what comes after another one that takes its slot, finds its bucket full, or is in the overflow
         order = np.arange(len(hashes), dtype=np.uint32)
         values[slots[::-1]] = order[::-1]  # the first one of a slot comes last
@@ -106,7 +105,8 @@ class BlockTable:
         self._len += int(np.count_nonzero(after)) - int(np.count_nonzero(old))
         if len(old) < len(hashes):
             before[~alone] = self._update_each(hashes[~alone].tobytes(), change)
-        return before.tolist()
+        result: list[int] = before.tolist()
+        return result
 
     def _update_each(self, hashes: bytes, change: Mapping[int, int]) -> list[int]:
         before = []
