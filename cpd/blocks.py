@@ -16,6 +16,9 @@ BLOCK_SIZE = 16
 
 HASH_BYTES = 16
 
+TOKEN_BYTES = 4
+"""Of a packed token."""
+
 _BLANK = blake2b(digest_size=HASH_BYTES)
 
 
@@ -24,16 +27,27 @@ def hash_root(fingerprint: bytes, tenant_salt: bytes = b"") -> bytes:
     return blake2b(len(fingerprint).to_bytes(4, "little") + fingerprint + tenant_salt, digest_size=HASH_BYTES).digest()
 
 
-def extend_hashes(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> list[bytes]:
-    """Hashes of the full blocks of `token_ids`, chained on from `parent`.
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as int32, little-endian: as they are hashed, and as requests carry them."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)  # half the time of making an array first
 
-    A partial last block has no hash: the result has `len(token_ids) // BLOCK_SIZE` entries of 16 bytes.
+
+def unpack_tokens(packed: bytes) -> npt.NDArray[np.int32]:
+    """Token ids that `pack_tokens` packed; ValueError where a part of one is missing."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+def extend_hashes(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int32] | bytes) -> list[bytes]:
+    """Hashes of the full blocks of `token_ids` (bytes: packed ones), chained on from `parent`.
+
+    A partial last block has no hash: the result has an entry of 16 bytes for each full one.
     """
     if isinstance(token_ids, np.ndarray):
-        data = memoryview(token_ids.astype("<i4").tobytes())
-    else:
-        data = memoryview(struct.pack(f"<{len(token_ids)}i", *token_ids))  # half the time of making an array first
-    step = BLOCK_SIZE * 4
+        token_ids = token_ids.astype("<i4").tobytes()
+    elif not isinstance(token_ids, bytes):
+        token_ids = pack_tokens(token_ids)
+    data = memoryview(token_ids)
+    step = BLOCK_SIZE * TOKEN_BYTES
     hashes = []
     for start in range(0, len(data) - step + 1, step):
         block = _BLANK.copy()  # a third faster than a new one

@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from cpd.blocks import pack_tokens
 from cpd.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.arrivals import Arrivals
@@ -425,7 +426,7 @@ class Fill:
         return pb.FillStart(
             decode_worker_id=self._node.worker_id,
             fingerprint=self._node.fingerprint,
-            token_ids=request.token_ids,
+            tokens=pack_tokens(request.token_ids),
             prompt_len=request.prompt_len,
             hash_root=request.hash_root,
             block_hashes=b"".join(request.block_hashes),

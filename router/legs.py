@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cpd.blocks import BLOCK_SIZE, extend_hashes
+from cpd.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from router.errors import ApiError
 from router.history import Record
@@ -53,6 +53,7 @@ class Request:
         trace_id: The client's request id, for logs.
         tenant: Whose request it is.
         fingerprint: Of the model that the request was started on; no other one can go on with it.
+        tokens: `token_ids` as on the wire.
         hash_root, block_hashes: As on the wire; hashes of the prompt's full blocks.
         priority: Higher ones go first.
         received: When it came, in loop time.
@@ -62,6 +63,7 @@ class Request:
     trace_id: str
     tenant: str
     token_ids: list[int]
+    tokens: bytes
     fingerprint: bytes
     hash_root: bytes
     block_hashes: list[bytes]
@@ -77,13 +79,14 @@ class Request:
     def __post_init__(self) -> None:
         self.outputs = [[] for _ in range(self.n)]
 
-    def hashes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Of all full blocks of the prompt and what follows it; the prompt's are not computed again."""
+    def after(self, emitted: Sequence[int]) -> tuple[bytes, list[bytes]]:
+        """The tokens of the prompt and what follows it, and the hashes of all their full blocks; the prompt's are not
+        computed again."""
         known = self.block_hashes
-        if len(token_ids) == len(self.token_ids):
-            return known
-        parent = known[-1] if known else self.hash_root
-        return known + extend_hashes(parent, token_ids[len(known) * BLOCK_SIZE :])
+        if not emitted:
+            return self.tokens, known
+        tokens, parent = self.tokens + pack_tokens(emitted), known[-1] if known else self.hash_root
+        return tokens, known + extend_hashes(parent, tokens[len(known) * BLOCK_SIZE * TOKEN_BYTES :])
 
 
 @dataclass(slots=True, eq=False)

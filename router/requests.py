@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from random import Random
 
+from cpd.blocks import TOKEN_BYTES
 from cpd.rpc import cpd_pb2 as pb
 from router.errors import ApiError, failed, too_many, unavailable
 from router.history import History
@@ -196,12 +197,11 @@ class Dispatcher:
         if self._workers.fingerprint != request.fingerprint:
             return False
         emitted = request.outputs[min(leg.choices)]
-        token_ids = request.token_ids + emitted if emitted else request.token_ids
-        hashes = request.hashes(token_ids)
+        tokens, hashes = request.after(emitted)
         cached = self._workers.index.cached_prefixes(hashes)
         now = asyncio.get_running_loop().time()
         placement = place(
-            Prompt(len(token_ids), request.sampling.max_tokens - len(emitted), len(leg.choices)),
+            Prompt(len(tokens) // TOKEN_BYTES, request.sampling.max_tokens - len(emitted), len(leg.choices)),
             self._workers.candidates("combined", but=leg.refused_by),
             self._workers.candidates("prefill", but=leg.failed_prefill),
             cached,
@@ -216,7 +216,7 @@ class Dispatcher:
         submit = pb.Submit(
             request=leg.id,
             attempt=leg.attempt + 1,
-            token_ids=token_ids,
+            tokens=tokens,
             prompt_len=len(request.token_ids),
             hash_root=request.hash_root,
             block_hashes=b"".join(hashes),

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass
 from random import Random
 
-from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from cpd.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, pack_tokens
 from cpd.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ from router.workers import Workers
 _LEAST_TOP_P = 1e-6
 """What top_p = 0 becomes: the most likely token alone."""
 
-_PIECE_TOKENS = 512 * BLOCK_SIZE
+_PIECE_BYTES = 512 * BLOCK_SIZE * TOKEN_BYTES
 """Hashed at a time, in about half a millisecond; other work has its turn before the next ones."""
 
 
@@ -111,7 +111,8 @@ class Service:
         # what follows from the workers, before any of them can go or come
         sampling, context, fingerprint = self._sampling(request), self.workers.max_model_len, self.workers.fingerprint
         root = hash_root(fingerprint, caller.tenant.salt)
-        hashes = [await _hash(root, prompt) for prompt in prompts]
+        packed = [pack_tokens(prompt) for prompt in prompts]
+        hashes = [await _hash(root, tokens) for tokens in packed]
         choices = [
             Choice(index, self.checkpoint.vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
@@ -128,6 +129,7 @@ class Service:
                         trace_id=caller.request_id,
                         tenant=caller.tenant.name,
                         token_ids=prompt,
+                        tokens=packed[position],
                         fingerprint=fingerprint,
                         hash_root=root,
                         block_hashes=hashes[position],
@@ -185,11 +187,11 @@ class Service:
         )
 
 
-async def _hash(root: bytes, prompt: list[int]) -> list[bytes]:
-    """The hashes of the prompt's full blocks."""
+async def _hash(root: bytes, tokens: bytes) -> list[bytes]:
+    """The hashes of a prompt's full blocks."""
     hashes: list[bytes] = []
-    for start in range(0, len(prompt), _PIECE_TOKENS):
+    for start in range(0, len(tokens), _PIECE_BYTES):
         if start:
             await asyncio.sleep(0)
-        hashes += extend_hashes(hashes[-1] if hashes else root, prompt[start : start + _PIECE_TOKENS])
+        hashes += extend_hashes(hashes[-1] if hashes else root, tokens[start : start + _PIECE_BYTES])
     return hashes

@@ -5,6 +5,7 @@ common that what is no whitespace and a space after it are never in one piece. S
 between two characters that are none, and the tokens of the parts are the tokens of the whole.
 """
 
+import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from itertools import chain
@@ -51,13 +52,10 @@ class Words:
         known = self._known
         first, *words = text.split(" ")  # much faster than `_CUT.split`, and mostly the same
         if first and not first[-1].isspace():
-            try:
-                tokens = list(map(known.__getitem__, words))
-            except KeyError:
-                pass
-            else:
+            with contextlib.suppress(KeyError):
+                tokens = list(chain.from_iterable(map(known.__getitem__, words)))
                 (beginning,) = await self._encode([first])
-                return [*beginning, *chain.from_iterable(tokens)]
+                return beginning + tokens
         first, *words = _CUT.split(text)  # the words lost the space before them
         missing = list(set(words) - known.keys())
         beginning, *encoded = await self._encode([first, *(f" {word}" for word in missing)])

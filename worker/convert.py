@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpd.blocks import BLOCK_SIZE, HASH_BYTES, split_hashes
+from cpd.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, split_hashes, unpack_tokens
 from cpd.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
@@ -35,15 +35,19 @@ def request_from_wire(
     Raises:
         InvalidRequestError: The message contradicts itself or exceeds `limits`.
     """
-    token_ids = list(message.token_ids)
+    _require(len(message.tokens) % TOKEN_BYTES == 0, f"tokens must have {TOKEN_BYTES} bytes each")
+    token_ids = unpack_tokens(message.tokens)
     prompt_len, total = message.prompt_len, len(token_ids)
     _require(1 <= prompt_len <= total, f"prompt_len {prompt_len} must be 1 to {total}, the number of tokens")
     _require(
         total < limits.max_model_len,
         f"{total} tokens leave no room for output: this worker's context is {limits.max_model_len} tokens",
     )
-    highest = max(token_ids)
-    _require(highest < limits.vocab_size, f"token id {highest} is outside the vocabulary of {limits.vocab_size}")
+    for token_id in (token_ids.min(), token_ids.max()):
+        _require(
+            0 <= token_id < limits.vocab_size,
+            f"token id {token_id} is outside the vocabulary of {limits.vocab_size}",
+        )
     _require(len(message.hash_root) == HASH_BYTES, f"hash_root must have {HASH_BYTES} bytes")
     _require(
         len(message.block_hashes) == total // BLOCK_SIZE * HASH_BYTES,
@@ -58,7 +62,7 @@ def request_from_wire(
     )
     return Request(
         id=request_id,
-        token_ids=token_ids,
+        token_ids=token_ids.tolist(),
         prompt_len=prompt_len,
         params=params,
         hash_root=message.hash_root,

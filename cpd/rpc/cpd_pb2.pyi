@@ -163,7 +163,7 @@ class Submit(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     HASH_ROOT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
@@ -180,10 +180,12 @@ class Submit(_message.Message):
     request: _builtins.int
     """chosen by the router, unique among its live requests"""
     attempt: _builtins.int
+    tokens: _builtins.bytes
+    """int32 each, little-endian: the prompt, then output already emitted (after a replay)"""
     prompt_len: _builtins.int
     hash_root: _builtins.bytes
     block_hashes: _builtins.bytes
-    """of all full blocks of token_ids"""
+    """of all full blocks of tokens"""
     n: _builtins.int
     """choices `choice` .. `choice + n - 1`"""
     choice: _builtins.int
@@ -196,10 +198,6 @@ class Submit(_message.Message):
     """higher ones first"""
     deadline_ms: _builtins.int
     """the first token is wanted within that long of receipt; 0: no hurry"""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """the prompt, then output already emitted (after a replay)"""
-
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -215,7 +213,7 @@ class Submit(_message.Message):
         *,
         request: _builtins.int = ...,
         attempt: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.bytes = ...,
         prompt_len: _builtins.int = ...,
         hash_root: _builtins.bytes = ...,
         block_hashes: _builtins.bytes = ...,
@@ -232,7 +230,7 @@ class Submit(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cached_at", b"cached_at", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cached_at", b"cached_at", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cached_at", b"cached_at", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1023,7 +1021,7 @@ class FillStart(_message.Message):
 
     DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     HASH_ROOT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
@@ -1040,6 +1038,8 @@ class FillStart(_message.Message):
     CACHE_ONLY_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
+    tokens: _builtins.bytes
+    """as in Submit"""
     prompt_len: _builtins.int
     hash_root: _builtins.bytes
     block_hashes: _builtins.bytes
@@ -1058,17 +1058,13 @@ class FillStart(_message.Message):
     cache_only: _builtins.bool
     """only what is cached is wanted, of the full blocks"""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """the prompt, then output already emitted"""
-
-    @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
         self,
         *,
         decode_worker_id: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.bytes = ...,
         prompt_len: _builtins.int = ...,
         hash_root: _builtins.bytes = ...,
         block_hashes: _builtins.bytes = ...,
@@ -1086,7 +1082,7 @@ class FillStart(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

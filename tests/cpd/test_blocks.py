@@ -2,10 +2,20 @@ import struct
 from hashlib import blake2b
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes, hash_root, short_hash, split_hashes
+from cpd.blocks import (
+    BLOCK_SIZE,
+    blocks_for,
+    extend_hashes,
+    hash_root,
+    pack_tokens,
+    short_hash,
+    split_hashes,
+    unpack_tokens,
+)
 
 Tokens = st.lists(st.integers(0, 2**31 - 1), max_size=5 * BLOCK_SIZE)
 
@@ -19,6 +29,16 @@ def test_hashes_are_the_chained_digests_of_the_full_blocks(tokens: list[int]) ->
         expected.append(blake2b((expected or [parent])[-1] + block, digest_size=16).digest())
     assert extend_hashes(parent, tokens) == expected
     assert extend_hashes(parent, np.array(tokens, dtype=np.int32)) == expected
+    assert extend_hashes(parent, pack_tokens(tokens)) == expected
+
+
+@given(tokens=Tokens)
+def test_packed_tokens_are_whole_or_refused(tokens: list[int]) -> None:
+    packed = pack_tokens(tokens)
+    assert packed == struct.pack(f"<{len(tokens)}i", *tokens)
+    assert unpack_tokens(packed).tolist() == tokens
+    with pytest.raises(ValueError, match="buffer size"):
+        unpack_tokens(packed + b"x")
 
 
 @given(tokens=Tokens, cut=st.integers(0, 5))

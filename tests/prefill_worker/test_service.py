@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.blocks import BLOCK_SIZE, blocks_for, pack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.types import Request
@@ -48,7 +48,7 @@ class Receiver:
         fields: dict[str, Any] = {
             "decode_worker_id": "by hand",
             "fingerprint": FINGERPRINT,
-            "token_ids": request.token_ids,
+            "tokens": pack_tokens(request.token_ids),
             "prompt_len": request.prompt_len,
             "hash_root": request.hash_root,
             "block_hashes": b"".join(request.block_hashes),
@@ -261,7 +261,7 @@ async def test_a_prompt_that_is_computed_twice_is_sent_once(redis_url: str) -> N
         ({"transport": "pigeon"}, "pigeon"),
         ({"transport_address": b"nowhere"}, "nobody answers"),
         ({"prompt_len": 0}, "prompt_len"),
-        ({"token_ids": [10**6]}, "vocabulary"),
+        ({"tokens": pack_tokens([10**6])}, "vocabulary"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_with_the_reason(

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from redis.asyncio import Redis
 
+from cpd.blocks import TOKEN_BYTES
 from cpd.membership import Member, lease, members
 from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import Stream, StreamError, StreamServer
@@ -22,7 +23,7 @@ def outputs(submit: pb.Submit, replies: Sequence[Sequence[int]], *, prefill_work
 
     It goes on after what was already emitted, and ends with the stop token or at max_tokens.
     """
-    emitted = len(submit.token_ids) - submit.prompt_len
+    emitted = len(submit.tokens) // TOKEN_BYTES - submit.prompt_len
     sampling = submit.sampling
     for position in range(emitted, sampling.max_tokens):
         running = False

@@ -8,7 +8,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from cpd.blocks import extend_hashes
+from cpd.blocks import TOKEN_BYTES, extend_hashes, unpack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 
@@ -208,7 +208,7 @@ class TestCompletions:
             assert [choice["text"] for choice in answer["choices"]] == ["the fox", "lazy"] * 2
             assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [ids[0], ids[0], ids[1], ids[1]]
             assert answer["usage"]["prompt_tokens"] == len(ids[0]) + len(ids[1])
-        assert [list(submit.token_ids) for submit in worker.submits] == [*ids, *ids]
+        assert [unpack_tokens(submit.tokens).tolist() for submit in worker.submits] == [*ids, *ids]
 
     async def test_token_ids_in_the_stream(self, router: Router, tokenizer: Tokenizer) -> None:
         *events, _ = await _events(router, "/v1/completions", TEXT | {"return_token_ids": True})
@@ -553,9 +553,9 @@ async def test_a_very_long_prompt_has_the_hashes_of_its_blocks_and_lets_others_g
 ) -> None:
     longest: list[int] = []
 
-    def counted(parent: bytes, token_ids: list[int]) -> list[bytes]:
-        longest.append(len(token_ids))
-        return extend_hashes(parent, token_ids)
+    def counted(parent: bytes, tokens: bytes) -> list[bytes]:
+        longest.append(len(tokens) // TOKEN_BYTES)
+        return extend_hashes(parent, tokens)
 
     monkeypatch.setattr("router.service.extend_hashes", counted)
     worker = await start_worker(says("fox"), hello={"max_model_len": 200_000})

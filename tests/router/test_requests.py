@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import extend_hashes, hash_root, unpack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from router import requests as requests_module
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
@@ -265,7 +265,7 @@ class TestReplay:
         assert text == REPLY
         first, second = lost.submits[0], other.submits[0]
         tokens = [*([7] * 30), *tokenizer.encode(REPLY).ids[:4]]
-        assert list(second.token_ids) == tokens
+        assert unpack_tokens(second.tokens).tolist() == tokens
         assert (second.prompt_len, second.attempt) == (30, first.attempt + 1)
         assert (second.sampling, second.hash_root) == (first.sampling, first.hash_root)
         hashes = extend_hashes(hash_root(b"model"), tokens)
@@ -290,7 +290,7 @@ class TestReplay:
         assert sorted((submit.choice, submit.n) for submit in second.submits) == [(0, 1), (1, 1), (2, 1)]
         ids = [tokenizer.encode(text).ids for text in texts]
         for submit in second.submits:
-            emitted = list(submit.token_ids)[submit.prompt_len :]
+            emitted = unpack_tokens(submit.tokens)[submit.prompt_len :].tolist()
             assert emitted == ids[submit.choice][: len(emitted)]
             assert emitted
 

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cpd import stream
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import extend_hashes, hash_root, unpack_tokens
 from cpd.membership import Member, lease
 from cpd.rpc import cpd_pb2 as pb
 from deploy.redis import embedded_redis
@@ -235,7 +235,7 @@ class TestNonsense:
         assert await _complete(router) == "bad"  # it made the first token
         assert await _refused(router, "bad", "token id 512, but its vocabulary has 512")
         (submit,) = good.submits
-        assert list(submit.token_ids[submit.prompt_len :]) == [5]
+        assert unpack_tokens(submit.tokens)[submit.prompt_len :].tolist() == [5]
 
     async def test_a_message_beyond_all_measure_isolates_the_worker(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 
+from cpd.blocks import pack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from cpd.stream import StreamError, connect
@@ -124,7 +125,7 @@ class Client:
                 submit=pb.Submit(
                     request=number,
                     attempt=attempt,
-                    token_ids=request.token_ids,
+                    tokens=pack_tokens(request.token_ids),
                     prompt_len=request.prompt_len,
                     hash_root=request.hash_root,
                     block_hashes=b"".join(request.block_hashes),

@@ -1,4 +1,5 @@
 import math
+import struct
 from typing import Any
 
 import pytest
@@ -29,10 +30,10 @@ def submit(num_tokens: int = 20, **overrides: Any) -> pb.Submit:
     sampling.update(overrides.pop("sampling", {}))
     fields: dict[str, Any] = {
         "request": 1,
-        "token_ids": token_ids,
+        "tokens": struct.pack(f"<{len(token_ids)}i", *token_ids),
         "prompt_len": len(token_ids),
         "hash_root": ROOT,
-        "block_hashes": b"".join(extend_hashes(ROOT, [token % 2**31 for token in token_ids])),
+        "block_hashes": b"".join(extend_hashes(ROOT, token_ids)),
         "sampling": pb.Sampling(**sampling),
         "n": 1,
     }
@@ -103,7 +104,8 @@ def test_stop_tokens_that_cannot_be_sampled_are_left_out() -> None:
         ({"prompt_len": 21}, "prompt_len"),
         ({"num_tokens": 64}, "context"),
         ({"token_ids": [100]}, "token id 100"),
-        ({"token_ids": [2**32 - 1]}, "token id"),
+        ({"token_ids": [-1]}, "token id -1"),
+        ({"tokens": b"\0" * 81}, "tokens"),
         ({"hash_root": b"short"}, "hash_root"),
         ({"block_hashes": b""}, "block_hashes"),
         ({"block_hashes": b"x" * 17}, "block_hashes"),
