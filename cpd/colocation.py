@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cpd.perfmodel import PerfModel, Work
 from cpd.split import LaneLoad, LaneSplit, lane_split
@@ -201,8 +201,7 @@ class Colocation:
         return sizes[max(0, fitting - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """A prompt on a worker, from its first chunk on.
 
     Attributes:

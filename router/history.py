@@ -4,7 +4,7 @@ A record is one placement of one prompt: a request that was placed again, or tha
 """
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from cpd.rpc import cpd_pb2 as pb
@@ -64,9 +64,9 @@ class Record:
             "why": _why(placement),
             "replicated": placement.replicated,
             "outcome": self.outcome,
-            "predicted": asdict(placement.chosen),
+            "predicted": placement.chosen._asdict(),
             "actual": self._actual(),
-            "options": [asdict(option) for option in sorted(placement.options, key=lambda option: option.cost_ms)],
+            "options": [option._asdict() for option in sorted(placement.options, key=lambda option: option.cost_ms)],
         }
 
     def _actual(self) -> dict[str, Any] | None:
