@@ -24,6 +24,7 @@ from tests.faults.points import Action, Point
 from tests.faults.redis_proxy import RedisProxy
 from tests.worker.processes import ROOT
 
+NAMES = ("prefill-0", "combined-0", "prefill-1", "combined-1", "router-0", "router-1")
 MODEL, TOKEN = "test", "internal"
 START_S, IDLE_S = 120.0, 30.0
 RUNS_S, RESTS_S = 0.02, 0.08
@@ -123,9 +124,9 @@ class FaultCluster:
             self.network.start()
         self.redis.start()
         self.proxy.start()
-        for number, name in enumerate(["prefill-0", "combined-0", "prefill-1", "combined-1", "router-0", "router-1"]):
-            self._add(name, core=number % (os.cpu_count() or 1))
         try:
+            for number, name in enumerate(NAMES):
+                self._add(name, core=number % (os.cpu_count() or 1))
             await self.whole()
         except BaseException:
             self.print_logs()

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from contextlib import suppress
 
 SLOW_RATE = "2mbit"
 
@@ -49,9 +50,12 @@ class Network:
 
     def stop(self) -> None:
         """Leaves nothing behind. The machines' processes must have ended."""
-        for name in self._machines:
-            ip("netns", "del", self.namespace(name))
-        ip("link", "del", self._bridge)
+        # a link is gone at once; one that ends with its namespace, some time later, and its name is taken till then
+        links = [("link", self._link(name)) for name in self._machines]
+        namespaces = [("netns", self.namespace(name)) for name in self._machines]
+        for kind, name in [*links, *namespaces, ("link", self._bridge)]:
+            with suppress(subprocess.CalledProcessError):  # a machine that came only half into being
+                ip(kind, "del", name)
 
     def add(self, name: str) -> str:
         """A new machine; returns its address."""
