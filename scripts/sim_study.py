@@ -24,11 +24,11 @@ import orjson
 
 from bench.record import Record
 from sim.cluster import SimCluster
-from sim.compare import Row, search_rate, try_rate
+from sim.compare import as_row, search_rate
 from sim.policies import PolicyName
 from sim.run import evidence
 from sim.settings import CompareSettings
-from sim.workload import Session, Turn, Workload
+from sim.workload import Session, Turn, Workload, make_workload
 
 CHOSEN: dict[PolicyName, dict[str, Any]] = {
     "aggregated": {},
@@ -123,7 +123,7 @@ def cells(part: str) -> Iterator[Cell]:
         case "cache":
             policies: tuple[PolicyName, ...] = ("cpd", "cpd-no-remote", "most-cached")
             for policy in policies:
-                yield Cell(part, policy, {**CHOSEN["cpd"], "good_share": 0.01}, CACHE_RATE)
+                yield Cell(part, policy, CHOSEN["cpd"], CACHE_RATE)
         case "burst":
             yield from (Cell(part, policy, chosen) for policy, chosen in CHOSEN.items())
 
@@ -139,10 +139,11 @@ def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
             "max": _rise(max(without), max(with_burst)),
         }
     if cell.rate is None:
-        row: Row | None = search_rate(settings, cell.policy, settings.long_share)
+        row = search_rate(settings, cell.policy, settings.long_share)
     else:
-        row = try_rate(settings, cell.policy, cell.rate)
-    return {} if row is None else row.model_dump(mode="json")
+        outcome = SimCluster(settings, cell.policy, make_workload(settings, cell.rate)).run()
+        row = as_row(settings, cell.policy, cell.rate, outcome)
+    return row.model_dump(mode="json")
 
 
 def _rise(without: float, with_burst: float) -> dict[str, float]:
@@ -174,7 +175,7 @@ def show(directory: Path, base: CompareSettings) -> None:
                     for name, ms in found.items()
                 ),
             )
-        elif found:
+        elif found["max_rate"]:
             figures = {name: value for name, value in found.items() if isinstance(value, float)}
             print(path.stem, *(f"{name} {value:.4g}" for name, value in figures.items()))
         else:

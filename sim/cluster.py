@@ -30,14 +30,12 @@ class Outcome:
     Attributes:
         records: Of the measured requests.
         good: How many of them met both targets.
-        stopped: More of them missed the targets than was allowed, so that the run ended early.
         imbalance: Requests on the busiest combined worker, on average over time, to the mean of all.
         passed_s: Virtual time from the first session to the end.
     """
 
     records: list[Record]
     good: int
-    stopped: bool
     imbalance: float
     passed_s: float
 
@@ -49,7 +47,6 @@ class SimCluster:
         settings: What is simulated.
         name: The policy.
         workload: Whom they serve.
-        most_bad: Ends the run when more measured requests than this have missed their targets; None: never.
 
     Attributes:
         workers: All of them.
@@ -58,10 +55,7 @@ class SimCluster:
         ConfigError: The settings do not fit together, or a file is none.
     """
 
-    def __init__(
-        self, settings: ClusterShape, name: PolicyName, workload: Workload, most_bad: int | None = None
-    ) -> None:
-        self._most_bad = most_bad
+    def __init__(self, settings: ClusterShape, name: PolicyName, workload: Workload) -> None:
         self._events = Events()
         self._flights: dict[str, Flight] = {}
         self._window = Window(settings.warmup, settings.warmup + settings.duration)
@@ -109,27 +103,45 @@ class SimCluster:
             one.on_run = self._see_run
         slo = Slo(ttft=settings.slo_ttft, itl=settings.slo_itl)
         self._users = Users(workload, self._events, self._submit, self._window, slo)
+        self._users.next_session()
+
+    def sustains(self, share: float, expected: float) -> bool:
+        """Simulates until it is certain whether this share of the measured requests meet both targets.
+
+        `run` goes on from there.
+
+        Args:
+            expected: Measured requests to come, about.
+        """
+        users = self._users
+
+        def passes() -> bool:
+            return self._all_came and users.good >= share * len(users.records)
+
+        def fails() -> bool:
+            measured = len(users.records)
+            return users.bad > (1 - share) * (measured if self._all_came else max(measured, expected))
+
+        self._events.run(lambda: passes() or fails() or self._over())
+        return users.good >= share * len(users.records)
 
     def run(self) -> Outcome:
         """Simulates until every measured request is done."""
-        self._users.next_session()
         self._events.run(self._over)
         self._users.give_up()
         return Outcome(
             records=self._users.records,
             good=self._users.good,
-            stopped=self._stopped,
             imbalance=self._loads.imbalance,
             passed_s=self._events.now,
         )
 
     @property
-    def _stopped(self) -> bool:
-        return self._most_bad is not None and self._users.bad > self._most_bad
+    def _all_came(self) -> bool:
+        return self._events.now > self._window.end_s
 
     def _over(self) -> bool:
-        now, end_s = self._events.now, self._window.end_s
-        return self._stopped or (now > end_s and (not self._users.unfinished or now > end_s + GRACE_S))
+        return self._all_came and (not self._users.unfinished or self._events.now > self._window.end_s + GRACE_S)
 
     def _submit(self, flight: Flight) -> None:
         self._flights[flight.request.id] = flight

@@ -21,7 +21,7 @@ from bench.result import write_json
 from bench.run import command_line
 from bench.sweep.search import MaxRate
 from cpd.errors import ConfigError
-from sim.cluster import SimCluster
+from sim.cluster import Outcome, SimCluster
 from sim.policies import PolicyName
 from sim.run import evidence
 from sim.settings import CompareSettings
@@ -116,20 +116,20 @@ def _long_shares(settings: CompareSettings) -> list[float]:
 def search_rate(settings: CompareSettings, name: PolicyName, long_share: float) -> Row:
     settings = settings.model_copy(update={"long_share": long_share})
     search = MaxRate(settings.rate_from, settings.precision)
-    best = Row(policy=name, long_share=long_share, max_rate=None, too_much=None)
+    best = None
     while (rate := search.next()) is not None:
-        row = try_rate(settings, name, rate)
-        search.tell(rate, row is not None)
-        best = row or best
-    return best.model_copy(update={"max_rate": search.kept, "too_much": search.failed})
+        cluster = SimCluster(settings, name, make_workload(settings, rate))
+        kept = cluster.sustains(settings.good_share, rate * settings.duration)
+        search.tell(rate, kept)
+        if kept:
+            best = cluster
+    if best is None or search.kept is None:
+        return Row(policy=name, long_share=long_share, max_rate=None, too_much=search.failed)
+    return as_row(settings, name, search.kept, best.run()).model_copy(update={"too_much": search.failed})
 
 
-def try_rate(settings: CompareSettings, name: PolicyName, rate: float) -> Row | None:
-    """One run; None where too few of its requests meet the targets."""
-    most_bad = int((1 - settings.good_share) * rate * settings.duration)
-    outcome = SimCluster(settings, name, make_workload(settings, rate), most_bad).run()
-    if outcome.stopped or outcome.good < settings.good_share * len(outcome.records):
-        return None
+def as_row(settings: CompareSettings, name: PolicyName, rate: float, outcome: Outcome) -> Row:
+    """The figures of a run at this rate."""
     summary, rows = summarise(outcome.records, start_s=settings.warmup, slo=None, offered_per_s=None)
     return Row(
         policy=name,

@@ -35,6 +35,7 @@ class _Conversation:
         token_ids: Of the last prompt.
         hashes: Of its full blocks.
         answer: What came back so far.
+        late: The first token is, so that the request counts as bad already.
     """
 
     number: int
@@ -44,6 +45,7 @@ class _Conversation:
     answer: list[int] = field(default_factory=list)
     turn: int = 0
     record: Record | None = None
+    late: bool = False
 
 
 class Users:
@@ -56,7 +58,7 @@ class Users:
 
     Attributes:
         records: Of the measured requests.
-        unfinished, good, bad: How many of them are.
+        unfinished, good, bad: How many of them are. One is bad as soon as its first token is late.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Users:
         turn, now = conversation.turns[conversation.turn], self._events.now
         conversation.token_ids = token_ids = [*conversation.token_ids, *conversation.answer, *turn.token_ids]
         conversation.answer = []
+        conversation.late = False
         hashes = conversation.hashes
         hashes += extend_hashes(hashes[-1] if hashes else ROOT, token_ids[len(hashes) * BLOCK_SIZE :])
         conversation.record = Record(
@@ -111,6 +114,8 @@ class Users:
         if now in self._window:
             self.records.append(conversation.record)
             self.unfinished += 1
+            if self._slo.ttft is not None:
+                self._events.at(now + self._slo.ttft / 1e3, self._see_if_late, conversation, conversation.record)
         request = Request(
             id=f"{conversation.number}.{conversation.turn}",
             token_ids=token_ids,
@@ -122,6 +127,11 @@ class Users:
             deadline=now + self._slo.ttft / 1e3 if self._slo.ttft else float("inf"),
         )
         self._submit(Flight(conversation.number, request, self._token, self._more, self._refused))
+
+    def _see_if_late(self, conversation: _Conversation, record: Record) -> None:
+        if conversation.record is record and not record.content_s and not record.ended_s:
+            conversation.late = True
+            self.bad += 1
 
     def _token(self, flight: Flight, output: Output, after_s: float) -> None:
         conversation = self._conversations[flight.number]
@@ -156,7 +166,7 @@ class Users:
             self.unfinished -= 1
             if request_row(record, 0.0, self._slo).good:
                 self.good += 1
-            else:
+            elif not conversation.late:
                 self.bad += 1
         conversation.turn += 1
         if conversation.turn < len(conversation.turns):

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from typing import get_args
 
 import pytest
@@ -6,11 +7,24 @@ from cpd.errors import ConfigError
 from cpd.perfmodel import Work
 from sim.cluster import SimCluster
 from sim.policies import PolicyName
-from sim.workload import Session, Turn, make_workload
+from sim.workload import Session, Turn, Workload, make_workload
 from tests.sim.clusters import MODEL, NETWORK_MS, one_turn, prompt, settings, simulate
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 ROUND_TRIP_MS = 2 * NETWORK_MS
+
+
+class Until(Workload):
+    """The sessions of another workload. After the first one that begins later than `end_s` nobody may ask for more."""
+
+    def __init__(self, end_s: float, sessions: Workload) -> None:
+        self._end_s = end_s
+        self._sessions = sessions
+
+    def sessions(self) -> Iterator[Session]:
+        for session in self._sessions.sessions():
+            yield session
+            assert session.start_s <= self._end_s
 
 
 def test_one_request_takes_what_the_model_says() -> None:
@@ -132,11 +146,20 @@ def test_policies_use_the_workers_that_they_should() -> None:
                 assert roles == ["prefill"] * 2 + ["combined"] * 2
 
 
-def test_an_overloaded_run_ends_early_when_that_is_asked_for() -> None:
+def test_an_overload_is_seen_early() -> None:
     shape = settings(workers=1, prefill_workers=0, duration=60.0, long_share=1.0)
-    outcome = SimCluster(shape, "aggregated", make_workload(shape, 50.0), most_bad=5).run()
-    assert outcome.stopped
-    assert outcome.passed_s < 60
+    cluster = SimCluster(shape, "aggregated", Until(10.0, make_workload(shape, 50.0)))
+    assert not cluster.sustains(0.95, 3000)
+
+
+def test_a_run_goes_on_where_it_was_certain_that_the_rate_is_sustained() -> None:
+    shape = settings(workers=3, duration=2.0)
+    records = SimCluster(shape, "cpd", make_workload(shape, 8.0)).run().records
+    cluster = SimCluster(shape, "cpd", Until(4.0, make_workload(shape, 8.0)))
+    assert cluster.sustains(0.5, 16)
+    cluster = SimCluster(shape, "cpd", make_workload(shape, 8.0))
+    assert cluster.sustains(0.5, 16)
+    assert cluster.run().records == records
 
 
 def test_a_cluster_without_combined_workers_is_refused() -> None:
