@@ -63,9 +63,9 @@ def split_hashes(joined: bytes) -> list[bytes]:
     return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
 
 
-def short_hash(block_hash: bytes) -> int:
-    """The 64 bits of a block hash that cache events and the router's index carry."""
-    return int.from_bytes(block_hash[:8], "little")
+def short_hashes(block_hashes: Sequence[bytes]) -> bytes:
+    """The first 64 bits of each hash, joined: what cache events and the router's index carry."""
+    return b"".join([block_hash[:8] for block_hash in block_hashes])
 
 
 def blocks_for(num_tokens: int) -> int:

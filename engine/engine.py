@@ -299,11 +299,14 @@ class Engine:
         Raises:
             ValueError: A page is not pinned.
         """
-        if not Counter(pages) <= self._pins:
+        pins, gone = self._pins, Counter(pages)
+        if any(pins[page] < count for page, count in gone.items()):
             raise ValueError(f"not all of the pages {list(pages)} are pinned")
         self._stalled = False
-        self._pins.subtract(pages)
-        self._pins = +self._pins
+        for page, count in gone.items():
+            pins[page] -= count
+            if not pins[page]:
+                del pins[page]
         self._pool.release(pages)
 
     def stats(self) -> EngineStats:

@@ -4,9 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-import numpy as np
-
-from cpd.blocks import BLOCK_SIZE, short_hash
+from cpd.blocks import BLOCK_SIZE, short_hashes
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent, Output, Request
 from router.candidate import Candidate
@@ -179,5 +177,4 @@ class SimRouter:
     def _cache_changed(self, worker_id: str, events: list[CacheEvent]) -> None:
         for event in events:
             change = self._index.remove if event.removed else self._index.add
-            hashes = np.fromiter(map(short_hash, event.hashes), dtype="<u8", count=len(event.hashes))
-            change(worker_id, hashes.tobytes())
+            change(worker_id, short_hashes(event.hashes))

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cpd.blocks import short_hashes
 from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import Stream, StreamError
 from engine.types import CacheEvent, Output
@@ -240,7 +241,7 @@ class SessionServer:
                 pb.WorkerMessage(
                     snapshot=pb.Snapshot(
                         number=snapshot.number,
-                        hashes=_short(hashes[start : start + SNAPSHOT_HASHES]),
+                        hashes=short_hashes(hashes[start : start + SNAPSHOT_HASHES]),
                         last=start + SNAPSHOT_HASHES >= len(hashes),
                     )
                 )
@@ -261,9 +262,5 @@ async def _say_end(wire: Wire, reason: str) -> None:
 def _cache_events(number: int, events: list[CacheEvent]) -> pb.CacheEvents:
     return pb.CacheEvents(
         number=number,
-        events=[pb.CacheEvent(removed=event.removed, hashes=_short(event.hashes)) for event in events],
+        events=[pb.CacheEvent(removed=event.removed, hashes=short_hashes(event.hashes)) for event in events],
     )
-
-
-def _short(hashes: list[bytes]) -> bytes:
-    return b"".join([block_hash[:8] for block_hash in hashes])

@@ -12,7 +12,7 @@ from cpd.blocks import (
     extend_hashes,
     hash_root,
     pack_tokens,
-    short_hash,
+    short_hashes,
     split_hashes,
     unpack_tokens,
 )
@@ -62,7 +62,7 @@ def test_joined_hashes_come_apart_again(hashes: list[bytes]) -> None:
 
 
 def test_short_hashes_are_the_first_eight_bytes() -> None:
-    assert short_hash(bytes([1]) + bytes(15)) == 1
+    assert short_hashes([bytes(range(16)), bytes(range(16, 32))]) == bytes([*range(8), *range(16, 24)])
 
 
 def test_a_partial_block_needs_a_page_too() -> None:
