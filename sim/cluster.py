@@ -1,7 +1,8 @@
 """A whole cluster in virtual time: from settings to what became of each request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bench.record import Record
 from bench.slo import Slo
@@ -30,13 +31,15 @@ class Outcome:
     Attributes:
         records: Of the measured requests.
         good: How many of them met both targets.
-        imbalance: Requests on the busiest combined worker, on average over time, to the mean of all.
+        imbalance: Requests on the combined worker with most, on average over time, to the mean of all.
+        step_imbalance: The same of how long their decode steps take; none takes no time.
         passed_s: Virtual time from the first session to the end.
     """
 
     records: list[Record]
     good: int
     imbalance: float
+    step_imbalance: float
     passed_s: float
 
 
@@ -132,7 +135,8 @@ class SimCluster:
         return Outcome(
             records=self._users.records,
             good=self._users.good,
-            imbalance=self._loads.imbalance,
+            imbalance=self._loads.imbalance(lambda load: load.running + load.waiting),
+            step_imbalance=self._loads.imbalance(lambda load: load.step_ms),
             passed_s=self._events.now,
         )
 
@@ -164,27 +168,30 @@ class SimCluster:
 
 
 class _Loads:
-    """How many requests the combined workers have, over the measured time."""
+    """What the combined workers report over the measured time."""
 
     def __init__(self, combined: Sequence[SimWorker], events: Events, window: Window) -> None:
         self._events = events
         self._window = window
-        self._last = {one.id: (0.0, 0) for one in combined}
-        self._request_s = {one.id: 0.0 for one in combined}
+        self._reports: dict[str, list[tuple[float, pb.Load]]] = {one.id: [(0.0, pb.Load())] for one in combined}
 
     def reported(self, worker: SimWorker, load: pb.Load) -> None:
         """A worker has sent its load."""
         now = self._events.now
-        if worker.id in self._last and now in self._window:
-            since_s, requests = self._last[worker.id]
-            self._request_s[worker.id] += requests * (now - max(since_s, self._window.start_s))
-            self._last[worker.id] = now, load.running + load.waiting
+        if worker.id in self._reports and now in self._window:
+            self._reports[worker.id].append((now, load))
 
-    @property
-    def imbalance(self) -> float:
-        """Of the busiest one, to the mean of all."""
-        mean = sum(self._request_s.values()) / len(self._request_s)
-        return max(self._request_s.values()) / mean if mean else 1.0
+    def imbalance(self, figure: Callable[[pb.Load], float]) -> float:
+        """The largest of a figure's averages over time, to their mean."""
+        sums = [
+            sum(
+                figure(load) * (until_s - max(since_s, self._window.start_s))
+                for (since_s, load), (until_s, _) in pairwise(reports)
+            )
+            for reports in self._reports.values()
+        ]
+        mean = sum(sums) / len(sums)
+        return max(sums) / mean if mean else 1.0
 
 
 def _decode_sides(

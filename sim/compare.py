@@ -35,7 +35,7 @@ class Row(BaseModel):
         max_rate: Rate of the workload, in requests a second; None: not even the lowest one that was tried.
         too_much: The lowest rate that it does not sustain.
         requests_per_s: Measured requests that came at the highest rate: fewer, while sessions are still young.
-        imbalance: See `sim.cluster.Outcome`.
+        imbalance, step_imbalance: See `sim.cluster.Outcome`.
     """
 
     policy: PolicyName
@@ -50,6 +50,7 @@ class Row(BaseModel):
     cached_token_rate: float | None = None
     remote_share: float | None = None
     imbalance: float | None = None
+    step_imbalance: float | None = None
 
 
 class Comparison(BaseModel):
@@ -144,13 +145,15 @@ def as_row(settings: CompareSettings, name: PolicyName, rate: float, outcome: Ou
         cached_token_rate=summary.cached_token_rate,
         remote_share=sum(row.route == "remote" for row in rows) / len(rows) if rows else None,
         imbalance=outcome.imbalance,
+        step_imbalance=outcome.step_imbalance,
     )
 
 
-_COLUMNS = ("Long", "Policy", "Rate", "Ratio", "TTFT p99", "ITL p99", "Cached", "Remote", "Max/mean")
+_COLUMNS = ("Long", "Policy", "Rate", "Ratio", "TTFT p99", "ITL p99", "Cached", "Remote", "Max/mean", "Of steps")
 _NOTE = (
     "Rate: the highest, in requests a second; ratio: to the first policy's. The rest is of the run at that rate, times "
-    "in ms; max/mean: requests on the busiest combined worker to the mean of all, on average over time."
+    "in ms; max/mean: requests on the combined worker with most, on average over time, to the mean of all; of steps: "
+    "the same of how long their decode steps take."
 )
 
 
@@ -169,6 +172,7 @@ def _cells(found: Comparison) -> Iterator[list[str]]:
             percent(row.cached_token_rate),
             percent(row.remote_share),
             number(row.imbalance),
+            number(row.step_imbalance),
         ]
 
 

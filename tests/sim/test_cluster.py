@@ -146,6 +146,14 @@ def test_policies_use_the_workers_that_they_should() -> None:
                 assert roles == ["prefill"] * 2 + ["combined"] * 2
 
 
+def test_requests_may_be_even_where_their_steps_are_not() -> None:
+    sessions = [one_turn(0.0, prompt(length), 2000) for length in (30_000, 100)]
+    outcome, _ = simulate("aggregated", *sessions, warmup=3.0, duration=1.0)
+    assert outcome.imbalance == pytest.approx(1.0, abs=0.02)
+    long, short = (MODEL.step_ms(Work.decode(1, length)) for length in (30_500, 700))
+    assert outcome.step_imbalance == pytest.approx(2 * long / (long + short), abs=0.02)
+
+
 def test_an_overload_is_seen_early() -> None:
     shape = settings(workers=1, prefill_workers=0, duration=60.0, long_share=1.0)
     cluster = SimCluster(shape, "aggregated", Until(10.0, make_workload(shape, 50.0)))
