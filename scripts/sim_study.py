@@ -197,7 +197,7 @@ def main() -> None:
         warmup=options.warmup,
         duration=options.duration,
         precision=options.precision,
-        rate_from=20.0,
+        rate_from=40.0,
     )
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = [int(seed) for seed in options.seeds.split(",")]
