@@ -16,17 +16,20 @@ namespace cpd {
 constexpr int kKernelVectors = kLanes == 16 ? 4 : 2;
 constexpr int kKernelRows = kRegisters == 32 ? 6 : 4;
 constexpr int kPanel = kKernelVectors * kLanes;
+constexpr int64_t kMostRows = 512, kFewestRows = 96;  // of a piece of work, where there are as many
+constexpr int64_t kPiecesPerThread = 16;
 
-// sums [kRows][kPanel] = rows [kRows][words] · panel [words][kPanel], of which the first kVectors vectors of columns.
-template <typename T, int kRows, int kVectors>
-void microkernel(const uint32_t* const* rows, const uint32_t* panel, int64_t words, float* sums) {
+// For kRows rows of `left`, `stride` words apart, and the first kVectors vectors of the panel's columns: sums, rows
+// `width` floats apart, = left · panel [words][kPanel], or with kAdd +=.
+template <typename T, bool kAdd, int kRows, int kVectors>
+void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, float* sums, int64_t width) {
   const uint32_t* row[kRows];
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    row[r] = rows[r];
+    row[r] = left + r * stride;
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = Floats{};
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = kAdd ? load(sums + r * width + v * kLanes) : Floats{};
   }
   for (int64_t k = 0; k < words; ++k) {
     Words right[kVectors];
@@ -34,28 +37,29 @@ void microkernel(const uint32_t* const* rows, const uint32_t* panel, int64_t wor
     for (int v = 0; v < kVectors; ++v) right[v] = load_words(panel + k * kPanel + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      Words left = splat(row[r][k]);
+      Words word = splat(row[r][k]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot<T>(sum[r][v], left, right[v]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot<T>(sum[r][v], word, right[v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(sums + r * width + v * kLanes, sum[r][v]);
 }
 
-using Microkernel = void (*)(const uint32_t* const*, const uint32_t*, int64_t, float*);
+using Microkernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t);
 
-template <typename T, int... kIndex>
+template <typename T, bool kAdd, int... kIndex>
 constexpr std::array<Microkernel, sizeof...(kIndex)> all_microkernels(std::integer_sequence<int, kIndex...>) {
-  return {microkernel<T, kIndex / kKernelVectors + 1, kIndex % kKernelVectors + 1>...};
+  return {microkernel<T, kAdd, kIndex / kKernelVectors + 1, kIndex % kKernelVectors + 1>...};
 }
 
 // For 1..kKernelRows rows and 1..kKernelVectors vectors of columns.
-template <typename T>
+template <typename T, bool kAdd>
 Microkernel microkernel_for(int64_t rows, int64_t vectors) {
-  static constexpr auto kAll = all_microkernels<T>(std::make_integer_sequence<int, kKernelRows * kKernelVectors>());
+  static constexpr auto kAll =
+      all_microkernels<T, kAdd>(std::make_integer_sequence<int, kKernelRows * kKernelVectors>());
   return kAll[(rows - 1) * kKernelVectors + vectors - 1];
 }
 
@@ -78,10 +82,15 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
 }
 
 // y [m, n] = x [m, k] · weight^T + bias; weight packed, bias may be null.
+//
+// A panel stays in the second-level cache while all rows of a piece use it. The weights come from memory once for each
+// block of rows (beside another core that reads memory, the third-level cache does not keep them), and the rows from
+// the third-level cache, where they do stay, as they are used again soon. So the more rows the better.
 template <typename T>
 void linear(Team& team, const T* x, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const T* bias, T* y) {
-  constexpr int64_t kRowBlock = 16 * kKernelRows;
-  const int64_t words = k / kPerWord<T>, panels = divide_up(n, kPanel), blocks = divide_up(m, kRowBlock);
+  const int64_t words = k / kPerWord<T>, panels = divide_up(n, kPanel);
+  const int64_t wanted = divide_up(kPiecesPerThread * team.size(), panels);
+  const int64_t blocks = std::max(divide_up(m, kMostRows), std::min(divide_up(m, kFewestRows), wanted));
   const auto* left = reinterpret_cast<const uint32_t*>(x);
   team.each(blocks * panels, [&](int64_t item) {
     const int64_t block = item / panels, panel = item % panels;
@@ -89,10 +98,9 @@ void linear(Team& team, const T* x, int64_t m, int64_t k, const uint32_t* weight
     const int64_t columns = std::min<int64_t>(kPanel, n - first), tiles = divide_up(end - begin, kKernelRows);
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t row = begin + (end - begin) * t / tiles, rows = begin + (end - begin) * (t + 1) / tiles - row;
-      const uint32_t* pointers[kKernelRows];
-      for (int64_t r = 0; r < rows; ++r) pointers[r] = left + (row + r) * words;
       alignas(64) float sums[kKernelRows * kPanel];
-      microkernel_for<T>(rows, divide_up(columns, kLanes))(pointers, weight + panel * words * kPanel, words, sums);
+      microkernel_for<T, false>(rows, divide_up(columns, kLanes))(left + row * words, words, weight + panel * words * kPanel,
+                                                                  words, sums, kPanel);
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t i = 0; i < columns; i += kLanes) {
           Floats value = load(sums + r * kPanel + i);

@@ -68,6 +68,7 @@ class Team {
   Team(Job& job, int id) : job_(&job), id_(id), size_(job.size) {}
 
   int id() const { return id_; }
+  int size() const { return size_; }
 
   // Calls body(i) once for every i below n. On the leader it returns when all of that is done, on a helper when there is
   // nothing left to claim. Must be called in the same order and with the same n on all threads.

@@ -73,7 +73,7 @@ def test_linear_equals_torch(ops: CpuOps, threads: int, dtype: torch.dtype, n: i
     torch.manual_seed(n)
     weight, b = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype) if bias else None
     linear, reference = ops.pack(weight, b), TorchOps().pack(weight.double(), b.double() if b is not None else None)
-    for m in (1, 2, 5, 6, 7, 16, 97, 300):
+    for m in (1, 2, 5, 6, 7, 16, 97, 300, 1100):
         x = torch.randn(m, k).to(dtype)
         assert_equal(linear(x), reference(x.double()), dtype)
 
