@@ -120,6 +120,11 @@ class EngineSettings(ModelSettings, TargetSettings):
     max_queue_tokens: int = Field(
         262_144, ge=1, description="Most prompt tokens that wait in a worker's queue before it refuses more."
     )
+    host_kv_memory: ByteSize = Field(
+        ByteSize(0),
+        description="Host memory of each worker for KV pages that its pool evicts, such as 8GiB; 0: none. They come "
+        "back where that is predicted to be quicker than computing them again.",
+    )
 
 
 class SharedSettings(Settings):
@@ -139,7 +144,9 @@ class AllWorkersSettings(EngineSettings, SharedSettings):
         "ucx", description="How KV pages move between workers; auto: by nixl where it works, else by ucx."
     )
     kv_checksum: bool = Field(
-        False, description="Check a checksum of every page that comes from another worker before it is used."
+        False,
+        description="Check a checksum of every page that comes from another worker, or from host memory, before it is "
+        "used.",
     )
     lease_s: float = Field(5.0, gt=0, description="A worker silent in Redis for this long, in seconds, is gone.")
     fill_progress_s: float = Field(

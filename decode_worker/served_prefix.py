@@ -2,7 +2,8 @@
 
 States, and what is held in each:
 
-    CONNECTING  connects to the caller's pool                               nothing
+    CONNECTING  connects to the caller's pool; has blocks come back from    nothing
+                host memory
     READY       FillReady is out, with how many blocks are here             pins of all their pages
     PUSHING     pages are in flight                                         pins of pages in flight
     ENDED       FillReleased or FillRefused is out                          nothing
@@ -61,6 +62,8 @@ class ServedPrefix(ServedFill):
         self._send_progress()
         try:
             async with self._peers.use(self._address) as peer:
+                await self._outlet.engine.call(lambda engine: engine.bring_back(self._hashes))
+                await self._outlet.engine.poll(lambda engine: None if engine.returning(self._hashes) else True)
                 self._pinned = await self._outlet.engine.call(lambda engine: engine.pin_cached(self._hashes))
                 if not self._pinned:
                     return self._refuse("nothing of it can be had from this cache")

@@ -25,13 +25,14 @@ from engine.aside import Aside
 from engine.backlog import Backlog
 from engine.batch import IntArray, Lane, Ran, Runner
 from engine.flight import Flight
+from engine.host_tier import HostMemory, HostTier
 from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
 from engine.requests import LiveRequests
 from engine.reservations import Reservations
 from engine.scheduler import Scheduler
 from engine.trace import LaneName, StepTrace
-from engine.types import CacheEvent, EngineStats, Output, Request, Reservation, StepOutput
+from engine.types import CacheEvent, EngineStats, HostStats, Output, Request, Reservation, StepOutput
 
 Choose = Callable[[IntArray, npt.NDArray[np.int64], Sequence[Collection[int]], int], IntArray]
 """Last tokens, lengths and stop tokens of sequences, and a number of steps -> their next tokens, none of them a stop
@@ -54,10 +55,12 @@ class Engine:
         max_num_seqs: Sequences that run at the same time, at most.
         max_queue_tokens: Tokens of requests that wait for their first turn, at most.
         build: Makes the batches; a runner that computes nothing needs less in them.
+        host: Where evicted blocks are kept; None: nowhere.
 
     Attributes:
         max_model_len: Tokens of the longest sequence that can be served.
         colocation: As given; it never changes.
+        host_pages: Evicted blocks that are kept at most.
         trace: Of the last steps.
     """
 
@@ -70,23 +73,28 @@ class Engine:
         max_num_seqs: int,
         max_queue_tokens: int,
         build: BuildBatch = build_batch,
+        host: HostMemory | None = None,
     ) -> None:
         self.max_model_len = min(max_model_len, runner.num_pages * BLOCK_SIZE)
         self._runner = runner
         self._max_queue_tokens = max_queue_tokens
+        self.host_pages = host.num_slots if host is not None else 0
         self._pool = BlockPool(runner.num_pages)
+        self._host = HostTier(self._pool, host, lambda work: colocation.prefill_ms(work, Work())) if host else None
         self._scheduler = Scheduler(
             self._pool,
             max_len=self.max_model_len,
             max_num_seqs=min(max_num_seqs, colocation.max_tokens),  # so that each advances in each step
             copy_page=runner.copy_page,
             backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
+            host=self._host,
+            on_returned=lambda: self._on_work(),
         )
         self.colocation = colocation
         self._splits = {split.shares: split for split in runner.splits}
         self._build = build
         self._aside = Aside(self._pool, self._scheduler.table, build)
-        self._on_aside_done: Callable[[], None] = lambda: None
+        self._on_work: Callable[[], None] = lambda: None
         self._reservations = Reservations(self._scheduler)
         self._requests = LiveRequests(self._scheduler, self.max_model_len, self._release)
         self._flight: Flight | None = None
@@ -121,16 +129,16 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do something.
 
-        False also when everything waits for pages that others hold (reservations, pins) or for the prefill lane: ask
-        again after the next call that changes the engine, and when `on_lane_done` was called.
+        False also when everything waits for pages that others hold (reservations, pins), for the prefill lane, or for
+        blocks from host memory: ask again after the next call that changes the engine, and when `on_work` calls.
         """
-        if self._flight or self._requests.shown or self._aside.done:
+        if self._flight or self._requests.shown or self._aside.done or (self._host is not None and self._host.done):
             return True
         return bool(self._requests) and not self._stalled
 
-    def on_lane_done(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called, on any thread, whenever the prefill lane has something for the next step."""
-        self._on_aside_done = callback
+    def on_work(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called, on any thread, whenever the prefill lane or the host tier is done with something."""
+        self._on_work = callback
 
     def step(self, now: float = 0.0) -> StepOutput:
         """Collects one batch, and sees to the prefill lane. Pin the pages of `computed` before the next call.
@@ -139,6 +147,9 @@ class Engine:
             now: The time of the requests' `received` and `deadline`, in seconds.
         """
         self._requests.release_shown()
+        if self._host is not None and self._host.done:
+            self._stalled = False
+            self._scheduler.take_returned()
         output = StepOutput()
         if self._flight is None:
             self._start(output, now)
@@ -202,7 +213,8 @@ class Engine:
 
     def uncached_tokens(self, request: Request) -> int:
         """Tokens that a prefill of this request would compute now."""
-        return max(1, len(request.token_ids) - len(self._pool.find(request.block_hashes)) * BLOCK_SIZE)
+        num_tokens = len(request.token_ids)
+        return max(1, num_tokens - self._scheduler.cached_blocks(request.block_hashes, num_tokens) * BLOCK_SIZE)
 
     def pending(self, request: Request) -> bool:
         """Whether the first block that the cache lacks is being computed or received right now."""
@@ -219,7 +231,10 @@ class Engine:
             ValueError: The request can never be served here.
         """
         self._requests.check(request)
-        return self._reservations.reserve(request, blocks)
+        reservation = self._reservations.reserve(request, blocks)
+        if reservation is not None and self._host is not None:
+            self._host.settle()
+        return reservation
 
     def activate(self, reservation: Reservation, request: Request, first: Sequence[Output]) -> list[Output]:
         """All pages of the reservation have arrived: goes on with each choice after its first tokens.
@@ -293,6 +308,15 @@ class Engine:
             return []
         return pages
 
+    def bring_back(self, hashes: Sequence[bytes]) -> None:
+        """Has the first blocks of a chain come back from host memory, those that only it has, if that is worth it."""
+        self._scheduler.bring_back(hashes, self._pool.find(hashes), len(hashes) * BLOCK_SIZE)
+
+    def returning(self, hashes: Sequence[bytes]) -> bool:
+        """Whether the first block of a chain that is not in the cache is on its way back from host memory."""
+        found = len(self._pool.find(hashes))
+        return self._host is not None and found < len(hashes) and self._host.returning(hashes[found])
+
     def unpin(self, pages: Sequence[int]) -> None:
         """Takes one pin of each page back.
 
@@ -329,14 +353,15 @@ class Engine:
             prefill_ms=self.colocation.prefill_ms(lacking, decodes),
             step_ms=sum(self._step_ms) / len(self._step_ms) if self._step_ms else 0.0,
             slower=median(self._slower) if len(self._slower) >= STEPS_TO_TELL else 0.0,
+            host=self._host.stats() if self._host is not None else HostStats(),
         )
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """What became findable in the cache or left it since the last call, in order."""
+        """What became findable, in pages or host memory, or was lost since the last call, in order."""
         return self._pool.take_events()
 
     def cached_hashes(self) -> list[bytes]:
-        """All blocks that can be found in the cache now, the effect of events not yet taken included."""
+        """All blocks that are in pages or host memory now, the effect of events not yet taken included."""
         return self._pool.cached_hashes()
 
     def check_integrity(self) -> None:
@@ -351,6 +376,9 @@ class Engine:
         held += self._aside.held_pages()
         held += self._flight.freed if self._flight else []
         held += self._pins.elements()
+        if self._host is not None:
+            self._host.check_integrity()
+            held += self._host.held_pages()
         holders = np.bincount(np.array(held, dtype=np.int64), minlength=self._pool.num_pages)
         if (holders != self._pool.refcounts()).any():
             wrong = int(np.flatnonzero(holders != self._pool.refcounts())[0])
@@ -405,7 +433,7 @@ class Engine:
         aside = self._scheduler.prefills(plan, room, now)
         if aside:
             assert shares is not None
-            self._aside.launch(self._splits[shares], aside, self._on_aside_done)
+            self._aside.launch(self._splits[shares], aside, self._on_work)
 
     def _record(self, name: LaneName, lane: Lane, plan: Plan, work: Work, ran: Ran) -> None:
         if plan.singles and name != "prefill":
@@ -416,7 +444,8 @@ class Engine:
     def _without_plan(self, output: StepOutput, now: float) -> None:
         """Nothing can be computed. Waits if somebody may give pages back, else fails the first in line."""
         seq = self._scheduler.first_in_line(now)
-        if seq is None or self._reservations.any_live or self._pins:
+        returning = self._host is not None and self._host.under_way
+        if seq is None or self._reservations.any_live or self._pins or returning:
             self._stalled = True
             return
         self._requests.end_choices(seq.request.id, None)

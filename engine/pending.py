@@ -39,6 +39,10 @@ class PendingBlocks(Generic[W]):
             last += 1
         return hashes[last]
 
+    def is_filled(self, block_hash: bytes) -> bool:
+        """Whether somebody fills this block."""
+        return block_hash in self._filler
+
     def wait(self, waiter: W, block_hash: bytes) -> None:
         """`waiter` is returned when this pending block is published or given up."""
         self._waiters.setdefault(block_hash, []).append(waiter)

@@ -11,7 +11,8 @@ Every page has exactly one owner state:
 | state       | owner                               | may be written by          | leaves the state when        |
 | free        | nobody                              | nobody                     | taken or reserved            |
 | cached      | the cache, evictable                | nobody                     | found again, or evicted      |
-| used        | its holders (sequences, pins, ...)  | the sequence computing it  | the last holder releases it  |
+| used        | its holders (sequences, pins, ...)  | the sequence computing it, | the last holder releases it  |
+|             |                                     | or a copy of what it had   |                              |
 | reserved    | a landing                           | another worker, any time   | its content arrived, or not  |
 | quarantined | a cancelled landing                 | perhaps another worker     | no write can come any more   |
 
@@ -24,6 +25,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,23 @@ class Owner(IntEnum):
     QUARANTINED = 4
 
 
+class Backing(Protocol):
+    """Keeps blocks that the pool evicts."""
+
+    def keep(self, pages: list[int], hashes: list[bytes]) -> list[bytes]:
+        """These pages, least recently used first, are about to be given to somebody else.
+
+        Returns:
+            The blocks that are neither in pages nor kept any more.
+        """
+
+    def keeps(self, block_hash: bytes) -> bool:
+        """Whether a block is kept."""
+
+    def kept_hashes(self) -> list[bytes]:
+        """All blocks that are kept."""
+
+
 class BlockPool:
     """Pages `0 .. num_pages - 1` and the index of the blocks that are in them."""
 
@@ -53,6 +72,16 @@ class BlockPool:
         self._page_of: dict[bytes, int] = {}
         self._available: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._events: list[CacheEvent] = []
+        self._backing: Backing | None = None
+
+    def back_with(self, backing: Backing) -> None:
+        """Has evicted blocks kept: they count as cached, and there are no events of those that move. At the start."""
+        self._backing = backing
+
+    def lost(self, block_hash: bytes) -> None:
+        """A block is kept no more."""
+        if block_hash not in self._page_of:
+            self._record(True, [block_hash])
 
     @property
     def available(self) -> int:
@@ -118,11 +147,12 @@ class BlockPool:
                 page_of[block_hash] = page
                 hashes[page] = block_hash
                 new.append(block_hash)
-        self._record(False, new)
+        backing = self._backing
+        self._record(False, new if backing is None else [found for found in new if not backing.keeps(found)])
         return len(new)
 
     def is_cached(self, block_hash: bytes) -> bool:
-        """Whether a block can be found."""
+        """Whether a block can be found in a page."""
         return block_hash in self._page_of
 
     def reserve(self, count: int) -> list[int] | None:
@@ -152,13 +182,14 @@ class BlockPool:
         return PoolCounts(*self._counts)
 
     def take_events(self) -> list[CacheEvent]:
-        """Blocks that became findable or were evicted since the last call, in order."""
+        """Blocks that became cached, in pages or kept, or were lost since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def cached_hashes(self) -> list[bytes]:
-        """All blocks that can be found."""
-        return list(self._page_of)
+        """All blocks that are cached, in pages or kept."""
+        kept = self._backing.kept_hashes() if self._backing is not None else []
+        return [*self._page_of, *(block_hash for block_hash in kept if block_hash not in self._page_of)]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all records agree. About 10 ms for 100,000 pages: for idle moments."""
@@ -193,6 +224,8 @@ class BlockPool:
             assert block_hash is not None, "a page is cached without a block"
             del self._page_of[block_hash]
             evicted.append(block_hash)
+        if self._backing is not None and evicted:
+            evicted = self._backing.keep(pages[free:], evicted)
         self._record(True, evicted)
         return pages
 

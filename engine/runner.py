@@ -14,6 +14,7 @@ from engine.batch import Lane, Split
 from engine.config import load_config
 from engine.cpu_lanes import CallerLane, make_splits
 from engine.fit import fit
+from engine.host_memory import CpuHostMemory, TorchHostMemory
 from engine.model import Decoder
 from engine.ops import make_ops
 from engine.ops.base import Heads
@@ -127,6 +128,29 @@ class TorchRunner:
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page's keys and values of all layers."""
         self._copy_page(source, target)
+
+    def host_memory(self, host_bytes: int, *, checksums: bool) -> TorchHostMemory:
+        """Memory for pages that the pool evicts. To be called before the pool is used: copies are timed.
+
+        Raises:
+            ConfigError: It would hold no page, or there is not so much memory.
+        """
+        num_slots = host_bytes // self.page_bytes
+        if not num_slots:
+            raise ConfigError(f"--host-kv-memory {host_bytes} holds no page; give at least {self.page_bytes} bytes")
+        available = _available_memory(torch.device("cpu"))
+        if available is not None and host_bytes > available:
+            raise ConfigError(
+                f"{host_bytes / 2**30:.1f} GiB of host memory for KV pages do not fit into the "
+                f"{available / 2**30:.1f} GiB of free memory; lower --host-kv-memory"
+            )
+        shape = (num_slots, *self.config.page_shape)
+        if self._device.type == "cuda":
+            from engine.cuda.host_memory import CudaHostMemory
+
+            slots = torch.zeros(shape, dtype=self.pool.dtype, pin_memory=True)
+            return CudaHostMemory(self.pool, slots, self._cuda.copies, checksums=checksums)
+        return CpuHostMemory(self.pool, _zeros(shape, self.pool.dtype, self._device), checksums=checksums)
 
     def _copy_on_cpu(self, source: int, target: int) -> None:
         self.pool[target].copy_(self.pool[source])

@@ -11,6 +11,7 @@ cache, and it is the first to be admitted again.
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -20,6 +21,7 @@ from cpd.colocation import Room
 from cpd.perfmodel import Work
 from engine.backlog import Backlog
 from engine.batch import IntArray
+from engine.host_tier import HostTier
 from engine.pending import PendingBlocks
 from engine.plan import Chunk, Plan
 from engine.pool import BlockPool
@@ -35,6 +37,8 @@ class Scheduler:
         max_len: Tokens of the longest sequence.
         max_num_seqs: Running sequences at most.
         copy_page: Copies a page's content, source to target, before the next step runs.
+        host: Where blocks may come back from.
+        on_returned: Called when `take_returned` has something to do, on any thread.
 
     Attributes:
         running: Oldest first.
@@ -52,6 +56,8 @@ class Scheduler:
         max_num_seqs: int,
         copy_page: Callable[[int, int], None],
         backlog: Backlog | None = None,
+        host: HostTier | None = None,
+        on_returned: Callable[[], None] = lambda: None,
     ) -> None:
         self.pool = pool
         self.table = SeqTable(max_num_seqs, max_len)
@@ -65,14 +71,21 @@ class Scheduler:
         self.cached_tokens = 0
         self._behind: list[Seq] = []
         self._copy_page = copy_page
+        self._host = host
+        self._on_returned = on_returned
 
     def add(self, seq: Seq) -> None:
         """Puts a new sequence in the queue."""
-        cached = min(len(self.pool.find(seq.hashes)) * BLOCK_SIZE, seq.num_tokens - 1)
+        cached = min(self.cached_blocks(seq.hashes, seq.num_tokens) * BLOCK_SIZE, seq.num_tokens - 1)
         seq.queued, seq.work = True, Work.prefill(seq.num_tokens - cached, cached)
         self.queued_work += seq.work
         self.backlog.add(seq.request.tenant, seq.num_tokens, seq.request.received)
         self.line.push(seq)
+
+    def cached_blocks(self, hashes: Sequence[bytes], num_tokens: int) -> int:
+        """How many of the first blocks of a prompt need not be computed: they are in pages, or would come back."""
+        found = len(self.pool.find(hashes))
+        return found if self._host is None else found + self._host.worth(hashes, found, num_tokens)
 
     def decodes(self) -> Plan:
         """Begins a step: one token of each running sequence that lacks just one. Preempts for the pages they need."""
@@ -364,6 +377,8 @@ class Scheduler:
                 return None
             found = self.pool.find(seq.hashes)
             awaited = self.pending.last_shared(seq.hashes, len(found))
+            if awaited is None and self._host is not None:
+                awaited = self.bring_back(seq.hashes, found, seq.num_tokens)
             if awaited is None:
                 if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
                     return self._admit_passing(seq, longest, now)
@@ -372,6 +387,31 @@ class Scheduler:
             seq.state = State.PARKED
             self.pending.wait(seq, awaited)
         return None
+
+    def bring_back(self, hashes: Sequence[bytes], found: list[int], num_tokens: int) -> bytes | None:
+        """Has the host tier bring back what follows the pages `found`, if that is quicker than computing it and there
+        are pages for the whole prompt. Returns the last block that comes; None: none does."""
+        host, first = self._host, len(found)
+        blocks = host.worth(hashes, first, num_tokens) if host is not None else 0
+        coming = list(takewhile(lambda block_hash: not self._is_known(block_hash), hashes[first : first + blocks]))
+        if host is None or not coming:
+            return None
+        back = host.bring_back(coming, found, blocks_for(num_tokens) - first + self.headroom, self._on_returned)
+        if back is None:
+            return None
+        self.pending.claim(back, coming)
+        return coming[-1]
+
+    def take_returned(self) -> None:
+        """Puts what has come back from the host tier in the cache."""
+        while self._host is not None and self._host.done:
+            back, good = self._host.collect()
+            self.publish_pages(back.pages[:good], back.hashes, 0)
+            self.wake(self.pending.give_up(back))
+            self.pool.release(back.prefix + back.pages)
+
+    def _is_known(self, block_hash: bytes) -> bool:
+        return self.pool.is_cached(block_hash) or self.pending.is_filled(block_hash)
 
     def _admit_passing(self, first: Seq, longest: int, now: float) -> Seq | None:
         """Admits one that lacks no more than `longest` tokens, while `first`, whose turn it is, waits for the lane.
@@ -419,6 +459,8 @@ class Scheduler:
             self._not_queued(seq)
         self.start(seq, shared + own, seq.num_tokens - 1 if whole else len(shared) * BLOCK_SIZE, len(shared))
         self.pending.claim(seq, seq.hashes[len(found) :])
+        if self._host is not None:
+            self._host.computed(seq.hashes[len(found) :])
         return True
 
     def _not_queued(self, seq: Seq) -> None:

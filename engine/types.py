@@ -176,6 +176,22 @@ class PoolCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStats:
+    """The host tier.
+
+    Attributes:
+        pages: That it has room for; 0: there is none.
+        kept: Of them, with a block.
+        blocks: Totals since the start, by what happened to blocks: kept (copied out), skipped (too many were evicted
+            together), evicted (for others), returned, computed (although they were kept), damaged.
+    """
+
+    pages: int = 0
+    kept: int = 0
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for load reports.
 
@@ -205,3 +221,4 @@ class EngineStats:
     prefill_ms: float = 0.0
     step_ms: float = 0.0
     slower: float = 0.0
+    host: HostStats = HostStats()

@@ -120,6 +120,11 @@ class _Workers:
         failures = CounterMetricFamily(
             "cpd_worker_fill_failures", "Failed remote prefills, by reason.", labels=[*labels, "reason"]
         )
+        host_pages = GaugeMetricFamily("cpd_worker_host_pages", "Pages that host memory has room for.", labels=labels)
+        host_kept = GaugeMetricFamily("cpd_worker_host_kept_pages", "Evicted pages in host memory.", labels=labels)
+        host_blocks = CounterMetricFamily(
+            "cpd_worker_host_blocks", "Blocks of the host tier, by what happened to them.", labels=[*labels, "event"]
+        )
         ttft = SummaryMetricFamily("cpd_worker_ttft_seconds", "TTFT of prompts it computed.", labels=labels)
         error = SummaryMetricFamily(
             "cpd_worker_ttft_error_seconds", "How far off the predictions of these TTFTs were.", labels=labels
@@ -146,4 +151,9 @@ class _Workers:
                 fills.add_metric([*names, outcome], count)
             for reason, count in sorted(load.fill_failures.items()):
                 failures.add_metric([*names, reason], count)
-        return [live, running, waiting, tokens, queued, by_state, preemptions, computed, fills, failures, ttft, error]
+            host_pages.add_metric(names, load.host_pages)
+            host_kept.add_metric(names, load.host_kept_pages)
+            for event, count in sorted(load.host_blocks.items()):
+                host_blocks.add_metric([*names, event], count)
+        by_worker = [live, running, waiting, tokens, queued, by_state, preemptions, computed, fills, failures]
+        return [*by_worker, host_pages, host_kept, host_blocks, ttft, error]

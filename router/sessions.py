@@ -278,7 +278,7 @@ class Session:
             raise ProtocolError(f"the epoch of its KV pool changed from {self._epoch} to {said.epoch} in one process")
         self.view = WorkerView(said, self.member.address, itl_ms=self._itl_ms)
         self._epoch, self.hello, self._state = said.epoch, said, "syncing"
-        self._index.reset(self.id, said.num_pages)
+        self._index.reset(self.id, said.num_pages + said.host_pages)
         while True:
             message = await wire.receive()
             if message is None:

@@ -99,5 +99,10 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "cached_tokens": load.cached_tokens,
         "fills": dict(load.fills),
         "fill_failures": dict(load.fill_failures),
+        "host": {
+            "pages": load.host_pages,
+            "kept": load.host_kept_pages,
+            "blocks": dict(load.host_blocks),
+        },
     }
     return described | {"info": info, "load": report}

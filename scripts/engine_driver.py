@@ -7,6 +7,7 @@ from cpd.blocks import extend_hashes, hash_root
 from cpd.colocation import Colocation
 from engine.batch import Runner
 from engine.engine import Engine
+from engine.host_tier import HostMemory
 from engine.types import Output, Request, SamplingParams
 
 ROOT = hash_root(b"bench")
@@ -19,18 +20,28 @@ class EngineDriver:
         runner: What it runs on. Several drivers may share one, if they never have work at the same time.
         max_len: Tokens of the longest sequence.
         max_num_seqs: Sequences that run at the same time.
+        host: For evicted blocks.
     """
 
-    def __init__(self, runner: Runner, colocation: Colocation, *, max_len: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        colocation: Colocation,
+        *,
+        max_len: int,
+        max_num_seqs: int,
+        host: HostMemory | None = None,
+    ) -> None:
         self._engine = Engine(
             runner,
             max_model_len=max_len,
             colocation=colocation,
             max_num_seqs=max_num_seqs,
             max_queue_tokens=1 << 30,
+            host=host,
         )
-        self._lane_done = threading.Event()
-        self._engine.on_lane_done(self._lane_done.set)
+        self._woken = threading.Event()
+        self._engine.on_work(self._woken.set)
         self._added = 0
 
     def add(self, token_ids: Sequence[int], max_tokens: int) -> str:
@@ -42,11 +53,16 @@ class EngineDriver:
         self._engine.add(Request(name, tokens, len(tokens), params, ROOT, extend_hashes(ROOT, tokens)))
         return name
 
+    @property
+    def host_blocks(self) -> dict[str, int]:
+        """What happened to evicted blocks."""
+        return dict(self._engine.stats().host.blocks)
+
     def step(self) -> list[Output]:
-        """What the next step brings. Waits for the prefill lane while there is nothing else to do."""
+        """What the next step brings. Waits for the prefill lane or for copies while there is nothing else to do."""
         if not self._engine.has_work:
-            self._lane_done.wait()
-        self._lane_done.clear()
+            self._woken.wait()
+        self._woken.clear()
         return self._engine.step().outputs
 
     def abort(self, name: str) -> None:

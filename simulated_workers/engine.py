@@ -51,6 +51,8 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
                 f"--kv-memory {settings.kv_bytes} is too small for this model; "
                 f"give at least {_MIN_PAGES * page_bytes} bytes"
             )
+        if settings.host_kv_memory:
+            raise ConfigError("--host-kv-memory: simulated workers have no pages to keep in host memory")
         runner = SimulatedRunner(num_pages, PerfModel(profile), clock, config.vocab_size)
         known = Profile.load(settings.profile) if settings.profile else profile
         colocation = Colocation(

@@ -9,7 +9,7 @@ Who runs what:
 
 There are at most two `call_soon_threadsafe` a pass, however many requests there are, and none while the event loop has
 not come to what was handed over before. Without commands and work the thread sleeps until there are some; the prefill
-lane's end wakes it, too.
+lane and the host tier wake it, too.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class EngineThread(EngineBridge):
         self._started: asyncio.Future[Engine] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._wakeup = threading.Condition()
-        # Shared with the event loop and the prefill lane, which change them, and the commands, under _wakeup.
-        self._lane_done = False
+        # Under _wakeup, like the commands: the event loop, the prefill lane and the host tier change them.
+        self._engine_woke = False
         self._closing = False
         self._dead = False
         # From the engine thread to the event loop, and whether the loop knows that there is something.
@@ -78,7 +78,7 @@ class EngineThread(EngineBridge):
             self._send(lambda: fail(self._started, failure))
             self._end()
             return
-        engine.on_lane_done(self._wake)
+        engine.on_work(self._wake)
         self._send(lambda: resolve(self._started, engine))
         try:
             while self._wait_for_work(engine):
@@ -94,19 +94,19 @@ class EngineThread(EngineBridge):
         """Returns when there is something to do (True) or the thread is to end (False)."""
         while not engine.has_work:
             with self._wakeup:
-                if not (self._commands or self._lane_done or self._closing):
+                if not (self._commands or self._engine_woke or self._closing):
                     self._wakeup.wait(None if self._settled else IDLE_CHECK_S)
                 if self._commands or self._closing:
                     break
-                done, self._lane_done = self._lane_done, False
+                done, self._engine_woke = self._engine_woke, False
             if not done:
                 self._settle(engine)
         return not self._closing
 
     def _wake(self) -> None:
-        """The prefill lane is done (on whatever thread)."""
+        """The prefill lane, or the host tier, is done with something (on whatever thread)."""
         with self._wakeup:
-            self._lane_done = True
+            self._engine_woke = True
             self._wakeup.notify()
 
     def _pass(self, engine: Engine) -> None:

@@ -35,6 +35,9 @@ def load_from_stats(stats: EngineStats, state: pb.State.ValueType) -> pb.Load:
         step_ms=stats.step_ms,
         slower=stats.slower,
         queued_tokens=stats.queued_tokens,
+        host_pages=stats.host.pages,
+        host_kept_pages=stats.host.kept,
+        host_blocks=stats.host.blocks,
     )
 
 

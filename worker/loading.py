@@ -42,12 +42,14 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     )
     profile = _profile(settings, runner)
     colocation = _colocation(settings, runner, profile)
+    host_bytes = int(settings.host_kv_memory)
     engine = Engine(
         runner,
         max_model_len=runner.config.max_model_len,
         colocation=colocation,
         max_num_seqs=settings.max_num_seqs,
         max_queue_tokens=settings.max_queue_tokens,
+        host=runner.host_memory(host_bytes, checksums=settings.kv_checksum) if host_bytes else None,
     )
     return Loaded(
         engine=engine,

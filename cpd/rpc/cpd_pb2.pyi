@@ -518,6 +518,7 @@ class Hello(_message.Message):
     COLOCATE_FIELD_NUMBER: _builtins.int
     DECODE_SHARES_FIELD_NUMBER: _builtins.int
     TRANSPORT_REASON_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     state: Global___State.ValueType
@@ -541,6 +542,8 @@ class Hello(_message.Message):
     """mixed, lanes or auto"""
     transport_reason: _builtins.str
     """why the worker chose it; empty if it was told to"""
+    host_pages: _builtins.int
+    """evicted blocks that host memory keeps at most, which count as cached"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of the device, that decode lanes may have; the prefill lane has the rest"""
@@ -565,10 +568,11 @@ class Hello(_message.Message):
         colocate: _builtins.str = ...,
         decode_shares: _abc.Iterable[_builtins.float] | None = ...,
         transport_reason: _builtins.str = ...,
+        host_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -576,7 +580,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """The cached blocks at the time of event `number`; several messages, below 256 KiB each."""
+    """The cached blocks, those in host memory included, at the time of event `number`; several messages, below 256 KiB each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -696,6 +700,26 @@ class Load(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class HostBlocksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
@@ -717,6 +741,9 @@ class Load(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     SLOWER_FIELD_NUMBER: _builtins.int
     FILL_FAILURES_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_KEPT_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
@@ -746,6 +773,10 @@ class Load(_message.Message):
     """of requests that wait for their first turn: what the queue's bound counts"""
     slower: _builtins.float
     """recent steps took so many times as long as the profile says; 0: too few to tell"""
+    host_pages: _builtins.int
+    """that host memory has room for; 0: it keeps none"""
+    host_kept_pages: _builtins.int
+    """of them, with a block"""
     @_builtins.property
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by outcome: completed, failed, cancelled, local_fallback, rerouted; prefix_completed, prefix_failed and
@@ -755,6 +786,10 @@ class Load(_message.Message):
     @_builtins.property
     def fill_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """failed fills by reason (decode_worker/outcome.py)"""
+
+    @_builtins.property
+    def host_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """totals by what happened to them (engine/types.py: HostStats)"""
 
     def __init__(
         self,
@@ -780,10 +815,13 @@ class Load(_message.Message):
         queued_tokens: _builtins.int = ...,
         slower: _builtins.float = ...,
         fill_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        host_pages: _builtins.int = ...,
+        host_kept_pages: _builtins.int = ...,
+        host_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_kept_pages", b"host_kept_pages", "host_pages", b"host_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,8 +16,8 @@ milliseconds in which the decodes' next step could not be started, and the same 
 | weights, KV pool, tables             | the runner; written on the default      | always: the device was waited for   |
 |                                      | stream                                  | before the first lane was made      |
 | pages that a step writes             | the step's sequences                    | when the step has been collected    |
-| pages that `copy_page` writes        | the full lane's stream                  | in steps launched later, which wait |
-|                                      |                                         | `PageCopies.done`, on the device    |
+| pages that `copy_page` writes, and   | the full lane's stream                  | in steps launched later, which wait |
+| those that are copied to the host    |                                         | `PageCopies.done`, on the device    |
 | ops of full and all decode lanes     | the engine's thread, one step at a time | when the step has been collected    |
 | ops of all prefill lanes             | the prefill thread, the same            | the same                            |
 | graphs, their inputs and page tables | one lane                                | never                               |
@@ -31,7 +31,7 @@ So no tensor is freed that another stream still uses, and memory needs no fence 
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
 
@@ -59,6 +59,13 @@ class PageCopies:
         """Copies one page's keys and values of all layers."""
         with torch.cuda.stream(self._stream):
             self._pool[target].copy_(self._pool[source])
+            self.done.record(self._stream)
+
+    def copy_out(self, pages: Sequence[int], slots: torch.Tensor, numbers: Sequence[int]) -> None:
+        """Copies pages to these of the slots, which are in pinned memory."""
+        with torch.cuda.stream(self._stream):
+            for page, number in zip(pages, numbers, strict=True):
+                slots[number].copy_(self._pool[page], non_blocking=True)
             self.done.record(self._stream)
 
 

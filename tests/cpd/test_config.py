@@ -39,6 +39,7 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
         ({"port": "70000"}, "port: .*65535"),
         ({"dtype": "int4"}, "dtype: .*float32"),
         ({"kv_memory": "plenty"}, "kv-memory: "),
+        ({"host_kv_memory": "much"}, "host-kv-memory: "),
         ({"token_budget": "-1"}, "token-budget: .*0"),
         ({"lease_s": "0"}, "lease-s: "),
         ({"slo_ttft": "inf"}, "slo-ttft: "),

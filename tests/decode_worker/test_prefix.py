@@ -69,6 +69,17 @@ class TestFill:
             assert answer.prefilled[0].cached_tokens == CACHED - 1
             await d.balanced()
 
+    async def test_what_was_evicted_there_comes_from_its_host_memory(self, redis_url: str) -> None:
+        request = make_request("a", prompt(TOKENS), max_tokens=20)
+        async with duo(redis_url, source={"num_pages": 64, "host_pages": 100}) as d:
+            await d.source.serve(make_request("evicts", prompt(1010, 5), max_tokens=8), 1)
+            answer = await d.submit(request, 2)
+            await d.here.router.done(answer)
+            assert_right(request, answer)
+            assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefix_worker=d.source.worker.worker.id)
+            await d.balanced()
+            await eventually(lambda: d.source.router.load.host_blocks["returned"] == CACHED // BLOCK_SIZE)
+
     async def test_several_choices_share_one_fill(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20, n=3)
         async with duo(redis_url) as d:

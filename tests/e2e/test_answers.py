@@ -14,6 +14,7 @@ LONG = 64
 LENGTHS = [3, 16, 33, 64, 65, 80, 150, 257, 400, 1500]
 BF16_MARGIN = 0.25
 """About three times what rounding costs here; a wrong page or position costs more than 1."""
+PAGE_BYTES = 3 * 2 * 2 * 16 * 32 * 4
 CROWD = [5 + 37 * index % 300 for index in range(16)]
 
 
@@ -63,8 +64,7 @@ async def test_bfloat16_answers_are_within_its_tolerance(checkpoint: MakeCheckpo
 async def test_answers_are_right_when_pages_run_out(checkpoint: MakeCheckpoint) -> None:
     directory = checkpoint("qwen3")
     oracle = Oracle(directory)
-    page_bytes = 3 * 2 * 2 * 16 * 32 * 4
-    settings = {"kv_memory": 40 * page_bytes, "max_model_len": 512, "long_prefill_tokens": LONG}
+    settings = {"kv_memory": 40 * PAGE_BYTES, "max_model_len": 512, "long_prefill_tokens": LONG}
     with Cluster(model=str(directory), served_model_name=MODEL, **settings) as cluster:
         prompts = oracle.prompts([60, 90] * 8, seed=3)
         for prompt, answer in zip(
@@ -74,6 +74,23 @@ async def test_answers_are_right_when_pages_run_out(checkpoint: MakeCheckpoint) 
             assert len(answer.token_ids) == 100
         state = cluster.wait_until_idle()
         assert sum(worker["load"]["preemptions"] for worker in state["workers"]) > 0
+
+
+async def test_answers_are_right_from_pages_that_come_back_from_host_memory(checkpoint: MakeCheckpoint) -> None:
+    directory = checkpoint("qwen3")
+    oracle = Oracle(directory)
+    settings = {"kv_memory": 16 * PAGE_BYTES, "host_kv_memory": 64 * PAGE_BYTES, "max_model_len": 256}
+    with Cluster(model=str(directory), served_model_name=MODEL, prefill=0, kv_checksum=True, **settings) as cluster:
+        prompts = oracle.prompts([150, 170, 200, 220], seed=8)  # the pool has room for one of them
+        for turn in range(2):
+            for prompt, answer in zip(prompts, await complete_all(cluster.url, prompts, at_once=1), strict=True):
+                oracle.judge(prompt, answer.token_ids)
+                assert answer.cached_tokens == turn * (len(prompt) // 16 * 16)
+        (worker,) = cluster.wait_until_idle()["workers"]
+        host = worker["load"]["host"]
+        assert host["pages"] == 64
+        assert host["blocks"]["returned"] > 0
+        assert "damaged" not in host["blocks"]
 
 
 async def test_seeded_answers_are_the_same_in_any_company_and_on_any_route(checkpoint: MakeCheckpoint) -> None:

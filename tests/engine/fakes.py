@@ -7,6 +7,7 @@ border, or a page that was reused too early, shows as a wrong token.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,6 +186,7 @@ class FakeRunner:
         self.prefill_lane = FakeLane(self, 0.5, by_hand=True)
         self.decode_lane = FakeLane(self, 0.5, queues=queues)
         self.splits = [Split(self.prefill_lane, self.decode_lane)] if lanes else []
+        self.host: FakeHostMemory | None = None
         self._launched: list[FakeStep] = []
 
     def begin(self, batch: Batch) -> FakeStep:
@@ -247,6 +249,16 @@ class FakeRunner:
         for slot, state in step.writes.items():
             self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] = state
 
+    def read(self, page: int) -> list[int]:
+        """What a copy out finds in a page."""
+        assert not any(page in step.written for step in self._launched), "a page is copied while it is written"
+        return list(self.pages[page])
+
+    def write(self, page: int, content: list[int]) -> None:
+        """A copy back changes a page."""
+        assert not any(page in step.pages for step in self._launched), "a page changes where a lane works"
+        self.pages[page] = list(content)
+
     def copy_page(self, source: int, target: int) -> None:
         for step in self._launched:
             assert target not in step.pages, "a page is copied to where a lane works"
@@ -259,6 +271,69 @@ class FakeRunner:
         assert row.row == batch.query_start[s + 1] - 1, "a row in the middle of a chunk is sampled"
         assert row.position == batch.context_lens[s] == len(tokens)
         return choose(digest(contexts[s]), digest(tokens), row.params, row.choice, row.prompt_len)
+
+
+@dataclass(eq=False)
+class _CopyBack:
+    slots: list[int]
+    pages: list[int]
+    on_done: Callable[[], None]
+    future: Future[int]
+
+
+class FakeHostMemory:
+    """Host memory beside a FakeRunner's pages. See `engine.host_tier.HostMemory`.
+
+    Args:
+        by_hand: Copies back take until `finish` is called.
+
+    Attributes:
+        damaged: Slots whose content is not what was copied out.
+    """
+
+    def __init__(self, runner: FakeRunner, num_slots: int, slot_ms: float = 0.001, *, by_hand: bool = False) -> None:
+        self.num_slots = num_slots
+        self.slot_ms = slot_ms
+        self.by_hand = by_hand
+        self.damaged: set[int] = set()
+        self.copied_out: list[list[int]] = []
+        self.slots = [[GARBAGE] * BLOCK_SIZE for _ in range(num_slots)]
+        self._runner = runner
+        self._copies: list[_CopyBack] = []
+
+    @property
+    def copying(self) -> bool:
+        return bool(self._copies)
+
+    def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        busy = {slot for copy in self._copies for slot in copy.slots}
+        assert busy.isdisjoint(slots), "a slot changes while it is read"
+        self.copied_out.append(list(pages))
+        for page, slot in zip(pages, slots, strict=True):
+            self.slots[slot] = self._runner.read(page)
+            self.damaged.discard(slot)
+
+    def settle(self) -> None:
+        pass
+
+    def copy_back(self, slots: Sequence[int], pages: Sequence[int], on_done: Callable[[], None]) -> Future[int]:
+        copy = _CopyBack(list(slots), list(pages), on_done, Future())
+        self._copies.append(copy)
+        if not self.by_hand:
+            self.finish()
+        return copy.future
+
+    def finish(self) -> None:
+        """The first copy that is under way ends."""
+        copy = self._copies.pop(0)
+        good = 0
+        for slot, page in zip(copy.slots, copy.pages, strict=True):
+            if slot in self.damaged:
+                break
+            self._runner.write(page, self.slots[slot])
+            good += 1
+        copy.future.set_result(good)
+        copy.on_done()
 
 
 def _tables(batch: Batch) -> list[list[int]]:
@@ -401,6 +476,7 @@ def engine_of(
     max_num_seqs: int = 8,
     max_queue_tokens: int = 100_000,
     colocate: Mode = "mixed",
+    host: FakeHostMemory | None = None,
 ) -> Engine:
     """A small engine."""
     return Engine(
@@ -411,15 +487,18 @@ def engine_of(
         ),
         max_num_seqs=max_num_seqs,
         max_queue_tokens=max_queue_tokens,
+        host=host,
     )
 
 
 def make_engine(
-    num_pages: int = 64, *, colocate: Mode = "mixed", queues: bool = False, **options: int
+    num_pages: int = 64, *, colocate: Mode = "mixed", queues: bool = False, host_pages: int = 0, **options: int
 ) -> tuple[Engine, FakeRunner]:
     """A small engine and its runner; options as in `engine_of`."""
     runner = FakeRunner(num_pages, lanes=colocate != "mixed", queues=queues)
-    return engine_of(runner, colocate=colocate, **options), runner
+    if host_pages:
+        runner.host = FakeHostMemory(runner, host_pages)
+    return engine_of(runner, colocate=colocate, host=runner.host, **options), runner
 
 
 def assert_as_expected(served: Served, engine: Engine, *requests: Request) -> None:

@@ -42,7 +42,11 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=data.draw(st.sampled_from(self.max_num_seqs)),
             colocate=data.draw(st.sampled_from(self.modes)),
             queues=data.draw(st.booleans()),
+            host_pages=data.draw(st.sampled_from([0, 1, 3, 9, 30])),
         )
+        self.host = self.runner.host
+        if self.host is not None:
+            self.host.by_hand = data.draw(st.booleans())
         self.lane = self.runner.prefill_lane
         self.served = Served()
         self.names = iter(range(1_000_000))
@@ -116,6 +120,19 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(data.draw(st.integers(1, lane.waiting))):
             lane.get_on()
 
+    @precondition(lambda self: self.copying)
+    @rule()
+    def blocks_come_back(self) -> None:
+        assert self.host is not None
+        self.host.finish()
+        assert self.engine.has_work
+
+    @precondition(lambda self: self.host is not None)
+    @rule(data=st.data())
+    def host_memory_is_damaged(self, data: st.DataObject) -> None:
+        assert self.host is not None
+        self.host.damaged.add(data.draw(st.integers(0, self.host.num_slots - 1)))
+
     @rule()
     def time_passes(self) -> None:
         self.now += 2
@@ -160,6 +177,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin_cached(self, data: st.DataObject) -> None:
         request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        if data.draw(st.booleans()):
+            self.engine.bring_back(request.block_hashes)
         if pages := self.engine.pin_cached(request.block_hashes):
             computed = Computed(request.id, 16 * len(pages), pages)
             assert self.content(computed) == states_of(request.token_ids)[: computed.num_tokens]
@@ -200,13 +219,22 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.content(computed) == content
         self.engine.unpin(computed.pages)
 
+    @property
+    def copying(self) -> bool:
+        return self.host is not None and self.host.copying
+
     def content(self, computed: Computed) -> list[int]:
         return [slot for page in computed.pages for slot in self.runner.pages[page]][: computed.num_tokens]
 
     @rule()
     def cache_events(self) -> None:
         for event in self.engine.take_cache_events():
-            (self.known.difference_update if event.removed else self.known.update)(event.hashes)
+            if event.removed:
+                assert self.known.issuperset(event.hashes)
+                self.known.difference_update(event.hashes)
+            else:
+                assert self.known.isdisjoint(event.hashes)
+                self.known.update(event.hashes)
         assert self.known == set(self.engine.cached_hashes())
 
     @invariant()
@@ -218,7 +246,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.queued_tokens <= sum(len(request.token_ids) for request in self.requests.values())
         assert (stats.prefill_ms > 0) == (stats.waiting_tokens > 0)
         if stats.running + stats.waiting and not self.engine.has_work:
-            assert self.landings or self.pinned or self.lane.running, "waits for nobody"
+            assert self.landings or self.pinned or self.lane.running or self.copying, "waits for nobody"
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -227,9 +255,13 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.cancel(reservation, quarantine=False)
         while self.quarantined:
             self.end_quarantine()
+        if self.host is not None:
+            self.host.by_hand = False
         for _ in range(10_000):
-            if not (self.pinned or self.engine.has_work or self.lane.running):
+            if not (self.pinned or self.engine.has_work or self.lane.running or self.copying):
                 break
+            if self.host is not None and self.host.copying:
+                self.host.finish()
             if self.lane.running:
                 self.lane.finish()
             if self.engine.has_work:

@@ -82,7 +82,7 @@ def test_a_long_prompt_goes_back_to_the_whole_device_when_the_decodes_end() -> N
 def test_somebody_is_told_when_the_lane_is_done() -> None:
     told: list[bool] = []
     engine, runner = make_engine(colocate="lanes")
-    engine.on_lane_done(lambda: told.append(engine.has_work))
+    engine.on_work(lambda: told.append(engine.has_work))
     decoding(engine)
     engine.add(make_request("long", prompt(60, 1)))
     engine.step()

@@ -13,6 +13,7 @@ from cpd.colocation import Colocation, Mode
 from engine.config import load_config
 from engine.cpu_lanes import use_threads
 from engine.engine import Engine
+from engine.host_tier import HostMemory
 from engine.runner import TorchRunner
 from engine.types import Output, Request, SamplingParams
 from tests.conftest import MakeCheckpoint
@@ -77,7 +78,11 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
 
 
 def serve(
-    runner: TorchRunner, mode: Mode, comings: list[Arrival], max_model_len: int = LONGEST
+    runner: TorchRunner,
+    mode: Mode,
+    comings: list[Arrival],
+    max_model_len: int = LONGEST,
+    host: HostMemory | None = None,
 ) -> dict[tuple[str, int], list[Output]]:
     """All outputs of all choices."""
     engine = Engine(
@@ -86,9 +91,10 @@ def serve(
         colocation=Colocation(MODEL, token_budget=48, mode=mode, splits=[split.shares for split in runner.splits]),
         max_num_seqs=6,
         max_queue_tokens=10_000,
+        host=host,
     )
     done = threading.Event()
-    engine.on_lane_done(done.set)
+    engine.on_work(done.set)
     outputs: dict[tuple[str, int], list[Output]] = {}
     left, step = list(comings), 0
     while left or engine.has_work or engine.stats().pages.used:

@@ -12,7 +12,7 @@ from cpd.colocation import Colocation
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from engine.batch import Batch, SampleRow
 from engine.engine import Engine
-from engine.plan import BuildBatch
+from engine.plan import BuildBatch, build_batch
 from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline, work_of
 from engine.trace import StepRecord
 from engine.types import CacheEvent, EngineStats, Request, SamplingParams
@@ -218,12 +218,12 @@ def test_an_engine_runs_on_it_with_lanes_in_virtual_time() -> None:
 
 
 def test_an_outline_of_the_batches_gives_the_same_run() -> None:
-    def run(**build: BuildBatch) -> list[StepRecord]:
+    def run(build: BuildBatch = build_batch) -> list[StepRecord]:
         clock = VirtualTime()
         runner = SimulatedRunner(256, MODEL, clock, VOCAB)
         colocation = Colocation(MODEL, token_budget=64, mode="lanes", splits=[split.shares for split in runner.splits])
         engine = Engine(
-            runner, max_model_len=512, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000, **build
+            runner, max_model_len=512, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000, build=build
         )
         for i, length in enumerate((16, 30, 400, 90)):
             engine.add(make_request(f"r{i}", prompt(length, i), max_tokens=9, n=1 + i % 2))

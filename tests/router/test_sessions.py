@@ -109,6 +109,12 @@ class TestCache:
         assert described is not None
         assert described["load"]["running"] == 3
 
+    async def test_what_host_memory_keeps_is_cached(self, start_router: StartRouter, start_worker: StartWorker) -> None:
+        worker = await start_worker(worker_id="w", cached=_short(0), hello={"host_pages": 60})
+        router = await start_router(worker)
+        worker.send(_events(8, added=os.urandom(8 * 159)))
+        await eventually(lambda: _has(router, "w", state="ready", cached_blocks=160))
+
     async def test_the_cached_part_decides_between_local_and_remote(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
@@ -556,6 +562,9 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         cached_tokens=12,
         fills={"completed": 13, "failed": 1},
         fill_failures={"silent": 1},
+        host_pages=100,
+        host_kept_pages=60,
+        host_blocks={"kept": 70, "evicted": 10},
         decodes=1,
         prefill_ms=2.5,
         step_ms=7.5,
@@ -577,6 +586,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         "cached_tokens": 12,
         "fills": {"completed": 13, "failed": 1},
         "fill_failures": {"silent": 1},
+        "host": {"pages": 100, "kept": 60, "blocks": {"kept": 70, "evicted": 10}},
     }
     await eventually(lambda: _has(router, "combined-0", load=expected))
     shown = await router.worker("combined-0") or {}
@@ -589,6 +599,9 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     labels = 'role="combined",router="router-a",worker="combined-0"'
     assert f'cpd_worker_fills_total{{outcome="completed",{labels}}} 13.0' in text
     assert f'cpd_worker_fill_failures_total{{reason="silent",{labels}}} 1.0' in text
+    assert f"cpd_worker_host_pages{{{labels}}} 100.0" in text
+    assert f"cpd_worker_host_kept_pages{{{labels}}} 60.0" in text
+    assert f'cpd_worker_host_blocks_total{{event="kept",{labels}}} 70.0' in text
 
 
 async def test_requests_keep_away_from_a_worker_that_says_nothing_any_more(

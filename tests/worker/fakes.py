@@ -13,7 +13,7 @@ from cpd.errors import TransferError
 from engine.batch import Batch
 from engine.engine import Engine
 from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
-from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeRunner, FakeStep
+from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeHostMemory, FakeRunner, FakeStep
 from tests.waiting import DEADLINE_S
 from worker.convert import Limits
 from worker.node import Loaded
@@ -75,6 +75,7 @@ def fake_loader(
     before_step: Callable[[], None] | None = None,
     fingerprint: bytes = FINGERPRINT,
     max_model_len: int = MAX_MODEL_LEN,
+    host_pages: int = 0,
 ) -> Callable[[WorkerSettings], Loaded]:
     """What `Worker` takes for `load`."""
 
@@ -86,6 +87,7 @@ def fake_loader(
             colocation=Colocation(MODEL, token_budget=settings.token_budget),
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
+            host=FakeHostMemory(runner, host_pages) if host_pages else None,
         )
         return Loaded(
             engine=engine,

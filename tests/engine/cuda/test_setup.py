@@ -18,6 +18,7 @@ from engine.batch import Batch, Lane, Split
 from engine.config import load_config
 from engine.cuda import setup
 from engine.cuda.driver import CudaError, CudaUnavailableError
+from engine.cuda.host_memory import CudaHostMemory
 from engine.cuda.setup import CudaLanes, make_lanes
 from engine.fit import fit
 from engine.model import Decoder
@@ -167,6 +168,31 @@ def test_lanes_at_the_same_time_give_the_same_tokens(start: Start, reference: To
     assert any(graph.replays for graph in graphs_of(runner.splits[0].decode).values()) or any(
         graph.replays for split in runner.splits[1:] for graph in graphs_of(split.decode).values()
     )
+
+
+def test_pages_that_went_to_pinned_memory_come_back(start: Start, reference: TorchRunner) -> None:
+    """They go out on the stream of page copies, whose event the copies back wait for on a stream of their own."""
+    root, comings = hash_root(b"model"), []
+    for number in range(16):
+        tokens = prompt_of(200 + number % 8)
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        request = Request(f"r{number}", tokens, len(tokens), params, root, extend_hashes(root, tokens))
+        comings.append(Arrival(request, 40 * number, -1, None))
+    runner = start()
+    slots = torch.zeros(120, *runner.pool.shape[1:])
+    host = CudaHostMemory(runner.pool, slots, runner.lanes.copies, checksums=True)
+    waits: list[object] = host._stream.waits  # type: ignore[attr-defined]
+    waits.clear()
+    want = serve(reference, "mixed", comings)
+    got = serve(cast(TorchRunner, runner), "lanes", comings, host=host)
+    assert {key: [o.token_ids for o in outputs] for key, outputs in want.items()} == {
+        key: [o.token_ids for o in outputs] for key, outputs in got.items()
+    }
+    assert slots.any()
+    assert waits
+    assert set(waits) == {runner.lanes.copies.done}
+    cached = [outputs[0].cached_tokens for outputs in got.values()]
+    assert cached == 8 * [0] + 8 * [192]
 
 
 @pytest.mark.parametrize("most_decodes", [0, 4])

@@ -1,0 +1,43 @@
+"""Pinned host memory for the pages that a GPU's pool evicts.
+
+Pages go out on the stream of page copies (`engine/cuda/lanes.py`), for which every later step waits on the device, and
+nobody on the host. They come back on a stream of their own: a thread starts the copies and sleeps until they are done.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.cuda.lanes import PageCopies
+from engine.host_memory import TorchHostMemory
+
+
+class CudaHostMemory(TorchHostMemory):
+    """See `engine.host_tier.HostMemory`.
+
+    Args:
+        pool: On the device. [pages, ...]
+        slots: Pinned. [slots, ...]
+        copies: Of the same pool.
+    """
+
+    def __init__(self, pool: torch.Tensor, slots: torch.Tensor, copies: PageCopies, *, checksums: bool) -> None:
+        self._copies = copies
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        super().__init__(pool, slots, checksums=checksums)
+
+    def settle(self) -> None:
+        """Waits for the copies out."""
+        self._copies.done.synchronize()
+
+    def _out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        self._copies.copy_out(pages, self._slots, slots)
+
+    def _back(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._copies.done)  # what was in these pages may still be on its way out
+            for slot, page in zip(slots, pages, strict=True):
+                self._pool[page].copy_(self._slots[slot], non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        done.synchronize()

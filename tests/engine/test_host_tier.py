@@ -1,0 +1,233 @@
+"""Blocks that the pool evicts, on their way to host memory and back."""
+
+from collections.abc import Mapping
+
+from engine.engine import Engine
+from engine.types import Request
+from tests.engine.fakes import (
+    FakeHostMemory,
+    FakeRunner,
+    Served,
+    assert_all_released,
+    assert_as_expected,
+    drain,
+    engine_of,
+    make_engine,
+    make_request,
+    prompt,
+    states_of,
+)
+
+LONG = 70  # four full blocks and a partial one
+PAGES = 5
+"""The pool has room for one such prompt."""
+
+
+class Tier:
+    """A small pool, and host memory beside it."""
+
+    def __init__(self, host_pages: int = 20, slot_ms: float = 0.001, num_pages: int = PAGES) -> None:
+        self.runner = FakeRunner(num_pages)
+        self.host = FakeHostMemory(self.runner, host_pages, slot_ms)
+        self.engine: Engine = engine_of(self.runner, host=self.host)
+
+    def serve(self, name: str, start: int, length: int = LONG, max_tokens: int = 3) -> Served:
+        """Answers a prompt, and checks the answer."""
+        request = self.add(name, start, length, max_tokens)
+        served = drain(self.engine)
+        assert_as_expected(served, self.engine, request)
+        return served
+
+    def add(self, name: str, start: int, length: int = LONG, max_tokens: int = 3) -> Request:
+        request = make_request(name, prompt(length, start), max_tokens=max_tokens)
+        self.engine.add(request)
+        return request
+
+    @property
+    def blocks(self) -> Mapping[str, int]:
+        return self.engine.stats().host.blocks
+
+
+def test_an_evicted_prefix_comes_back_as_cached_tokens() -> None:
+    tier = Tier()
+    tier.serve("a", 0)
+    tier.serve("b", 1)  # evicts the first one
+    served = tier.serve("again", 0)
+    assert served.cached_tokens["again", 0] == 64
+    assert tier.engine.stats().prefill_tokens == 70 + 70 + 6
+    assert tier.blocks["returned"] == 4
+    host = tier.engine.stats().host
+    assert (host.pages, host.kept) == (20, 8)
+    assert_all_released(tier.engine)
+
+
+def test_everything_comes_back_again_and_again() -> None:
+    tier = Tier()
+    for turn in range(5):
+        for number in range(4):
+            served = tier.serve(f"{turn}-{number}", number)
+            assert served.cached_tokens[f"{turn}-{number}", 0] == (64 if turn else 0)
+    assert tier.blocks["kept"] == 16, "a block that is kept already is not copied again"
+
+
+def test_an_event_tells_of_a_block_when_it_is_neither_in_pages_nor_kept() -> None:
+    tier, known = Tier(host_pages=6), set[bytes]()
+    for number in (0, 1, 0, 2, 3, 1):
+        tier.serve(str(number), number)
+        for event in tier.engine.take_cache_events():
+            assert event.removed == known.issuperset(event.hashes)
+            known = known - set(event.hashes) if event.removed else known | set(event.hashes)
+        assert known == set(tier.engine.cached_hashes())
+        assert len(known) <= PAGES + 6
+    assert tier.blocks["evicted"] > 0
+
+
+def test_what_only_host_memory_has_comes_back_for_others() -> None:
+    tier = Tier()
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    hashes = make_request("for another worker", prompt(LONG)).block_hashes
+    tier.host.by_hand = True
+    tier.engine.bring_back(hashes)
+    assert tier.engine.returning(hashes)
+    assert tier.engine.pin_cached(hashes) == []
+    tier.host.finish()
+    drain(tier.engine)
+    assert not tier.engine.returning(hashes)
+    pages = tier.engine.pin_cached(hashes)
+    assert len(pages) == 4
+    tier.engine.unpin(pages)
+
+
+def test_copies_out_come_before_anything_is_written_to_the_pages() -> None:
+    tier = Tier()
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    assert [len(pages) for pages in tier.host.copied_out] == [4]
+
+
+def test_who_has_to_wait_for_a_copy_does_not_keep_others_waiting() -> None:
+    tier = Tier(num_pages=14)
+    tier.serve("a", 0)
+    for number in range(1, 4):
+        tier.serve(str(number), number)
+    tier.host.by_hand = True
+    told: list[bool] = []
+    tier.engine.on_work(lambda: told.append(tier.engine.has_work))
+    requests = [tier.add("again", 0), tier.add("short", 9, length=5)]
+    served = drain(tier.engine)
+    assert served.finish.keys() == {("short", 0)}
+    assert tier.host.copying
+    assert not tier.engine.has_work
+    assert tier.engine.stats().waiting == 1
+
+    tier.host.finish()
+    assert told == [True]
+    drain(tier.engine, served)
+    assert_as_expected(served, tier.engine, *requests)
+    assert served.cached_tokens["again", 0] == 64
+
+
+def test_all_who_need_the_same_blocks_wait_for_one_copy() -> None:
+    tier = Tier(num_pages=12)
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    tier.serve("c", 2)
+    tier.host.by_hand = True
+    requests = [tier.add("again", 0), tier.add("too", 0)]
+    served = drain(tier.engine)
+    tier.host.finish()
+    assert not tier.host.copying
+    drain(tier.engine, served)
+    assert_as_expected(served, tier.engine, *requests)
+    assert set(served.cached_tokens.values()) == {64}
+
+
+def test_blocks_come_back_behind_those_that_are_still_in_the_pool() -> None:
+    tier = Tier(num_pages=8)
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    first = tier.engine.stats().host.kept
+    assert 0 < first < 4, "a part of it is evicted"
+    assert tier.serve("again", 0).cached_tokens["again", 0] == 64
+    assert tier.blocks["returned"] == first
+
+
+def test_a_damaged_block_and_what_follows_it_is_computed() -> None:
+    tier = Tier()
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    (slot,) = [slot for slot, content in enumerate(tier.host.slots) if content == _content(2)]
+    tier.host.damaged.add(slot)
+    served = tier.serve("again", 0)
+    assert served.cached_tokens["again", 0] == 32
+    assert (tier.blocks["damaged"], tier.blocks["returned"]) == (1, 2)
+    tier.serve("c", 2)
+    assert tier.serve("once more", 0).cached_tokens["once more", 0] == 64, "it was copied out anew"
+
+
+def test_what_is_computed_sooner_does_not_come_back() -> None:
+    tier = Tier(slot_ms=50.0)
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    assert tier.serve("again", 0).cached_tokens["again", 0] == 0
+    assert "returned" not in tier.blocks
+    assert tier.blocks["computed"] == 1  # one page takes 50 ms: no more is copied out of one eviction
+    assert tier.blocks["skipped"] > 0
+
+
+def test_a_prompt_counts_as_cached_what_would_come_back() -> None:
+    tier = Tier()
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    assert tier.engine.uncached_tokens(make_request("again", prompt(LONG))) == 6
+    tier.add("again", 0)
+    assert tier.engine.stats().waiting_tokens == 6
+
+
+def test_an_abort_during_the_copy_leaves_the_blocks_in_the_cache() -> None:
+    tier = Tier()
+    tier.serve("a", 0)
+    tier.serve("b", 1)
+    tier.host.by_hand = True
+    tier.add("again", 0)
+    drain(tier.engine)
+    tier.engine.abort("again")
+    assert not tier.engine.has_work
+    tier.host.finish()
+    drain(tier.engine)
+    assert_all_released(tier.engine)
+    tier.host.by_hand = False
+    assert tier.serve("later", 0).cached_tokens["later", 0] == 64
+    assert tier.blocks["returned"] == 4
+
+
+def test_pages_for_a_landing_are_copied_out_first() -> None:
+    tier = Tier()
+    tier.serve("a", 0)
+    reservation = tier.engine.reserve(make_request("landing", prompt(LONG, 1)))
+    assert reservation is not None
+    assert sum(map(len, tier.host.copied_out)) == 4
+    tier.engine.cancel(reservation, quarantine=True)
+    tier.engine.end_quarantine(reservation)
+    assert tier.serve("again", 0).cached_tokens["again", 0] == 64
+
+
+def test_a_preempted_sequence_gets_its_blocks_back() -> None:
+    tier = Tier(num_pages=8)
+    requests = [tier.add("first", 0, max_tokens=50), tier.add("second", 1, length=20, max_tokens=60)]
+    served = drain(tier.engine)
+    assert_as_expected(served, tier.engine, *requests)
+    assert tier.engine.stats().preemptions
+    assert tier.blocks["returned"] > 0
+
+
+def test_without_host_memory_nothing_is_kept() -> None:
+    engine, _ = make_engine(PAGES)
+    host = engine.stats().host
+    assert (host.pages, host.kept, host.blocks) == (0, 0, {})
+
+
+def _content(block: int) -> list[int]:
+    """Of a block of the first prompt."""
+    return states_of(prompt(LONG))[16 * block : 16 * block + 16]
