@@ -7,7 +7,9 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "linear.h"
@@ -35,7 +37,7 @@ struct Tile {
 struct AttentionPlan {
   Sequences sequences;
   int64_t heads, kv_heads, dim;
-  std::vector<Tile> tiles;  // The most work first.
+  std::vector<Tile> tiles;  // Roughly the most work first.
   int64_t parts = 0;        // Results to be merged,
   int64_t part_rows = 0;    // of so many rows each at most (all heads).
   int64_t rows = 0;         // Of the largest tile.
@@ -57,8 +59,13 @@ struct AttentionPlan {
         tiles.push_back(tile);
       }
     }
-    auto cost = [](const Tile& tile) { return tile.queries * (tile.end - tile.begin) * (tile.last_head - tile.first_head); };
-    std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
+    // A head's tiles follow each other, as its keys and values are then still in a cache; but not at the price of much
+    // work at the end.
+    auto key = [](const Tile& tile) {
+      const int64_t cost = tile.queries * (tile.end - tile.begin) * (tile.last_head - tile.first_head);
+      return std::tuple(-int(std::bit_width(uint64_t(cost))), tile.sequence, tile.first_head, -cost);
+    };
+    std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) { return key(a) < key(b); });
   }
 
   int64_t group() const { return heads / kv_heads; }
