@@ -438,5 +438,6 @@ class Fill:
             tenant=request.tenant,
             priority=request.priority,
             deadline_ms=deadline_ms_to_wire(request, time.monotonic()),
+            request=request.number,
             checksums=self._node.settings.kv_checksum,
         )

@@ -354,6 +354,7 @@ class Engine:
             step_ms=sum(self._step_ms) / len(self._step_ms) if self._step_ms else 0.0,
             slower=median(self._slower) if len(self._slower) >= STEPS_TO_TELL else 0.0,
             host=self._host.stats() if self._host is not None else HostStats(),
+            unanswered=self._requests.unanswered(),
         )
 
     def take_cache_events(self) -> list[CacheEvent]:

@@ -1,7 +1,7 @@
 """The live requests: the sequences of each, and what newly chosen tokens make of them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from engine.plan import Plan
 from engine.scheduler import Scheduler
 from engine.sequence import Seq
 from engine.types import Computed, Finish, Output, Request, StepOutput
+
+MOST_UNANSWERED = 1024
+"""Named at a time."""
 
 
 class LiveRequests:
@@ -40,6 +43,11 @@ class LiveRequests:
     def seqs(self) -> list[Seq]:
         """Those of all requests."""
         return [seq for seqs in self._seqs.values() for seq in seqs]
+
+    def unanswered(self) -> list[int]:
+        """Routers' numbers of the newest requests that have no token yet."""
+        newest = islice(reversed(self._seqs.values()), MOST_UNANSWERED)
+        return [seqs[0].request.number for seqs in newest if not seqs[0].reported]
 
     def check(self, request: Request) -> None:
         """Raises ValueError if the request can never be served, or not as it is."""

@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
@@ -69,6 +69,7 @@ class Request:
         priority: Higher ones go first.
         received: When it came, in seconds by the clock that `Engine.step` is told.
         deadline: When its first token should be there, by the same clock.
+        number: What its router calls it.
     """
 
     id: str
@@ -84,6 +85,7 @@ class Request:
     priority: int = 0
     received: float = 0.0
     deadline: float = inf
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -205,6 +207,7 @@ class EngineStats:
         prefill_ms: Predicted time until `waiting_tokens` are computed.
         step_ms: Mean of the recent steps that had decodes; 0: there were none.
         slower: How many times as long as predicted recent steps took, on median; 0: too few of them to tell.
+        unanswered: Routers' numbers of the newest requests that have no token yet.
     """
 
     running: int
@@ -222,3 +225,4 @@ class EngineStats:
     step_ms: float = 0.0
     slower: float = 0.0
     host: HostStats = HostStats()
+    unanswered: Sequence[int] = ()

@@ -13,7 +13,7 @@ from cpd.perfmodel import Work
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import StepOutput
-from prefill_worker.fill import Chunk, Fill, PagesToPush
+from prefill_worker.fill import Chunk, Fill, PagesToPush, State
 from prefill_worker.queue import FillQueue
 from worker.convert import request_from_wire
 from worker.delivery import Outlet, Traffic
@@ -89,6 +89,8 @@ class PrefillService:
         load.waiting_tokens += work.tokens
         load.queued_tokens += queue.waiting_tokens
         load.prefill_ms += self._node.colocation.prefill_ms(work, Work())
+        waiting = (fill for fill in self._fills.values() if fill.state in (State.QUEUED, State.READY))
+        load.unanswered.extend(fill.request.number for fill in waiting)
         load.fills.update(self._server.outcomes)
 
     def submit(self, session: Session, message: pb.Submit) -> None:

@@ -66,7 +66,7 @@ class Dispatcher:
         self.history = History()
         self._policy = policy
         self._rng = rng
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(rng.randrange(1, 1 << 60))  # workers name them to all routers
         self._legs: dict[int, Leg] = {}
         self._parked: set[Leg] = set()
         self._turns = Turns(self._output)

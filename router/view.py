@@ -25,8 +25,9 @@ MOST_SLOWER = 4.0
 """A worker counts as at most so many times slower, or faster, than its profile says: one that gets no work can't show
 that it is better now."""
 
-UNSEEN_S = 0.1
-"""A report may not yet know of requests that were sent so shortly before it: as long as a worker's longest silence."""
+UNSEEN_S = 1.0
+"""A request that a report does not name is under way, unless it was sent longer ago than that: reports name the newest
+ones only, and it may have gone to another worker."""
 
 
 @dataclass(slots=True)
@@ -124,12 +125,17 @@ class WorkerView:
         prefill_ms = self._beside.slower * load.prefill_ms
         if not self._hello.profile:
             prefill_ms = load.waiting_tokens * self._beside.token_ms
-        unseen_ms = sum(ms for at, ms in self._sent.values() if now - at < UNSEEN_S)
+        seen = set(load.unanswered)
+        unseen_ms = sum(ms for key, (at, ms) in self._sent.items() if key not in seen and now - at < UNSEEN_S)
         self._idle_at = now + (prefill_ms + unseen_ms) / 1e3
         self._candidate = None
 
     def sent(self, key: int, prefill_ms: float, now: float) -> None:
-        """A prompt goes to the worker, which will take it so long to compute. `key` names it until it is answered."""
+        """A prompt goes to the worker, which will take it so long to compute.
+
+        Args:
+            key: What the worker calls it in reports. It names the prompt until it is answered.
+        """
         self._sent[key] = (now, prefill_ms)
         self._idle_at = max(self._idle_at, now) + prefill_ms / 1e3
         self._candidate = None

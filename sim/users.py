@@ -125,6 +125,7 @@ class Users:
             block_hashes=list(hashes),
             received=now,
             deadline=now + self._slo.ttft / 1e3 if self._slo.ttft else float("inf"),
+            number=conversation.number,
         )
         self._submit(Flight(conversation.number, request, self._token, self._more, self._refused))
 

@@ -74,6 +74,7 @@ def request_from_wire(
         priority=message.priority,
         received=now,
         deadline=now + message.deadline_ms / 1000 if message.deadline_ms else math.inf,
+        number=message.request,
     )
 
 

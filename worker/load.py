@@ -38,6 +38,7 @@ def load_from_stats(stats: EngineStats, state: pb.State.ValueType) -> pb.Load:
         host_pages=stats.host.pages,
         host_kept_pages=stats.host.kept,
         host_blocks=stats.host.blocks,
+        unanswered=stats.unanswered,
     )
 
 

@@ -744,6 +744,7 @@ class Load(_message.Message):
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     HOST_KEPT_PAGES_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    UNANSWERED_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
@@ -791,6 +792,10 @@ class Load(_message.Message):
     def host_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """totals by what happened to them (engine/types.py: HostStats)"""
 
+    @_builtins.property
+    def unanswered(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Submit.request of the newest requests that have no token yet and are in prefill_ms"""
+
     def __init__(
         self,
         *,
@@ -818,10 +823,11 @@ class Load(_message.Message):
         host_pages: _builtins.int = ...,
         host_kept_pages: _builtins.int = ...,
         host_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        unanswered: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_kept_pages", b"host_kept_pages", "host_pages", b"host_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_kept_pages", b"host_kept_pages", "host_pages", b"host_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "unanswered", b"unanswered", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1074,6 +1080,7 @@ class FillStart(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     CACHE_ONLY_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
     tokens: _builtins.bytes
@@ -1095,6 +1102,8 @@ class FillStart(_message.Message):
     """FillPages is to carry them"""
     cache_only: _builtins.bool
     """only what is cached is wanted, of the full blocks"""
+    request: _builtins.int
+    """as in Submit"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -1117,10 +1126,11 @@ class FillStart(_message.Message):
         deadline_ms: _builtins.int = ...,
         checksums: _builtins.bool = ...,
         cache_only: _builtins.bool = ...,
+        request: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ import pytest
 
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish
-from tests.decode_worker.pair import assert_right, pair
+from tests.decode_worker.pair import TARGET, Stage, assert_right, pair, reached
 from tests.engine.fakes import expected, make_request, prompt
 from tests.waiting import eventually
 from tests.worker.client import Client
@@ -135,3 +135,11 @@ async def test_many_prompts_take_turns_when_pages_are_few(redis_url: str) -> Non
             assert_right(request, answer)
         await p.balanced()
         await eventually(lambda: dict(p.router.load.fills) == {"completed": 20})
+
+
+async def test_the_prefill_worker_tells_routers_which_of_their_requests_it_has(redis_url: str) -> None:
+    async with reached(redis_url, Stage.QUEUED) as (p, answer):
+        await eventually(lambda: TARGET in p.prefill_view.load.unanswered)
+        p.prefill_gate.open()
+        await p.router.done(answer)
+        await eventually(lambda: not p.prefill_view.load.unanswered)

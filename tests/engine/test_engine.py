@@ -312,6 +312,17 @@ class TestPrefixCache:
         assert served.cached_tokens["b", 0] == 64
         assert engine.stats().prefill_tokens == 64 + 8 + 10
 
+    def test_those_without_a_token_are_named_to_routers(self) -> None:
+        engine, _ = make_engine(token_budget=100)
+        for number, (name, length) in enumerate((("a", 64), ("b", 10), ("c", 90)), 1):
+            engine.add(replace(make_request(name, prompt(length, number), max_tokens=2), number=number))
+        assert engine.stats().unanswered == [3, 2, 1]
+        served = Served()
+        served.take(engine.step())
+        assert engine.stats().unanswered == [3]
+        drain(engine, served)
+        assert engine.stats().unanswered == []
+
     def test_filler_abort_hands_on(self) -> None:
         engine, _ = make_engine(token_budget=32)
         follower = make_request("b", prompt(96) + prompt(8, 1))

@@ -50,13 +50,23 @@ def test_own_requests_count_at_once_and_others_by_report() -> None:
     assert view.candidate.requests == 5
 
 
-def test_a_prompt_lengthens_the_queue_until_a_report_must_know_of_it() -> None:
+def test_a_prompt_lengthens_the_queue_until_a_report_names_it() -> None:
     view = _view()
     view.reported(pb.Load(prefill_ms=20), 0.0)
     view.sent(1, 100.0, 0.0)
     assert view.candidate.queue_ms(0.0) == pytest.approx(120)
-    view.reported(pb.Load(prefill_ms=10), UNSEEN_S / 2)
-    assert view.candidate.queue_ms(UNSEEN_S / 2) == pytest.approx(110)
+    view.reported(pb.Load(prefill_ms=10, unanswered=[7]), 0.001)  # another router's
+    assert view.candidate.queue_ms(0.001) == pytest.approx(110)
+    view.sent(2, 30.0, 0.002)
+    view.reported(pb.Load(prefill_ms=110, unanswered=[7, 1]), 0.003)
+    assert view.candidate.queue_ms(0.003) == pytest.approx(140)
+    view.reported(pb.Load(prefill_ms=140, unanswered=[2, 7, 1]), 0.004)
+    assert view.candidate.queue_ms(0.004) == pytest.approx(140)
+
+
+def test_a_prompt_that_no_report_names_is_not_reckoned_with_for_ever() -> None:
+    view = _view()
+    view.sent(1, 100.0, 0.0)
     view.reported(pb.Load(prefill_ms=60), 2 * UNSEEN_S)
     assert view.candidate.queue_ms(2 * UNSEEN_S) == pytest.approx(60)
 

@@ -72,6 +72,7 @@ def test_a_request_keeps_everything() -> None:
         priority=-2,
         received=NOW,
         deadline=NOW + 1.5,
+        number=1,
     )
 
 
