@@ -96,7 +96,9 @@ class FaultCluster:
         redis: Reached by the others through `proxy`.
     """
 
-    def __init__(self, model: Path, *, transport: str = "ucx", fill_progress_s: float = 4.0) -> None:
+    def __init__(
+        self, model: Path, *, transport: str = "ucx", fill_progress_s: float = 4.0, host_kv_memory: str = "0"
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="cpd-faults-", dir="/tmp"))  # sockets need short names
         self.network = Network() if available() else None
         self.redis = EmbeddedRedis(self.directory / "redis.sock")
@@ -108,6 +110,7 @@ class FaultCluster:
         self._worker_flags = {
             "dtype": "float32",
             "kv-memory": "8MiB",
+            "host-kv-memory": host_kv_memory,
             "token-budget": 64,
             "colocate": "mixed",
             "transport": transport,

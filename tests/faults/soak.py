@@ -62,6 +62,7 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.memory: list[dict[str, int]] = []
         self.fills: dict[str, int] = {}
+        self.host: dict[str, int] = {}
 
     async def run(self, minutes: float) -> None:
         """Returns after that time.
@@ -83,9 +84,11 @@ class Soak:
                 task.cancel()
 
     def report(self) -> str:
-        """Requests by how they ended, faults, and of those that were never killed MiB and what fills came to."""
+        """Requests by how they ended, faults, and of those that were never killed MiB, and what fills and evicted
+        blocks came to."""
         memory = {name: size >> 20 for name, size in self.memory[-1].items()} if self.memory else {}
-        return f"requests {dict(self.ended)}; {self.faults.total()} faults; MiB {memory}; fills {self.fills}"
+        done = f"requests {dict(self.ended)}; {self.faults.total()} faults; MiB {memory}"
+        return f"{done}; fills {self.fills}; host {self.host}"
 
     def check_memory(self) -> None:
         """Raises AssertionError if a process has grown."""
@@ -154,7 +157,8 @@ class Soak:
         await self._cluster.whole()
         await self._cluster.idle()
         workers = (await self._cluster.state())["workers"]
-        self.fills = next(one["load"]["fills"] for one in workers if one["id"] == "combined-1")
+        load = next(one["load"] for one in workers if one["id"] == "combined-1")
+        self.fills, self.host = load["fills"], load["host"]["blocks"]
         pids = {name: self._cluster.processes[name].pid for name in NEVER_KILLED}
         self.memory.append({name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()})
 
@@ -162,7 +166,7 @@ class Soak:
 async def soak(model: Path, minutes: float, seed: int, transport: str) -> None:
     """Runs it on a new cluster."""
     oracle = Oracle(model)
-    async with FaultCluster(model, transport=transport) as cluster:
+    async with FaultCluster(model, transport=transport, host_kv_memory="2MiB") as cluster:
         it = Soak(cluster, oracle, random.Random(seed))
         try:
             await it.run(minutes)
