@@ -14,7 +14,10 @@ def small(**fields: object) -> CompareSettings:
     return CompareSettings.load({**known, **fields})
 
 
-def test_the_highest_rates_are_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_highest_rates_are_found_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # of the terminal
     files = {"json_file": tmp_path / "found.json", "html_file": tmp_path / "found.html"}
     compare(small(policies="aggregated, static-pd", long_shares="1", rate_from=2.0, **files))
     found = orjson.loads(files["json_file"].read_bytes())
