@@ -6,7 +6,9 @@ States, and what is held in each:
 
     CONNECTING   called, nothing heard yet                                  nothing
     QUEUED       waits in the prefill worker's queue                        nothing
-    RESERVING    the prefill worker computes, own pages are not ready       a place in the reservation queue
+    RESERVING    the prefill worker computes, own pages are not ready:      first nothing, then a place in the
+                 what host memory keeps comes back, then the rest is        reservation queue
+                 reserved
     LANDED       it knows where the pages go, pushes them, says which       reservation, landing
     DECIDED      `outcome` is known
 
@@ -363,9 +365,9 @@ class Fill:
 
     async def _withdraw(self) -> Reservation | None:
         assert self._reserving is not None
-        if self._wanted is not None:
-            self._wanted.withdrawn = True
-            self._node.engine.nudge()
+        assert self._wanted is not None
+        self._wanted.withdrawn = True
+        self._node.engine.nudge()
         try:
             result = await self._reserving
         except ValueError:

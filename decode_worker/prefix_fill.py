@@ -1,8 +1,9 @@
 """One try to have a prompt's first blocks from another decode worker's cache.
 
 It goes through the states of `decode_worker.fill`, with these differences. The other worker says how many blocks it
-has (they stay there until the fill ends), and pages are reserved for those of them that are not here: at once or not at
-all, because two workers that had their caches read by each other, and waited for pages meanwhile, could wait for ever.
+has (they stay there until the fill ends), and pages are reserved for those of them that are not here. That is without a
+wait for pages, because two workers that had their caches read by each other, and waited for pages meanwhile, could wait
+for ever; what comes back from host memory before has its pages already.
 There are no first tokens: COMPLETE when the pages have arrived, and then they belong to the own cache.
 
 Whatever the outcome, the request goes on with what is in the cache.
@@ -11,6 +12,7 @@ Whatever the outcome, the request goes on with what is in the cache.
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.fill import Fill
 from decode_worker.outcome import Failure, Outcome, Status
+from decode_worker.reservations import Wanted
 
 
 class PrefixFill(Fill):
@@ -24,7 +26,8 @@ class PrefixFill(Fill):
         if not 0 < ready.blocks <= len(self._request.block_hashes):
             await self._fail(Failure.PROTOCOL, f"it has {ready.blocks} of {len(self._request.block_hashes)} blocks")
             return
-        self._await_pages(self._reservations.get_now(self._request, ready.blocks))
+        self._wanted = Wanted(self._request)
+        self._await_pages(self._reservations.get_now(self._wanted, ready.blocks))
 
     async def _activate(self) -> None:
         reservation, request = self._reservation, self._request

@@ -310,12 +310,15 @@ class Engine:
 
     def bring_back(self, hashes: Sequence[bytes]) -> None:
         """Has the first blocks of a chain come back from host memory, those that only it has, if that is worth it."""
-        self._scheduler.bring_back(hashes, self._pool.find(hashes), len(hashes) * BLOCK_SIZE)
+        if self._host is not None:
+            self._scheduler.bring_back(hashes, self._pool.find(hashes), len(hashes) * BLOCK_SIZE)
 
     def returning(self, hashes: Sequence[bytes]) -> bool:
         """Whether the first block of a chain that is not in the cache is on its way back from host memory."""
+        if self._host is None or not self._host.under_way:
+            return False
         found = len(self._pool.find(hashes))
-        return self._host is not None and found < len(hashes) and self._host.returning(hashes[found])
+        return found < len(hashes) and self._host.returning(hashes[found])
 
     def unpin(self, pages: Sequence[int]) -> None:
         """Takes one pin of each page back.

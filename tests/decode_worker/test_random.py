@@ -27,16 +27,25 @@ async def test_any_mix_of_routes_aborts_and_failures(redis_url: str, seed: int) 
     async with AsyncExitStack() as stack:
         prefills = [
             await stack.enter_async_context(
-                running("prefill", redis_url, load=fake_loader(num_pages=rng.randint(70, 150)), network=network)
+                running(
+                    "prefill",
+                    redis_url,
+                    load=fake_loader(num_pages=rng.randint(70, 150), host_pages=100),
+                    network=network,
+                )
             )
             for _ in range(3)
         ]
         decode = await stack.enter_async_context(
-            running("combined", redis_url, load=fake_loader(num_pages=rng.randint(70, 200)), network=network)
+            running(
+                "combined", redis_url, load=fake_loader(num_pages=rng.randint(70, 200), host_pages=100), network=network
+            )
         )
         router = await stack.enter_async_context(Client(decode))
         source = await stack.enter_async_context(
-            running("combined", redis_url, load=fake_loader(num_pages=rng.randint(70, 200)), network=network)
+            running(
+                "combined", redis_url, load=fake_loader(num_pages=rng.randint(70, 200), host_pages=100), network=network
+            )
         )
         views = [await stack.enter_async_context(Client(worker)) for worker in (*prefills[1:], source)]
         await views[-1].done(*[await views[-1].submit(make_request(f"s{i}", prompt(300, i)), i) for i in range(3)])

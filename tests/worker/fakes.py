@@ -76,18 +76,22 @@ def fake_loader(
     fingerprint: bytes = FINGERPRINT,
     max_model_len: int = MAX_MODEL_LEN,
     host_pages: int = 0,
+    on_host: Callable[[FakeHostMemory], None] = lambda host: None,
 ) -> Callable[[WorkerSettings], Loaded]:
-    """What `Worker` takes for `load`."""
+    """What `Worker` takes for `load`. `on_host` gets the host memory, if there is any."""
 
     def load(settings: WorkerSettings) -> Loaded:
         runner = SharedRunner(num_pages, before_step)
+        host = FakeHostMemory(runner, host_pages) if host_pages else None
+        if host is not None:
+            on_host(host)
         engine = Engine(
             runner,
             max_model_len=max_model_len,
             colocation=Colocation(MODEL, token_budget=settings.token_budget),
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
-            host=FakeHostMemory(runner, host_pages) if host_pages else None,
+            host=host,
         )
         return Loaded(
             engine=engine,

@@ -1,0 +1,202 @@
+"""Prompts of which blocks lie in a worker's host memory, and that come from another worker."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.rpc import cpd_pb2 as pb
+from decode_worker.fill import State
+from tests.decode_worker.duo import CACHED, TOKENS, Duo, duo
+from tests.decode_worker.pair import TARGET, Pair, assert_right, eventually_started, pair
+from tests.engine.fakes import FakeHostMemory, make_request, prompt, states_of
+from tests.waiting import eventually
+from tests.worker.client import Client
+from tests.worker.cluster import Running, running
+
+NUM_PAGES = 64
+"""Of the pool: it has room for the prompt that evicts it."""
+KEPT = CACHED // BLOCK_SIZE
+"""Blocks of the prompt that host memory has, and the pool has not."""
+
+LONGER = prompt(TOKENS) + prompt(200, 3)
+"""A prompt that goes on after it."""
+
+
+def _count_pages(worker: Running) -> list[int]:
+    """Pages of each landing, from now on."""
+    counts: list[int] = []
+    expect = worker.worker._transport.expect
+
+    def counted(reservation: int, generation: int, pages: list[int]) -> object:
+        counts.append(len(pages))
+        return expect(reservation, generation, pages)
+
+    worker.worker._transport.expect = counted  # type: ignore[assignment, method-assign]
+    return counts
+
+
+async def _serve_and_evict(router: Client) -> None:
+    for number, token_ids in ((1001, prompt(TOKENS)), (1002, prompt(1010, 5))):
+        await router.done(await router.submit(make_request(str(number), token_ids), number))
+
+
+@asynccontextmanager
+async def _kept_here(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Pair, FakeHostMemory, list[int]]]:
+    """The decode worker has the prompt in host memory; what it then lands is counted."""
+    hosts: list[FakeHostMemory] = []
+    decode = {"num_pages": NUM_PAGES, "host_pages": 200, "on_host": hosts.append}
+    async with pair(redis_url, decode=decode, **settings) as p:
+        await _serve_and_evict(p.router)
+        yield p, hosts[0], _count_pages(p.decode)
+
+
+class TestFromAPrefillWorker:
+    async def test_what_host_memory_keeps_is_not_moved(self, redis_url: str) -> None:
+        request = make_request("a", LONGER, max_tokens=20)
+        async with _kept_here(redis_url) as (p, _, moved):
+            answer = await p.submit(request, TARGET)
+            await p.router.done(answer)
+            assert_right(request, answer)
+            assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefill_worker=p.prefill.worker.id)
+            assert moved == [blocks_for(len(LONGER)) - KEPT]
+            await p.balanced()
+            await eventually(lambda: p.router.load.host_blocks["returned"] == KEPT)
+
+    async def test_a_damaged_block_and_what_follows_it_is_moved(self, redis_url: str) -> None:
+        request, good = make_request("a", LONGER, max_tokens=20), 2
+        async with _kept_here(redis_url) as (p, host, moved):
+            content = states_of(LONGER)[good * BLOCK_SIZE : (good + 1) * BLOCK_SIZE]
+            host.damaged.add(host.slots.index(content))
+            answer = await p.submit(request, TARGET)
+            await p.router.done(answer)
+            assert_right(request, answer)
+            assert moved == [blocks_for(len(LONGER)) - good]
+            await p.balanced()
+            await eventually(lambda: p.router.load.host_blocks["damaged"] == 1)
+
+    async def test_where_pages_are_short_everything_is_moved(self, redis_url: str) -> None:
+        request, ahead = make_request("a", LONGER, max_tokens=20), make_request("ahead", prompt(900, 9), max_tokens=2)
+        async with _kept_here(redis_url) as (p, host, moved):
+            host.by_hand = True
+            p.transfer_gate.clear()
+            before = await p.submit(ahead, 2)
+            await eventually_started(before)
+            answer = await p.submit(request, TARGET)
+            await eventually(lambda: p.states() == [State.LANDED, State.RESERVING])
+            p.transfer_gate.set()
+            await p.router.done(before, answer)
+            assert_right(ahead, before)
+            assert_right(request, answer)
+            assert not host.copying
+            assert moved == [blocks_for(900), blocks_for(len(LONGER))]
+            await p.balanced()
+
+    async def test_who_waits_for_the_copy_keeps_nobody_waiting(self, redis_url: str) -> None:
+        request, other = make_request("a", LONGER, max_tokens=20), make_request("b", prompt(200, 9), max_tokens=20)
+        async with _kept_here(redis_url, token_budget=1024) as (p, host, moved):
+            host.by_hand = True
+            answer = await p.submit(request, TARGET)
+            await eventually_started(answer)  # by then it waits for nothing but its pages
+            await eventually(lambda: host.copying)
+            passing = await p.submit(other, 2)
+            await p.router.done(passing)
+            assert_right(other, passing)
+            assert not answer.done
+            host.finish()
+            await p.router.done(answer)
+            assert_right(request, answer)
+            assert moved == [blocks_for(200), blocks_for(len(LONGER)) - KEPT]
+            await p.balanced()
+
+    async def test_an_abort_does_not_wait_for_the_copy(self, redis_url: str) -> None:
+        async with _kept_here(redis_url) as (p, host, moved):
+            host.by_hand = True
+            await p.submit(make_request("a", LONGER, max_tokens=20), TARGET)
+            await eventually(lambda: host.copying)
+            await p.router.abort(TARGET)
+            await eventually(lambda: dict(p.router.load.fills) == {"cancelled": 1})
+            await p.prefill_view.balanced()
+            assert host.copying
+            host.finish()
+            await p.balanced()
+            assert moved == []
+            again = make_request("again", prompt(TOKENS), max_tokens=20)
+            answer = await p.router.submit(again, 3)
+            await p.router.done(answer)
+            assert_right(again, answer)
+            assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED)
+            assert not host.copying, "what came back for the other one is in the cache"
+
+    async def test_the_decode_worker_ends_during_the_copy(self, redis_url: str) -> None:
+        async with _kept_here(redis_url) as (p, host, _):
+            host.by_hand = True
+            answer = await p.submit(make_request("a", LONGER, max_tokens=20), TARGET)
+            await eventually(lambda: host.copying)
+            assert await p.decode.stop() == 0
+            await p.router.done(answer)
+            assert answer.refusal is not None
+            assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
+            await p.prefill_view.balanced()
+
+
+@asynccontextmanager
+async def _some_kept_here(redis_url: str) -> AsyncIterator[tuple[Duo, FakeHostMemory, list[int]]]:
+    """The prompt is in another worker's cache, and its first six blocks are in this one's host memory."""
+    hosts: list[FakeHostMemory] = []
+    here = {"num_pages": NUM_PAGES, "host_pages": 200, "on_host": hosts.append}
+    async with duo(redis_url, here=here) as d:
+        for number, token_ids in ((1001, prompt(100)), (1002, prompt(1010, 5))):
+            await d.here.serve(make_request(str(number), token_ids), number)
+        yield d, hosts[0], _count_pages(d.here.worker)
+
+
+class TestFromAnotherCache:
+    async def test_what_host_memory_keeps_is_not_moved(self, redis_url: str) -> None:
+        request = make_request("a", prompt(TOKENS), max_tokens=20)
+        async with _some_kept_here(redis_url) as (d, _, moved):
+            answer = await d.submit(request, TARGET)
+            await d.here.router.done(answer)
+            assert_right(request, answer)
+            assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefix_worker=d.source.worker.worker.id)
+            assert moved == [KEPT - 6]
+            await d.balanced()
+
+    async def test_an_abort_does_not_wait_for_the_copy(self, redis_url: str) -> None:
+        async with _some_kept_here(redis_url) as (d, host, moved):
+            host.by_hand = True
+            await d.submit(make_request("a", prompt(TOKENS), max_tokens=20), TARGET)
+            await eventually(lambda: host.copying)
+            await d.here.router.abort(TARGET)
+            await eventually(lambda: dict(d.here.router.load.fills) == {"prefix_cancelled": 1})
+            await d.source.router.balanced()
+            assert host.copying
+            host.finish()
+            await d.balanced()
+            assert moved == []
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_prefill_worker_computes_only_what_its_host_memory_lacks(redis_url: str, by_hand: bool) -> None:
+    hosts: list[FakeHostMemory] = []
+    prefill = {"num_pages": NUM_PAGES, "host_pages": 200, "on_host": hosts.append}
+    async with pair(redis_url, prefill=prefill) as p:
+        for number, token_ids in ((1001, prompt(TOKENS)), (1002, prompt(1010, 5))):
+            await p.router.done(await p.submit(make_request(str(number), token_ids), number))
+        await p.balanced()
+        async with running("combined", redis_url, network=p.network) as other, Client(other) as router:
+            hosts[0].by_hand = by_hand
+            request = make_request("b", prompt(TOKENS), max_tokens=20)
+            answer = await router.submit(request, TARGET, candidates=[p.prefill.candidate])
+            if by_hand:
+                await eventually(lambda: hosts[0].copying)
+                hosts[0].finish()
+            await router.done(answer)
+            assert_right(request, answer)
+            assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefill_worker=p.prefill.worker.id)
+            await router.balanced()
+            await p.balanced()
+            await eventually(lambda: p.prefill_view.load.prefill_tokens == TOKENS + 1010 + TOKENS - CACHED)
+            assert p.prefill_view.load.host_blocks["returned"] == KEPT
