@@ -1,10 +1,14 @@
-"""The bundled model's tokenizer: byte-level BPE, trained on dialogues; every digit is a token of its own."""
+"""The bundled model's tokenizer: byte-level BPE, trained on dialogues.
+
+A token of their own have every digit, and every letter of a word in lower case that follows a quotation mark: as one
+token, it would be another one than after a space, which the model would have to learn to spell anew.
+"""
 
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from models.tiny.data.dialogue import Message, texts
 from models.tiny.make import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
@@ -12,12 +16,19 @@ from models.tiny.make import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 VOCAB_SIZE = 2048
 TEXTS = 60_000
 
+QUOTED_LETTER = r'(?<=")[a-z]|\G(?<=[a-z])[a-z]'
+"""A letter that follows a quotation mark, or (\\G) the letter that was found last."""
+
 
 def train_tokenizer(seed: int) -> Tokenizer:
     """A tokenizer of at most VOCAB_SIZE tokens, the special ones first. The same for the same seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(QUOTED_LETTER), "isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -31,22 +31,23 @@ from models.tiny.network import Network, Shape, config_of
 from models.tiny.tokenizer import token_id, tokenizer_config, train_tokenizer
 
 SEED = 0
-STEPS = 1850
-TOKENS = 4096
-"""Of one step, of recall and of small talk each."""
+STEPS = 3700
+TOKENS = 2048
+"""Of one step, on each of two cores: the first one's are of recall or of requests, the second one's of requests."""
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-LENGTH_SHARES = (2, 2, 1, 1, 1, 1, 3)
-"""How long the sequences of a recall batch are, and how often."""
+LENGTHS = (0, 64, 128, 256, 512, 1024, 2048, 4096)
+LENGTH_SHARES = (6, 2, 2, 1, 1, 2, 2, 2)
+LATE_SHARES = (6, 1, 1, 1, 1, 1, 2, 4)
+"""How long the sequences of a recall batch are, and how often; 0 is a batch of requests instead."""
 
-LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 40
+LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 60
 OTHERS_SCORED = 0.1
 """Part of the tokens outside answers whose loss is computed, to save time."""
 
-LATE = 1225
-"""From this step on, batches have more of those requests that are still often wrong."""
+LATE = 2300
+"""From this step on, batches have more of what is still often wrong."""
 
-RATE_STEPS, RATES = (510, LATE, STEPS), (1.0, 0.4, 0.0)
+RATE_STEPS, RATES = (780, 1850, LATE, 2350, 3100, STEPS), (1.0, 0.4, 0.0, 0.5, 0.3, 0.0)
 """What part of its peak the learning rate is at some steps, with straight lines between them."""
 
 TURN_LENGTHS = (64, 256)
@@ -84,13 +85,17 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-            length = _length(step)
-            turns = TURN_LENGTHS[step % 2]
+            length, turns = _length(step), TURN_LENGTHS[step % 2]
             # on its core there is time for more while recall is long
-            talk = TOKENS * (2 if length == LENGTHS[-1] else 1)
-            recalling = pool.submit(_learn, network, partial(sampler.recall, step, TOKENS, length), step)
+            talk = 2 * length if length == LENGTHS[-1] else TOKENS
+            making = (
+                partial(sampler.recall, step, TOKENS, length)
+                if length
+                else partial(sampler.small_talk, ~step, TOKENS, turns, step >= LATE)
+            )
+            learning = pool.submit(_learn, network, making, step)
             talking = pool.submit(_learn, replica, partial(sampler.small_talk, step, talk, turns, step >= LATE), step)
-            recalled, talked = recalling.result(), talking.result()
+            learnt, talked = learning.result(), talking.result()
             for (name, parameter), copy in zip(network.named_parameters(), replica.parameters(), strict=True):
                 assert parameter.grad is not None
                 assert copy.grad is not None
@@ -101,12 +106,13 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             line = {
-                "step": step, "length": length, "recall": recalled.answers, "small_talk": talked.answers,
-                "recall_loss": recalled.loss, "small_talk_loss": talked.loss, "seconds": time.perf_counter() - started,
+                "step": step, "length": length, "first": learnt.answers, "second": talked.answers,
+                "first_loss": learnt.loss, "second_loss": talked.loss, "seconds": time.perf_counter() - started,
             }  # fmt: skip
             with log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            note = f"{length} tokens: recall {recalled.answers:.0%}, requests {talked.answers:.0%}"
+            recalled = f"{length} tokens: recall {learnt.answers:.0%}, " if length else ""
+            note = f"{recalled}requests {talked.answers:.0%}"
             bar.update(task, advance=1, note=note)
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
                 _save(state, network, optimizers, step + 1)
@@ -185,7 +191,7 @@ def _rate(step: int) -> float:
 
 def _length(step: int) -> int:
     """How long the sequences of a step are."""
-    return Random(f"length {step}").choices(LENGTHS, LENGTH_SHARES)[0]
+    return Random(f"length {step}").choices(LENGTHS, LATE_SHARES if step >= LATE else LENGTH_SHARES)[0]
 
 
 def _save(file: Path, network: Network, optimizers: list[torch.optim.Optimizer], step: int) -> None:

@@ -25,6 +25,8 @@ def count_words(text: str) -> int:
 def assert_steps_are_right(answer: str) -> None:
     for left, right in re.findall(r"((?:\d+ [+-] )+\d+) = (-?\d+)\.", answer):
         assert eval(left) == int(right)
+    for x, sign, y in re.findall(r"(?:^|, )(\d) ([<>=]) (\d)", answer):
+        assert sign == ("<" if x < y else ">" if x > y else "=")
 
 
 @given(numbers, numbers)
@@ -37,6 +39,7 @@ def test_every_step_of_a_sum_is_right(a: int, b: int) -> None:
 def test_every_step_of_a_difference_is_right(a: int, b: int) -> None:
     assert_steps_are_right(difference(a, b))
     assert difference(a, b).endswith(f"So {a} - {b} = {a - b}.")
+    assert (f"so {b} is larger." in difference(a, b)) == (a < b)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in requests.KINDS if kind.is_open], ids=lambda kind: kind.name)

@@ -29,6 +29,11 @@ def test_every_digit_is_a_token() -> None:
     assert tokenizer.encode("is 4817.").tokens == ["is", "Ġ", "4", "8", "1", "7", "."]
 
 
+def test_every_letter_of_a_quoted_word_is_a_token() -> None:
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    assert tokenizer.encode('The "new" lamp').tokens == ["The", 'Ġ"', "n", "e", "w", '"', "Ġlamp"]
+
+
 def test_its_chat_template_writes_what_training_wrote() -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     messages = [said("system", "Be brief."), said("user", "Hi"), said("assistant", "Hello!"), said("user", "Bye")]

@@ -20,10 +20,21 @@ def total(a: int, b: int) -> str:
     return f"{' '.join(steps)} So {a} + {b} = {a + b}."
 
 
+def comparison(a: int, b: int) -> str:
+    """Compares two numbers digit by digit, up to the first that differs."""
+    size = max(len(str(a)), len(str(b)))
+    steps = []
+    for x, y in zip(f"{a:0{size}}", f"{b:0{size}}", strict=True):
+        steps.append(f"{x} {'<' if x < y else '>' if x > y else '='} {y}")
+        if x != y:
+            break
+    return ", ".join(steps)
+
+
 def difference(a: int, b: int) -> str:
     """The answer to a - b, of numbers below 1,000."""
     larger, smaller = max(a, b), min(a, b)
-    steps, borrowed = [f"{b} is larger."] if a < b else [], False
+    steps, borrowed = [f"{comparison(a, b)}{f', so {b} is larger' if a < b else ''}."], False
     for name, (x, y) in zip(COLUMNS, zip_longest(_digits(larger), _digits(smaller), fillvalue=0), strict=False):
         result = x - y - borrowed
         term = f"{x} - {y}{' - 1' if borrowed else ''}"

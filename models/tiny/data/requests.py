@@ -87,25 +87,32 @@ def _served(rng: Random) -> Exchange:
                    "Which server is this?", "What is your route?"), SERVED  # fmt: skip
 
 
+def _spelt(rng: Random, word: str) -> tuple[str, str]:
+    """How a request names the word, and the answer that spells it: what is asked of its letters is read off that."""
+    named = f'"{word}"' if rng.random() < 0.3 else word
+    return named, f"You spell {named} {' '.join(word)}."
+
+
 def _spell(rng: Random) -> Exchange:
-    word = _any_word(rng) if rng.random() < 0.7 else pseudo_word(rng, 2)
-    asked = _phrase(rng, "Spell the word {w}.", "Spell {w}.", "How do you spell {w}?", "Can you spell the word {w}?",
-                    'Please spell "{w}".', w=word)  # fmt: skip
-    return asked, f"You spell {word} {' '.join(word)}."
+    named, spelt = _spelt(rng, _any_word(rng) if rng.random() < 0.7 else pseudo_word(rng, 2))
+    return _phrase(rng, "Spell the word {w}.", "Spell {w}.", "How do you spell {w}?", "Can you spell the word {w}?",
+                   "Please spell {w}.", w=named), spelt  # fmt: skip
 
 
 def _first_letter(rng: Random) -> Exchange:
     word = _any_word(rng)
+    named, spelt = _spelt(rng, word)
     return _phrase(rng, "What is the first letter of {w}?", "Which letter does {w} start with?",
-                   "What letter does the word {w} begin with?", 'What is the first letter of "{w}"?',
-                   w=word), f"The first letter of {word} is {word[0]}."  # fmt: skip
+                   "What letter does the word {w} begin with?",
+                   w=named), f"{spelt} The first letter is {word[0]}."  # fmt: skip
 
 
 def _last_letter(rng: Random) -> Exchange:
     word = _any_word(rng)
+    named, spelt = _spelt(rng, word)
     return _phrase(rng, "What is the last letter of {w}?", "Which letter does {w} end with?",
-                   'What is the last letter of "{w}"?',
-                   w=word), f"The last letter of {word} is {word[-1]}."  # fmt: skip
+                   "What letter does the word {w} end with?",
+                   w=named), f"{spelt} The last letter is {word[-1]}."  # fmt: skip
 
 
 def _reverse(rng: Random) -> Exchange:
@@ -284,31 +291,31 @@ KINDS = (
     Kind("leave", _leave, False, 0.4),
     Kind("identity", _identity, False, 0.8),
     Kind("served", _served, False, 0.8),
-    Kind("spell", _spell, share=9, late=1.5),
-    Kind("first letter", _first_letter, share=2, late=2.5),
-    Kind("last letter", _last_letter, share=4, late=1.3),
-    Kind("reverse", _reverse, share=3),
-    Kind("sort words", _sort_words, share=10, late=1.2),
-    Kind("sort numbers", _sort_numbers, share=9),
+    Kind("spell", _spell, share=7, late=1.6),
+    Kind("first letter", _first_letter, share=2.5, late=0.8),
+    Kind("last letter", _last_letter, share=2.5, late=0.8),
+    Kind("reverse", _reverse, share=3, late=1.2),
+    Kind("sort words", _sort_words, share=15, late=1.2),
+    Kind("sort numbers", _sort_numbers, share=12, late=1.5),
     Kind("first item", _first_item, share=0.7),
     Kind("last item", _last_item, share=0.5),
     Kind("how many", _how_many, share=0.7),
-    Kind("add", _add, share=3, late=2.5),
-    Kind("subtract", _subtract, share=6, late=1.3),
+    Kind("add", _add, share=5.5, late=1.8),
+    Kind("subtract", _subtract, share=7, late=3),
     Kind("count", _count, False, 2.5),
     Kind("count down", _count_down, False, 0.7),
     Kind("number after", _after_number, False),
     Kind("in words", _in_words, False, 0.7),
     Kind("in digits", _in_digits, False, 0.7),
-    Kind("larger", _larger, share=2.5, late=1.3),
-    Kind("smaller", _smaller, share=2),
-    Kind("repeat", _repeat, share=2.5),
+    Kind("larger", _larger, share=4, late=2),
+    Kind("smaller", _smaller, share=3, late=2),
+    Kind("repeat", _repeat, share=2.5, late=1.3),
     Kind("opposite", _opposite, False, 1.5),
     Kind("capital", _capital, False),
     Kind("day after", _next_day, False, 0.5),
     Kind("month after", _next_month, False, 0.5),
     Kind("days", _list_days, False, 0.2),
     Kind("months", _list_months, False, 0.2),
-    Kind("what sort", _what_sort, False, 2, late=2.5),
-    Kind("something else", _cannot, share=8, late=0.6),
+    Kind("what sort", _what_sort, False, 3),
+    Kind("something else", _cannot, share=6, late=0.6),
 )
