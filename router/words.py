@@ -35,6 +35,9 @@ _PATTERNS = frozenset(
 )
 """Known to be such; that of GPT-2 is built into the library."""
 
+_LETTERS = r'(?<=")[a-z]|\G(?<=[a-z])[a-z]'
+"""Those of a word in quotation marks, which the bundled model's tokenizer isolates: around letters there is no cut."""
+
 
 class Words:
     """The words of all texts so far. (The library remembers words, too, and like here for all clients together.)
@@ -79,6 +82,15 @@ def is_cut_at_spaces(backend: Backend) -> bool:
     match splitter:
         case {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, last]}:
             splitter = last  # around digits there is no cut
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "Digits"},
+                last,
+            ],
+        } if pattern == _LETTERS:
+            splitter = last
     match splitter:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return True

@@ -6,15 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from models import tiny
 from router import words as words_module
 from router.tokenizer import Tokenizer as RouterTokenizer
 from router.words import Words, is_cut_at_spaces
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+BUNDLED = Tokenizer.from_file(str(tiny.CHECKPOINT / "tokenizer.json"))
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SPLITTERS = [
     GPT2,
     pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+    BUNDLED.pre_tokenizer,
     *(
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), BYTES])
         for pattern in sorted(words_module._PATTERNS)
@@ -44,6 +47,7 @@ PARTS = [
     "🙂",
     "<|end|>",
     "-",
+    '"',
 ]
 
 
@@ -70,7 +74,7 @@ def _words(backend: Tokenizer) -> Words:
     return Words(encode)
 
 
-@pytest.mark.parametrize("splitter", SPLITTERS, ids=["gpt-2", "digits", "qwen or llama", "llama or qwen"])
+@pytest.mark.parametrize("splitter", SPLITTERS, ids=["gpt-2", "digits", "bundled", "qwen or llama", "llama or qwen"])
 def test_the_tokens_are_those_of_the_whole(splitter: pre_tokenizers.PreTokenizer) -> None:
     backend = _backend(splitter)
     backend.add_tokens(["the<", "\n-"])
