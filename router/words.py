@@ -5,7 +5,6 @@ common that what is no whitespace and a space after it are never in one piece. S
 between two characters that are none, and the tokens of the parts are the tokens of the whole.
 """
 
-import contextlib
 import re
 from collections.abc import Awaitable, Callable
 from itertools import chain
@@ -55,8 +54,11 @@ class Words:
         known = self._known
         first, *words = text.split(" ")  # much faster than `_CUT.split`, and mostly the same
         if first and not first[-1].isspace():
-            with contextlib.suppress(KeyError):
+            try:
                 tokens = list(chain.from_iterable(map(known.__getitem__, words)))
+            except KeyError:
+                pass
+            else:
                 (beginning,) = await self._encode([first])
                 return beginning + tokens
         first, *words = _CUT.split(text)  # the words lost the space before them
