@@ -327,12 +327,14 @@ class Engine:
             ValueError: A page is not pinned.
         """
         pins, gone = self._pins, Counter(pages)
-        if any(pins[page] < count for page, count in gone.items()):
+        left = [pins[page] - count for page, count in gone.items()]
+        if min(left, default=0) < 0:
             raise ValueError(f"not all of the pages {list(pages)} are pinned")
         self._stalled = False
-        for page, count in gone.items():
-            pins[page] -= count
-            if not pins[page]:
+        for page, count in zip(gone, left, strict=True):
+            if count:
+                pins[page] = count
+            else:
                 del pins[page]
         self._pool.release(pages)
 

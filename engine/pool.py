@@ -17,13 +17,17 @@ Every page has exactly one owner state:
 | quarantined | a cancelled landing                 | perhaps another worker     | no write can come any more   |
 
 Whether the content is valid is a separate matter: a page that is used or cached and has a hash holds that whole
-block and can be found by it. Reserving takes evictable pages too. The order of free and cached pages is one queue,
-free ones first, then from the least to the most recently used.
+block and can be found by it. Reserving takes evictable pages too. Free pages are taken before cached ones, and these
+from the least to the most recently used.
+
+Every time a page becomes cached it enters the end of one queue, under a number of its own. It stays there when somebody
+finds it: the number is then no longer the page's, which is cheaper than taking it out of the middle.
 """
 
 from array import array
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Protocol
 
@@ -70,7 +74,10 @@ class BlockPool:
         self._refcount = array("i", bytes(4 * num_pages))
         self._hash: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
-        self._available: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self._free_pages = list(range(num_pages - 1, -1, -1))  # the last one is taken first
+        self._queue: deque[int] = deque()  # of cached pages, and of numbers that are no page's any more
+        self._first_number = 0  # of the queue
+        self._number = array("q", [-1]) * num_pages  # of a cached page in the queue
         self._events: list[CacheEvent] = []
         self._backing: Backing | None = None
 
@@ -86,7 +93,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Pages that `take` and `reserve` can give: free and cached ones."""
-        return len(self._available)
+        return self._counts[0] + self._counts[1]
 
     def refcounts(self) -> npt.NDArray[np.int32]:
         """How many holders each page has. [num_pages]"""
@@ -101,21 +108,20 @@ class BlockPool:
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Pages of the longest prefix of a hash chain that is in the cache. They are not held."""
-        pages = []
-        for block_hash in hashes:
-            page = self._page_of.get(block_hash)
-            if page is None:
-                break
-            pages.append(page)
+        pages: list[int] = []
+        with suppress(KeyError):  # those before the one that is missing stay in the list
+            pages.extend(map(self._page_of.__getitem__, hashes))
         return pages
 
-    def hold(self, pages: Iterable[int]) -> None:
+    def hold(self, pages: Sequence[int]) -> None:
         """Adds a holder to pages that are used or cached."""
+        refcount, number = self._refcount, self._number
+        idle = [page for page in pages if not refcount[page]]
+        self._move(idle, Owner.CACHED, Owner.USED)
+        for page in idle:
+            number[page] = -1
         for page in pages:
-            if self._refcount[page] == 0:
-                self._move([page], Owner.CACHED, Owner.USED)
-                del self._available[page]
-            self._refcount[page] += 1
+            refcount[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes a holder from pages in block order. The last blocks will be evicted first."""
@@ -124,13 +130,13 @@ class BlockPool:
         cached: list[int] = []
         for page in reversed(pages):
             refcount[page] = count = refcount[page] - 1
-            if count < 0:
-                raise AssertionError(f"page {page} was released more often than held")
-            if count == 0:
+            if count <= 0:
+                if count < 0:
+                    raise AssertionError(f"page {page} was released more often than held")
                 (free if hashes[page] is None else cached).append(page)
         self._free(free, Owner.USED)
         self._move(cached, Owner.USED, Owner.CACHED)
-        self._available.update(dict.fromkeys(cached))
+        self._enqueue(cached)
 
     def publish(self, pages: Sequence[int], block_hashes: Sequence[bytes]) -> int:
         """Makes used pages, whose content is complete, findable; but not those whose block another page has already.
@@ -194,11 +200,11 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises AssertionError unless all records agree. About 10 ms for 100,000 pages: for idle moments."""
         owner = np.frombuffer(self._owner, dtype=np.uint8)
-        available = np.fromiter(self._available, dtype=np.int64, count=len(self._available))
+        available = np.array(self._free_pages + self._cached_pages(), dtype=np.int64)
         if np.bincount(owner, minlength=len(Owner)).tolist() != self._counts:
             raise AssertionError("pages are miscounted")
         if len(available) != self.counts().free + self.counts().cached or (owner[available] > Owner.CACHED).any():
-            raise AssertionError("the queue does not consist of the free and the cached pages")
+            raise AssertionError("free and cached pages are not those that can be taken")
         if ((self.refcounts() > 0) != (owner == Owner.USED)).any():
             raise AssertionError("pages are in use without a holder, or held but not in use")
         if list(self._page_of) != [self._hash[page] for page in self._page_of.values()]:
@@ -212,22 +218,55 @@ class BlockPool:
             raise AssertionError("a page has a block but is neither cached nor in use")
 
     def _claim(self, count: int, owner: Owner) -> list[int] | None:
-        if count > len(self._available):
+        if count > self.available:
             return None
-        pages = [self._available.popitem(last=False)[0] for _ in range(count)]
-        free = min(count, self._counts[Owner.FREE])  # they are the first ones
-        self._move(pages[:free], Owner.FREE, owner)
-        self._move(pages[free:], Owner.CACHED, owner)
+        free = self._free_pages[-1 : -count - 1 : -1]
+        if free:
+            del self._free_pages[-len(free) :]
+            self._move(free, Owner.FREE, owner)
+            if len(free) == count:
+                return free
+        cached = self._dequeue(count - len(free))
+        self._move(cached, Owner.CACHED, owner)
+        hashes, page_of = self._hash, self._page_of
         evicted = []
-        for page in pages[free:]:
-            block_hash, self._hash[page] = self._hash[page], None
+        for page in cached:
+            block_hash, hashes[page] = hashes[page], None
             assert block_hash is not None, "a page is cached without a block"
-            del self._page_of[block_hash]
+            del page_of[block_hash]
             evicted.append(block_hash)
         if self._backing is not None and evicted:
-            evicted = self._backing.keep(pages[free:], evicted)
+            evicted = self._backing.keep(cached, evicted)
         self._record(True, evicted)
+        return free + cached
+
+    def _enqueue(self, pages: list[int]) -> None:
+        """These pages are cached now, the first of them to be evicted first."""
+        queue, numbers = self._queue, self._number
+        for number, page in enumerate(pages, self._first_number + len(queue)):
+            numbers[page] = number
+        queue.extend(pages)
+        if len(queue) > 2 * self.num_pages:  # nearly all numbers may be no page's any more
+            self._queue, cached = deque(), self._cached_pages()
+            self._enqueue(cached)
+
+    def _dequeue(self, count: int) -> list[int]:
+        """Takes so many cached pages from the queue."""
+        queue, numbers, number = self._queue, self._number, self._first_number
+        pages: list[int] = []
+        while len(pages) < count:
+            page = queue.popleft()
+            if numbers[page] == number:
+                numbers[page] = -1
+                pages.append(page)
+            number += 1
+        self._first_number = number
         return pages
+
+    def _cached_pages(self) -> list[int]:
+        """From the least to the most recently used."""
+        numbers = self._number
+        return [page for number, page in enumerate(self._queue, self._first_number) if numbers[page] == number]
 
     def _move(self, pages: Collection[int], source: Owner, target: Owner) -> None:
         """Gives pages to another owner, all at once because attributes of an Enum are slow."""
@@ -242,9 +281,7 @@ class BlockPool:
     def _free(self, pages: Collection[int], source: Owner) -> None:
         """These will be taken first, the last of them before the others."""
         self._move(pages, source, Owner.FREE)
-        for page in pages:
-            self._available[page] = None
-            self._available.move_to_end(page, last=False)
+        self._free_pages.extend(pages)
 
     def _record(self, removed: bool, block_hashes: list[bytes]) -> None:
         if not block_hashes:

@@ -7,7 +7,7 @@ from itertools import count
 from bench.metrics import request_row
 from bench.record import Failure, Record
 from bench.slo import Slo
-from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root, pack_tokens
 from engine.types import Finish, Output, Request, SamplingParams
 from sim.events import Events
 from sim.router import Flight
@@ -33,7 +33,7 @@ class _Conversation:
 
     Attributes:
         token_ids: Of the last prompt.
-        hashes: Of its full blocks.
+        hashes: Of its full blocks; before the first one of those that others begin with.
         answer: What came back so far.
         late: The first token is, so that the request counts as bad already.
     """
@@ -73,6 +73,7 @@ class Users:
         self._slo = slo
         self._numbers = count()
         self._conversations: dict[int, _Conversation] = {}
+        self._beginnings: dict[bytes, list[bytes]] = {}  # hashes of tokens that many sessions begin with
 
     def next_session(self) -> None:
         """Waits for the next session of the workload, and then for the one after it."""
@@ -90,8 +91,17 @@ class Users:
         self.next_session()
         if session.turns:
             number = next(self._numbers)
-            self._conversations[number] = conversation = _Conversation(number, session.turns, [], [])
+            conversation = _Conversation(number, session.turns, [], self._shared_hashes(session))
+            self._conversations[number] = conversation
             self._ask(conversation)
+
+    def _shared_hashes(self, session: Session) -> list[bytes]:
+        """Of the blocks that other sessions begin with, too."""
+        tokens = pack_tokens(session.turns[0].token_ids[: session.shared])
+        known = self._beginnings.get(tokens)
+        if known is None:
+            known = self._beginnings[tokens] = extend_hashes(ROOT, tokens)
+        return list(known)
 
     def _ask(self, conversation: _Conversation) -> None:
         """The next turn is due."""

@@ -38,10 +38,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation; its first turn is due at `start_s`."""
+    """One conversation.
+
+    Attributes:
+        start_s: When its first turn is due.
+        shared: Leading tokens of that turn with which other sessions begin, too.
+    """
 
     start_s: float
     turns: Sequence[Turn]
+    shared: int = 0
 
 
 class Workload(ABC):
@@ -131,7 +137,7 @@ class Mix(Workload):
             start_s += rng.exponential(1 / self._sessions_per_s)
             draw = rng.random()
             kind = LONG if draw < self._odds[0] else AGENT if draw < self._odds[1] else CHAT
-            yield Session(start_s, self._turns(kind, rng))
+            yield Session(start_s, self._turns(kind, rng), kind.shared)
 
     def _turns(self, kind: Kind, rng: np.random.Generator) -> list[Turn]:
         number = kind.turns.tokens(rng)
