@@ -80,6 +80,9 @@ MOST_MS = 1e9
 
 MOST_SLOWDOWN = 1e6
 
+LEAST_SHARE = 1e-3
+"""Of a device: less than any compute unit."""
+
 _Ms = Annotated[float, Field(ge=0, le=MOST_MS)]
 _Tokens = Annotated[int, Field(ge=1, le=1 << 30)]
 
@@ -108,7 +111,7 @@ class StepCost(_Part):
 class ShareProfile(_Part):
     """One share of the device."""
 
-    share: float = Field(gt=0, le=1, description="Of the device's compute units.")
+    share: float = Field(ge=LEAST_SHARE, le=1, description="Of the device's compute units.")
     decode: StepCost = Field(description="Steps in which every sequence computes one token.")
     prefill: StepCost = Field(description="Steps with a prefill, mixed ones included.")
 
@@ -116,8 +119,8 @@ class ShareProfile(_Part):
 class TransferProfile(_Part):
     """Moving KV pages from worker to worker. The defaults are those of TCP on one host."""
 
-    fixed_ms: float = Field(0.5, ge=0, description="Of each transfer.")
-    bytes_per_ms: float = Field(1e6, gt=0, description="A gigabyte a second is 1e6.")
+    fixed_ms: _Ms = Field(0.5, description="Of each transfer.")
+    bytes_per_ms: float = Field(1e6, ge=1e-3, description="A gigabyte a second is 1e6.")
 
 
 class FitError(_Part):

@@ -7,6 +7,9 @@ import orjson
 
 from cpd.errors import CPDError
 
+_MOST_TOLD = 500
+"""Characters."""
+
 
 class ApiError(CPDError):
     """A request that ends in an error of OpenAI's shape.
@@ -74,6 +77,12 @@ def _retry_after(seconds: float) -> dict[str, str]:
 def error_event(error: ApiError) -> bytes:
     """The error as a server-sent event, for a stream that has already begun."""
     return b"data: " + error.body() + b"\n\n"
+
+
+def one_line(text: str) -> str:
+    """What another process says, for logs and answers."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[:_MOST_TOLD])
+    return line if len(text) <= _MOST_TOLD else f"{line}…"
 
 
 def describe(error: BaseException) -> str:

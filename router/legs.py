@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from cpd.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
+from cpd.perfmodel import MOST_MS
 from cpd.rpc import cpd_pb2 as pb
+from router.checks import NonsenseError
 from router.errors import ApiError
 from router.history import Record
 from router.policy import Placement
@@ -100,6 +103,7 @@ class Leg:
         prefill_session: Where its prompt is computed; None where nobody does that any more.
         record: Of its last placement.
         refused_by: Workers that gave it back in this round; they come last.
+        lost_by: Workers that were lost while they had it; it goes to them only where there are no others.
         full: Refusals because of full queues, in this round.
         failed_prefill: Prefill workers that were tried in vain; they are not offered again.
         deadline: Loop time until which it may be parked; None before it is.
@@ -116,6 +120,8 @@ class Leg:
     full: list[pb.Refusal] = field(default_factory=list)
     failed_prefill: set[str] = field(default_factory=set)
     losses: int = 0
+    lost_by: set[str] = field(default_factory=set)
+    failures: int = 0
     reroutes: int = 0
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
@@ -134,6 +140,36 @@ class Leg:
             request.tenant, request.trace_id, placement, prompt_tokens, self.attempt, first, placed_at=now
         )
         return self.record
+
+    def check(self, output: pb.Output) -> None:
+        """Raises NonsenseError where no worker can mean what it sent of a choice of this leg."""
+        request, token_ids, prefilled = self.request, output.token_ids, output.prefilled
+        known = request.outputs[output.choice]
+        hello = self.session.hello if self.session is not None else None
+        vocab_size = hello.vocab_size if hello is not None else 0
+        if not token_ids:
+            raise NonsenseError("it sent an output without tokens")
+        if max(token_ids) >= vocab_size:
+            raise NonsenseError(f"it sent token id {max(token_ids)}, but its vocabulary has {vocab_size}")
+        if len(known) + len(token_ids) > request.sampling.max_tokens:
+            raise NonsenseError(f"it sent more than the {request.sampling.max_tokens} tokens that a request asked for")
+        _check_logprobs(output, request.sampling, vocab_size)
+        if output.finish not in pb.FinishReason.values():
+            raise NonsenseError(f"it sent the finish reason {output.finish}, which there is not")
+        if output.finish == pb.FINISH_STOP and token_ids[-1] not in request.sampling.stop_token_ids:
+            raise NonsenseError(f"it ended a request with token id {token_ids[-1]}, which does not end it")
+        if not 0 <= prefilled.queue_ms <= MOST_MS:
+            raise NonsenseError(f"it said that a request waited {prefilled.queue_ms} ms")
+        tokens = len(request.token_ids) + len(known)
+        if prefilled.cached_tokens > tokens:
+            raise NonsenseError(f"it said that {prefilled.cached_tokens} of {tokens} tokens were cached")
+        placement = self.record.placement if self.record is not None else None
+        asked = [one.worker_id for one in placement.prefill] if placement else []
+        if prefilled.prefill_worker and prefilled.prefill_worker not in asked:
+            raise NonsenseError(f"it named the prefill worker {prefilled.prefill_worker!r}, which was not to be asked")
+        source = placement.cached_at.worker_id if placement and placement.cached_at else ""
+        if prefilled.prefix_worker not in ("", source):
+            raise NonsenseError(f"it named the cache of {prefilled.prefix_worker!r}, which was not to be asked")
 
     def output(self, choice: int, prefilled: pb.Prefilled, now: float) -> None:
         """A token came; `prefilled` tells of the prompt if it is the attempt's first one."""
@@ -170,3 +206,14 @@ class Leg:
         if self.prefill_session is not None and self.prefill_session.view is not None:
             self.prefill_session.view.answered(self.id)
         self.prefill_session = None
+
+
+def _check_logprobs(output: pb.Output, sampling: pb.Sampling, vocab_size: int) -> None:
+    tokens, scores = len(output.token_ids), output.logprobs
+    if len(scores) != tokens * sampling.HasField("top_logprobs"):
+        raise NonsenseError(f"it sent log-probabilities of {len(scores)} tokens with {tokens} tokens")
+    for score in scores:
+        if len(score.top_ids) != len(score.top_logprobs) or max(score.top_ids, default=0) >= vocab_size:
+            raise NonsenseError("it sent log-probabilities of tokens that there are not")
+        if not all(logprob < inf for logprob in (score.logprob, *score.top_logprobs)):
+            raise NonsenseError("it sent log-probabilities that are no numbers")

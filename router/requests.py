@@ -6,8 +6,8 @@ A request is one prompt with `n` choices. It travels in legs: one Submit each, k
        ^         |
        |         +--- queue full              -> another worker; none left: 429 or 503, or parked after a replay
        +---------+--- rerouted                -> another worker or this one, without the prefill workers that failed
-                 +--- worker lost             -> replayed: prompt and the tokens so far, a leg for every choice
-                 +--- failed                  -> the request fails
+       |         +--- worker lost             -> replayed: prompt and the tokens so far, a leg for every choice
+       +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
 A leg that was placed before and finds no worker is parked: it waits PARK_S for one. Nothing else waits here. A token
 that came is a fact: a replay goes on after it.
@@ -17,17 +17,17 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from math import inf
 from random import Random
 
 from cpd.blocks import TOKEN_BYTES
 from cpd.rpc import cpd_pb2 as pb
-from router.errors import ApiError, failed, too_many, unavailable
+from router.checks import NonsenseError
+from router.errors import ApiError, failed, one_line, too_many, unavailable
 from router.history import History
 from router.legs import Leg, Request, Route
 from router.metrics import Metrics
 from router.policy import Placement, PolicySettings, Prompt, place
-from router.sessions import ProtocolError, Session
+from router.sessions import Session
 from router.turns import Turns
 from router.workers import Workers
 
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 PARK_S = 30.0
 """A request that lost its worker waits this long for another one."""
+
+MOST_FAILURES = 1
+"""A new request that more workers failed is one that all of them would."""
 
 MAX_LOSSES = 4
 """A request that lost so many workers may be what ends them: it fails."""
@@ -47,6 +50,9 @@ IMMEDIATE_REROUTES = 3
 
 RETRY_S = 1.0
 """When to try again where a worker did not say."""
+
+MOST_RETRY_S = 600.0
+"""No queue takes longer until it has room."""
 
 
 class Dispatcher:
@@ -118,9 +124,9 @@ class Dispatcher:
         leg = self._legs.get(refusal.request)
         if leg is None or leg.session is not session or leg.attempt != refusal.attempt:
             return
-        retry_after_s = refusal.retry_after_ms / 1000 or RETRY_S
+        retry_after_s, message = _retry_after_s(refusal), one_line(refusal.message)
         reason = _reason(refusal)
-        leg.detach(f"{reason}: {refusal.message}")
+        leg.detach(f"{reason}: {message}")
         self._metrics.refusals.labels(reason).inc()
         leg.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
@@ -130,14 +136,17 @@ class Dispatcher:
             else:
                 self._fail(leg.request, _queues_full(leg.full, retry_after_s))
         elif refusal.kind == pb.Refusal.KIND_REROUTE:
-            log.warning("request %s is placed anew: %s", leg.request.trace_id, refusal.message)
+            log.warning("request %s is placed anew: %s", leg.request.trace_id, message)
             leg.reroutes += 1
             leg.failed_prefill.update(refusal.failed_prefill_workers)
             # the same worker may take it at once, unless it goes on refusing: then it drains
             self._place_again(leg, 0 if leg.reroutes <= IMMEDIATE_REROUTES else retry_after_s)
         else:
-            log.error("worker %s failed request %s: %s", session.id, leg.request.trace_id, refusal.message)
-            self._fail(leg.request, failed(f"The worker could not finish the request: {refusal.message}"))
+            log.error("worker %s failed request %s: %s", session.id, leg.request.trace_id, message)
+            leg.failures += 1
+            # one worker's trouble need not be another one's
+            if leg.request.started or leg.failures > MOST_FAILURES or not self._place(leg):
+                self._fail(leg.request, failed(f"The worker could not finish the request: {message}"))
 
     def lost(self, session: Session) -> None:
         """A session ended: what ran there is replayed elsewhere."""
@@ -148,6 +157,7 @@ class Dispatcher:
             leg.detach("worker lost")
             self._metrics.replays.inc()
             leg.losses += 1
+            leg.lost_by.add(session.id)
             if leg.losses > MAX_LOSSES:
                 self._fail(leg.request, failed(f"{leg.losses} workers were lost while they ran this request."))
                 continue
@@ -166,15 +176,15 @@ class Dispatcher:
             if output.choice in leg.choices:
                 self._hand_on(leg, session, output)
             elif output.choice >= leg.request.n:
-                raise ProtocolError(f"choice {output.choice} of a request that has {leg.request.n}")
-        except ProtocolError as error:
+                raise NonsenseError(f"choice {output.choice} of a request that has {leg.request.n}")
+        except NonsenseError as error:
             session.break_off(error)
         except Exception:
             log.exception("request %s: its output could not be handled", leg.request.trace_id)
             self._fail(leg.request, failed("The output could not be processed."))
 
     def _hand_on(self, leg: Leg, session: Session, output: pb.Output) -> None:
-        _check(leg, session, output)
+        leg.check(output)
         request, choice, prefilled = leg.request, output.choice, output.prefilled
         leg.output(choice, prefilled, asyncio.get_running_loop().time())
         if not request.started:
@@ -199,11 +209,13 @@ class Dispatcher:
         emitted = request.outputs[min(leg.choices)]
         tokens, hashes = request.after(emitted)
         cached = self._workers.index.cached_prefixes(hashes)
+        total, most = len(tokens) // TOKEN_BYTES, len(request.token_ids) + request.sampling.max_tokens
         now = asyncio.get_running_loop().time()
         placement = place(
-            Prompt(len(tokens) // TOKEN_BYTES, request.sampling.max_tokens - len(emitted), len(leg.choices)),
-            self._workers.candidates("combined", but=leg.refused_by),
-            self._workers.candidates("prefill", but=leg.failed_prefill),
+            Prompt(total, request.sampling.max_tokens - len(emitted), len(leg.choices)),
+            self._workers.candidates("combined", most, but=leg.lost_by | leg.refused_by)
+            or self._workers.candidates("combined", most, but=leg.refused_by),
+            self._workers.candidates("prefill", total + 1, but=leg.failed_prefill),
             cached,
             self._policy,
             now=now,
@@ -281,7 +293,8 @@ class Dispatcher:
         leg = Leg(next(self._ids), request, choices)
         if origin is not None:
             leg.attempt, leg.deadline = origin.attempt, origin.deadline
-            leg.losses, leg.reroutes = origin.losses, origin.reroutes
+            leg.losses, leg.lost_by = origin.losses, set(origin.lost_by)
+            leg.reroutes = origin.reroutes
             leg.failed_prefill = set(origin.failed_prefill)
         self._legs[leg.id] = leg
         request.legs.add(leg)
@@ -316,32 +329,6 @@ def _cached_at(placement: Placement, cached: Mapping[str, int]) -> pb.CachedPref
     return pb.CachedPrefix(worker_id=source.worker_id, address=source.address, blocks=cached[source.worker_id])
 
 
-def _check(leg: Leg, session: Session, output: pb.Output) -> None:
-    """Raises ProtocolError where no worker can mean what it sent."""
-    request, token_ids, prefilled = leg.request, output.token_ids, output.prefilled
-    vocab_size = session.hello.vocab_size if session.hello is not None else 0
-    if token_ids and max(token_ids) >= vocab_size:
-        raise ProtocolError(f"it sent token id {max(token_ids)}, but its vocabulary has {vocab_size}")
-    if len(request.outputs[output.choice]) + len(token_ids) > request.sampling.max_tokens:
-        raise ProtocolError(f"it sent more than the {request.sampling.max_tokens} tokens that a request asked for")
-    if len(output.logprobs) not in (0, len(token_ids)):
-        raise ProtocolError(f"it sent log-probabilities of {len(output.logprobs)} tokens with {len(token_ids)} tokens")
-    if output.finish not in pb.FinishReason.values():
-        raise ProtocolError(f"it sent the finish reason {output.finish}, which there is not")
-    if not 0 <= prefilled.queue_ms < inf:
-        raise ProtocolError(f"it said that a request waited {prefilled.queue_ms} ms")
-    known = len(request.token_ids) + len(request.outputs[output.choice])
-    if prefilled.cached_tokens > known:
-        raise ProtocolError(f"it said that {prefilled.cached_tokens} of {known} tokens were cached")
-    placement = leg.record.placement if leg.record is not None else None
-    asked = [one.worker_id for one in placement.prefill] if placement else []
-    if prefilled.prefill_worker and prefilled.prefill_worker not in asked:
-        raise ProtocolError(f"it named the prefill worker {prefilled.prefill_worker!r}, which was not to be asked")
-    source = placement.cached_at.worker_id if placement and placement.cached_at else ""
-    if prefilled.prefix_worker not in ("", source):
-        raise ProtocolError(f"it named the cache of {prefilled.prefix_worker!r}, which was not to be asked")
-
-
 def _reason(refusal: pb.Refusal) -> str:
     match refusal.kind:
         case pb.Refusal.KIND_QUEUE_FULL:
@@ -351,9 +338,13 @@ def _reason(refusal: pb.Refusal) -> str:
     return "failed"
 
 
+def _retry_after_s(refusal: pb.Refusal) -> float:
+    return min(refusal.retry_after_ms / 1e3, MOST_RETRY_S) or RETRY_S
+
+
 def _queues_full(refusals: Sequence[pb.Refusal], retry_after_s: float) -> ApiError:
     """No worker's queue has room for a request: for this tenant's, or for anybody's."""
-    soonest_s = min((refusal.retry_after_ms / 1e3 or RETRY_S for refusal in refusals), default=retry_after_s)
+    soonest_s = min(map(_retry_after_s, refusals), default=retry_after_s)
     if refusals and all(refusal.over_share for refusal in refusals):
         return too_many("Too many of your requests wait already; try again later.", soonest_s)
     return unavailable("All workers' queues are full; try again later.", soonest_s, code="queue_full")

@@ -22,9 +22,10 @@ from cpd.membership import Member
 from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import BadMessageError, Stream, StreamError, connect
 from router.blocktable import KEY_BYTES
-from router.errors import describe
+from router.checks import NonsenseError, check_hello, check_refusal, check_step
+from router.errors import describe, one_line
 from router.index import InvalidEventError, PrefixIndex
-from router.view import UnusableError, WorkerView
+from router.view import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +39,16 @@ SYNC_S = 30.0
 """A worker has this long to say Hello and to send its snapshot."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Between attempts to open a session: it doubles while they fail."""
+"""Between attempts to open a session: it doubles while they fail, or soon end."""
 
 FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 5.0, 300.0
 """A worker that sent what it must not send is left alone that long: it doubles each time."""
 
 PIECE_HASHES = 1024
 """Put into the index at a time, in about a millisecond; other work has its turn before the next ones."""
+
+TURN_MESSAGES = 64
+"""Likewise: a worker may send any number of small ones."""
 
 MOST_MESSAGE_BYTES = 64 << 20
 """What a worker sends at a time is a fraction of that, even where it has waited long for this router."""
@@ -56,10 +60,6 @@ State = Literal["connecting", "syncing", "ready", "draining", "refused"]
 
 class RefusedError(CPDError):
     """The worker can't be used by this router; the message says why."""
-
-
-class ProtocolError(CPDError):
-    """The worker sent what it must not send: it is refused for a while."""
 
 
 class EndedError(CPDError):
@@ -126,8 +126,9 @@ class Session:
         self._refusal_s = FIRST_REFUSAL_S
         self._settled = False
         self._heard_at = 0.0
+        self._handled = 0
         self._wire: Wire | None = None
-        self._fault: ProtocolError | None = None
+        self._fault: NonsenseError | None = None
 
     @property
     def id(self) -> str:
@@ -176,7 +177,7 @@ class Session:
         """Nothing that the worker sent may be used any more."""
         return self._fault is not None
 
-    def break_off(self, fault: ProtocolError) -> None:
+    def break_off(self, fault: NonsenseError) -> None:
         """What the worker sent was found to be wrong."""
         self._fault = fault
         if self._wire is not None:
@@ -185,14 +186,15 @@ class Session:
     async def run(self, listener: Listener) -> None:
         """Keeps the session up until cancelled."""
         pause_s = FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
         while True:
-            refused_s, offended = 0.0, False
+            refused_s, offended, began = 0.0, False, loop.time()
             try:
                 await self._connect(listener)
                 reason = "the worker closed the session"
             except RefusedError as error:
                 reason, refused_s = str(error), LONGEST_PAUSE_S
-            except (ProtocolError, InvalidEventError, UnusableError, BadMessageError) as error:
+            except (NonsenseError, InvalidEventError, BadMessageError) as error:
                 reason, offended = str(error), True
             except TimeoutError:
                 reason = f"the worker did not send its state within {SYNC_S:g} s"
@@ -203,13 +205,14 @@ class Session:
             except Exception as error:  # whatever a worker sends, this router keeps trying
                 log.exception("the session with worker %s failed", self.id)
                 reason = describe(error)
+            reason = one_line(reason)
             if offended:
                 refused_s = self._refusal_s
                 reason += f"; left alone for {refused_s:g} s"
                 self._refusal_s = min(refused_s * 2, LONGEST_REFUSAL_S)
             if self.connected or reason != self.reason:
                 log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
-            if self.connected:
+            if loop.time() - began > LONGEST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             self._settled = True
             self._disconnected(listener, reason, "refused" if refused_s else "connecting")
@@ -271,11 +274,12 @@ class Session:
         if first.WhichOneof("kind") == "end":
             raise EndedError(first.end.reason)
         if first.WhichOneof("kind") != "hello":
-            raise ProtocolError("the worker did not begin with Hello")
+            raise NonsenseError("the worker did not begin with Hello")
         said = first.hello
+        check_hello(said)
         self._admit(self.member, said)
         if self._epoch not in (None, said.epoch):
-            raise ProtocolError(f"the epoch of its KV pool changed from {self._epoch} to {said.epoch} in one process")
+            raise NonsenseError(f"the epoch of its KV pool changed from {self._epoch} to {said.epoch} in one process")
         self.view = WorkerView(said, self.member.address, itl_ms=self._itl_ms)
         self._epoch, self.hello, self._state = said.epoch, said, "syncing"
         self._index.reset(self.id, said.num_pages + said.host_pages)
@@ -283,6 +287,7 @@ class Session:
             message = await wire.receive()
             if message is None:
                 raise OutOfStepError("the session ended within the snapshot")
+            await self._take_turns()
             match message.WhichOneof("kind"):
                 case "snapshot":
                     await self._in_pieces(self._index.add, message.snapshot.hashes)
@@ -294,15 +299,17 @@ class Session:
                 case "end":
                     raise EndedError(message.end.reason)
                 case kind:
-                    raise ProtocolError(f"{kind} came before the snapshot was complete")
+                    raise NonsenseError(f"{kind} came before the snapshot was complete")
 
     def _send(self, message: pb.RouterMessage) -> None:
         if self._wire is not None:  # that the stream has ended is for the reader to tell
             self._wire.send(message)
 
     async def _handle(self, message: pb.WorkerMessage, listener: Listener) -> None:
+        await self._take_turns()
         match message.WhichOneof("kind"):
             case "step":
+                check_step(message.step)
                 listener.step(self, message.step)
             case "cache":
                 await self._heard_events(message.cache)
@@ -310,6 +317,7 @@ class Session:
                 self._heard_load(message.load)
                 self._heard_state(message.load.state)
             case "refusal":
+                check_refusal(message.refusal)
                 listener.refusal(self, message.refusal)
             case "end":
                 raise EndedError(message.end.reason)
@@ -317,13 +325,14 @@ class Session:
                 for one in message.batch.messages:
                     await self._handle(one, listener)
             case kind:
-                raise ProtocolError(f"{kind} came where it has no place")
+                raise NonsenseError(f"{kind} came where it has no place")
 
     async def _heard_events(self, events: pb.CacheEvents) -> None:
         if events.number != self._next_event:
             raise OutOfStepError(f"cache event {events.number} came where {self._next_event} was due")
         self._next_event += 1
         for event in events.events:
+            await self._take_turns()
             await self._in_pieces(self._index.remove if event.removed else self._index.add, event.hashes)
 
     async def _in_pieces(self, change: Callable[[str, bytes], None], hashes: bytes) -> None:
@@ -332,6 +341,12 @@ class Session:
             if start:
                 await asyncio.sleep(0)
             change(self.id, hashes[start : start + piece])
+
+    async def _take_turns(self) -> None:
+        """Other work has its turn, once in TURN_MESSAGES calls."""
+        self._handled += 1
+        if self._handled % TURN_MESSAGES == 0:
+            await asyncio.sleep(0)
 
     def _heard_load(self, load: pb.Load) -> None:
         assert self.view is not None

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import get_args
 
 from cpd.colocation import Beside, Colocation, Mode
-from cpd.errors import ConfigError, CPDError
-from cpd.perfmodel import MOST_MS, MOST_SLOWDOWN, PerfModel, Profile, Work
+from cpd.errors import ConfigError
+from cpd.perfmodel import LEAST_SHARE, PerfModel, Profile, Work
 from cpd.rpc import cpd_pb2 as pb
 from cpd.split import LaneSplit
 from router.candidate import NOMINAL, Candidate
-
-MOST_TOKENS = 1 << 40
-"""More than this on one worker is nonsense."""
+from router.checks import NonsenseError, check_load
 
 MOST_PROFILE_BYTES = 1 << 18
 
@@ -51,10 +49,6 @@ class Predictions:
         self.error_ms += abs(actual_ms - predicted_ms)
 
 
-class UnusableError(CPDError):
-    """The worker says what no worker should; the message says what."""
-
-
 class WorkerView:
     """One worker's load, as one router sees it.
 
@@ -68,7 +62,7 @@ class WorkerView:
         predictions: Of own prompts that it computed.
 
     Raises:
-        UnusableError: Its profile is none, or its lanes can't be.
+        NonsenseError: Its profile is none, or its lanes can't be.
     """
 
     def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float) -> None:
@@ -106,18 +100,9 @@ class WorkerView:
         """The worker has sent its load.
 
         Raises:
-            UnusableError: It makes no sense.
+            NonsenseError: It makes no sense.
         """
-        if not (0 <= load.prefill_ms <= MOST_MS and 0 <= load.step_ms <= MOST_MS):
-            raise UnusableError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
-        if not 0 <= load.slower <= MOST_SLOWDOWN:
-            raise UnusableError(f"it reported steps that take {load.slower} times as long as predicted")
-        pages = load.free_pages + load.cached_pages + load.used_pages + load.reserved_pages + load.quarantined_pages
-        if pages > self._hello.num_pages:
-            raise UnusableError(f"it reported {pages} pages, but it has only {self._hello.num_pages}")
-        tokens = max(load.waiting_tokens, load.queued_tokens, load.decode_context)
-        if tokens > MOST_TOKENS:
-            raise UnusableError(f"it reported {tokens} tokens, which no worker can have")
+        check_load(load, self._hello.num_pages)
         self._load = load
         slower = min(max(load.slower or 1.0, 1 / MOST_SLOWER), MOST_SLOWER)
         self._beside = Beside(self._rule, Work.decode(load.decodes, load.decode_context), slower)
@@ -158,8 +143,8 @@ class WorkerView:
 def _rule(hello: pb.Hello, itl_ms: float) -> Colocation:
     """By which the worker computes prompts beside its streams."""
     shares = hello.decode_shares
-    if len(shares) > MOST_SPLITS or not all(0 < share < 1 for share in shares):
-        raise UnusableError(
+    if len(shares) > MOST_SPLITS or not all(LEAST_SHARE <= share <= 1 - LEAST_SHARE for share in shares):
+        raise NonsenseError(
             f"it said that its decode lanes have {len(shares)} shares of the device: {list(shares)[:3]}"
         )
     mode: Mode = hello.colocate if hello.colocate in get_args(Mode) else "mixed"  # type: ignore[assignment]
@@ -174,8 +159,8 @@ def _rule(hello: pb.Hello, itl_ms: float) -> Colocation:
 
 def _model(profile: bytes) -> PerfModel:
     if len(profile) > MOST_PROFILE_BYTES:
-        raise UnusableError(f"what it predicts with has {len(profile)} bytes, and no profile needs so many")
+        raise NonsenseError(f"what it predicts with has {len(profile)} bytes, and no profile needs so many")
     try:
         return PerfModel(Profile.parse(profile, "what it predicts with"))
     except ConfigError as error:
-        raise UnusableError(str(error)) from None
+        raise NonsenseError(str(error)) from None

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
+from statistics import median_low
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -87,25 +88,32 @@ class Workers:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus output that every combined worker can take, in tokens; 0 when there are none."""
-        return min((hello.max_model_len for hello in self._hellos("combined")), default=0)
+        """Longest prompt plus output, in tokens: what at least half of the combined workers can take; 0 when there are
+        none."""
+        return median_low([hello.max_model_len for hello in self._hellos("combined")] or [0])
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this; 0 when there are no workers."""
-        return min((hello.vocab_size for hello in self._hellos("combined")), default=0)
+        return next((hello.vocab_size for hello in self._hellos("prefill", "combined")), 0)
 
     def get(self, worker_id: str) -> Session:
         """The session with a worker that `candidates` named."""
         return self._sessions[worker_id]
 
-    def candidates(self, role: str, but: Container[str] = ()) -> list[Candidate]:
-        """The live workers of a role, without those named; silent ones only where there are no others."""
+    def candidates(self, role: str, tokens: int, but: Container[str] = ()) -> list[Candidate]:
+        """The live workers of a role that can take prompt and output of so many tokens together, without those named;
+        silent ones only where there are no others."""
         now = asyncio.get_running_loop().time()
         live = [
             session
             for session in self._sessions.values()
-            if session.live and session.role == role and session.view is not None and session.id not in but
+            if session.live
+            and session.role == role
+            and session.view is not None
+            and session.id not in but
+            and session.hello is not None
+            and session.hello.max_model_len >= tokens
         ]
         heard = [session for session in live if not session.silent(now)]
         return [session.view.candidate for session in heard or live if session.view is not None]
@@ -178,11 +186,13 @@ class Workers:
         if hello.worker_id != member.id:
             raise RefusedError(f"the worker at {member.address} is {hello.worker_id!r}, not {member.id!r}")
         if hello.role != _ROLES[member.kind]:
-            raise RefusedError(f"its lease says {member.kind!r}, but its session {pb.Role.Name(hello.role)}")
-        if not (hello.epoch and hello.num_pages and hello.max_model_len and hello.vocab_size):
-            raise RefusedError("it did not say its epoch, num_pages, max_model_len and vocab_size")
-        if hello.num_pages > MOST_PAGES:
-            raise RefusedError(f"it has {hello.num_pages} pages, and this router keeps track of {MOST_PAGES} at most")
+            role = pb.Role.Name(hello.role) if hello.role in pb.Role.values() else hello.role
+            raise RefusedError(f"its lease says {member.kind!r}, but its session {role}")
+        if not (hello.fingerprint and hello.epoch and hello.num_pages and hello.max_model_len and hello.vocab_size):
+            raise RefusedError("it did not say its epoch, num_pages, max_model_len, vocab_size and fingerprint")
+        pages = hello.num_pages + hello.host_pages
+        if pages > MOST_PAGES:
+            raise RefusedError(f"it has {pages} pages, and this router keeps track of {MOST_PAGES} at most")
         if hello.block_size != BLOCK_SIZE:
             raise RefusedError(f"it has blocks of {hello.block_size} tokens, this router {BLOCK_SIZE}")
         if self.fingerprint not in (b"", hello.fingerprint):
@@ -190,6 +200,8 @@ class Workers:
                 f"it serves another model or dtype (fingerprint {hello.fingerprint.hex()[:16]}) than the other workers "
                 f"({self.fingerprint.hex()[:16]}); start all workers with the same --model and --dtype"
             )
+        if self.vocab_size not in (0, hello.vocab_size):
+            raise RefusedError(f"it has a vocabulary of {hello.vocab_size} tokens, the other workers {self.vocab_size}")
 
     def _hellos(self, *roles: str) -> Iterator[pb.Hello]:
         for session in self._sessions.values():

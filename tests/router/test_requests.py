@@ -212,6 +212,31 @@ class TestRefusals:
         response = await router.http.post("/v1/chat/completions", json=CHAT)
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
 
+    async def test_what_one_worker_fails_another_one_may_do(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        bad = await start_worker(_refuses(pb.Refusal.KIND_FAILED), worker_id="bad")
+        router = await start_router(bad, await start_worker(says(REPLY)))
+        for _ in range(6):
+            assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == REPLY
+        assert all(submit.attempt == 0 for submit in bad.submits)
+
+    async def test_what_two_workers_fail_is_not_tried_on_all(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        workers = [await start_worker(_refuses(pb.Refusal.KIND_FAILED), worker_id=f"bad-{i}") for i in range(4)]
+        router = await start_router(*workers)
+        assert (await router.http.post("/v1/chat/completions", json=CHAT)).status_code == 500
+        assert sum(len(worker.submits) for worker in workers) == 2
+
+    async def test_nobody_is_told_to_come_back_in_a_month(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        never = _refuses(pb.Refusal.KIND_QUEUE_FULL, retry_after_ms=(1 << 32) - 1)
+        router = await start_router(await start_worker(never))
+        response = await router.http.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "600")
+
     async def test_a_failure_within_a_stream_is_its_last_event(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
@@ -369,6 +394,26 @@ class TestReplay:
         assert response.status_code == 500
         assert "workers were lost" in response.json()["error"]["message"]
         assert sum(len(worker.submits) for worker in workers) == requests_module.MAX_LOSSES + 1
+
+    async def test_a_replay_goes_to_another_worker_than_the_one_that_was_lost(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        async def ends(submit: pb.Submit) -> AsyncIterator[Answer]:
+            flaps.send(pb.WorkerMessage(end=pb.End(reason="back in a moment")))
+            await asyncio.Event().wait()
+            yield pb.Output()
+
+        prompt = [7] * 64
+        cached = b"".join(block[:8] for block in extend_hashes(hash_root(b"model"), prompt))
+        flaps = await start_worker(ends, worker_id="flaps", cached=cached)
+        router = await start_router(flaps)
+        call = asyncio.create_task(
+            router.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 99})
+        )
+        await eventually(lambda: _is(lambda: len(flaps.submits) > 1))  # there was no other one
+        await start_worker(says(REPLY), worker_id="stays")
+        response = await call
+        assert (response.status_code, response.headers["x-cpd-decode-worker"]) == (200, "stays")
 
     async def test_late_outputs_of_an_older_attempt_are_dropped(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from router.sessions import Listener, Session
 from router.workers import Workers
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer, FakeWorker
+from tests.router.nonsense import anything
 
 MODEL = "small-model"
 PROMPT = [5] * 64
@@ -205,7 +207,10 @@ class TestNonsense:
                 pb.Output(token_ids=[5], logprobs=[pb.TokenLogprobs()] * 2),
                 "log-probabilities of 2 tokens with 1 tokens",
             ),
+            (pb.Output(token_ids=[5], logprobs=[pb.TokenLogprobs()]), "log-probabilities of 1 tokens"),
             (pb.Output(token_ids=[5], finish=cast(Any, 9)), "finish reason 9, which there is not"),
+            (pb.Output(token_ids=[5], finish=pb.FINISH_STOP), "with token id 5, which does not end it"),
+            (pb.Output(finish=pb.FINISH_LENGTH), "an output without tokens"),
             (pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=math.nan)), "a request waited nan ms"),
             (pb.Output(token_ids=[5], prefilled=pb.Prefilled(cached_tokens=65)), "65 of 64 tokens were cached"),
             (pb.Output(token_ids=[5], prefilled=pb.Prefilled(prefill_worker="x\r\ny: z")), "which was not to be asked"),
@@ -227,6 +232,68 @@ class TestNonsense:
         assert await _complete(router) == "good"
         assert len(bad.submits) == 1
         assert await _refused(router, "bad", reason)
+
+    @pytest.mark.parametrize(
+        "score",
+        [
+            pb.TokenLogprobs(logprob=math.nan),
+            pb.TokenLogprobs(logprob=-1.0, top_ids=[1, 2], top_logprobs=[-1.0]),
+            pb.TokenLogprobs(logprob=-1.0, top_ids=[512], top_logprobs=[-1.0]),
+            pb.TokenLogprobs(logprob=-1.0, top_ids=[1], top_logprobs=[math.inf]),
+        ],
+    )
+    async def test_in_log_probabilities_isolates_the_worker(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, score: pb.TokenLogprobs
+    ) -> None:
+        async def lies(submit: pb.Submit) -> AsyncIterator[Answer]:
+            yield pb.Output(token_ids=[5], logprobs=[score])
+
+        bad = await start_worker(lies, worker_id="bad", cached=_short(*range(4)))
+        router = await start_router(bad, await start_worker(says("fox"), worker_id="good"))
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "logprobs": 1}
+        response = await router.http.post("/v1/completions", json=body)
+        assert (response.status_code, response.headers["x-cpd-decode-worker"]) == (200, "good")
+        assert await _refused(router, "bad", "it sent log-probabilities")
+
+    async def test_in_a_refusal_isolates_the_worker(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        async def lies(submit: pb.Submit) -> AsyncIterator[Answer]:
+            yield pb.Refusal(kind=cast(Any, 9))
+
+        bad = await start_worker(lies, worker_id="bad", cached=_short(*range(4)))
+        router = await start_router(bad, await start_worker(says("fox"), worker_id="good"))
+        assert await _complete(router) == "good"
+        assert await _refused(router, "bad", "the kind of refusal 9, which there is not")
+
+    @pytest.mark.parametrize("seed", range(4))
+    async def test_whatever_it_is_others_go_on_and_nothing_breaks(
+        self,
+        start_router: StartRouter,
+        start_worker: StartWorker,
+        says: Says,
+        seed: int,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(sessions, "FIRST_REFUSAL_S", 0.01)
+        monkeypatch.setattr(sessions, "LONGEST_REFUSAL_S", 0.01)
+        rng = Random(seed)
+
+        async def lies(submit: pb.Submit) -> AsyncIterator[Answer]:
+            usual = pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=1.0)), pb.Refusal()
+            yield anything(rng.choice(usual), rng)
+
+        good = await start_worker(says("fox"), worker_id="good", cached=_short(0))
+        bad = await start_worker(lies, worker_id="bad", cached=_short(*range(4)))
+        router = await start_router(good, bad)
+        for _ in range(100):
+            bad.send(anything(rng.choice(MESSAGES), rng))
+            if rng.random() < 0.2:
+                assert await _complete(router) in ("good", "bad")
+        assert (await router.http.get("/metrics")).status_code == 200
+        assert (await router.worker("good") or {})["state"] == "ready"
+        assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
     async def test_in_a_later_output_isolates_the_worker_and_what_it_sends_after_that_does_not_count(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
@@ -276,6 +343,26 @@ class TestNonsense:
         await flooding
         assert await _has(router, "bad", state="ready", reason=None)
 
+    async def test_a_flood_of_small_messages_lets_others_have_their_turn(
+        self, start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = await start_worker()
+        router = await start_router(worker)
+        turn, handled_in = 0, set()
+
+        async def other_work() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        working = asyncio.create_task(other_work())
+        monkeypatch.setattr(Session, "_heard_state", lambda *arguments: handled_in.add(turn))
+        worker.send(pb.WorkerMessage(batch=pb.Batch(messages=[*[_load()] * 6_400, _load(waiting_tokens=1)])))
+        await eventually(lambda: _is_loaded(router, "combined-0"))
+        working.cancel()
+        assert len(handled_in) >= 100
+
     async def test_is_forgiven_after_a_while_and_for_longer_each_time(
         self,
         start_router: StartRouter,
@@ -299,6 +386,19 @@ class TestNonsense:
         worker.hello.epoch = 2
         worker.send(_events(9))
         await eventually(lambda: _refused(router, "combined-0", "changed from 1 to 2 in one process"))
+
+
+MESSAGES = [
+    pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, free_pages=100)),
+    pb.WorkerMessage(cache=pb.CacheEvents(number=8)),
+    pb.WorkerMessage(step=pb.StepOutput(outputs=[pb.Output(token_ids=[5])])),
+    pb.WorkerMessage(refusal=pb.Refusal(kind=pb.Refusal.KIND_FAILED)),
+    pb.WorkerMessage(snapshot=pb.Snapshot(last=True)),
+    pb.WorkerMessage(hello=pb.Hello()),
+    pb.WorkerMessage(end=pb.End(reason="it is tired")),
+    pb.WorkerMessage(batch=pb.Batch(messages=[pb.WorkerMessage(load=pb.Load())])),
+    pb.WorkerMessage(),
+]
 
 
 async def _logged(caplog: pytest.LogCaptureFixture, text: str) -> bool:
@@ -331,6 +431,13 @@ class TestRefused:
             ({"epoch": 0}, "did not say its epoch"),
             ({"num_pages": 0}, "did not say its epoch, num_pages"),
             ({"profile": b"{"}, "what it predicts with"),
+            ({"fingerprint": b""}, "did not say its epoch"),
+            ({"role": 9}, "but its session 9"),
+            ({"state": 9}, "the state 9, which there is not"),
+            ({"vocab_size": 1}, "a vocabulary of 1 tokens, the other workers 512"),
+            ({"host_pages": (1 << 32) - 1}, "4294967395 pages"),
+            ({"transport_reason": "x" * 100_000}, "its transport_reason has 100000 characters"),
+            ({"decode_shares": [1e-300]}, "shares of the device"),
         ],
     )
     async def test_a_worker_that_does_not_fit_is_refused_with_a_reason(
@@ -357,6 +464,17 @@ class TestRefused:
 async def _told(router: Router, reason: str) -> bool:
     worker = await router.worker("combined-0")
     return worker is not None and reason in (worker["reason"] or "")
+
+
+async def test_a_request_goes_to_workers_that_can_take_it(
+    start_router: StartRouter, start_worker: StartWorker, says: Says
+) -> None:
+    long = [await start_worker(says("fox"), worker_id=f"long-{number}") for number in range(2)]
+    short = await start_worker(says("fox"), worker_id="short", hello={"max_model_len": 65}, cached=_short(0, 1, 2, 3))
+    router = await start_router(*long, short)
+    assert (await router.cluster())["max_model_len"] == 512
+    assert {await _complete(router) for _ in range(5)} <= {"long-0", "long-1"}
+    assert await _complete(router, PROMPT[:63]) == "short"
 
 
 class TestReady:

@@ -6,7 +6,8 @@ from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, Work
 from cpd.rpc import cpd_pb2 as pb
 from cpd.split import LaneSplit
 from router.candidate import NOMINAL
-from router.view import MOST_PROFILE_BYTES, MOST_SLOWER, UNSEEN_S, UnusableError, WorkerView
+from router.checks import NonsenseError
+from router.view import MOST_PROFILE_BYTES, MOST_SLOWER, UNSEEN_S, WorkerView
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
 PROFILE = Profile(
@@ -113,39 +114,24 @@ def test_one_that_was_very_slow_for_a_while_is_not_avoided_for_ever() -> None:
 
 @pytest.mark.parametrize("shares", [[0.0], [1.0], [float("nan")], [0.5] * 65])
 def test_shares_that_no_lane_can_have_are_refused(shares: list[float]) -> None:
-    with pytest.raises(UnusableError, match="shares of the device"):
+    with pytest.raises(NonsenseError, match="shares of the device"):
         _view(decode_shares=shares)
 
 
 @pytest.mark.parametrize("profile", [b"x", b"{}", PROFILE.model_dump_json(by_alias=True).encode()[:-1]])
 def test_a_corrupt_profile_is_told_in_one_sentence(profile: bytes) -> None:
-    with pytest.raises(UnusableError) as error:
+    with pytest.raises(NonsenseError) as error:
         _view(profile=profile)
     assert "what it predicts with is not a profile" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_profile_is_no_larger_than_profiles_are() -> None:
-    with pytest.raises(UnusableError, match="no profile needs so many"):
+    with pytest.raises(NonsenseError, match="no profile needs so many"):
         _view(profile=b" " * (MOST_PROFILE_BYTES + 1))
 
 
 def test_times_beyond_reason_are_in_no_profile() -> None:
     absurd = PROFILE.model_dump_json(by_alias=True).replace("100.0", "1.7e308").encode()
-    with pytest.raises(UnusableError, match="what it predicts with is not a profile"):
+    with pytest.raises(NonsenseError, match="what it predicts with is not a profile"):
         _view(profile=absurd)
-
-
-@pytest.mark.parametrize(
-    "load",
-    [
-        {"prefill_ms": -1.0},
-        {"prefill_ms": float("nan")},
-        {"step_ms": float("inf")},
-        {"slower": float("nan")},
-        {"slower": -1.0},
-    ],
-)
-def test_a_nonsensical_load_is_refused(load: dict[str, Any]) -> None:
-    with pytest.raises(UnusableError):
-        _view().reported(pb.Load(**load), 0.0)

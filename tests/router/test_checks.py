@@ -1,0 +1,103 @@
+"""Whatever a worker says: it is refused with one sentence, or what is predicted from it are numbers."""
+
+import math
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from cpd.rpc import cpd_pb2 as pb
+from router.candidate import NOMINAL
+from router.checks import NonsenseError, check_hello, check_load, check_refusal
+from router.policy import PolicySettings, Prompt, place
+from router.view import WorkerView
+from tests.router.nonsense import anything, corrupt
+
+WHOLE = NOMINAL.profile.shares[0]
+TWO_SHARES = NOMINAL.profile.model_copy(update={"shares": (WHOLE.model_copy(update={"share": 0.5}), WHOLE)})
+HELLO = pb.Hello(
+    worker_id="bad", state=pb.STATE_READY, num_pages=100, page_bytes=4096, colocate="auto", decode_shares=[0.25, 0.5]
+)
+LOAD = pb.Load(state=pb.STATE_READY, running=3, decodes=2, decode_context=500, prefill_ms=40.0, free_pages=50)
+
+randoms = st.randoms(use_true_random=False)
+prompts = st.builds(
+    Prompt,
+    tokens=st.sampled_from([1, 17, 4096, 1 << 20]),
+    output_tokens=st.sampled_from([1, 1 << 20]),
+    choices=st.sampled_from([1, 128]),
+)
+
+
+def _place(hello: pb.Hello, load: pb.Load, prompt: Prompt) -> None:
+    """What a router does with a worker that says this, beside an honest one."""
+    try:
+        check_hello(hello)
+        view = WorkerView(hello, "bad:1", itl_ms=50.0)
+        view.reported(load, 1.0)
+    except NonsenseError:
+        event("refused")
+        return
+    bad = view.candidate
+    good = WorkerView(pb.Hello(worker_id="good", num_pages=100), "good:1", itl_ms=50.0).candidate
+    for prefill in ([], [bad], [good]):
+        for cached in ({}, {"bad": 3}, {"good": 3}):
+            placement = place(prompt, [bad, good], prefill, cached, PolicySettings(), now=1.0, rng=Random(0))
+            assert placement is not None
+            for option in placement.options:
+                assert all(math.isfinite(figure) for figure in option if isinstance(figure, float)), option
+
+
+@settings(max_examples=300, deadline=None)
+@given(randoms, prompts)
+def test_any_hello_and_any_load(rng: Random, prompt: Prompt) -> None:
+    _place(anything(HELLO, rng, but=["worker_id"]), anything(LOAD, rng), prompt)
+
+
+@settings(max_examples=300, deadline=None)
+@given(randoms, st.sampled_from(["mixed", "lanes", "auto"]), st.integers(0, (1 << 32) - 1), prompts)
+def test_any_profile_of_a_worker_with_as_much_as_may_be(
+    rng: Random, colocate: str, token_budget: int, prompt: Prompt
+) -> None:
+    hello = pb.Hello(
+        worker_id="bad",
+        profile=corrupt(TWO_SHARES, rng),
+        colocate=colocate,
+        decode_shares=[0.25, 0.001],
+        token_budget=token_budget,
+        num_pages=1 << 24,
+        page_bytes=(1 << 64) - 1,
+    )
+    _place(hello, pb.Load(running=1 << 24, waiting=1 << 24, decodes=1 << 24, decode_context=1 << 40), prompt)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"prefill_ms": -1.0},
+        {"prefill_ms": math.nan},
+        {"step_ms": math.inf},
+        {"slower": math.nan},
+        {"slower": -1.0},
+        {"slower": 1e9},
+        {"state": 9},
+        {"running": 1 << 25},
+        {"decodes": 1 << 25},
+        {"decode_context": 1 << 41},
+        {"free_pages": 101},
+        {"unanswered": range(5_000)},
+        {"fills": {str(outcome): 1 for outcome in range(100)}},
+        {"fill_failures": {"n" * 100: 1}},
+    ],
+)
+def test_a_nonsensical_load_is_refused(load: dict[str, Any]) -> None:
+    with pytest.raises(NonsenseError):
+        check_load(pb.Load(**load), num_pages=100)
+
+
+@pytest.mark.parametrize("kind", [0, 9])
+def test_a_refusal_without_a_reason_is_none(kind: Any) -> None:
+    with pytest.raises(NonsenseError):
+        check_refusal(pb.Refusal(kind=kind))
