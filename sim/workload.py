@@ -163,23 +163,27 @@ class Trace(Workload):
     Args:
         speedup: Its time runs this many times faster.
         max_len: Longer requests are left out.
+
+    Raises:
+        ConfigError: That leaves none.
     """
 
     def __init__(self, requests: Sequence[TracedRequest], speedup: float, seed: int, max_len: int) -> None:
-        self._requests = requests
+        self._requests = [one for one in requests if one.input_length + one.output_length < max_len]
+        if not self._requests:
+            raise ConfigError(f"no request of the trace fits into --max-model-len {max_len}")
+        self._first_ms = requests[0].timestamp
         self._speedup = speedup
         self._seed = seed
-        self._max_len = max_len
 
     def sessions(self) -> Iterator[Session]:
-        first_ms = self._requests[0].timestamp
         for index, request in enumerate(self._requests):
-            if request.input_length + request.output_length < self._max_len:
-                start_s = (request.timestamp - first_ms) / 1e3 / self._speedup
-                yield Session(start_s, [Turn(self._token_ids(index, request), request.output_length)])
+            start_s = (request.timestamp - self._first_ms) / 1e3 / self._speedup
+            yield Session(start_s, [Turn(self._token_ids(index, request), request.output_length)])
 
     def _token_ids(self, index: int, request: TracedRequest) -> list[int]:
-        parts = [_generator(self._seed, _Stream.BLOCK, number) for number in request.hash_ids]
+        blocks = -(-request.input_length // BLOCK_TOKENS)
+        parts = [_generator(self._seed, _Stream.BLOCK, number) for number in request.hash_ids[:blocks]]
         parts.append(_generator(self._seed, _Stream.REST, index))
         token_ids: list[int] = []
         for part in parts[:-1]:

@@ -21,13 +21,16 @@ from bench.workloads.reading import lines, read, validate
 
 BLOCK_TOKENS = 512
 
+MOST_TOKENS = 1 << 24
+"""Of a prompt or an answer: no model takes more."""
+
 
 class TracedRequest(BaseModel):
     """One line of a trace."""
 
     timestamp: Annotated[float, Field(allow_inf_nan=False)]
-    input_length: Annotated[int, Field(ge=1)]
-    output_length: Annotated[int, Field(ge=1)]
+    input_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    output_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     hash_ids: list[Annotated[int, Field(ge=0)]] = []
 
 

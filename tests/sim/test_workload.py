@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bench.workloads.trace import TracedRequest
+from cpd.errors import ConfigError
 from sim.workload import AGENT, Mix, Trace
 
 
@@ -44,7 +45,7 @@ def test_no_session_grows_beyond_the_longest_sequence() -> None:
 def test_prompts_of_a_trace_share_what_the_traced_ones_shared() -> None:
     requests = [
         TracedRequest(timestamp=0, input_length=1200, output_length=5, hash_ids=[1, 2, 3]),
-        TracedRequest(timestamp=3000, input_length=1100, output_length=7, hash_ids=[1, 2, 4]),
+        TracedRequest(timestamp=3000, input_length=1100, output_length=7, hash_ids=[1, 2, *range(4, 1_000_000)]),
         TracedRequest(timestamp=4000, input_length=90_000, output_length=7),
     ]
     first, second = Trace(requests, speedup=2.0, seed=0, max_len=40_960).sessions()
@@ -53,3 +54,9 @@ def test_prompts_of_a_trace_share_what_the_traced_ones_shared() -> None:
     assert (len(one.token_ids), one.output_len, len(two.token_ids)) == (1200, 5, 1100)
     assert one.token_ids[:1024] == two.token_ids[:1024]
     assert one.token_ids[1024:1040] != two.token_ids[1024:1040]
+
+
+def test_a_trace_that_fits_into_no_context_is_an_error() -> None:
+    requests = [TracedRequest(timestamp=0, input_length=90_000, output_length=7)]
+    with pytest.raises(ConfigError, match="no request of the trace fits into --max-model-len 40960"):
+        Trace(requests, speedup=1.0, seed=0, max_len=40_960)
