@@ -12,31 +12,27 @@ released and blocks published only when the step that touches them has been coll
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from cpd.colocation import Colocation
 from cpd.perfmodel import Work
 from engine.aside import Aside
 from engine.backlog import Backlog
-from engine.batch import IntArray, Lane, Ran, Runner
+from engine.batch import Lane, Ran, Runner
 from engine.flight import Flight
 from engine.host_tier import HostMemory, HostTier
 from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
+from engine.quiet import Choose, QuietRun
 from engine.requests import LiveRequests
 from engine.reservations import Reservations
 from engine.scheduler import Scheduler
 from engine.trace import LaneName, StepTrace
 from engine.types import CacheEvent, EngineStats, HostStats, Output, Request, Reservation, StepOutput
-
-Choose = Callable[[IntArray, npt.NDArray[np.int64], Sequence[Collection[int]], int], IntArray]
-"""Last tokens, lengths and stop tokens of sequences, and a number of steps -> their next tokens, none of them a stop
-token. [steps, sequences]"""
 
 RECENT_STEPS = 32
 """Whose times the load report tells."""
@@ -174,42 +170,56 @@ class Engine:
         """So many steps from now on each bring no more than the next token of every running sequence.
 
         A simulator, which knows that none of them is a stop token, may make them at once, if nothing comes from outside
-        meanwhile.
+        meanwhile, and the prefill lane is not done before the last one ends.
         """
-        busy = self._flight or self._aside.split or self._requests.shown
+        busy = self._flight or self._aside.done or self._requests.shown
         return 0 if busy else self._scheduler.quiet_steps
 
     @property
     def decoding(self) -> Work:
         """What the first of the `quiet_steps` computes."""
-        running = self._scheduler.running
-        return Work.decode(len(running), sum(seq.num_tokens for seq in running))
+        seqs = self._scheduler.decoding
+        return Work.decode(len(seqs), sum([seq.num_tokens for seq in seqs]))
 
-    def fast_forward(self, ms: Sequence[float], choose: Choose) -> StepOutput:
-        """Makes some of the `quiet_steps` at once, with the effect that one after the other has.
+    @property
+    def decode_share(self) -> float:
+        """Of the device, that decodes have now."""
+        return self._lane.share
+
+    def quiet_run(self, steps: int, choose: Choose) -> QuietRun:
+        """Begins some of the `quiet_steps`; `fast_forward` makes them, before anything else is done.
+
+        Args:
+            steps: So many at most.
+            choose: Says which tokens come out.
+        """
+        return QuietRun(self._scheduler, steps, choose)
+
+    def fast_forward(self, ms: Sequence[float], run: QuietRun) -> StepOutput:
+        """Makes the first steps of a quiet run, with the effect that one after the other has, and ends it.
 
         Args:
             ms: How long each of them takes.
-            choose: Says which tokens come out.
 
         Returns:
             The tokens of each sequence, of all steps together.
         """
-        running = self._scheduler.running
-        lengths = np.array([seq.num_tokens for seq in running])
-        last = self._scheduler.table.tokens[[seq.row for seq in running], lengths - 1]
-        stops = [seq.request.params.stop_token_ids for seq in running]
-        tokens = choose(last, lengths, stops, len(ms))
-        work = self.decoding
+        model, share, aside = self.colocation.model, self.decode_share, self._aside.work
+        work = run.work
         for taken_ms in ms if any(ms) else ():  # steps that take no time are not compared
-            if predicted_ms := self.colocation.model.step_ms(work):
+            if predicted_ms := model.step_ms(work, share, aside):
                 self._slower.append(taken_ms / predicted_ms)
             work = Work.decode(work.seqs, work.context + work.seqs)
         self._step_ms.extend(ms)
-        self._scheduler.fast_forward(tokens)
-        self._requests.decode_tokens += tokens.size
-        columns = zip(running, tokens.T.tolist(), strict=True)
-        return StepOutput([Output(seq.request.id, seq.choices[0], chosen, []) for seq, chosen in columns])
+        run.end(len(ms))
+        self._requests.decode_tokens += len(ms) * len(run.seqs)
+        output = StepOutput()
+        for seq, chosen in zip(run.seqs, run.chosen, strict=True):
+            finish = self._requests.finish_of(seq.request, seq.num_tokens, chosen[-1])
+            output.outputs.append(Output(seq.request.id, seq.choices[0], chosen, [], finish))
+            if finish is not None:
+                self._requests.branch(seq, {})
+        return output
 
     def uncached_tokens(self, request: Request) -> int:
         """Tokens that a prefill of this request would compute now."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from engine.batch import Sampled
-from engine.plan import Plan
+from engine.plan import Chunk, Plan
 from engine.scheduler import Scheduler
 from engine.sequence import Seq
 from engine.types import Computed, Finish, Output, Request, StepOutput
@@ -98,6 +98,9 @@ class LiveRequests:
         tokens = iter(sampled)
         for chunk in plan.chunks:
             seq = chunk.seq
+            if chunk.count == 1 and chunk.samples and seq.reported and len(chunk.choices) == 1 == len(seq.choices):
+                self._next(chunk, next(tokens), step)  # nearly always
+                continue
             chosen: Iterable[tuple[int, Sampled]] = zip(chunk.choices, tokens, strict=False) if chunk.samples else ()
             if seq.choices is not chunk.choices:  # some have ended while the lane computed them
                 chosen = [pair for pair in chosen if pair[0] in seq.choices]
@@ -150,6 +153,20 @@ class LiveRequests:
         """The caller had its chance."""
         self._scheduler.pool.release(self._shown)
         self._shown = []
+
+    def _next(self, chunk: Chunk, sampled: Sampled, step: StepOutput) -> None:
+        """The next token of a sequence with one choice, which is not its first one."""
+        seq, token_id = chunk.seq, sampled.token_id
+        request = seq.request
+        self._scheduler.advance(chunk)
+        self.decode_tokens += 1
+        finish = self.finish_of(request, seq.num_tokens + 1, token_id)
+        logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
+        step.outputs.append(Output(request.id, seq.choices[0], [token_id], logprobs, finish))
+        if finish is None:
+            self._scheduler.table.add_token(seq, token_id)
+        else:
+            self.branch(seq, {})
 
     def _continue(self, seq: Seq, chosen: Iterable[tuple[int, Sampled]]) -> list[Output]:
         """Appends the next token of each choice of a sequence, or ends it."""

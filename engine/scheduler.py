@@ -12,7 +12,7 @@ cache, and it is the first to be admitted again.
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
 from cpd.colocation import Room
 from cpd.perfmodel import Work
 from engine.backlog import Backlog
-from engine.batch import IntArray
 from engine.host_tier import HostTier
 from engine.pending import PendingBlocks
 from engine.plan import Chunk, Plan
@@ -89,18 +88,21 @@ class Scheduler:
 
     def decodes(self) -> Plan:
         """Begins a step: one token of each running sequence that lacks just one. Preempts for the pages they need."""
-        plan = Plan()
-        self._behind = []
+        singles: list[Chunk] = []
+        behind: list[Seq] = []
+        running = State.RUNNING
         for seq in tuple(self.running):
-            if seq.state is not State.RUNNING or seq.aside:  # preempted for an older one, or busy
+            if seq.state is not running or seq.aside:  # preempted for an older one, or busy
                 continue
-            if seq.num_pages * BLOCK_SIZE < seq.num_tokens and not self._grow(seq):
+            known, computed = seq.num_tokens, seq.num_computed
+            if seq.num_pages * BLOCK_SIZE < known and not self.grow(seq):
                 continue
-            if seq.num_tokens - seq.num_computed == 1:
-                plan.add(seq, 1)
+            if known - computed == 1:
+                singles.append(Chunk(seq, computed, 1, seq.choices, True))
             else:
-                self._behind.append(seq)
-        return plan
+                behind.append(seq)
+        self._behind = behind
+        return Plan(singles)
 
     def decodes_after(self, step: Plan) -> Plan | None:
         """The decodes after those of a step that is being computed, whatever tokens that chooses.
@@ -196,51 +198,30 @@ class Scheduler:
 
     @property
     def quiet_steps(self) -> int:
-        """So many steps from now on each do no more than to choose the next token of each running sequence.
+        """So many steps from now on each do no more than to choose the next token of each sequence that is not aside.
 
-        Nobody waits, nobody ends but by a stop token, and there are pages for all of them. Whatever else can happen
-        comes from outside.
+        Nobody waits, nobody ends before the last of them but by a stop token, and there are pages for all of them.
+        Whatever else can happen comes from outside, or from what is aside.
         """
         running = self.running
-        if not running or self.line or self.pending.waiting():
+        if not running or self.line or self.pending.num_waiting:
             return 0
-        steps = self.pool.available // len(running) * BLOCK_SIZE
-        for seq in running:
-            request = seq.request
-            if seq.num_tokens - seq.num_computed != 1 or seq.aside or request.prefill_only or not seq.reported:
+        most, decoding = self.table.max_len, self.decoding
+        steps = self.pool.available // len(running) * BLOCK_SIZE if decoding else 0
+        for seq in decoding:
+            request, known = seq.request, seq.num_tokens
+            params = request.params
+            if known - seq.num_computed != 1 or request.prefill_only or not seq.reported:
                 return 0
-            if request.params.top_logprobs is not None:
+            if params.top_logprobs is not None:
                 return 0
-            last = min(request.prompt_len + request.params.max_tokens, self.table.max_len)
-            steps = min(steps, last - seq.num_tokens - 1)
-        return max(0, steps)
+            steps = min(steps, request.prompt_len + params.max_tokens - known, most - known)
+        return steps
 
-    def fast_forward(self, tokens: IntArray) -> None:
-        """Makes `quiet_steps` of them at once, with the effect that one after the other has.
-
-        Args:
-            tokens: What the running sequences choose, one column each. [steps, sequences]
-        """
-        steps, ends = len(tokens), [seq.num_tokens + len(tokens) for seq in self.running]
-        marks: list[tuple[int, int, int, Seq]] = []
-        for column, seq in enumerate(self.running):
-            known = seq.num_tokens
-            self.table.tokens[seq.row, known : known + steps] = tokens[:, column]
-            # in the step that begins with so many known tokens a page is needed, or a block is complete
-            for full in range(known + -known % BLOCK_SIZE, known + steps, BLOCK_SIZE):
-                marks.append((full - known, 1, column, seq))
-            for more in range(known + -(known - 1) % BLOCK_SIZE, known + steps, BLOCK_SIZE):
-                marks.append((more - known, 0, column, seq))
-        for step, complete, column, seq in sorted(marks, key=itemgetter(0, 1, 2)):
-            known = ends[column] - steps + step
-            if complete:
-                seq.num_computed = known
-                self.publish(seq)
-            else:
-                seq.num_tokens = known
-                self._grow(seq)
-        for seq, end in zip(self.running, ends, strict=True):
-            seq.num_tokens, seq.num_computed = end, end - 1
+    @property
+    def decoding(self) -> list[Seq]:
+        """The running sequences that are not aside."""
+        return [seq for seq in self.running if not seq.aside]
 
     def advance(self, chunk: Chunk) -> None:
         """The chunk has been computed: publishes the blocks that are now complete."""
@@ -467,7 +448,7 @@ class Scheduler:
         self.queued_work -= seq.work
         seq.queued = False
 
-    def _grow(self, seq: Seq) -> bool:
+    def grow(self, seq: Seq) -> bool:
         """Gets the pages that a running sequence lacks, from newer sequences if need be. False: it can't go on now."""
         while seq.num_pages * BLOCK_SIZE < seq.num_tokens:
             if (own := self.pool.take(1)) is not None:

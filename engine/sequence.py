@@ -79,6 +79,7 @@ class SeqTable:
         max_len: Tokens of the longest sequence.
         tokens: [rows, max_len] int32
         pages: In block order, zero beyond a sequence's last page. [rows, blocks of the longest sequence] int32
+        rows: Views of the rows of `tokens`. [max_len] each
     """
 
     def __init__(self, num_rows: int, max_len: int) -> None:
@@ -86,6 +87,7 @@ class SeqTable:
         self.max_len = max_len
         self.tokens: IntArray = np.zeros((num_rows, max_len), dtype=np.int32)
         self.pages: IntArray = np.zeros((num_rows, blocks_for(max_len)), dtype=np.int32)
+        self.rows = list(self.tokens)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -113,7 +115,7 @@ class SeqTable:
 
     def add_token(self, seq: Seq, token_id: int) -> None:
         """Appends a token."""
-        self.tokens[seq.row, seq.num_tokens] = token_id
+        self.rows[seq.row][seq.num_tokens] = token_id
         seq.num_tokens += 1
 
     def add_pages(self, seq: Seq, pages: list[int]) -> None:

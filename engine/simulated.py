@@ -8,7 +8,7 @@ that is theirs: a simulator of clusters goes on with whatever is next, a simulat
 """
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from cpd.perfmodel import PerfModel, Profile, Work
 from cpd.split import Device, lane_splits
-from engine.batch import Batch, IntArray, Ran, Sampled, SampleRow, Split
-from engine.engine import Choose
+from engine.batch import Batch, Ran, Sampled, SampleRow, Split
 from engine.plan import Plan
+from engine.quiet import Choose
 from engine.sequence import SeqTable
 from engine.types import TokenLogprobs
 
@@ -77,7 +77,7 @@ class SimulatedRunner:
         self.num_pages = num_pages
         self.pool: npt.NDArray[np.uint8] = np.zeros((num_pages, PAGE_BYTES), dtype=np.uint8)
         self._vocab_size = vocab_size
-        device = _Device(model, clock, vocab_size)
+        self._device = device = _Device(model, clock, vocab_size)
         self.full = SimulatedLane(device, 1.0)
         self.splits: Sequence[Split] = [
             Split(SimulatedLane(device, 1 - share), SimulatedLane(device, share))
@@ -86,6 +86,22 @@ class SimulatedRunner:
 
     def copy_page(self, source: int, target: int) -> None:
         """Nothing is in the pages."""
+
+    def ahead(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
+        """The ends of decode steps one after the other from now on, if nothing else begins.
+
+        Args:
+            work: Of the first one.
+            share: Of the lane that makes them.
+
+        Returns:
+            Of each of them, and when, as of then, the step ends that runs on the other lane; None: there is none.
+        """
+        return self._device.ahead(work, share)
+
+    def jump(self, end_s: float | None) -> None:
+        """Steps ahead have been made; `end_s` is when the step on the other lane will end."""
+        self._device.jump(end_s)
 
 
 class SimulatedLane:
@@ -141,10 +157,30 @@ class _Device:
         """Begins a step now. At most one other may run."""
         sampled = [self._choose(row) for row in batch.samples]
         now = self.clock.time_s
-        step = _Step(work_of(batch), share, sampled, now, now)
-        self._set_ends(step, now)
+        work = work_of(batch)
+        other = self._running[0] if self._running else None
+        end_s, other_end_s = self._ends_s(work, share, now, other, other.end_s if other else now)
+        if other is not None:
+            other.end_s = other_end_s
+        step = _Step(work, share, sampled, now, end_s)
         self._running.append(step)
         return step
+
+    def ahead(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
+        """See `SimulatedRunner`."""
+        other = self._running[0] if self._running else None
+        now = self.clock.time_s
+        other_end_s = other.end_s if other else now
+        while True:
+            now, other_end_s = self._ends_s(work, share, now, other, other_end_s)
+            yield now, other_end_s if other else None
+            work = Work.decode(work.seqs, work.context + work.seqs)
+
+    def jump(self, end_s: float | None) -> None:
+        """See `SimulatedRunner`."""
+        if end_s is not None:
+            (other,) = self._running
+            other.end_s = end_s
 
     def left_s(self, step: _Step) -> float:
         """How long it still runs."""
@@ -156,31 +192,37 @@ class _Device:
         self._running.remove(step)
         return Ran(step.sampled, step.start_s, 1e3 * (step.end_s - step.start_s))
 
-    def _set_ends(self, step: _Step, now: float) -> None:
+    def _ends_s(
+        self, work: Work, share: float, now: float, other: _Step | None, other_end_s: float
+    ) -> tuple[float, float]:
+        """When a step that begins now will end, and when the other one will, which would end at `other_end_s`.
+
+        Both lanes run from now on, until one of them ends. So far the other one's end was that of a step alone: who
+        ran beside it has ended.
+        """
         model = self._model
-        alone_s = model.step_ms(step.work, step.share) / 1e3
-        step.end_s = now + alone_s
-        # Both lanes run from now on, until one of them ends. So far the other one's end was that of a step alone: who
-        # ran beside it has ended.
-        for other in self._running:
-            if other.end_s <= now or alone_s == 0:
-                continue
-            together_s = model.step_ms(step.work, step.share, other.work) / 1e3
-            other_alone_s = model.step_ms(other.work, other.share) / 1e3
-            other_together_s = model.step_ms(other.work, other.share, step.work) / 1e3
-            other_left = (other.end_s - now) / other_alone_s
-            side_by_side_s = min(together_s, other_left * other_together_s)
-            step.end_s = now + side_by_side_s + (1 - side_by_side_s / together_s) * alone_s
-            other.end_s = now + side_by_side_s + (other_left - side_by_side_s / other_together_s) * other_alone_s
+        alone_s = model.step_ms(work, share) / 1e3
+        if other is None or other_end_s <= now or alone_s == 0:
+            return now + alone_s, other_end_s
+        together_s = model.step_ms(work, share, other.work) / 1e3
+        other_alone_s = model.step_ms(other.work, other.share) / 1e3
+        other_together_s = model.step_ms(other.work, other.share, work) / 1e3
+        other_left = (other_end_s - now) / other_alone_s
+        side_by_side_s = min(together_s, other_left * other_together_s)
+        return (
+            now + side_by_side_s + (1 - side_by_side_s / together_s) * alone_s,
+            now + side_by_side_s + (other_left - side_by_side_s / other_together_s) * other_alone_s,
+        )
 
     def _choose(self, row: SampleRow) -> Sampled:
         """The next token: the first one follows from the prompt and the choice, later ones from the one before."""
-        if row.position == row.prompt_len:
-            state = zlib.crc32(row.tokens.tobytes(), row.choice)
+        position, params = row.position, row.params
+        if position == row.prompt_len:
+            state = zlib.crc32(row.tokens[:position].tobytes(), row.choice)
         else:
-            state = int(row.tokens[-1]) * _MIX + row.position
-        token_id = _next_token(state, row.params.stop_token_ids, self._vocab_size)
-        if (top := row.params.top_logprobs) is None:
+            state = int(row.tokens[position - 1]) * _MIX + position
+        token_id = _next_token(state, params.stop_token_ids, self._vocab_size)
+        if (top := params.top_logprobs) is None:
             return Sampled(token_id)
         return Sampled(token_id, TokenLogprobs(0.0, [(token_id, 0.0)][:top]))
 
@@ -188,16 +230,11 @@ class _Device:
 def chooser(vocab_size: int) -> Choose:
     """Says what decode steps choose on such runners, where nobody asks for log-probabilities."""
 
-    def choose(
-        last: IntArray, lengths: npt.NDArray[np.int64], stops: Sequence[Collection[int]], steps: int
-    ) -> IntArray:
-        tokens = np.empty((steps, len(last)), dtype=np.int32)
-        for column, (token_id, length, stop) in enumerate(zip(last.tolist(), lengths.tolist(), stops, strict=True)):
-            chosen = []
-            for position in range(length, length + steps):
-                token_id = _next_token(token_id * _MIX + position, stop, vocab_size)
-                chosen.append(token_id)
-            tokens[:, column] = chosen
+    def choose(token_id: int, length: int, stop: Collection[int], steps: int) -> list[int]:
+        tokens = []
+        for position in range(length, length + steps):
+            token_id = _next_token(token_id * _MIX + position, stop, vocab_size)
+            tokens.append(token_id)
         return tokens
 
     return choose
@@ -212,7 +249,10 @@ def _next_token(state: int, stop: Collection[int], vocab_size: int) -> int:
 
 
 def outline(plan: Plan, table: SeqTable) -> Batch:
-    """What a simulated runner needs of `engine.plan.build_batch`'s arrays, in half the time; the others are empty."""
+    """What a simulated runner needs of `engine.plan.build_batch`'s arrays, in half the time; the others are empty.
+
+    The tokens of a sample are a whole row of the table, which has no more than those before it when it is launched.
+    """
     chunks = plan.chunks
     context_lens = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
     query_start, size = _NOTHING, len(chunks)
@@ -222,10 +262,11 @@ def outline(plan: Plan, table: SeqTable) -> Batch:
     samples: list[SampleRow] = []
     for chunk in chunks:
         if chunk.samples:
-            seq, request = chunk.seq, chunk.seq.request
-            tokens = table.tokens_of(seq)
+            seq = chunk.seq
+            request, tokens = seq.request, table.rows[seq.row]
+            params = request.params
             for choice in chunk.choices:
-                samples.append(SampleRow(0, request.params, choice, seq.num_tokens, tokens, request.prompt_len))
+                samples.append(SampleRow(0, params, choice, seq.num_tokens, tokens, request.prompt_len))
     return Batch(
         token_ids=np.empty(size, dtype=np.int32),
         positions=_NOTHING,
@@ -240,7 +281,7 @@ def outline(plan: Plan, table: SeqTable) -> Batch:
 
 def work_of(batch: Batch) -> Work:
     """What a batch computes, as far as its time goes."""
-    context, seqs = int(batch.context_lens.sum()), len(batch.context_lens)
+    context, seqs = int(np.add.reduce(batch.context_lens)), len(batch.context_lens)
     if batch.num_decodes == seqs:
         return Work.decode(seqs, context)
     counts = np.diff(batch.query_start).astype(np.int64)

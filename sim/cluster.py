@@ -1,7 +1,7 @@
 """A whole cluster in virtual time: from settings to what became of each request."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bench.record import Record
@@ -164,7 +164,12 @@ class SimCluster:
     def _see_run(self, step: StepOutput, ends_s: Sequence[float]) -> None:
         """What several steps of a combined worker brought."""
         for output in step.outputs:
-            self._router.more(self._flights[output.request_id], output.token_ids, ends_s)
+            if output.finish is None:
+                self._router.more(self._flights[output.request_id], output.token_ids, ends_s)
+                continue
+            flight = self._flights.pop(output.request_id)
+            self._router.more(flight, output.token_ids[:-1], ends_s[:-1])
+            self._router.output(flight, replace(output, token_ids=output.token_ids[-1:]))
 
 
 class _Loads:

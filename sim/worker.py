@@ -7,9 +7,10 @@
 
 Commands that come while a step runs wait for its end, as they do on a real worker (worker/engine_thread.py).
 
-While streams only decode, the steps up to the next load report are made at once, at their end; a command that comes
-before it ends them with the step that runs then. Nothing is different from one step after the other, but that what such
-steps put into the cache or evict is told to the router at their end.
+While streams only decode, on the whole device or beside a prompt on the prefill lane, the steps up to the next load
+report are made at once, at their end; a command that comes before it ends them with the step that runs then. Nothing is
+different from one step after the other, but that what steps on the whole device put into the cache or evict is told to
+the router at the end of the last one, or of the last one in which no stream ends.
 """
 
 from bisect import bisect_left
@@ -17,9 +18,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from cpd.colocation import Colocation, Mode
-from cpd.perfmodel import PerfModel, Work
+from cpd.perfmodel import PerfModel
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
+from engine.quiet import QuietRun
 from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline
 from engine.types import CacheEvent, StepOutput
 from sim.events import Events
@@ -78,7 +80,7 @@ class SimWorker:
         self._events = events
         self._clock = VirtualTime()
         self._choose = chooser(VOCAB_SIZE)
-        runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
+        self._runner = runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
         splits = [split.shares for split in runner.splits]
         colocation = Colocation(model, token_budget=token_budget, mode=colocate, splits=splits, itl_ms=itl_ms)
         self.token_budget = token_budget
@@ -98,8 +100,10 @@ class SimWorker:
         self._commands: list[Command] = []
         self._attempts: list[Attempt] = []
         self._passing = False
-        self._starts_s = 0.0  # of the steps below
-        self._ends_s: list[float] = []  # of steps that are made at once, while they run
+        self._run: QuietRun | None = None  # steps that are made at once, while they run
+        self._starts_s = 0.0
+        self._ends_s: list[float] = []  # of each step
+        self._aside_ends_s: list[float | None] = []  # of what the prefill lane computes, as of each step's end
         self._runs = 0
         self._idle = True
         self._reported_s = -INTERVAL_S
@@ -145,18 +149,27 @@ class SimWorker:
     def _begin_run(self) -> bool:
         """Starts several steps at once, if the engine has nothing to do but decodes."""
         steps = 0 if self._attempts else self.engine.quiet_steps
-        if steps < 2:
+        if not steps:
             return False
-        now, work = self._events.now, self.engine.decoding
+        now = self._clock.time_s = self._events.now
         due_s = now if self._idle else self._reported_s + INTERVAL_S
         ends_s: list[float] = []
-        self._starts_s = now
-        while len(ends_s) < steps and (not ends_s or now < due_s):
-            now += self.model.step_ms(work) / 1e3
-            ends_s.append(now)
-            work = Work.decode(work.seqs, work.context + work.seqs)
-        self._ends_s = ends_s
-        self._events.at(ends_s[-1], self._end_run, self._runs)
+        aside_ends_s: list[float | None] = []
+        for end_s, aside_end_s in self._runner.ahead(self.engine.decoding, self.engine.decode_share):
+            if aside_end_s is not None and aside_end_s <= end_s:  # its results are seen at this step's end
+                break
+            ends_s.append(end_s)
+            aside_ends_s.append(aside_end_s)
+            if len(ends_s) == steps or end_s >= due_s:
+                break
+        if not ends_s:
+            return False
+        self._starts_s, self._ends_s, self._aside_ends_s = now, ends_s, aside_ends_s
+        self._run = run = self.engine.quiet_run(len(ends_s), self._choose)
+        if aside_ends_s[0] is not None:
+            self._reach_at(run.next_change())
+        else:  # sequences may end with the last one: the router hears of those before
+            self._reach_at(len(ends_s) - 1 if len(ends_s) == steps else None)
         return True
 
     def _run_until(self, steps: int) -> None:
@@ -164,23 +177,35 @@ class SimWorker:
         if steps < len(self._ends_s):
             del self._ends_s[steps:]
             self._runs += 1
-            self._events.at(self._ends_s[-1], self._end_run, self._runs)
+            self._reach_at(None)
 
-    def _end_run(self, number: int) -> None:
+    def _reach_at(self, steps: int | None) -> None:
+        """Waits for the end of a step: so many have been made then; None: all."""
+        steps = min(steps or len(self._ends_s), len(self._ends_s))
+        self._events.at(self._ends_s[steps - 1], self._reach, self._runs, steps)
+
+    def _reach(self, number: int, steps: int) -> None:
         if number != self._runs:
             return
-        ends_s, self._ends_s = self._ends_s, []
+        assert self._run is not None
+        if steps < len(self._ends_s):
+            self._run.make(steps)
+            self._tell_cache_events()
+            self._reach_at(self._run.next_change() if self._aside_ends_s[0] is not None else None)
+            return
+        run, ends_s = self._run, self._ends_s
+        self._run, self._ends_s = None, []
         self._runs += 1
         self._clock.time_s = ends_s[-1]
+        self._runner.jump(self._aside_ends_s[steps - 1])
         ms = [1e3 * (end_s - start_s) for start_s, end_s in pairwise([self._starts_s, *ends_s])]
-        self.on_run(self.engine.fast_forward(ms, self._choose), ends_s)
+        self.on_run(self.engine.fast_forward(ms, run), ends_s)
         self._passed()
 
     def _passed(self) -> None:
         if self._attempts:
             self._attempts = [attempt for attempt in self._attempts if not attempt(self.engine)]
-        if events := self.engine.take_cache_events():
-            self.on_events(events)
+        self._tell_cache_events()
         self._report_load()
         if self._commands or self.engine.has_work:
             self._pass()
@@ -188,6 +213,10 @@ class SimWorker:
         self._passing = False
         if (alarm_s := self._clock.alarm_s) is not None:
             self._events.at(alarm_s, self._wake)
+
+    def _tell_cache_events(self) -> None:
+        if events := self.engine.take_cache_events():
+            self.on_events(events)
 
     def _report_load(self) -> None:
         """At bounded intervals, and when work begins or ends."""

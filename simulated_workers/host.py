@@ -15,7 +15,7 @@ from cpd.config import Role, SimulatedSettings, WorkerSettings
 from cpd.perfmodel import PerfModel, Profile
 from decode_worker.service import DecodeService
 from engine.config import load_config
-from engine.engine import Choose
+from engine.quiet import Choose
 from engine.simulated import VirtualTime, chooser
 from kvtransfer.base import PoolMemory, Transport
 from kvtransfer.local import LocalNetwork

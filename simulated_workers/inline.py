@@ -12,7 +12,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine.engine import Choose, Engine
+from engine.engine import Engine
+from engine.quiet import Choose
 from engine.simulated import VirtualTime
 from engine.types import StepOutput
 from worker.engine_bridge import IDLE_CHECK_S, Command, EngineBridge
@@ -117,7 +118,7 @@ class InlineEngine(EngineBridge):
         steps = min(engine.quiet_steps, MOST_AT_ONCE) if self._choose else 0
         if self._choose is None or steps < 2:
             return None
-        return engine.fast_forward([0.0] * steps, self._choose)
+        return engine.fast_forward([0.0] * steps, engine.quiet_run(steps, self._choose))
 
     def _finish(self, engine: Engine, output: StepOutput | None) -> None:
         """A step's time is over."""

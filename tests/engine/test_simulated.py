@@ -261,7 +261,7 @@ def test_quiet_steps_at_once_have_the_effect_of_one_after_the_other(
                     ms.append(MODEL.step_ms(work))
                     work = Work.decode(work.seqs, work.context + work.seqs)
                 clock.time_s += sum(ms) / 1e3
-                step = engine.fast_forward(ms, chooser(VOCAB))
+                step = engine.fast_forward(ms, engine.quiet_run(steps, chooser(VOCAB)))
             else:
                 step = engine.step()
             for output in step.outputs:
