@@ -151,6 +151,8 @@ class SimWorker:
         steps = 0 if self._attempts else self.engine.quiet_steps
         if not steps:
             return False
+        if self._commands:  # they came from those that have just been run, and wait for the next step's end
+            steps = 1
         now = self._clock.time_s = self._events.now
         due_s = now if self._idle else self._reported_s + INTERVAL_S
         ends_s: list[float] = []
@@ -165,9 +167,9 @@ class SimWorker:
         if not ends_s:
             return False
         self._starts_s, self._ends_s, self._aside_ends_s = now, ends_s, aside_ends_s
-        self._run = run = self.engine.quiet_run(len(ends_s), self._choose)
+        self._run = self.engine.quiet_run(len(ends_s), self._choose)
         if aside_ends_s[0] is not None:
-            self._reach_at(run.next_change())
+            self._reach_at(1)  # what the commands before it changed is told then
         else:  # sequences may end with the last one: the router hears of those before
             self._reach_at(len(ends_s) - 1 if len(ends_s) == steps else None)
         return True
