@@ -6,7 +6,7 @@ from random import Random
 
 from cpd.blocks import BLOCK_SIZE, short_hashes
 from cpd.rpc import cpd_pb2 as pb
-from engine.types import CacheEvent, Output, Request
+from engine.types import CacheEvent, Finish, Output, Request
 from router.candidate import Candidate
 from router.index import PrefixIndex
 from router.policy import Placement, PolicySettings, Prompt
@@ -23,9 +23,10 @@ class Flight:
 
     Attributes:
         number: Names it.
-        on_token: Called for each token, with how long after now the router has it.
-        on_more: Called for several tokens, with when they were chosen and how much later the router has each.
+        on_end: Called when the last token was chosen.
         on_refused: Called when no worker takes it.
+        token_ids: The answer so far.
+        times_s: When the router has each of them.
         cached_tokens: Prompt tokens that came from a cache, once it is known.
         remote: Whether a prefill worker computed the prompt, once it is known.
         decode, prefill: The workers that it was sent to last; the same one where it is computed locally.
@@ -34,9 +35,10 @@ class Flight:
 
     number: int
     request: Request
-    on_token: Callable[["Flight", Output, float], None]
-    on_more: Callable[["Flight", Sequence[int], Sequence[float], float], None]
+    on_end: Callable[["Flight", Finish], None]
     on_refused: Callable[["Flight"], None]
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
     cached_tokens: int = 0
     remote: bool = False
     decode: str = ""
@@ -112,20 +114,25 @@ class SimRouter:
         if output.cached_tokens is not None:
             flight.cached_tokens = output.cached_tokens
             self._views[flight.prefill].answered(flight.number)
-        if output.finish is not None:
-            self._views[flight.decode].ended(1)
-        flight.on_token(flight, output, self._network_s)
+        self._chosen(flight, output, self._network_s)
 
     def more(self, flight: Flight, token_ids: Sequence[int], chosen_s: Sequence[float]) -> None:
         """The combined worker has chosen the next tokens at these times, and more are to come."""
-        flight.on_more(flight, token_ids, chosen_s, self._network_s)
+        after_s = self._network_s
+        flight.times_s += [time_s + after_s for time_s in chosen_s]
+        flight.token_ids += token_ids
 
     def _first_by_other(self, flight: Flight, output: Output, cached_tokens: int) -> None:
         flight.remote, flight.cached_tokens = True, cached_tokens
         self._views[flight.prefill].answered(flight.number)
+        self._chosen(flight, output, 2 * self._network_s)
+
+    def _chosen(self, flight: Flight, output: Output, after_s: float) -> None:
+        flight.times_s.append(self._events.now + after_s)
+        flight.token_ids += output.token_ids
         if output.finish is not None:
             self._views[flight.decode].ended(1)
-        flight.on_token(flight, output, 2 * self._network_s)
+            flight.on_end(flight, output.finish)
 
     def _refused(self, flight: Flight) -> None:
         self._views[flight.prefill].answered(flight.number)

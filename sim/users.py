@@ -8,7 +8,7 @@ from bench.metrics import request_row
 from bench.record import Failure, Record
 from bench.slo import Slo
 from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root, pack_tokens
-from engine.types import Finish, Output, Request, SamplingParams
+from engine.types import Finish, Request, SamplingParams
 from sim.events import Events
 from sim.router import Flight
 from sim.workload import Session, Turn, Workload
@@ -107,25 +107,9 @@ class Users:
         """The next turn is due."""
         turn, now = conversation.turns[conversation.turn], self._events.now
         conversation.token_ids = token_ids = [*conversation.token_ids, *conversation.answer, *turn.token_ids]
-        conversation.answer = []
         conversation.late = False
         hashes = conversation.hashes
         hashes += extend_hashes(hashes[-1] if hashes else ROOT, token_ids[len(hashes) * BLOCK_SIZE :])
-        conversation.record = Record(
-            session=conversation.number,
-            turn=conversation.turn,
-            input_len=len(token_ids),
-            output_len=turn.output_len,
-            due_s=now,
-            sent_s=now,
-            status=200,
-            prompt_tokens=len(token_ids),
-        )
-        if now in self._window:
-            self.records.append(conversation.record)
-            self.unfinished += 1
-            if self._slo.ttft is not None:
-                self._events.at(now + self._slo.ttft / 1e3, self._see_if_late, conversation, conversation.record)
         request = Request(
             id=f"{conversation.number}.{conversation.turn}",
             token_ids=token_ids,
@@ -137,31 +121,40 @@ class Users:
             deadline=now + self._slo.ttft / 1e3 if self._slo.ttft else float("inf"),
             number=conversation.number,
         )
-        self._submit(Flight(conversation.number, request, self._token, self._more, self._refused))
+        flight = Flight(conversation.number, request, self._answered, self._refused)
+        conversation.answer = flight.token_ids
+        conversation.record = Record(
+            session=conversation.number,
+            turn=conversation.turn,
+            input_len=len(token_ids),
+            output_len=turn.output_len,
+            due_s=now,
+            sent_s=now,
+            content_s=flight.times_s,
+            status=200,
+            prompt_tokens=len(token_ids),
+        )
+        if now in self._window:
+            self.records.append(conversation.record)
+            self.unfinished += 1
+            if self._slo.ttft is not None:
+                self._events.at(now + self._slo.ttft / 1e3, self._see_if_late, conversation, conversation.record)
+        self._submit(flight)
 
     def _see_if_late(self, conversation: _Conversation, record: Record) -> None:
         if conversation.record is record and not record.content_s and not record.ended_s:
             conversation.late = True
             self.bad += 1
 
-    def _token(self, flight: Flight, output: Output, after_s: float) -> None:
+    def _answered(self, flight: Flight, finish: Finish) -> None:
         conversation = self._conversations[flight.number]
         record = conversation.record
         assert record is not None
-        record.content_s.append(self._events.now + after_s)
-        conversation.answer.append(output.token_ids[0])
-        if output.finish is not None:
-            record.finish_reason = "stop" if output.finish is Finish.STOP else "length"
-            record.cached_tokens = flight.cached_tokens
-            record.output_tokens = len(record.content_s)
-            record.route = "remote" if flight.remote else "local"
-            self._end(conversation, record, self._events.now + after_s)
-
-    def _more(self, flight: Flight, token_ids: Sequence[int], chosen_s: Sequence[float], after_s: float) -> None:
-        conversation = self._conversations[flight.number]
-        assert conversation.record is not None
-        conversation.record.content_s += [time_s + after_s for time_s in chosen_s]
-        conversation.answer += token_ids
+        record.finish_reason = "stop" if finish is Finish.STOP else "length"
+        record.cached_tokens = flight.cached_tokens
+        record.output_tokens = len(record.content_s)
+        record.route = "remote" if flight.remote else "local"
+        self._end(conversation, record, record.content_s[-1])
 
     def _refused(self, flight: Flight) -> None:
         conversation = self._conversations[flight.number]
