@@ -4,11 +4,17 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 
+from cpd.blocks import extend_hashes
+from cpd.perfmodel import Work
 from engine.engine import Engine
+from engine.types import Request, SamplingParams
 from sim.cluster import Outcome, SimCluster
+from sim.events import Events
 from sim.policies import PolicyName
+from sim.users import ROOT
+from sim.worker import SimWorker
 from sim.workload import make_workload
-from tests.sim.clusters import settings
+from tests.sim.clusters import MODEL, prompt, settings
 
 
 def _simulate(policy: PolicyName) -> Outcome:
@@ -29,3 +35,23 @@ def test_steps_at_once_and_one_by_one_have_the_same_results(policy: PolicyName) 
     assert sum(len(call.args[1]) for call in forward.call_args_list) > 500
     assert at_once.records == one_by_one.records
     assert at_once.imbalance == one_by_one.imbalance
+
+
+def test_a_command_that_comes_out_of_another_one_waits_for_one_step() -> None:
+    events = Events()
+    worker = SimWorker(
+        "w", "combined", events, MODEL, colocate="mixed", token_budget=0, itl_ms=50.0, num_pages=1_000,
+        max_model_len=4_096, max_num_seqs=8, max_queue_tokens=100_000,
+    )  # fmt: skip
+    tokens, at_s = prompt(160), list[float]()
+    worker.do(
+        lambda engine: engine.add(
+            Request("r", tokens, len(tokens), SamplingParams(max_tokens=200), ROOT, extend_hashes(ROOT, tokens))
+        )
+    )
+    events.run(lambda: events.now > 0.1)  # it decodes
+    worker.do(lambda engine: worker.do(lambda engine: at_s.append(events.now)))
+    begin_s = events.now
+    events.run(lambda: bool(at_s))
+    step_ms = MODEL.step_ms(Work.decode(1, 360))
+    assert 1e3 * (at_s[0] - begin_s) <= 2 * step_ms
