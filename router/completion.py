@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+from cpd.blocks import TOKEN_BYTES
 from cpd.rpc import cpd_pb2 as pb
 from router.errors import ApiError
 from router.legs import Request, Route
@@ -20,7 +21,7 @@ class Completion:
         started: Loop time at which the call was read.
 
     Attributes:
-        prompts: Token ids of the prompts.
+        prompts: Packed token ids of the prompts.
         route: Where the first token was made; None until it is there.
         error: Why the call failed; None unless it did.
         gone: The client hung up.
@@ -31,7 +32,7 @@ class Completion:
         self, dispatcher: Dispatcher, metrics: Metrics, choices: Sequence[Choice], *, eager: bool, started: float
     ) -> None:
         self.choices = choices
-        self.prompts: list[list[int]] = []
+        self.prompts: list[bytes] = []
         self.route: Route | None = None
         self.error: ApiError | None = None
         self.gone = False
@@ -52,7 +53,7 @@ class Completion:
         Raises:
             ApiError: No worker is live.
         """
-        self.prompts.append(request.token_ids)
+        self.prompts.append(request.tokens)
         self._requests.append(request)
         self._dispatcher.start(request)
 
@@ -60,6 +61,11 @@ class Completion:
     def done(self) -> bool:
         """Every choice has ended."""
         return self._open == 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts)) // TOKEN_BYTES
 
     @property
     def output_tokens(self) -> int:
@@ -99,7 +105,7 @@ class Completion:
         """Counts the call in the metrics, once, when it is over."""
         metrics, route = self._metrics, self.route.kind if self.route is not None else "none"
         metrics.requests.labels(outcome, route).inc()
-        metrics.prompt_tokens.inc(sum(len(prompt) for prompt in self.prompts))
+        metrics.prompt_tokens.inc(self.prompt_tokens)
         metrics.cached_tokens.inc(self.cached_tokens)
         metrics.output_tokens.inc(self.output_tokens)
         if outcome == "completed":

@@ -10,11 +10,12 @@ methods, for the two kinds of decoders that tokenizers have:
 
 import codecs
 import re
-from collections.abc import Sequence
 from typing import Protocol
 
 import orjson
 from tokenizers import Tokenizer as Backend
+
+from cpd.blocks import TOKEN_BYTES, unpack_tokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -55,9 +56,9 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """A detokenizer for the output that follows `prompt_ids`."""
-        return _ByteLevel(self) if self._byte_level else _Window(self, self._backend, prompt_ids)
+    def detokenizer(self, prompt: bytes) -> Detokenizer:
+        """A detokenizer for the output that follows a prompt, whose tokens are packed."""
+        return _ByteLevel(self) if self._byte_level else _Window(self, self._backend, prompt)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a mark such as BOS, and no text."""
@@ -133,10 +134,11 @@ class _Window:
 
     __slots__ = ("_backend", "_ids", "_shown", "_shown_text", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary, backend: Backend, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary, backend: Backend, prompt: bytes) -> None:
         self._vocabulary = vocabulary
         self._backend = backend
-        context = [token_id for token_id in prompt_ids[-_CONTEXT_TOKENS:] if not vocabulary.is_special(token_id)]
+        last: list[int] = unpack_tokens(prompt[-_CONTEXT_TOKENS * TOKEN_BYTES :]).tolist()
+        context = [token_id for token_id in last if not vocabulary.is_special(token_id)]
         while context and vocabulary.is_byte(context[-1]):
             context.pop()
         self._ids = context

@@ -56,8 +56,7 @@ class Request:
         trace_id: The client's request id, for logs.
         tenant: Whose request it is.
         fingerprint: Of the model that the request was started on; no other one can go on with it.
-        tokens: `token_ids` as on the wire.
-        hash_root, block_hashes: As on the wire; hashes of the prompt's full blocks.
+        tokens, hash_root, block_hashes: As on the wire; the prompt's tokens, and hashes of the prompt's full blocks.
         priority: Higher ones go first.
         received: When it came, in loop time.
         outputs: Tokens of each choice so far.
@@ -65,7 +64,6 @@ class Request:
 
     trace_id: str
     tenant: str
-    token_ids: list[int]
     tokens: bytes
     fingerprint: bytes
     hash_root: bytes
@@ -81,6 +79,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.outputs = [[] for _ in range(self.n)]
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens) // TOKEN_BYTES
 
     def after(self, emitted: Sequence[int]) -> tuple[bytes, list[bytes]]:
         """The tokens of the prompt and what follows it, and the hashes of all their full blocks; the prompt's are not
@@ -135,9 +138,9 @@ class Leg:
         decode.view.began(len(self.choices))
         prefill.view.sent(self.id, placement.chosen.prefill_ms, now)
         request = self.request
-        prompt_tokens, first = len(request.token_ids), min(self.choices)
+        first = min(self.choices)
         self.record = Record(
-            request.tenant, request.trace_id, placement, prompt_tokens, self.attempt, first, placed_at=now
+            request.tenant, request.trace_id, placement, request.prompt_len, self.attempt, first, placed_at=now
         )
         return self.record
 
@@ -160,7 +163,7 @@ class Leg:
             raise NonsenseError(f"it ended a request with token id {token_ids[-1]}, which does not end it")
         if not 0 <= prefilled.queue_ms <= MOST_MS:
             raise NonsenseError(f"it said that a request waited {prefilled.queue_ms} ms")
-        tokens = len(request.token_ids) + len(known)
+        tokens = request.prompt_len + len(known)
         if prefilled.cached_tokens > tokens:
             raise NonsenseError(f"it said that {prefilled.cached_tokens} of {tokens} tokens were cached")
         placement = self.record.placement if self.record is not None else None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from cpd.blocks import unpack_tokens
 from router.detokenize import Vocabulary
 from router.output import Choice, Delta, TokenScore
 
@@ -40,8 +41,8 @@ class Usage:
 class Format(Protocol):
     """How the response of one call is written."""
 
-    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
-        """The chunk that opens a choice."""
+    def first(self, index: int, prompt: bytes) -> bytes:
+        """The chunk that opens a choice of a prompt, whose tokens are packed."""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A chunk for each piece of new text; all of it in one where more than text was asked for."""
@@ -52,7 +53,7 @@ class Format(Protocol):
     def usage(self, usage: Usage) -> bytes:
         """The chunk after all choices, where it was asked for."""
 
-    def whole(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
         """The response in one piece."""
 
 
@@ -118,12 +119,12 @@ class ChatFormat(_Writer):
         self._plain = not shape.logprobs and not shape.token_ids
         self._plain_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
 
-    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
+    def first(self, index: int, prompt: bytes) -> bytes:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         extra = b""
         if self._shape.token_ids and index == 0:
-            extra = b',"prompt_token_ids":' + orjson.dumps(prompt_ids)
+            extra = b',"prompt_token_ids":' + orjson.dumps(_ids(prompt))
         return self._head + orjson.dumps(choice) + b"]" + extra + self._tail[1:]
 
     def delta(self, index: int, delta: Delta) -> bytes:
@@ -135,8 +136,8 @@ class ChatFormat(_Writer):
     def final(self, index: int, finish: str, delta: Delta) -> bytes:
         return self._chunk(index, {}, finish, delta)
 
-    def whole(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
-        extra = {"prompt_token_ids": prompts[0]} if self._shape.token_ids else {}
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
+        extra = {"prompt_token_ids": _ids(prompts[0])} if self._shape.token_ids else {}
         return self._response([self._choice(choice) for choice in choices], usage, **extra)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -181,12 +182,12 @@ class CompletionFormat(_Writer):
         super().__init__(shape, vocabulary, "text_completion", "text_completion")
         self._plain = not shape.logprobs and not shape.token_ids
         self._plain_tail = b',"logprobs":null,"finish_reason":null}' + self._tail
-        self._opening: dict[int, Sequence[int]] = {}
+        self._opening: dict[int, bytes] = {}
 
-    def first(self, index: int, prompt_ids: Sequence[int]) -> bytes:
+    def first(self, index: int, prompt: bytes) -> bytes:
         # nothing opens a text; the prompt's tokens go with its first chunk
         if self._shape.token_ids:
-            self._opening[index] = prompt_ids
+            self._opening[index] = prompt
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
@@ -198,19 +199,19 @@ class CompletionFormat(_Writer):
     def final(self, index: int, finish: str, delta: Delta) -> bytes:
         return self._chunk(index, finish, delta)
 
-    def whole(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
         written = []
         for choice in choices:
             entry = self._entry(choice.index, choice.finish, choice.take())
             if self._shape.token_ids:
-                entry["prompt_token_ids"] = prompts[choice.index // self._shape.n]
+                entry["prompt_token_ids"] = _ids(prompts[choice.index // self._shape.n])
             written.append(entry)
         return self._response(written, usage)
 
     def _chunk(self, index: int, finish: str | None, delta: Delta) -> bytes:
         entry = self._entry(index, finish, delta)
-        if (prompt_ids := self._opening.pop(index, None)) is not None:
-            entry["prompt_token_ids"] = prompt_ids
+        if (prompt := self._opening.pop(index, None)) is not None:
+            entry["prompt_token_ids"] = _ids(prompt)
         return self._head + orjson.dumps(entry) + self._tail
 
     def _entry(self, index: int, finish: str | None, delta: Delta) -> dict[str, Any]:
@@ -238,3 +239,8 @@ class CompletionFormat(_Writer):
         """The most likely tokens; the chosen one is always among them."""
         scored = [*score.top, (score.token_id, score.logprob)]
         return {self._token(token_id)[0]: max(logprob, LEAST_LOGPROB) for token_id, logprob in scored}
+
+
+def _ids(prompt: bytes) -> list[int]:
+    ids: list[int] = unpack_tokens(prompt).tolist()
+    return ids

@@ -190,7 +190,7 @@ class Dispatcher:
         if not request.started:
             request.started = True
             self._metrics.queue.labels(request.tenant).observe(prefilled.queue_ms / 1e3)
-            self._metrics.tenant_tokens.labels(request.tenant).inc(len(request.token_ids))
+            self._metrics.tenant_tokens.labels(request.tenant).inc(request.prompt_len)
             request.consumer.started(Route(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
         token_ids = output.token_ids
         request.outputs[choice].extend(token_ids)
@@ -209,7 +209,7 @@ class Dispatcher:
         emitted = request.outputs[min(leg.choices)]
         tokens, hashes = request.after(emitted)
         cached = self._workers.index.cached_prefixes(hashes)
-        total, most = len(tokens) // TOKEN_BYTES, len(request.token_ids) + request.sampling.max_tokens
+        total, most = len(tokens) // TOKEN_BYTES, request.prompt_len + request.sampling.max_tokens
         now = asyncio.get_running_loop().time()
         placement = place(
             Prompt(total, request.sampling.max_tokens - len(emitted), len(leg.choices)),
@@ -229,7 +229,7 @@ class Dispatcher:
             request=leg.id,
             attempt=leg.attempt + 1,
             tokens=tokens,
-            prompt_len=len(request.token_ids),
+            prompt_len=request.prompt_len,
             hash_root=request.hash_root,
             block_hashes=b"".join(hashes),
             sampling=request.sampling,

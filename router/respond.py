@@ -106,8 +106,7 @@ class CompletionResponse(Response):
 
     def _usage(self) -> Usage:
         completion = self._completion
-        prompt_tokens = sum(len(prompt) for prompt in completion.prompts)
-        return Usage(prompt_tokens, completion.output_tokens, completion.cached_tokens)
+        return Usage(completion.prompt_tokens, completion.output_tokens, completion.cached_tokens)
 
     def _start_headers(self, content_type: bytes) -> Headers:
         route = self._completion.route

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass
 from random import Random
 
-from cpd.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, pack_tokens
+from cpd.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, pack_tokens, unpack_tokens
 from cpd.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.checkpoint import Checkpoint
@@ -85,7 +85,9 @@ class Service:
         self.check_model(request.model)
         caller.tenant.check_priority(request.priority)
         encode = self.checkpoint.tokenizer.encode
-        prompts = [await encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+        prompts = [
+            await encode(prompt) if isinstance(prompt, str) else pack_tokens(prompt) for prompt in request.prompts
+        ]
         shape = self._shape(request, "cmpl")
         completion = await self._start(request, prompts, caller, "prompt")
         return completion, CompletionFormat(shape, self.checkpoint.vocabulary)
@@ -101,9 +103,7 @@ class Service:
             n=request.n,
         )
 
-    async def _start(
-        self, request: GenerateRequest, prompts: list[list[int]], caller: Caller, param: str
-    ) -> Completion:
+    async def _start(self, request: GenerateRequest, prompts: list[bytes], caller: Caller, param: str) -> Completion:
         if not self.workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         for prompt in prompts:
@@ -111,8 +111,7 @@ class Service:
         # what follows from the workers, before any of them can go or come
         sampling, context, fingerprint = self._sampling(request), self.workers.max_model_len, self.workers.fingerprint
         root = hash_root(fingerprint, caller.tenant.salt)
-        packed = [pack_tokens(prompt) for prompt in prompts]
-        hashes = [await _hash(root, tokens) for tokens in packed]
+        hashes = [await _hash(root, prompt) for prompt in prompts]
         choices = [
             Choice(index, self.checkpoint.vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
@@ -122,14 +121,13 @@ class Service:
             for position, prompt in enumerate(prompts):
                 limited = pb.Sampling()
                 limited.CopyFrom(sampling)
-                limited.max_tokens = request.output_limit or context - len(prompt)
+                limited.max_tokens = request.output_limit or context - len(prompt) // TOKEN_BYTES
                 own = choices[position * request.n : (position + 1) * request.n]
                 completion.start(
                     Request(
                         trace_id=caller.request_id,
                         tenant=caller.tenant.name,
-                        token_ids=prompt,
-                        tokens=packed[position],
+                        tokens=prompt,
                         fingerprint=fingerprint,
                         hash_root=root,
                         block_hashes=hashes[position],
@@ -145,20 +143,21 @@ class Service:
             raise
         return completion
 
-    def _check_prompt(self, prompt: list[int], output_limit: int | None, param: str) -> None:
+    def _check_prompt(self, prompt: bytes, output_limit: int | None, param: str) -> None:
         """Raises ApiError where the prompt can't be run."""
         if not prompt:
             raise invalid(param, f"'{param}' is empty: it gives no token to continue from.")
-        vocab_size = self.workers.vocab_size
-        if max(prompt) >= vocab_size:
-            raise invalid(param, f"'{param}' has token id {max(prompt)}, but the model's vocabulary has {vocab_size}.")
+        token_ids = unpack_tokens(prompt)
+        vocab_size, largest = self.workers.vocab_size, token_ids.max()
+        if largest >= vocab_size:
+            raise invalid(param, f"'{param}' has token id {largest}, but the model's vocabulary has {vocab_size}.")
         context = self.workers.max_model_len
         wanted = output_limit or 1
-        if len(prompt) + wanted > context:
+        if len(token_ids) + wanted > context:
             raise invalid(
                 param,
                 f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{len(prompt) + wanted} tokens ({len(prompt)} in the {param}, {wanted} in the completion). "
+                f"{len(token_ids) + wanted} tokens ({len(token_ids)} in the {param}, {wanted} in the completion). "
                 f"Please reduce the length of the {param} or completion.",
                 code="context_length_exceeded",
             )

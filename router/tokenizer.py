@@ -4,16 +4,16 @@ What came before is not tokenised again: parts of chats, by the API key that sen
 """
 
 import asyncio
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from cpd.blocks import pack_tokens
 from cpd.errors import CheckpointError
 from router.lru import LRU
 from router.markers import cut_pattern
@@ -50,18 +50,18 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._cuts = cut_pattern(backend)
-        self._parts: LRU[tuple[bytes, str], array[int]] = LRU(REMEMBERED_CHARS)
+        self._parts: LRU[tuple[bytes, str], bytes] = LRU(REMEMBERED_CHARS)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._words = Words(self._encode_whole) if is_cut_at_spaces(backend) else None
         self._before, self._after = _special_tokens_around(backend)
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the tokenizer's own special tokens (such as BOS) around it."""
-        (ids,) = await self._encode([text], special_tokens=True)
-        return ids
+    async def encode(self, text: str) -> bytes:
+        """Packed token ids of `text`, with the tokenizer's own special tokens (such as BOS) around it."""
+        (tokens,) = await self._encode([text], special_tokens=True)
+        return tokens
 
-    async def encode_chat(self, text: str, owner: bytes) -> list[int]:
-        """Token ids of what a chat template made, without the tokenizer's own special tokens.
+    async def encode_chat(self, text: str, owner: bytes) -> bytes:
+        """Packed token ids of what a chat template made, without the tokenizer's own special tokens.
 
         The parts of a chat that the same `owner` sent before (the same system prompt, earlier turns) are not tokenised
         again. Other owners' are: how long it takes would tell what they sent.
@@ -69,21 +69,21 @@ class Tokenizer:
         cuts = self._cuts.finditer(text) if self._cuts else ()
         starts = [match.start() for match in islice(cuts, MOST_PARTS)]
         if len(starts) == MOST_PARTS:  # no chat, but somebody's text: looking up its parts takes longer than they do
-            (ids,) = await self._encode([text], special_tokens=False)
-            return ids
+            (tokens,) = await self._encode([text], special_tokens=False)
+            return tokens
         parts = [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True) if start < end]
         known = {part: self._parts.get((owner, part)) for part in parts}
-        missing = [part for part, ids in known.items() if ids is None]
-        for part, ids in zip(missing, await self._encode(missing, special_tokens=False), strict=True):
-            known[part] = tokens = array("I", ids)
+        missing = [part for part, tokens in known.items() if tokens is None]
+        for part, tokens in zip(missing, await self._encode(missing, special_tokens=False), strict=True):
+            known[part] = tokens
             self._parts.put((owner, part), tokens, len(part) + PART_CHARS)
-        return list(chain.from_iterable(known[part] or () for part in parts))
+        return b"".join([known[part] or b"" for part in parts])
 
-    async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+    async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
         if self._words is None or sum(map(len, texts)) > WORDWISE_CHARS:
-            return await self._encode_whole(texts, special_tokens=special_tokens)
+            return list(map(pack_tokens, await self._encode_whole(texts, special_tokens=special_tokens)))
         encoded = [await self._words.encode(text) for text in texts]
-        return [[*self._before, *ids, *self._after] for ids in encoded] if special_tokens else encoded
+        return [self._before + tokens + self._after for tokens in encoded] if special_tokens else encoded
 
     async def _encode_whole(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
         def encode() -> list[list[int]]:
@@ -96,11 +96,11 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
 
-def _special_tokens_around(backend: Backend) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after the tokens of a text."""
+def _special_tokens_around(backend: Backend) -> tuple[bytes, bytes]:
+    """What the tokenizer puts before and after the tokens of a text, packed."""
     encoding = backend.encode("a")
     inside = [position for position, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
-    return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
+    return pack_tokens(encoding.ids[: inside[0]]), pack_tokens(encoding.ids[inside[-1] + 1 :])
 
 
 def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from string import ascii_lowercase
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import TOKEN_BYTES, extend_hashes, hash_root, pack_tokens
 from router.checkpoint import load_checkpoint
 from router.tokenizer import Tokenizer
 
@@ -46,12 +46,12 @@ async def _measure(model: Path, turns: int, chars: int) -> None:
             started = time.perf_counter()
             extend_hashes(hash_root(b"model"), ids)
             hashing[turn] = min(hashing[turn], time.perf_counter() - started)
-            if ids != expected:
+            if ids != pack_tokens(expected):
                 raise SystemExit("the tokens differ")
     print("| turn | characters | tokens | all of it, ms | tail, ms | ratio | hashes, ms |")
     print("| --- " * 7 + "|")
     for turn in sorted({0, 1, turns // 4, turns // 2, turns - 1}):
-        tokens = len(await checkpoint.tokenizer.encode_chat(texts[turn], b""))
+        tokens = len(await checkpoint.tokenizer.encode_chat(texts[turn], b"")) // TOKEN_BYTES
         ratio = whole[turn] / tail[turn]
         print(
             f"| {turn + 1} | {len(texts[turn]):,} | {tokens:,} | {whole[turn] * 1e3:.2f} | {tail[turn] * 1e3:.2f} "

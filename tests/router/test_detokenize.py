@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from cpd.blocks import pack_tokens
 from router.detokenize import Vocabulary
 
 _PIECES = ["▁", "▁▁", "▁Hello", "▁wor", "ld", "a", "b", "é", "你", "!", "\ufffd", "\n"]
@@ -66,7 +67,7 @@ def _id(tokenizer: Tokenizer, piece: str) -> int:
 
 
 def _stream(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int]) -> list[str]:
-    detokenizer = Vocabulary(tokenizer).detokenizer(prompt)
+    detokenizer = Vocabulary(tokenizer).detokenizer(pack_tokens(prompt))
     return [*(detokenizer.push(token_id) for token_id in output), detokenizer.flush()]
 
 

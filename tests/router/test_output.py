@@ -13,7 +13,7 @@ END = 1
 
 
 def _choice(tokenizer: Tokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> Choice:
-    return Choice(0, Vocabulary(tokenizer).detokenizer([]), stops, min_tokens)
+    return Choice(0, Vocabulary(tokenizer).detokenizer(b""), stops, min_tokens)
 
 
 def _scores(token_ids: Sequence[int]) -> list[pb.TokenLogprobs]:

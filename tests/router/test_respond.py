@@ -9,6 +9,7 @@ import pytest
 from starlette.types import Message
 from tokenizers import Tokenizer
 
+from cpd.blocks import pack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from router.completion import Completion, PromptConsumer
 from router.detokenize import Vocabulary
@@ -39,9 +40,9 @@ class Exchange:
         workers = Workers("router-a", "", itl_ms=50.0)
         dispatcher = Dispatcher(workers, metrics, PolicySettings(), rng=Random(0))
         vocabulary = Vocabulary(tokenizer)
-        choice = Choice(0, vocabulary.detokenizer([]), (), 0)
+        choice = Choice(0, vocabulary.detokenizer(b""), (), 0)
         self.completion = Completion(dispatcher, metrics, [choice], eager=stream, started=0.0)
-        self.completion.prompts.append([1, 2, 3])
+        self.completion.prompts.append(pack_tokens([1, 2, 3]))
         self.consumer = PromptConsumer(self.completion, metrics, [choice])
         self.sent: list[Message] = []
         self.may_read = asyncio.Event()

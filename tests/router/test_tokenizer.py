@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from cpd.blocks import pack_tokens, unpack_tokens
 from router import tokenizer as tokenizer_module
 from router.tokenizer import INLINE_CHARS, MOST_PARTS, Tokenizer, load_tokenizer, special_tokens
 
@@ -23,7 +24,7 @@ async def test_long_texts_are_encoded_off_the_loop_with_the_same_result(model_di
     await beside()
     assert inside.is_set()
     assert not encoding.done()
-    assert await encoding == tokenizer.backend.encode(text).ids
+    assert await encoding == pack_tokens(tokenizer.backend.encode(text).ids)
 
 
 async def test_special_tokens_come_from_the_post_processor_unless_it_is_a_chat(model_dir: Path) -> None:
@@ -31,8 +32,8 @@ async def test_special_tokens_come_from_the_post_processor_unless_it_is_a_chat(m
     plain = backend.encode("fox").ids
     backend.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 0)])
     tokenizer = Tokenizer(backend)
-    assert await tokenizer.encode("fox") == [0, *plain]
-    assert await tokenizer.encode_chat("fox", b"") == plain
+    assert await tokenizer.encode("fox") == pack_tokens([0, *plain])
+    assert await tokenizer.encode_chat("fox", b"") == pack_tokens(plain)
 
 
 class TestChats:
@@ -42,7 +43,7 @@ class TestChats:
         encoded: list[str] = []
         encode = Tokenizer._encode
 
-        async def record(self: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        async def record(self: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
             encoded.extend(texts)
             return await encode(self, texts, special_tokens=special_tokens)
 
@@ -54,7 +55,7 @@ class TestChats:
         text = ""
         for turn in range(5):
             text += f"<|start|>user\nthe {turn} quick<|end|>\n<|start|>assistant\nfox {turn}"
-            assert await tokenizer.encode_chat(text, b"a") == tokenizer.backend.encode(text).ids
+            assert await tokenizer.encode_chat(text, b"a") == pack_tokens(tokenizer.backend.encode(text).ids)
             text += "<|end|>\n"
         assert sorted(encoded) == sorted(
             ["<|end|>\n"]
@@ -73,7 +74,7 @@ class TestChats:
         tokenizer = load_tokenizer(model_dir, {})
         for number in range(100):
             text = f"<|start|>{number}<|end|>" + "x" * number
-            assert await tokenizer.encode_chat(text, b"") == tokenizer.backend.encode(text).ids
+            assert await tokenizer.encode_chat(text, b"") == pack_tokens(tokenizer.backend.encode(text).ids)
             assert tokenizer._parts.size <= 3_000
 
     async def test_a_text_with_more_parts_than_a_chat_is_encoded_whole(
@@ -81,12 +82,12 @@ class TestChats:
     ) -> None:
         tokenizer = load_tokenizer(model_dir, {})
         text = "<|start|>fox" * MOST_PARTS
-        assert await tokenizer.encode_chat(text, b"") == tokenizer.backend.encode(text).ids
+        assert await tokenizer.encode_chat(text, b"") == pack_tokens(tokenizer.backend.encode(text).ids)
         assert encoded == [text]
         assert tokenizer._parts.size == 0
 
     async def test_an_empty_chat_has_no_tokens(self, model_dir: Path) -> None:
-        assert await load_tokenizer(model_dir, {}).encode_chat("", b"") == []
+        assert await load_tokenizer(model_dir, {}).encode_chat("", b"") == b""
 
 
 async def test_prompts_are_never_cut_or_filled_up(model_dir: Path) -> None:
@@ -94,7 +95,7 @@ async def test_prompts_are_never_cut_or_filled_up(model_dir: Path) -> None:
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
     text = "the quick brown fox"
-    ids = await Tokenizer(backend).encode(text)
+    ids = unpack_tokens(await Tokenizer(backend).encode(text)).tolist()
     assert backend.decode(ids) == text
 
 
