@@ -5,6 +5,7 @@ model fingerprint and the tenant's salt, so that equal tokens of different model
 """
 
 import struct
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -19,6 +20,9 @@ HASH_BYTES = 16
 TOKEN_BYTES = 4
 """Of a packed token."""
 
+_BLOCK = np.dtype(f"V{BLOCK_SIZE * TOKEN_BYTES}")
+"""A block's packed tokens, as `bytes` object in a list."""
+
 _BLANK = blake2b(digest_size=HASH_BYTES)
 
 
@@ -27,8 +31,10 @@ def hash_root(fingerprint: bytes, tenant_salt: bytes = b"") -> bytes:
     return blake2b(len(fingerprint).to_bytes(4, "little") + fingerprint + tenant_salt, digest_size=HASH_BYTES).digest()
 
 
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
+def pack_tokens(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
     """Token ids as int32, little-endian: as they are hashed, and as requests carry them."""
+    if isinstance(token_ids, np.ndarray | array):
+        return np.asarray(token_ids).astype("<i4").tobytes()
     return struct.pack(f"<{len(token_ids)}i", *token_ids)  # half the time of making an array first
 
 
@@ -42,17 +48,12 @@ def extend_hashes(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int32
 
     A partial last block has no hash: the result has an entry of 16 bytes for each full one.
     """
-    if isinstance(token_ids, np.ndarray):
-        token_ids = token_ids.astype("<i4").tobytes()
-    elif not isinstance(token_ids, bytes):
-        token_ids = pack_tokens(token_ids)
-    data = memoryview(token_ids)
-    step = BLOCK_SIZE * TOKEN_BYTES
+    packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
+    blocks = np.frombuffer(packed, dtype=_BLOCK, count=len(packed) // _BLOCK.itemsize)
     hashes = []
-    for start in range(0, len(data) - step + 1, step):
+    for tokens in blocks.tolist():
         block = _BLANK.copy()  # a third faster than a new one
-        block.update(parent)
-        block.update(data[start : start + step])
+        block.update(parent + tokens)
         parent = block.digest()
         hashes.append(parent)
     return hashes

@@ -259,7 +259,7 @@ def add_all(engine: Engine, requests: Sequence[Request], closed: Collection[int]
 
 def continuation(request: Request, output: Output) -> Request:
     """What is left of one choice of `request` after its first token was emitted."""
-    token_ids = request.token_ids + output.token_ids
+    token_ids = [*request.token_ids, *output.token_ids]
     hashed = len(request.block_hashes)
     parent = request.block_hashes[-1] if hashed else request.hash_root
     return replace(

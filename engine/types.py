@@ -73,7 +73,7 @@ class Request:
     """
 
     id: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     prompt_len: int
     params: SamplingParams
     hash_root: bytes

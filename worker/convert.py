@@ -1,6 +1,7 @@
 """The wire's messages as engine types and back. Nothing that came over the wire is believed unchecked."""
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def request_from_wire(
     )
     return Request(
         id=request_id,
-        token_ids=token_ids.tolist(),
+        token_ids=array("i", message.tokens),
         prompt_len=prompt_len,
         params=params,
         hash_root=message.hash_root,

@@ -112,7 +112,7 @@ async def _finish(router: Client, request: Request, number: int, choice: int, an
 
 
 def _rest(request: Request, choice: int, tokens: list[int]) -> Request:
-    token_ids = request.token_ids + tokens
+    token_ids = [*request.token_ids, *tokens]
     return replace(request, token_ids=token_ids, block_hashes=extend_hashes(ROOT, token_ids), first_choice=choice, n=1)
 
 

@@ -47,7 +47,7 @@ def assert_chosen_as_by_transformers(directory: Path, served: Served, requests: 
         for choice in range(request.n):
             output, start = served.token_ids[request.id, choice], len(request.token_ids)
             assert len(output) == request.params.max_tokens
-            logits = model(input_ids=torch.tensor([request.token_ids + output])).logits[0]
+            logits = model(input_ids=torch.tensor([[*request.token_ids, *output]])).logits[0]
             for i, token_id in enumerate(output):
                 scores = logits[start + i - 1].float()
                 if request.params.temperature:

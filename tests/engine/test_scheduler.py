@@ -1,5 +1,7 @@
 """The scheduler alone: what it puts into a step. No weights, no tokens: each sample is token 1."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given, settings
@@ -50,7 +52,7 @@ def add(scheduler: Scheduler, length: int, start: int = 0, number: int = 0) -> S
     return seq
 
 
-def build_tokens(token_ids: list[int]) -> npt.NDArray[np.int32]:
+def build_tokens(token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.array(token_ids, dtype=np.int32)
 
 
