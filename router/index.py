@@ -122,6 +122,8 @@ class PrefixIndex:
 
     def cached_prefixes(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
         """How many of the leading blocks (hashes of 16 bytes each) each worker has that has the first one."""
+        if not block_hashes or self._table.lacks(block_hashes[0][:KEY_BYTES]):
+            return {}
         shorts = np.frombuffer(b"".join(block_hashes), dtype="<u8")[::2]
         masks = self._sets.masks
         leaving: list[tuple[int, int]] = []  # the number of blocks, and the workers that have no more than these

@@ -40,6 +40,7 @@ class _To(dict[int, int]):
 def _check(table: BlockTable, model: dict[int, int]) -> None:
     assert len(table) == len(model)
     assert table.leading(_hashes(*model)) == list(model.values())
+    assert not any(table.lacks(key.to_bytes(8, "little")) for key in model)
 
 
 @given(batches)
