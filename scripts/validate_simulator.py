@@ -9,6 +9,7 @@ client could keep up.
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,11 +63,25 @@ def write_trace(path: Path, requests: int, per_s: float, seed: int = 5) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def in_real_time(profile: Path, trace: Path, result: Path, targets: list[str], port: int) -> Result:
+def write_model(path: Path) -> None:
+    """A checkpoint without weights, in which each token has a text of its own, so that a client sees every token's gap.
+
+    With the bundled tokenizer, one token in fifty is a part of a character only, which comes with the next one.
+    """
+    path.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, path)
+    tokenizer = orjson.loads((TOKENIZER / "tokenizer.json").read_bytes())
+    special = [token | {"special": False} for token in tokenizer["added_tokens"]]
+    changed = tokenizer | {"decoder": {"type": "Fuse"}, "added_tokens": special}
+    (path / "tokenizer.json").write_bytes(orjson.dumps(changed))
+
+
+def in_real_time(model: Path, profile: Path, trace: Path, result: Path, targets: list[str], port: int) -> Result:
     """Starts the cluster, sends the trace and ends the cluster."""
     url = f"http://127.0.0.1:{port}"
     command = [*CPD, "up", "--cluster", f"validate-{os.getpid()}", "--port", str(port), "--prefill", "1"]
-    command += ["--combined", "2", "--simulate", str(profile), *targets]
+    command += ["--combined", "2", "--model", str(model), "--simulate", str(profile), *targets]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as cluster:
         try:
             wait_until_ready(url)
@@ -119,11 +134,12 @@ def main() -> None:
     slower: float = options.slower
     targets = ["--slo-ttft", f"{2000 * slower:g}", "--slo-itl", f"{50 * slower:g}"]
     with tempfile.TemporaryDirectory() as directory:
-        profile, trace = Path(directory, "slow.json"), Path(directory, "trace.jsonl")
+        model, profile, trace = (Path(directory, name) for name in ("model", "slow.json", "trace.jsonl"))
+        write_model(model)
         slowed(Profile.load(options.profile), slower).save(profile)
         write_trace(trace, options.requests, REQUESTS_PER_S * 10 / slower)
         simulated = in_virtual_time(profile, trace, Path(directory, "sim.json"), targets)
-        real = in_real_time(profile, trace, Path(directory, "real.json"), targets, options.port)
+        real = in_real_time(model, profile, trace, Path(directory, "real.json"), targets, options.port)
     print("real time, virtual time (ms) and the difference")
     for name in ("ttft", "itl", "tpot", "e2e"):
         print(compare(name, getattr(real.summary, f"{name}_ms"), getattr(simulated.summary, f"{name}_ms")))
