@@ -7,6 +7,7 @@ model fingerprint and the tenant's salt, so that equal tokens of different model
 import struct
 from array import array
 from collections.abc import Sequence
+from enum import IntEnum
 from hashlib import blake2b
 
 import numpy as np
@@ -22,6 +23,15 @@ TOKEN_BYTES = 4
 
 _BLOCK = np.dtype(f"V{BLOCK_SIZE * TOKEN_BYTES}")
 """A block's packed tokens, as `bytes` object in a list."""
+
+
+class Tier(IntEnum):
+    """Where a worker has a block (values of the wire's Tier)."""
+
+    PAGES = 1
+    HOST = 2  # in host memory, and in no page
+    NONE = 3
+
 
 _BLANK = blake2b(digest_size=HASH_BYTES)
 

@@ -17,7 +17,7 @@ from statistics import median
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.blocks import BLOCK_SIZE, Tier, blocks_for
 from cpd.colocation import Colocation
 from cpd.perfmodel import Work
 from engine.aside import Aside
@@ -57,6 +57,7 @@ class Engine:
         max_model_len: Tokens of the longest sequence that can be served.
         colocation: As given; it never changes.
         host_pages: Evicted blocks that are kept at most.
+        host_page_ms: How long it takes to copy one of them back.
         trace: Of the last steps.
     """
 
@@ -75,6 +76,7 @@ class Engine:
         self._runner = runner
         self._max_queue_tokens = max_queue_tokens
         self.host_pages = host.num_slots if host is not None else 0
+        self.host_page_ms = host.slot_ms if host is not None else 0.0
         self._pool = BlockPool(runner.num_pages)
         self._host = HostTier(self._pool, host, lambda work: colocation.prefill_ms(work, Work())) if host else None
         self._scheduler = Scheduler(
@@ -373,12 +375,12 @@ class Engine:
         )
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """What became findable, in pages or host memory, or was lost since the last call, in order."""
+        """Which blocks went into pages, to host memory, or were lost since the last call, in order."""
         return self._pool.take_events()
 
-    def cached_hashes(self) -> list[bytes]:
-        """All blocks that are in pages or host memory now, the effect of events not yet taken included."""
-        return self._pool.cached_hashes()
+    def cached_hashes(self, tier: Tier) -> list[bytes]:
+        """All blocks that are in this tier now, the effect of events not yet taken included."""
+        return self._pool.cached_hashes(tier)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has exactly one owner and all records agree.

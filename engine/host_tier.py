@@ -159,7 +159,8 @@ class HostTier:
         for event, count in (("kept", len(new)), ("skipped", skipped), ("evicted", len(evicted))):
             if count:
                 self._counts[event] += count
-        return [gone for gone in (*hashes, *evicted) if gone not in self._slots and not self._pool.is_cached(gone)]
+        gone = dict.fromkeys((*hashes, *evicted))  # what had no room may have gone for what follows it
+        return [one for one in gone if one not in self._slots and not self._pool.is_cached(one)]
 
     def keeps(self, block_hash: bytes) -> bool:
         """See `engine.pool.Backing`."""

@@ -34,6 +34,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cpd.blocks import Tier
 from engine.types import CacheEvent, PoolCounts
 
 
@@ -82,13 +83,13 @@ class BlockPool:
         self._backing: Backing | None = None
 
     def back_with(self, backing: Backing) -> None:
-        """Has evicted blocks kept: they count as cached, and there are no events of those that move. At the start."""
+        """Has evicted blocks kept. At the start."""
         self._backing = backing
 
     def lost(self, block_hash: bytes) -> None:
         """A block is kept no more."""
         if block_hash not in self._page_of:
-            self._record(True, [block_hash])
+            self._record(Tier.NONE, [block_hash])
 
     @property
     def available(self) -> int:
@@ -153,8 +154,7 @@ class BlockPool:
                 page_of[block_hash] = page
                 hashes[page] = block_hash
                 new.append(block_hash)
-        backing = self._backing
-        self._record(False, new if backing is None else [found for found in new if not backing.keeps(found)])
+        self._record(Tier.PAGES, new)
         return len(new)
 
     def is_cached(self, block_hash: bytes) -> bool:
@@ -188,14 +188,16 @@ class BlockPool:
         return PoolCounts(*self._counts)
 
     def take_events(self) -> list[CacheEvent]:
-        """Blocks that became cached, in pages or kept, or were lost since the last call, in order."""
+        """Which blocks went into pages, to where they are kept, or were lost since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def cached_hashes(self) -> list[bytes]:
-        """All blocks that are cached, in pages or kept."""
+    def cached_hashes(self, tier: Tier) -> list[bytes]:
+        """All blocks that are in pages, or kept and in no page."""
+        if tier is Tier.PAGES:
+            return list(self._page_of)
         kept = self._backing.kept_hashes() if self._backing is not None else []
-        return [*self._page_of, *(block_hash for block_hash in kept if block_hash not in self._page_of)]
+        return [block_hash for block_hash in kept if block_hash not in self._page_of]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all records agree. About 10 ms for 100,000 pages: for idle moments."""
@@ -236,8 +238,11 @@ class BlockPool:
             del page_of[block_hash]
             evicted.append(block_hash)
         if self._backing is not None and evicted:
-            evicted = self._backing.keep(cached, evicted)
-        self._record(True, evicted)
+            lost = self._backing.keep(cached, evicted)
+            self._record(Tier.NONE, lost)  # first: at no time more blocks are kept than there is room for
+            self._record(Tier.HOST, [gone for gone in evicted if self._backing.keeps(gone)])
+        else:
+            self._record(Tier.NONE, evicted)
         return free + cached
 
     def _enqueue(self, pages: list[int]) -> None:
@@ -283,10 +288,10 @@ class BlockPool:
         self._move(pages, source, Owner.FREE)
         self._free_pages.extend(pages)
 
-    def _record(self, removed: bool, block_hashes: list[bytes]) -> None:
+    def _record(self, tier: Tier, block_hashes: list[bytes]) -> None:
         if not block_hashes:
             return
-        if self._events and self._events[-1].removed == removed:
+        if self._events and self._events[-1].tier is tier:
             self._events[-1].hashes += block_hashes
         else:
-            self._events.append(CacheEvent(removed, block_hashes))
+            self._events.append(CacheEvent(tier, block_hashes))

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
+from cpd.blocks import Tier
+
 
 class Finish(IntEnum):
     """Why a choice ended (values of the wire's FinishReason)."""
@@ -127,9 +129,9 @@ class Computed:
 
 @dataclass(slots=True)
 class CacheEvent:
-    """Blocks that became findable in the cache, or left it."""
+    """Blocks that are in this tier from now on, and were not before."""
 
-    removed: bool
+    tier: Tier
     hashes: list[bytes]
 
 

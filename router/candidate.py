@@ -36,6 +36,7 @@ class Candidate:
         address: `host:port` of its gRPC server.
         beside: Its streams, and what they and prompts make of each other.
         page_bytes: Of one KV page.
+        host_page_ms: Of copying one back from its host memory.
         num_pages: Of its pool.
         free_pages: Those with nothing in them.
         cached_pages: Those with content that could be evicted.
@@ -47,6 +48,7 @@ class Candidate:
     address: str
     beside: Beside = field(default=NOTHING_KNOWN)
     page_bytes: int = 0
+    host_page_ms: float = 0.0
     num_pages: int = 0
     free_pages: int = 0
     cached_pages: int = 0

@@ -30,11 +30,13 @@ class NonsenseError(CPDError):
 
 
 def check_hello(hello: pb.Hello) -> None:
-    """Raises NonsenseError where what a worker says of itself can't be shown."""
+    """Raises NonsenseError where what a worker says of itself can't be, or can't be shown."""
     for name in ("dtype", "transport", "transport_reason"):
         if len(getattr(hello, name)) > MOST_TEXT:
             raise NonsenseError(f"its {name} has {len(getattr(hello, name))} characters")
     _require_known(hello.state, pb.State.values(), "state")
+    if not 0 <= hello.host_page_ms <= MOST_MS:
+        raise NonsenseError(f"it said that it copies a page back from host memory in {hello.host_page_ms} ms")
 
 
 def check_load(load: pb.Load, num_pages: int) -> None:

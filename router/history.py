@@ -102,6 +102,12 @@ class History:
 
 
 def _why(placement: Placement) -> str:
+    host_tokens = placement.chosen.host_tokens
+    back = f"; {host_tokens} tokens come back from host memory" if host_tokens else ""
+    return _against_the_others(placement) + back
+
+
+def _against_the_others(placement: Placement) -> str:
     chosen, *others = placement.options
     if not others:
         return "the only option"

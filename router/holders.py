@@ -74,25 +74,20 @@ class HolderSets:
             del self._numbers[self.masks[number]]
 
 
-class Adding(dict[int, int]):
-    """By a block's set of holders, the set with one of the `live` workers more; the same where it is in already."""
+class Moving(dict[int, int]):
+    """By a block's set of holders, what it becomes when one of the `live` workers has other bits; the same where it has
+    these bits already.
 
-    def __init__(self, sets: HolderSets, live: int, bit: int) -> None:
-        self._sets, self._live, self._bit = sets, live, bit
+    Args:
+        all_bits: The worker's.
+        bits: Those that it is to have.
+    """
 
-    def __missing__(self, number: int) -> int:
-        holders = self._sets.masks[number] & self._live
-        self[number] = changed = number if holders & self._bit else self._sets.number(holders | self._bit)
-        return changed
-
-
-class Removing(dict[int, int]):
-    """By a block's set of holders, the set with one of the `live` workers less; the same where it is not in."""
-
-    def __init__(self, sets: HolderSets, live: int, bit: int) -> None:
-        self._sets, self._live, self._bit = sets, live, bit
+    def __init__(self, sets: HolderSets, live: int, all_bits: int, bits: int) -> None:
+        self._sets, self._live, self._all_bits, self._bits = sets, live, all_bits, bits
 
     def __missing__(self, number: int) -> int:
         holders = self._sets.masks[number] & self._live
-        self[number] = changed = self._sets.number(holders ^ self._bit) if holders & self._bit else number
-        return changed
+        had = holders & self._all_bits
+        self[number] = moved = number if had == self._bits else self._sets.number(holders ^ had | self._bits)
+        return moved

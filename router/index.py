@@ -1,21 +1,27 @@
-"""Which worker has cached which blocks, by the 64 bits of their hashes that cache events carry.
+"""Which worker has cached which blocks in which tier, by the 64 bits of their hashes that cache events carry.
 
-Every worker has a bit, and a set of workers is a number of such bits. Every stored block refers to the set of its
-holders; equal sets are one, so that a system prompt that all workers have costs as much as a block of one worker.
+Every worker has two bits: it has cached a block (in a page or in host memory), and it has it in a page. A set of
+holders is a number of such bits. Every stored block refers to the set of its holders; equal sets are one, so that a
+system prompt that all workers have costs as much as a block of one worker. A walk along a prompt's blocks finds where
+each bit ends: how many leading blocks each worker has cached, and how many in pages.
 
-A forgotten worker's bit counts no more at once. Its traces are cleared up in pieces, by `sweep`; then another worker
-can have its bit.
+A forgotten worker's bits count no more at once. Its traces are cleared up in pieces, by `sweep`; then another worker
+can have its bits.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
+from cpd.blocks import Tier
 from cpd.errors import CPDError
 from router.blocktable import KEY_BYTES, BlockTable
-from router.holders import Adding, HolderSets, Removing
+from router.holders import HolderSets, Moving
 from router.lru import LRU
 
 _LOOKUP_BLOCKS = 256
@@ -27,18 +33,36 @@ _REMEMBERED_GROUPS = 64
 _SWEEP_SETS = 2048
 """Looked through at a time, in about 0.5 ms."""
 
+_PLACES = {Tier.PAGES: "pages", Tier.HOST: "host memory"}
+
 
 class InvalidEventError(CPDError):
     """A worker announced what can't be true of its cache."""
 
 
-@dataclass(slots=True)
-class _Worker:
-    """A worker's bit, the blocks that it can hold and those that it holds."""
+class Prefixes(NamedTuple):
+    """What the workers have cached of one prompt.
 
-    bit: int
-    capacity: int
-    size: int = 0
+    Attributes:
+        cached: How many leading blocks each worker has, in pages or in host memory; without those that have none.
+        in_pages: How many of these come before the first one that is in no page; only of workers that have such a one.
+    """
+
+    cached: Mapping[str, int] = MappingProxyType({})
+    in_pages: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass
+class _Worker:
+    """A worker: its bits, which of them a block in each tier has, how many can be there and how many are."""
+
+    all_bits: int
+    bits: dict[Tier, int]
+    capacity: dict[Tier, float]
+    sizes: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))  # NONE: minus all the others
+
+    def __post_init__(self) -> None:
+        self.tiers = {bits: tier for tier, bits in self.bits.items()}
 
 
 class PrefixIndex:
@@ -48,31 +72,38 @@ class PrefixIndex:
         self._table = BlockTable()
         self._sets = HolderSets()
         self._workers: dict[str, _Worker] = {}
-        self._names: list[str] = []  # by bit
-        self._free_bits: list[int] = []
+        self._names: list[str] = []  # by half the position of their first bits
+        self._free_numbers: list[int] = []
+        self._first_bits = 0  # of all names
         self._live = 0
         self._dead = 0
         self._sweeping: Iterator[None] = iter(())
         self._remembered: LRU[tuple[int, int], dict[str, int]] = LRU(_REMEMBERED_GROUPS)
 
-    def reset(self, worker_id: str, capacity: int) -> None:
-        """The worker has announced nothing (a new session begins); it will never hold more than `capacity` blocks."""
+    def reset(self, worker_id: str, pages: int, host_pages: int = 0) -> None:
+        """The worker has announced nothing (a new session begins); it will never hold more blocks than it has pages."""
         self.forget(worker_id)
-        if not self._free_bits:
-            self._free_bits.append(len(self._names))
+        if not self._free_numbers:
+            self._free_numbers.append(len(self._names))
+            self._first_bits |= 1 << 2 * len(self._names)
             self._names.append("")
-        number = self._free_bits.pop()
+        number = self._free_numbers.pop()
         self._names[number] = worker_id
-        self._workers[worker_id] = _Worker(1 << number, capacity)
-        self._live |= 1 << number
-        self._remembered = LRU(_REMEMBERED_GROUPS)  # the bit may have been another worker's
+        first, both = 0b01 << 2 * number, 0b11 << 2 * number
+        self._workers[worker_id] = _Worker(
+            both,
+            {Tier.PAGES: both, Tier.HOST: first, Tier.NONE: 0},
+            {Tier.PAGES: pages, Tier.HOST: host_pages, Tier.NONE: inf},
+        )
+        self._live |= both
+        self._remembered = LRU(_REMEMBERED_GROUPS)  # the bits may have been another worker's
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            self._live ^= worker.bit
-            self._dead |= worker.bit
+            self._live ^= worker.all_bits
+            self._dead |= worker.all_bits
 
     def sweep(self) -> bool:
         """Does a piece of the clearing up after forgotten workers, about a millisecond; False when all is done."""
@@ -84,49 +115,50 @@ class PrefixIndex:
         self._sweeping = self._clear_up(dead)
         return True
 
-    def add(self, worker_id: str, hashes: bytes) -> None:
-        """The worker has cached these blocks (8 bytes each).
+    def move(self, worker_id: str, hashes: bytes, tier: Tier) -> None:
+        """The worker has these blocks (8 bytes each) in this tier now.
 
         Raises:
-            InvalidEventError: It had some of them already, or can't hold so many. The worker must be forgotten.
+            InvalidEventError: Some of them were there before, or it has no room for so many. The worker must be
+                forgotten.
         """
-        worker, count = self._workers[worker_id], _count(hashes)
-        held = worker.size + count
-        if held > worker.capacity:
-            raise InvalidEventError(f"it announced {held} cached blocks, but it has only {worker.capacity} pages")
-        faults = self._change(hashes, Adding(self._sets, self._live, worker.bit))
-        worker.size += count - faults
+        worker = self._workers[worker_id]
+        size = worker.sizes[tier] + _count(hashes)
+        if size > worker.capacity[tier]:
+            most = worker.capacity[tier]
+            raise InvalidEventError(f"it announced {size} blocks in {_PLACES[tier]}, but it has room for only {most}")
+        change = Moving(self._sets, self._live, worker.all_bits, worker.bits[tier])
+        holders = Counter(self._table.update(hashes, change))
+        faults = 0
+        for old, count in holders.items():
+            before = worker.tiers[self._sets.masks[old] & worker.all_bits]
+            worker.sizes[before] -= count
+            worker.sizes[tier] += count
+            faults += count if before is tier else 0
+            self._sets.count(change[old], count)
+        for old, count in holders.items():
+            self._sets.count(old, -count)
         if faults:
-            raise InvalidEventError(f"it stored {faults} blocks that it had stored before")
-
-    def remove(self, worker_id: str, hashes: bytes) -> None:
-        """The worker has evicted these blocks (8 bytes each).
-
-        Raises:
-            InvalidEventError: It did not have some of them. The worker must be forgotten.
-        """
-        worker, count = self._workers[worker_id], _count(hashes)
-        faults = self._change(hashes, Removing(self._sets, self._live, worker.bit))
-        worker.size -= count - faults
-        if faults:
-            raise InvalidEventError(f"it removed {faults} blocks that it had not stored")
+            if tier is Tier.NONE:
+                raise InvalidEventError(f"it removed {faults} blocks that it had not stored")
+            raise InvalidEventError(f"it stored {faults} blocks in {_PLACES[tier]} that it had stored there before")
 
     def size(self, worker_id: str) -> int:
         """Number of blocks that the worker has cached; 0 for an unknown one."""
         worker = self._workers.get(worker_id)
-        return worker.size if worker else 0
+        return -worker.sizes[Tier.NONE] if worker else 0
 
     def __len__(self) -> int:
         """Number of different blocks that are stored, those of forgotten workers included until they are swept."""
         return len(self._table)
 
-    def cached_prefixes(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """How many of the leading blocks (hashes of 16 bytes each) each worker has that has the first one."""
+    def cached_prefixes(self, block_hashes: Sequence[bytes]) -> Prefixes:
+        """What the workers have of the leading ones of these blocks (hashes of 16 bytes each)."""
         if not block_hashes or self._table.lacks(block_hashes[0][:KEY_BYTES]):
-            return {}
+            return Prefixes()
         shorts = np.frombuffer(b"".join(block_hashes), dtype="<u8")[::2]
         masks = self._sets.masks
-        leaving: list[tuple[int, int]] = []  # the number of blocks, and the workers that have no more than these
+        leaving: list[tuple[int, int]] = []  # the number of blocks, and the bits that no more than these have
         depth, alive, same = 0, self._live, 0
         for start in range(0, len(shorts), _LOOKUP_BLOCKS):
             part = shorts[start : start + _LOOKUP_BLOCKS]
@@ -142,24 +174,21 @@ class PrefixIndex:
             if not alive or len(found) < len(part):
                 break
         leaving.append((depth, alive))
-        groups = [group for group in leaving if group[0] > 0]
-        if not groups:
-            return {}
+        cached: list[tuple[int, int]] = []  # likewise, the first bits of the workers that have cached no more
+        in_pages: list[tuple[int, int]] = []  # and of those that have no more in pages, but in host memory
+        for depth, bits in leaving:
+            ending = bits & self._first_bits
+            if ending and depth:
+                cached.append((depth, ending))
+            if going_on := bits >> 1 & self._first_bits & ~ending:
+                in_pages.append((depth, going_on))
+        if not cached:
+            return Prefixes()
         # most often all workers have the same system prompt, and few have more
-        named = self._alike(groups[0][0], sum(mask for _, mask in groups)).copy()
-        return named | self._named(groups[1:]) if len(groups) > 1 else named
-
-    def _change(self, hashes: bytes, change: Mapping[int, int]) -> int:
-        """Changes the holders of these blocks. Returns for how many of them nothing changed."""
-        faults = 0
-        counts = Counter(self._table.update(hashes, change))
-        for old, count in counts.items():
-            self._sets.count(change[old], count)
-        for old, count in counts.items():
-            self._sets.count(old, -count)
-            if change[old] == old:
-                faults += count
-        return faults
+        named = self._alike(cached[0][0], sum(bits for _, bits in cached)).copy()
+        if len(cached) > 1:
+            named |= self._named(cached[1:])
+        return Prefixes(named, self._named(in_pages) if in_pages else {})
 
     def _alike(self, depth: int, mask: int) -> dict[str, int]:
         """As `_named` for one group, remembered."""
@@ -170,11 +199,11 @@ class PrefixIndex:
         return known
 
     def _named(self, groups: Sequence[tuple[int, int]]) -> dict[str, int]:
-        """The number of blocks of every worker, where `groups` has it for disjoint sets of workers."""
-        width = -(-len(self._names) // 8)
+        """The number of blocks of every worker, where `groups` has it for first bits of disjoint sets of workers."""
+        width = -(-len(self._names) // 4)
         masks = b"".join([mask.to_bytes(width, "little") for _, mask in groups])
-        bits = np.unpackbits(np.frombuffer(masks, dtype=np.uint8), bitorder="little")
-        group, worker = np.divmod(np.flatnonzero(bits.view(np.bool_)), max(8 * width, 1))
+        bits = np.unpackbits(np.frombuffer(masks, dtype=np.uint8), bitorder="little")[::2]
+        group, worker = np.divmod(np.flatnonzero(bits.view(np.bool_)), max(4 * width, 1))
         depths = np.array([depth for depth, _ in groups])
         return dict(zip(map(self._names.__getitem__, worker.tolist()), depths[group].tolist(), strict=True))
 
@@ -186,9 +215,9 @@ class PrefixIndex:
         yield from self._table.erase(emptied)
         self._sets.free(emptied)
         for number in range(len(self._names)):
-            if dead >> number & 1:
+            if dead >> 2 * number & 1:
                 self._names[number] = ""
-                self._free_bits.append(number)
+                self._free_numbers.append(number)
 
 
 def _count(hashes: bytes) -> int:

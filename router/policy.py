@@ -4,7 +4,8 @@ Every option (a combined worker that computes the prompt itself, one that has it
 before, or one with a prefill worker that computes it) has a cost in ms, and the least one is taken. It is what the
 request makes people wait, this user and all others, summed up:
 
-    own wait      queue, prefill, and what the pages' way adds to the first gap; then a decode step a token
+    own wait      queue, what comes back from host memory, prefill, and what the pages' way adds to the first gap; then
+                  a decode step a token
     stutter       of each stream beside a prefill, what its tokens are late when that is over
     crowding      of each stream there, what one more stream adds to every step
     those behind  of who comes next, the prefill's time, and that of pages from another cache
@@ -20,7 +21,7 @@ same loads, and would all choose the one with the fewest.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from random import Random
@@ -28,6 +29,7 @@ from typing import Literal, NamedTuple
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from router.candidate import Candidate
+from router.index import Prefixes
 
 COMBINED_PREDICTED = 4
 """Combined workers predicted in full: so many of those that look best for a local prompt, and for a remote one."""
@@ -102,7 +104,8 @@ class Option(NamedTuple):  # made six times faster than a frozen dataclass
         prefill: The prefill worker; empty: `decode` computes the prompt itself.
         cached_at: The combined worker whose cache gives `decode` the first blocks of it; empty: none.
         uncached_tokens: What is to be computed.
-        queue_ms: Until that begins; what comes from another cache has come by then.
+        host_tokens: What comes back from host memory before, at the worker that computes or, with `cached_at`, there.
+        queue_ms: Until that begins; what comes from another cache or from host memory has come by then.
         prefill_ms: Until it is done, from then on.
         transfer_ms: What the pages' way adds to the gap after the first token.
         ttft_ms: Until the first token.
@@ -115,6 +118,7 @@ class Option(NamedTuple):  # made six times faster than a frozen dataclass
     prefill: str
     cached_at: str
     uncached_tokens: int
+    host_tokens: int
     queue_ms: float
     prefill_ms: float
     transfer_ms: float
@@ -160,7 +164,7 @@ def place(
     prompt: Prompt,
     combined: Sequence[Candidate],
     prefill: Sequence[Candidate],
-    cached: Mapping[str, int],
+    cached: Prefixes,
     settings: PolicySettings,
     *,
     now: float,
@@ -170,7 +174,7 @@ def place(
 
     Args:
         combined, prefill: Live workers of either role.
-        cached: Leading blocks of the prompt that a worker has, by its name; without those that have none.
+        cached: Leading blocks of the prompt that the workers have.
         now: In seconds, of the clock of `Candidate.idle_at`.
         rng: Decides among near-equals.
 
@@ -179,8 +183,9 @@ def place(
     """
     if not combined:
         return None
-    request = _Request(prompt, cached, settings, now)
-    warm = [one for one in combined if one.worker_id in cached] if cached else []
+    request = _Request(prompt, (*combined, *prefill), cached, settings, now)
+    blocks = cached.cached
+    warm = [one for one in combined if one.worker_id in blocks] if blocks else []
     decoders = _most_promising(request, combined, warm, rng)
     helpers = [
         _Prefill(request, one)
@@ -205,13 +210,13 @@ def place(
     equals = [option for option in near if _effort(option[0]) == simplest]
     chosen = min(rng.sample(equals, min(2, len(equals))), key=lambda option: option[1].worker.requests)
     option, decoder, helper = chosen
-    most_cached = max((cached[one.worker_id] for one in warm), default=0)
+    most_cached = max((blocks[one.worker_id] for one in warm), default=0)
     return Placement(
         decode=decoder.worker,
         prefill=() if helper is None else tuple(_in_order(options, decoder, helper)),
         cached_at=source if option.cached_at else None,
         long_prefill_tokens=decoder.break_even(option),
-        replicated=cached.get(decoder.worker.worker_id, 0) < most_cached,
+        replicated=blocks.get(decoder.worker.worker_id, 0) < most_cached,
         options=(option, *(other[0] for other in options if other is not chosen)),
     )
 
@@ -224,17 +229,35 @@ def _effort(option: Option) -> tuple[int, bool]:
 class _Request:
     """A prompt to place, and what is known beside the workers."""
 
-    def __init__(self, prompt: Prompt, cached: Mapping[str, int], settings: PolicySettings, now: float) -> None:
+    def __init__(
+        self, prompt: Prompt, workers: Iterable[Candidate], cached: Prefixes, settings: PolicySettings, now: float
+    ) -> None:
         self.prompt = prompt
         self.settings = settings
         self.now = now
         self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
         self.together = min(prompt.output_tokens, COMPANY)
-        self._cached = cached
+        self._blocks = dict(cached.cached)
+        self._returning: dict[str, int] = {}
+        for worker in workers if cached.in_pages else ():
+            if worker.worker_id in cached.in_pages:
+                self._weigh(worker, cached.in_pages[worker.worker_id])
 
     def before(self, worker: Candidate) -> int:
         """Tokens that the worker need not compute: at least one is left."""
-        return min(self._cached.get(worker.worker_id, 0) * BLOCK_SIZE, self.prompt.tokens - 1)
+        return self._tokens(self._blocks.get(worker.worker_id, 0))
+
+    def returning(self, worker: Candidate) -> int:
+        """Those of them that come back from its host memory."""
+        return self._returning.get(worker.worker_id, 0)
+
+    def copy_ms(self, worker: Candidate) -> float:
+        """Until they are back."""
+        return blocks_for(self.returning(worker)) * worker.host_page_ms
+
+    def lacking(self, worker: Candidate) -> int:
+        """Pages that the worker does not have of the prompt yet."""
+        return blocks_for(self.prompt.tokens) - (self.before(worker) - self.returning(worker)) // BLOCK_SIZE
 
     def may_be_local(self, worker: Candidate) -> bool:
         threshold = self.settings.long_prefill_tokens
@@ -243,16 +266,30 @@ class _Request:
     def may_be_remote(self, worker: Candidate) -> bool:
         return self.settings.long_prefill_tokens == "auto" or not self.may_be_local(worker)
 
+    def _weigh(self, worker: Candidate, in_pages: int) -> None:
+        """What is in host memory behind the first blocks comes back if that is quicker than computing it."""
+        first, last = self._tokens(in_pages), self.before(worker)
+        saved_ms = worker.prefill(self.prompt.tokens - first, first).ms
+        saved_ms -= worker.prefill(self.prompt.tokens - last, last).ms
+        if blocks_for(last - first) * worker.host_page_ms < saved_ms:
+            self._returning[worker.worker_id] = last - first
+        else:
+            self._blocks[worker.worker_id] = in_pages
+
+    def _tokens(self, blocks: int) -> int:
+        return min(blocks * BLOCK_SIZE, self.prompt.tokens - 1)
+
     def guess_prefill_ms(self, worker: Candidate) -> float:
         """Roughly, until the worker has computed the prompt, with those behind."""
         uncached = self.prompt.tokens - self.before(worker)
-        return worker.queue_ms(self.now) + (1 + BEHIND) * uncached * worker.token_ms
+        return worker.queue_ms(self.now) + self.copy_ms(worker) + (1 + BEHIND) * uncached * worker.token_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Roughly, the cost of a local option."""
         uncached = self.prompt.tokens - self.before(worker)
         return (
             worker.queue_ms(self.now)
+            + self.copy_ms(worker)
             + (1 + BEHIND + worker.decodes) * uncached * worker.token_ms
             + self.together * worker.stream_ms
         )
@@ -270,6 +307,7 @@ class _Prefill:
     Attributes:
         queue_ms, ms: As in Option.
         uncached: Tokens to compute.
+        host_tokens: Those that come back from its host memory.
         tail: Pages of the last chunk.
     """
 
@@ -277,7 +315,8 @@ class _Prefill:
         before = request.before(worker)
         self.worker = worker
         self.uncached = request.prompt.tokens - before
-        self.queue_ms = worker.wait_ms(self.uncached, request.now)
+        self.host_tokens = request.returning(worker)
+        self.queue_ms = worker.wait_ms(self.uncached, request.now) + request.copy_ms(worker)
         self.ms = worker.prefill(self.uncached, before).ms
         self.tail = blocks_for(min(self.uncached, worker.token_budget))
 
@@ -289,7 +328,7 @@ class _Decode:
         prompt, settings = request.prompt, request.settings
         self.worker = worker
         self._request = request
-        self._pages = blocks_for(prompt.tokens) - request.before(worker) // BLOCK_SIZE
+        self._pages = request.lacking(worker)
         self._itl_ms = worker.grown_ms(prompt.tokens, prompt.choices)
         others = worker.requests
         slower_ms = max(0.0, self._itl_ms - worker.crowded_ms)
@@ -311,23 +350,29 @@ class _Decode:
         pace = worker.prefill(uncached, tokens - uncached)
         missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
         stutter_ms = worker.decodes * (pace.late_ms + missed_ms)
-        queue_ms = worker.wait_ms(uncached, request.now)
+        queue_ms, copy_ms = worker.wait_ms(uncached, request.now), request.copy_ms(worker)
+        host_tokens = request.returning(source or worker)
         if source is None:
-            return self._option("", "", uncached, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
+            queue_ms += copy_ms
+            return self._option("", "", uncached, host_tokens, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
         fetch_ms = worker.transfer_ms(blocks_for(request.before(source)) - request.before(worker) // BLOCK_SIZE)
-        queue_ms = max(queue_ms, REMOTE_MS + fetch_ms)
+        queue_ms = max(queue_ms, REMOTE_MS + request.copy_ms(source) + copy_ms + fetch_ms)
         # Others' pages wait for these as others' prompts would for the prefill.
         others_ms = stutter_ms + BEHIND * fetch_ms
-        return self._option("", source.worker_id, uncached, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, others_ms)
+        name = source.worker_id
+        return self._option("", name, uncached, host_tokens, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, others_ms)
 
     def remote(self, helper: _Prefill) -> Option:
         """The prompt is computed on a prefill worker."""
-        all_ms = self.worker.transfer_ms(self._pages)
-        tail_ms = self.worker.transfer_ms(min(self._pages, helper.tail))
+        moved = self._pages - blocks_for(self._request.returning(self.worker))
+        all_ms = self.worker.transfer_ms(moved)
+        tail_ms = self.worker.transfer_ms(min(moved, helper.tail))
         transfer_ms = max(tail_ms, all_ms - helper.ms)
         ttft_ms = helper.queue_ms + helper.ms + REMOTE_MS
         name = helper.worker.worker_id
-        return self._option(name, "", helper.uncached, helper.queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0)
+        return self._option(
+            name, "", helper.uncached, helper.host_tokens, helper.queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0
+        )
 
     def break_even(self, chosen: Option) -> int:
         """Uncached tokens up to which a local prompt costs no more than the chosen option."""
@@ -353,6 +398,7 @@ class _Decode:
         prefill: str,
         cached_at: str,
         uncached: int,
+        host_tokens: int,
         queue_ms: float,
         prefill_ms: float,
         transfer_ms: float,
@@ -366,6 +412,7 @@ class _Decode:
             prefill=prefill,
             cached_at=cached_at,
             uncached_tokens=uncached,
+            host_tokens=host_tokens,
             queue_ms=queue_ms,
             prefill_ms=prefill_ms,
             transfer_ms=transfer_ms,

@@ -16,7 +16,7 @@ that came is a fact: a replay goes on after it.
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from cpd.blocks import TOKEN_BYTES
@@ -24,6 +24,7 @@ from cpd.rpc import cpd_pb2 as pb
 from router.checks import NonsenseError
 from router.errors import ApiError, failed, one_line, too_many, unavailable
 from router.history import History
+from router.index import Prefixes
 from router.legs import Leg, Request, Route
 from router.metrics import Metrics
 from router.policy import Placement, PolicySettings, Prompt, place
@@ -322,11 +323,11 @@ class Dispatcher:
         leg.request.legs.discard(leg)
 
 
-def _cached_at(placement: Placement, cached: Mapping[str, int]) -> pb.CachedPrefix | None:
+def _cached_at(placement: Placement, cached: Prefixes) -> pb.CachedPrefix | None:
     source = placement.cached_at
     if source is None:
         return None
-    return pb.CachedPrefix(worker_id=source.worker_id, address=source.address, blocks=cached[source.worker_id])
+    return pb.CachedPrefix(worker_id=source.worker_id, address=source.address, blocks=cached.cached[source.worker_id])
 
 
 def _reason(refusal: pb.Refusal) -> str:

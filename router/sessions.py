@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+from cpd.blocks import Tier
 from cpd.errors import CPDError
 from cpd.membership import Member
 from cpd.rpc import cpd_pb2 as pb
@@ -282,7 +283,7 @@ class Session:
             raise NonsenseError(f"the epoch of its KV pool changed from {self._epoch} to {said.epoch} in one process")
         self.view = WorkerView(said, self.member.address, itl_ms=self._itl_ms)
         self._epoch, self.hello, self._state = said.epoch, said, "syncing"
-        self._index.reset(self.id, said.num_pages + said.host_pages)
+        self._index.reset(self.id, said.num_pages, said.host_pages)
         while True:
             message = await wire.receive()
             if message is None:
@@ -290,7 +291,7 @@ class Session:
             await self._take_turns()
             match message.WhichOneof("kind"):
                 case "snapshot":
-                    await self._in_pieces(self._index.add, message.snapshot.hashes)
+                    await self._heard_blocks(message.snapshot)
                     self._next_event = message.snapshot.number + 1
                     if message.snapshot.last:
                         return
@@ -333,14 +334,18 @@ class Session:
         self._next_event += 1
         for event in events.events:
             await self._take_turns()
-            await self._in_pieces(self._index.remove if event.removed else self._index.add, event.hashes)
+            await self._heard_blocks(event)
 
-    async def _in_pieces(self, change: Callable[[str, bytes], None], hashes: bytes) -> None:
-        piece = PIECE_HASHES * KEY_BYTES
+    async def _heard_blocks(self, told: pb.Snapshot | pb.CacheEvent) -> None:
+        try:
+            tier = Tier(told.tier)
+        except ValueError:
+            raise NonsenseError(f"it sent the tier {told.tier}, which there is not") from None
+        hashes, piece = told.hashes, PIECE_HASHES * KEY_BYTES
         for start in range(0, len(hashes), piece):
             if start:
                 await asyncio.sleep(0)
-            change(self.id, hashes[start : start + piece])
+            self._index.move(self.id, hashes[start : start + piece], tier)
 
     async def _take_turns(self) -> None:
         """Other work has its turn, once in TURN_MESSAGES calls."""

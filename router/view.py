@@ -88,6 +88,7 @@ class WorkerView:
                 address=self._address,
                 beside=self._beside,
                 page_bytes=self._hello.page_bytes,
+                host_page_ms=self._hello.host_page_ms,
                 num_pages=self._hello.num_pages,
                 free_pages=load.free_pages,
                 cached_pages=load.cached_pages,

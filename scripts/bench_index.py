@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import Tier, extend_hashes, hash_root
 from router.index import PrefixIndex
 
 CHAIN = 128
@@ -101,7 +101,7 @@ def _measure(mix: str, workers: int, entries: int) -> Result:
         index.reset(name, entries)
         started = time.thread_time()
         for start in range(0, len(snapshot), 8 * 1024):
-            index.add(name, snapshot[start : start + 8 * 1024])
+            index.move(name, snapshot[start : start + 8 * 1024], Tier.PAGES)
         fill_s += time.thread_time() - started
     resident = _resident() - before
     stored = sum(map(index.size, names))
@@ -141,7 +141,7 @@ class Lookups:
             started = time.thread_time()
             found = self._index.cached_prefixes(chain)
             took.append((time.thread_time() - started) * 1e6)
-            self.named.append(len(found))
+            self.named.append(len(found.cached))
         cuts = statistics.quantiles(took, n=100)
         return cuts[49], cuts[98]
 
@@ -159,8 +159,8 @@ def _events(index: PrefixIndex, names: Sequence[str], held: Sequence[Sequence[Ch
             work.append((names[number], b"".join(chains[at : at + -(-size // CHAIN)])[: 8 * size]))
         started = time.thread_time()
         for name, hashes in work:
-            index.remove(name, hashes)
-            index.add(name, hashes)
+            index.move(name, hashes, Tier.NONE)
+            index.move(name, hashes, Tier.PAGES)
         best = max(best, 2 * size * len(work) / (time.thread_time() - started))
     return best
 

@@ -20,6 +20,7 @@ from typing import Literal
 from cpd.blocks import BLOCK_SIZE
 from cpd.colocation import Beside, Mode
 from router.candidate import Candidate
+from router.index import Prefixes
 from router.policy import Placement, PolicySettings, Prompt, place
 
 PolicyName = Literal[
@@ -104,7 +105,8 @@ def policy(name: PolicyName) -> Policy:
 
 
 def _ours(seen: Situation) -> Placement | None:
-    return place(seen.prompt, seen.combined, seen.prefill, seen.cached, seen.settings, now=seen.now, rng=seen.rng)
+    cached = Prefixes(seen.cached)
+    return place(seen.prompt, seen.combined, seen.prefill, cached, seen.settings, now=seen.now, rng=seen.rng)
 
 
 def _blind(seen: Situation) -> Placement | None:

@@ -81,7 +81,7 @@ class SimRouter:
     def submit(self, flight: Flight) -> None:
         """Places a request and sends it to its worker."""
         request, now = flight.request, self._events.now
-        cached = self._index.cached_prefixes(request.block_hashes)
+        cached = self._index.cached_prefixes(request.block_hashes).cached
         seen = Situation(
             Prompt(len(request.token_ids), request.params.max_tokens),
             self._candidates("combined", flight.refused_by),
@@ -183,5 +183,4 @@ class SimRouter:
 
     def _cache_changed(self, worker_id: str, events: list[CacheEvent]) -> None:
         for event in events:
-            change = self._index.remove if event.removed else self._index.add
-            change(worker_id, short_hashes(event.hashes))
+            self._index.move(worker_id, short_hashes(event.hashes), event.tier)

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpd.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, split_hashes, unpack_tokens
+from cpd.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, Tier, split_hashes, unpack_tokens
 from cpd.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
@@ -111,6 +111,11 @@ def logprobs_to_wire(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs
 def finish_to_wire(finish: Finish | None) -> pb.FinishReason.ValueType:
     """Why a choice ended; None: it goes on."""
     return pb.FINISH_NONE if finish is None else pb.FinishReason.ValueType(finish.value)
+
+
+def tier_to_wire(tier: Tier) -> pb.Tier.ValueType:
+    """Where blocks are."""
+    return pb.Tier.ValueType(tier.value)
 
 
 def first_outputs_from_wire(message: pb.FillFirstTokens, request: Request, limits: Limits) -> list[Output]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cpd.blocks import Tier
 from cpd.errors import CPDError
 from engine.engine import Engine
 from engine.types import CacheEvent, EngineStats, StepOutput
@@ -53,10 +54,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """The findable blocks after event `number`."""
+    """The cached blocks after event `number`, by tier."""
 
     number: int
-    hashes: list[bytes]
+    hashes: dict[Tier, list[bytes]]
 
 
 class EngineBridge(ABC):
@@ -164,11 +165,11 @@ class EngineBridge(ABC):
         self._deliveries.append(callback)
 
     async def snapshot(self) -> CacheSnapshot:
-        """All findable blocks, and the number of the last event that they include."""
+        """All cached blocks, and the number of the last event that they include."""
 
         def take(engine: Engine) -> CacheSnapshot:
             self._report(engine, None, None)
-            return CacheSnapshot(self._number, engine.cached_hashes())
+            return CacheSnapshot(self._number, {tier: engine.cached_hashes(tier) for tier in (Tier.PAGES, Tier.HOST)})
 
         return await self.call(take)
 

@@ -16,11 +16,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cpd.blocks import short_hashes
+from cpd.blocks import Tier, short_hashes
 from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import Stream, StreamError
 from engine.types import CacheEvent, Output
 from worker.channels import MAX_MESSAGE_BYTES
+from worker.convert import tier_to_wire
 from worker.engine_bridge import EngineBridge, EngineDiedError, Update
 from worker.outbox import Outbox
 
@@ -235,14 +236,19 @@ class SessionServer:
     async def _write_snapshot(self, session: Session, wire: Wire) -> None:
         snapshot = await self._engine.snapshot()
         session.outbox.forget_cache(snapshot.number)
-        hashes = snapshot.hashes
-        for start in range(0, max(len(hashes), 1), SNAPSHOT_HASHES):
+        parts = [
+            (tier, hashes[start : start + SNAPSHOT_HASHES])
+            for tier, hashes in snapshot.hashes.items()
+            for start in range(0, len(hashes), SNAPSHOT_HASHES)
+        ] or [(Tier.PAGES, [])]
+        for number, (tier, hashes) in enumerate(parts, 1):
             wire.send(
                 pb.WorkerMessage(
                     snapshot=pb.Snapshot(
                         number=snapshot.number,
-                        hashes=short_hashes(hashes[start : start + SNAPSHOT_HASHES]),
-                        last=start + SNAPSHOT_HASHES >= len(hashes),
+                        tier=tier_to_wire(tier),
+                        hashes=short_hashes(hashes),
+                        last=number == len(parts),
                     )
                 )
             )
@@ -262,5 +268,5 @@ async def _say_end(wire: Wire, reason: str) -> None:
 def _cache_events(number: int, events: list[CacheEvent]) -> pb.CacheEvents:
     return pb.CacheEvents(
         number=number,
-        events=[pb.CacheEvent(removed=event.removed, hashes=short_hashes(event.hashes)) for event in events],
+        events=[pb.CacheEvent(tier=tier_to_wire(event.tier), hashes=short_hashes(event.hashes)) for event in events],
     )

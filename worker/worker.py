@@ -253,6 +253,7 @@ class Worker:
             num_pages=self._loaded.memory.num_pages,
             page_bytes=self._loaded.page_bytes,
             host_pages=self._loaded.engine.host_pages,
+            host_page_ms=self._loaded.engine.host_page_ms,
             max_model_len=self._loaded.limits.max_model_len,
             vocab_size=self._loaded.limits.vocab_size,
             dtype=self._loaded.dtype,

@@ -58,6 +58,30 @@ STATE_READY: State.ValueType  # 1
 STATE_DRAINING: State.ValueType  # 2
 Global___State: _TypeAlias = State  # noqa: Y015
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    TIER_PAGES: _Tier.ValueType  # 1
+    TIER_HOST: _Tier.ValueType  # 2
+    """in host memory, and in no page"""
+    TIER_NONE: _Tier.ValueType  # 3
+    """in neither: it is cached no more"""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where a worker has a block."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+TIER_PAGES: Tier.ValueType  # 1
+TIER_HOST: Tier.ValueType  # 2
+"""in host memory, and in no page"""
+TIER_NONE: Tier.ValueType  # 3
+"""in neither: it is cached no more"""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -519,6 +543,7 @@ class Hello(_message.Message):
     DECODE_SHARES_FIELD_NUMBER: _builtins.int
     TRANSPORT_REASON_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_PAGE_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     state: Global___State.ValueType
@@ -543,7 +568,9 @@ class Hello(_message.Message):
     transport_reason: _builtins.str
     """why the worker chose it; empty if it was told to"""
     host_pages: _builtins.int
-    """evicted blocks that host memory keeps at most, which count as cached"""
+    """evicted blocks that host memory keeps at most"""
+    host_page_ms: _builtins.float
+    """of copying one of them back"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of the device, that decode lanes may have; the prefill lane has the rest"""
@@ -569,10 +596,11 @@ class Hello(_message.Message):
         decode_shares: _abc.Iterable[_builtins.float] | None = ...,
         transport_reason: _builtins.str = ...,
         host_pages: _builtins.int = ...,
+        host_page_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -580,27 +608,30 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """The cached blocks, those in host memory included, at the time of event `number`; several messages, below 256 KiB each."""
+    """The cached blocks at the time of event `number`; several messages, below 256 KiB and of one tier each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     hashes: _builtins.bytes
     """8 bytes each"""
     last: _builtins.bool
+    tier: Global___Tier.ValueType
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         hashes: _builtins.bytes = ...,
         last: _builtins.bool = ...,
+        tier: Global___Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "last", b"last", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "last", b"last", "number", b"number", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -637,20 +668,21 @@ Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
 class CacheEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REMOVED_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
-    removed: _builtins.bool
+    TIER_FIELD_NUMBER: _builtins.int
     hashes: _builtins.bytes
     """8 bytes each"""
+    tier: Global___Tier.ValueType
+    """where these blocks are from now on, and were not before"""
     def __init__(
         self,
         *,
-        removed: _builtins.bool = ...,
         hashes: _builtins.bytes = ...,
+        tier: Global___Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "removed", b"removed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

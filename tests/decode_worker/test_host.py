@@ -53,6 +53,18 @@ async def _kept_here(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Pai
         yield p, hosts[0], _count_pages(p.decode)
 
 
+async def test_routers_know_in_which_tier_a_block_is_from_events_and_from_a_snapshot(redis_url: str) -> None:
+    async with _kept_here(redis_url) as (p, host, _):
+        short = make_request("short", prompt(BLOCK_SIZE * 2))
+        kept = [block_hash[:8] for block_hash in make_request("", prompt(TOKENS)).block_hashes[:KEPT]]
+        assert p.router.hello.host_page_ms == host.slot_ms
+        await eventually(lambda: {p.router.cached.get(block_hash) for block_hash in kept} == {pb.TIER_HOST})
+        await p.router.done(await p.router.submit(short, 1003))
+        await eventually(lambda: [p.router.cached[block_hash] for block_hash in kept].count(pb.TIER_PAGES) == 2)
+        async with Client(p.decode, router_id="another") as late:
+            assert late.cached == p.router.cached
+
+
 class TestFromAPrefillWorker:
     async def test_what_host_memory_keeps_is_not_moved(self, redis_url: str) -> None:
         request = make_request("a", LONGER, max_tokens=20)

@@ -86,6 +86,13 @@ async def test_answers_are_right_from_pages_that_come_back_from_host_memory(chec
             for prompt, answer in zip(prompts, await complete_all(cluster.url, prompts, at_once=1), strict=True):
                 oracle.judge(prompt, answer.token_ids)
                 assert answer.cached_tokens == turn * (len(prompt) // 16 * 16)
+        async with client(cluster.url) as http:
+            body = {"model": MODEL, "prompt": prompts[0], "max_tokens": 1}
+            request_id = (await http.post("/v1/completions", json=body)).headers["x-request-id"]
+            (placement,) = (await http.get(f"/requests/{request_id}")).json()["placements"]
+        assert placement["predicted"]["uncached_tokens"] == 150 - placement["actual"]["cached_tokens"] == 150 % 16
+        assert placement["predicted"]["host_tokens"] > 0
+        assert "come back from host memory" in placement["why"]
         (worker,) = cluster.wait_until_idle()["workers"]
         host = worker["load"]["host"]
         assert host["pages"] == 64

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from cpd.blocks import BLOCK_SIZE, Tier, blocks_for, extend_hashes
 from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
 from engine.batch import Batch, Ran, Sampled, SampleRow, Split
 from engine.engine import Engine
-from engine.types import Finish, Output, Request, Reservation, SamplingParams, StepOutput
+from engine.types import CacheEvent, Finish, Output, Request, Reservation, SamplingParams, StepOutput
 
 ROOT = b"0123456789abcdef"
 VOCAB = 40
@@ -334,6 +335,29 @@ class FakeHostMemory:
             good += 1
         copy.future.set_result(good)
         copy.on_done()
+
+
+class Cache(Protocol):
+    """Whose blocks can be asked for."""
+
+    def cached_hashes(self, tier: Tier) -> list[bytes]: ...
+
+
+def cached(cache: Cache) -> dict[bytes, Tier]:
+    """Where each block is that is cached."""
+    hashes = [(block_hash, tier) for tier in (Tier.PAGES, Tier.HOST) for block_hash in cache.cached_hashes(tier)]
+    assert len(dict(hashes)) == len(hashes), "a block is in two tiers"
+    return dict(hashes)
+
+
+def follow(known: dict[bytes, Tier], events: Iterable[CacheEvent]) -> None:
+    """What was known of a cache after some events, each of which changes something."""
+    for event in events:
+        assert event.hashes
+        for block_hash in event.hashes:
+            assert known.pop(block_hash, Tier.NONE) is not event.tier
+            if event.tier is not Tier.NONE:
+                known[block_hash] = event.tier
 
 
 def _tables(batch: Batch) -> list[list[int]]:

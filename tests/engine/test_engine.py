@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from cpd.blocks import Tier
 from cpd.errors import QueueFullError
 from cpd.perfmodel import Work
 from engine.batch import Batch
@@ -18,9 +19,11 @@ from tests.engine.fakes import (
     arrive_first_blocks,
     assert_all_released,
     assert_as_expected,
+    cached,
     drain,
     engine_of,
     expected,
+    follow,
     make_engine,
     make_request,
     prompt,
@@ -291,7 +294,7 @@ class TestPrefixCache:
 
         class Observer(FakeRunner):
             def begin(self, batch: Batch) -> FakeStep:
-                seen.append(len(engine.cached_hashes()))
+                seen.append(len(engine.cached_hashes(Tier.PAGES)))
                 return super().begin(batch)
 
         engine = engine_of(Observer(64), token_budget=32)
@@ -378,13 +381,12 @@ class TestPrefixCache:
 
     def test_events_and_snapshot_agree(self) -> None:
         engine, _ = make_engine(num_pages=8)
-        known: set[bytes] = set()
+        known: dict[bytes, Tier] = {}
         for i in range(6):
             engine.add(make_request(f"r{i}", prompt(50, i % 4), max_tokens=20))
             drain(engine)
-            for event in engine.take_cache_events():
-                (known.difference_update if event.removed else known.update)(event.hashes)
-            assert known == set(engine.cached_hashes())
+            follow(known, engine.take_cache_events())
+            assert known == cached(engine)
         assert engine.take_cache_events() == []
 
 
@@ -843,7 +845,7 @@ class TestReservations:
         arrive(engine, runner, reservation, remote, served)
         engine.check_integrity()
         assert_as_expected(drain(engine, served), engine, local, remote)
-        assert len(engine.cached_hashes()) == len(set(engine.cached_hashes()))
+        assert len(engine.cached_hashes(Tier.PAGES)) == len(set(engine.cached_hashes(Tier.PAGES)))
         assert_all_released(engine)
 
 

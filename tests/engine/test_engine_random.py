@@ -8,6 +8,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cpd.blocks import Tier
 from cpd.colocation import Mode
 from engine.types import Computed, Request, Reservation
 from tests.engine.fakes import (
@@ -16,8 +17,10 @@ from tests.engine.fakes import (
     arrive,
     arrive_first_blocks,
     assert_all_released,
+    cached,
     drain,
     expected,
+    follow,
     make_engine,
     make_request,
     prompt,
@@ -57,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.quarantined: list[Reservation] = []
         self.pinned: list[tuple[Computed, list[int]]] = []
         self.of_first_blocks: set[str] = set()
-        self.known: set[bytes] = set()
+        self.known: dict[bytes, Tier] = {}
 
     def new_request(self, data: st.DataObject, **options: bool) -> Request:
         """Prompts of a family share their first tokens, up to where the second part begins."""
@@ -228,14 +231,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def cache_events(self) -> None:
-        for event in self.engine.take_cache_events():
-            if event.removed:
-                assert self.known.issuperset(event.hashes)
-                self.known.difference_update(event.hashes)
-            else:
-                assert self.known.isdisjoint(event.hashes)
-                self.known.update(event.hashes)
-        assert self.known == set(self.engine.cached_hashes())
+        follow(self.known, self.engine.take_cache_events())
+        assert self.known == cached(self.engine)
 
     @invariant()
     def all_is_well(self) -> None:

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 
+from cpd import blocks
 from engine.engine import Engine
+from engine.host_tier import HostTier
+from engine.pool import BlockPool
 from engine.types import Request
 from tests.engine.fakes import (
     FakeHostMemory,
@@ -10,8 +13,10 @@ from tests.engine.fakes import (
     Served,
     assert_all_released,
     assert_as_expected,
+    cached,
     drain,
     engine_of,
+    follow,
     make_engine,
     make_request,
     prompt,
@@ -70,16 +75,38 @@ def test_everything_comes_back_again_and_again() -> None:
     assert tier.blocks["kept"] == 16, "a block that is kept already is not copied again"
 
 
-def test_an_event_tells_of_a_block_when_it_is_neither_in_pages_nor_kept() -> None:
-    tier, known = Tier(host_pages=6), set[bytes]()
+def test_events_tell_when_blocks_move_between_pages_and_host_memory_and_when_they_are_lost() -> None:
+    tier, known = Tier(host_pages=6), dict[bytes, blocks.Tier]()
     for number in (0, 1, 0, 2, 3, 1):
         tier.serve(str(number), number)
         for event in tier.engine.take_cache_events():
-            assert event.removed == known.issuperset(event.hashes)
-            known = known - set(event.hashes) if event.removed else known | set(event.hashes)
-        assert known == set(tier.engine.cached_hashes())
-        assert len(known) <= PAGES + 6
+            follow(known, [event])
+            assert list(known.values()).count(blocks.Tier.HOST) <= 6
+        assert known == cached(tier.engine)
+    assert set(known.values()) == {blocks.Tier.PAGES, blocks.Tier.HOST}
     assert tier.blocks["evicted"] > 0
+
+
+def test_a_block_that_came_back_goes_to_host_memory_again_when_others_need_its_page() -> None:
+    tier, known = Tier(), dict[bytes, blocks.Tier]()
+    first, second = (make_request("", prompt(LONG, number)).block_hashes for number in (0, 1))
+    for number in (0, 1, 0, 1):
+        tier.serve(str(number), number)
+        follow(known, tier.engine.take_cache_events())
+        assert {known[block_hash] for block_hash in (first, second)[number]} == {blocks.Tier.PAGES}
+    assert {known[block_hash] for block_hash in first} == {blocks.Tier.HOST}
+
+
+def test_a_kept_block_may_go_for_those_that_are_evicted_with_it() -> None:
+    pool, known = BlockPool(8), dict[bytes, blocks.Tier]()
+    HostTier(pool, FakeHostMemory(FakeRunner(8), 3, slot_ms=5.0), lambda work: 0.0)  # two at a time are copied out
+    for numbers in (range(8), range(10, 18), range(7, -1, -1), range(20, 28)):
+        pages = pool.take(8)
+        assert pages is not None
+        pool.publish(pages, [bytes([number]) for number in numbers])
+        pool.release(pages)
+        follow(known, pool.take_events())
+        assert known == cached(pool)
 
 
 def test_what_only_host_memory_has_comes_back_for_others() -> None:

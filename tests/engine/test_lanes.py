@@ -2,6 +2,7 @@
 
 import pytest
 
+from cpd.blocks import Tier
 from engine.batch import Ran
 from engine.engine import Engine
 from tests.engine.fakes import (
@@ -41,17 +42,17 @@ def test_a_prefill_is_computed_aside_and_joins_the_decodes_when_it_is_done() -> 
     served = decoding(engine)
     request = make_request("long", prompt(60, 1))
     engine.add(request)
-    cached = set(engine.cached_hashes())
+    cached = set(engine.cached_hashes(Tier.PAGES))
     for _ in range(5):
         step = engine.step()
         assert {output.request_id for output in step.outputs} == {"d0", "d1"}
         served.take(step)
-        assert not set(request.block_hashes) & set(engine.cached_hashes())
+        assert not set(request.block_hashes) & set(engine.cached_hashes(Tier.PAGES))
     runner.prefill_lane.finish()
-    assert set(engine.cached_hashes()) == cached  # nothing happens between steps
+    assert set(engine.cached_hashes(Tier.PAGES)) == cached  # nothing happens between steps
     first = engine.step()
     assert {output.request_id for output in first.outputs} == {"d0", "d1", "long"}
-    assert set(request.block_hashes) <= set(engine.cached_hashes())
+    assert set(request.block_hashes) <= set(engine.cached_hashes(Tier.PAGES))
     served.take(first)
     assert engine.step().outputs[0].request_id == "d0"
     assert runner.batches[-1].num_decodes == 3

@@ -5,8 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cpd.blocks import Tier
 from engine.pool import BlockPool
 from engine.types import PoolCounts
+from tests.engine.fakes import cached, follow
 
 PAGES = 6
 
@@ -137,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.quarantined: set[int] = set()
         self.blocks: dict[int, bytes] = {}
         self.lru: OrderedDict[int, None] = OrderedDict()
-        self.known: set[bytes] = set()
+        self.known: dict[bytes, Tier] = {}
 
     @property
     def free(self) -> set[int]:
@@ -218,14 +220,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def take_events(self) -> None:
-        for event in self.pool.take_events():
-            if event.removed:
-                assert self.known.issuperset(event.hashes)
-                self.known.difference_update(event.hashes)
-            else:
-                assert self.known.isdisjoint(event.hashes)
-                self.known.update(event.hashes)
-        assert self.known == set(self.pool.cached_hashes())
+        follow(self.known, self.pool.take_events())
+        assert self.known == cached(self.pool)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -234,7 +230,7 @@ class PoolMachine(RuleBasedStateMachine):
             len(self.free), len(self.lru), len(self.holders), len(self.reserved), len(self.quarantined)
         )
         assert self.pool.available == len(self.free) + len(self.lru)
-        assert sorted(self.pool.cached_hashes()) == sorted(self.blocks.values())
+        assert sorted(self.pool.cached_hashes(Tier.PAGES)) == sorted(self.blocks.values())
         for page, block_hash in self.blocks.items():
             assert self.pool.find([block_hash]) == [page]
         assert self.pool.refcounts().tolist() == [self.holders.get(page, 0) for page in range(PAGES)]

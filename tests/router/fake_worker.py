@@ -151,8 +151,9 @@ class FakeWorker:
         wire.send(pb.WorkerMessage(hello=self.hello))
         await self.snapshot_may_go.wait()
         half = len(self.cached) // 16 * 8
-        wire.send(pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[:half])))
-        wire.send(pb.WorkerMessage(snapshot=pb.Snapshot(number=7, hashes=self.cached[half:], last=True)))
+        for hashes, last in ((self.cached[:half], False), (self.cached[half:], True)):
+            snapshot = pb.Snapshot(number=7, tier=pb.TIER_PAGES, hashes=hashes, last=last)
+            wire.send(pb.WorkerMessage(snapshot=snapshot))
         queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._queues.append(queue)
         reader = asyncio.create_task(self._read(wire, queue))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cpd.rpc import cpd_pb2 as pb
 from router.candidate import NOMINAL
 from router.checks import NonsenseError, check_hello, check_load, check_refusal
+from router.index import Prefixes
 from router.policy import PolicySettings, Prompt, place
 from router.view import WorkerView
 from tests.router.nonsense import anything, corrupt
@@ -43,7 +44,7 @@ def _place(hello: pb.Hello, load: pb.Load, prompt: Prompt) -> None:
     bad = view.candidate
     good = WorkerView(pb.Hello(worker_id="good", num_pages=100), "good:1", itl_ms=50.0).candidate
     for prefill in ([], [bad], [good]):
-        for cached in ({}, {"bad": 3}, {"good": 3}):
+        for cached in (Prefixes(), Prefixes({"bad": 3}), Prefixes({"bad": 3}, {"bad": 1}), Prefixes({"good": 3})):
             placement = place(prompt, [bad, good], prefill, cached, PolicySettings(), now=1.0, rng=Random(0))
             assert placement is not None
             for option in placement.options:
@@ -95,6 +96,12 @@ def test_any_profile_of_a_worker_with_as_much_as_may_be(
 def test_a_nonsensical_load_is_refused(load: dict[str, Any]) -> None:
     with pytest.raises(NonsenseError):
         check_load(pb.Load(**load), num_pages=100)
+
+
+@pytest.mark.parametrize("host_page_ms", [-1.0, math.nan, math.inf])
+def test_a_copy_takes_some_time(host_page_ms: float) -> None:
+    with pytest.raises(NonsenseError, match="copies a page back from host memory in"):
+        check_hello(pb.Hello(state=pb.STATE_READY, host_page_ms=host_page_ms))
 
 
 @pytest.mark.parametrize("kind", [0, 9])

@@ -6,6 +6,7 @@ from typing import Any
 from cpd.rpc import cpd_pb2 as pb
 from router.candidate import Candidate
 from router.history import KEPT, History, Record
+from router.index import Prefixes
 from router.policy import Placement, PolicySettings, Prompt, place
 from tests.router.conftest import Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer
@@ -13,8 +14,8 @@ from tests.router.fake_worker import Answer
 CHAT: dict[str, Any] = {"model": "small-model", "messages": [{"role": "user", "content": "Hello?"}]}
 
 
-def _placement(*workers: Candidate) -> Placement:
-    placement = place(Prompt(100, 10), workers, [], {}, PolicySettings(), now=0.0, rng=Random(0))
+def _placement(*workers: Candidate, cached: Prefixes | None = None) -> Placement:
+    placement = place(Prompt(100, 10), workers, [], cached or Prefixes(), PolicySettings(), now=0.0, rng=Random(0))
     assert placement is not None
     return placement
 
@@ -56,6 +57,10 @@ def test_the_reason_compares_with_the_next_best() -> None:
     why = _record(_placement(idle, busy)).describe()["why"]
     assert why == "the least cost of 2 options; busy costs 1000.0 ms more"
     assert _record(_placement(idle)).describe()["why"] == "the only option"
+    kept = Prefixes({"idle": 5}, {"idle": 2})
+    told = _record(_placement(idle, cached=kept)).describe()
+    assert told["why"] == "the only option; 48 tokens come back from host memory"
+    assert (told["predicted"]["uncached_tokens"], told["predicted"]["host_tokens"]) == (20, 48)
     assert "as good as" in _record(_placement(idle, Candidate("twin", "t:1"))).describe()["why"]
 
 

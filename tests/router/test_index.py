@@ -1,10 +1,10 @@
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import Tier, extend_hashes, hash_root
 from router.index import InvalidEventError, PrefixIndex
 
 CHAIN = extend_hashes(hash_root(b"model"), range(16 * 600))
@@ -28,30 +28,44 @@ def index() -> PrefixIndex:
 def test_counts_the_leading_blocks_of_every_worker_that_has_some(index: PrefixIndex) -> None:
     for worker, blocks in {"a": (0, 1, 2), "b": (0, 2, 3), "c": (1, 2), "d": (), "e": (0, 1, 2)}.items():
         index.reset(worker, CAPACITY)
-        index.add(worker, _short(*blocks))
-    assert index.cached_prefixes(CHAIN[:4]) == {"a": 3, "b": 1, "e": 3}
-    assert index.cached_prefixes(CHAIN[:1]) == {"a": 1, "b": 1, "e": 1}
-    assert index.cached_prefixes(CHAIN[4:]) == {}
-    assert index.cached_prefixes([]) == {}
+        index.move(worker, _short(*blocks), Tier.PAGES)
+    assert index.cached_prefixes(CHAIN[:4]).cached == {"a": 3, "b": 1, "e": 3}
+    assert index.cached_prefixes(CHAIN[:1]).cached == {"a": 1, "b": 1, "e": 1}
+    assert index.cached_prefixes(CHAIN[4:]).cached == {}
+    assert index.cached_prefixes([]).cached == {}
 
 
 def test_counts_long_prefixes(index: PrefixIndex) -> None:
     for worker, count in {"a": 600, "b": 300, "c": 256}.items():
         index.reset(worker, CAPACITY)
-        index.add(worker, _short(*range(count)))
-    assert index.cached_prefixes(CHAIN) == {"a": 600, "b": 300, "c": 256}
-    assert index.cached_prefixes(CHAIN[:400]) == {"a": 400, "b": 300, "c": 256}
+        index.move(worker, _short(*range(count)), Tier.PAGES)
+    assert index.cached_prefixes(CHAIN).cached == {"a": 600, "b": 300, "c": 256}
+    assert index.cached_prefixes(CHAIN[:400]).cached == {"a": 400, "b": 300, "c": 256}
+
+
+def test_tells_where_the_blocks_that_are_in_no_page_begin(index: PrefixIndex) -> None:
+    for worker, moved in {"pages": (), "end": (2, 3), "start": (0,), "between": (1,)}.items():
+        index.reset(worker, CAPACITY, CAPACITY)
+        index.move(worker, _short(0, 1, 2, 3), Tier.PAGES)
+        index.move(worker, _short(*moved), Tier.HOST)
+    cached, in_pages = index.cached_prefixes(CHAIN[:6])
+    assert cached == {"pages": 4, "end": 4, "start": 4, "between": 4}
+    assert in_pages == {"end": 2, "start": 0, "between": 1}
+    assert index.cached_prefixes(CHAIN[:1]) == (dict.fromkeys(cached, 1), {"start": 0})
+    index.move("start", _short(0), Tier.PAGES)
+    index.move("end", _short(2), Tier.NONE)
+    assert index.cached_prefixes(CHAIN[:6]) == ({**cached, "end": 2}, {"between": 1})
 
 
 def test_a_new_session_and_a_lost_worker_count_no_more_at_once(index: PrefixIndex) -> None:
     index.reset("a", CAPACITY)
-    index.add("a", _short(0))
+    index.move("a", _short(0), Tier.PAGES)
     index.reset("a", CAPACITY)
-    assert index.cached_prefixes(CHAIN) == {}
-    index.add("a", _short(0, 1))
-    assert index.cached_prefixes(CHAIN) == {"a": 2}
+    assert index.cached_prefixes(CHAIN).cached == {}
+    index.move("a", _short(0, 1), Tier.PAGES)
+    assert index.cached_prefixes(CHAIN).cached == {"a": 2}
     index.forget("a")
-    assert index.cached_prefixes(CHAIN) == {}
+    assert index.cached_prefixes(CHAIN).cached == {}
     assert index.size("a") == 0
 
 
@@ -59,25 +73,25 @@ class TestWhatCannotBeTrue:
     @pytest.fixture
     def index(self, index: PrefixIndex) -> PrefixIndex:
         index.reset("a", 4)
-        index.add("a", _short(0, 1))
+        index.move("a", _short(0, 1), Tier.PAGES)
         index.reset("b", 3)
-        index.add("b", _short(1, 2))
+        index.move("b", _short(1, 2), Tier.PAGES)
         return index
 
     @pytest.mark.parametrize(
         ("hashes", "message"),
         [
-            (_short(0), "stored 1 blocks that it had stored before"),
-            (_short(2, 3, 4), "5 cached blocks, but it has only 4 pages"),
-            (_short(2, 2), "stored 1 blocks that it had stored before"),
+            (_short(0), "stored 1 blocks in pages that it had stored there"),
+            (_short(2, 3, 4), "5 blocks in pages, but it has room for only 4"),
+            (_short(2, 2), "stored 1 blocks in pages that it had stored there"),
             (b"odd", "3 bytes of block hashes"),
         ],
     )
     def test_is_refused_when_it_is_added(self, index: PrefixIndex, hashes: bytes, message: str) -> None:
         with pytest.raises(InvalidEventError, match=message):
-            index.add("a", hashes)
+            index.move("a", hashes, Tier.PAGES)
         index.forget("a")
-        assert index.cached_prefixes(CHAIN[1:3]) == {"b": 2}
+        assert index.cached_prefixes(CHAIN[1:3]).cached == {"b": 2}
 
     @pytest.mark.parametrize(
         ("hashes", "message"),
@@ -89,79 +103,95 @@ class TestWhatCannotBeTrue:
     )
     def test_is_refused_when_it_is_removed(self, index: PrefixIndex, hashes: bytes, message: str) -> None:
         with pytest.raises(InvalidEventError, match=message):
-            index.remove("a", hashes)
+            index.move("a", hashes, Tier.NONE)
         index.forget("a")
-        assert index.cached_prefixes(CHAIN[1:3]) == {"b": 2}
+        assert index.cached_prefixes(CHAIN[1:3]).cached == {"b": 2}
+
+    @pytest.mark.parametrize(
+        ("hashes", "message"),
+        [
+            (_short(1), "stored 1 blocks in host memory that it had stored there"),
+            (_short(0, 2, 3), "4 blocks in host memory, but it has room for only 3"),
+        ],
+    )
+    def test_is_refused_when_it_goes_to_host_memory(self, index: PrefixIndex, hashes: bytes, message: str) -> None:
+        index.reset("c", 4, 3)
+        index.move("c", _short(0, 1, 2, 3), Tier.PAGES)
+        index.move("c", _short(1), Tier.HOST)
+        with pytest.raises(InvalidEventError, match=message):
+            index.move("c", hashes, Tier.HOST)
 
     def test_a_second_removal_is_refused(self, index: PrefixIndex) -> None:
-        index.remove("a", _short(1))
+        index.move("a", _short(1), Tier.NONE)
         with pytest.raises(InvalidEventError, match="removed 1 blocks that it had not stored"):
-            index.remove("a", _short(1))
+            index.move("a", _short(1), Tier.NONE)
 
 
 workers = st.sampled_from("abcde")
+chosen = st.one_of(
+    st.tuples(st.integers(0, 59), st.integers(1, 60)).map(lambda ends: set(range(*ends))),
+    st.sets(st.integers(0, 59), max_size=8),
+)
 events = st.one_of(
     st.tuples(st.just("reset"), workers, st.none()),
     st.tuples(st.just("forget"), workers, st.none()),
     st.tuples(st.just("sweep"), st.none(), st.integers(1, 4)),
-    st.tuples(st.sampled_from(["add", "remove"]), workers, st.tuples(st.integers(0, 59), st.integers(1, 60))),
-    st.tuples(st.sampled_from(["add", "remove"]), workers, st.lists(st.integers(0, 59), unique=True, max_size=8)),
+    st.tuples(st.sampled_from(Tier), workers, chosen),
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(st.lists(events, max_size=60), st.integers(0, 60))
-def test_follows_the_events_of_all_workers(events: list[tuple[str, str, object]], asked: int) -> None:
+def test_follows_the_events_of_all_workers(events: list[tuple[Tier | str, str, Any]], asked: int) -> None:
     index = PrefixIndex()
-    cached: dict[str, set[int]] = {}
-    for event, worker, blocks in events:
+    tiers: dict[str, dict[int, Tier]] = {}
+    for event, worker, argument in events:
         if event == "reset":
-            index.reset(worker, CAPACITY)
-            cached[worker] = set()
+            index.reset(worker, CAPACITY, CAPACITY)
+            tiers[worker] = {}
         elif event == "forget":
             index.forget(worker)
-            cached.pop(worker, None)
+            tiers.pop(worker, None)
         elif event == "sweep":
-            assert isinstance(blocks, int)
-            for _ in range(blocks):
+            for _ in range(argument):
                 index.sweep()
-        elif worker in cached:
-            chosen = set(range(*blocks)) if isinstance(blocks, tuple) else set(_ints(blocks))
-            if event == "add":
-                index.add(worker, _short(*sorted(chosen - cached[worker])))
-                cached[worker] |= chosen
-            else:
-                index.remove(worker, _short(*sorted(chosen & cached[worker])))
-                cached[worker] -= chosen
-        _compare(index, cached, asked)
+        elif isinstance(event, Tier) and worker in tiers:
+            known = tiers[worker]
+            moved = sorted(block for block in argument if known.get(block, Tier.NONE) is not event)
+            index.move(worker, _short(*moved), event)
+            for block in moved:
+                known.pop(block, None)
+                if event is not Tier.NONE:
+                    known[block] = event
+        _compare(index, tiers, asked)
     _sweep(index)
-    _compare(index, cached, asked)
-    assert len(index) == len(set().union(*cached.values()))
+    _compare(index, tiers, asked)
+    assert len(index) == len(set().union(*tiers.values()))
 
 
-def _ints(blocks: object) -> Sequence[int]:
-    assert isinstance(blocks, list)
-    return blocks
-
-
-def _compare(index: PrefixIndex, cached: dict[str, set[int]], asked: int) -> None:
+def _compare(index: PrefixIndex, tiers: dict[str, dict[int, Tier]], asked: int) -> None:
     counts = {
-        worker: next((count for count in range(asked) if count not in blocks), asked)
-        for worker, blocks in cached.items()
+        worker: [
+            next((count for count in range(asked) if known.get(count) not in wanted), asked)
+            for wanted in ((Tier.PAGES, Tier.HOST), (Tier.PAGES,))
+        ]
+        for worker, known in tiers.items()
     }
-    assert index.cached_prefixes(CHAIN[:asked]) == {worker: count for worker, count in counts.items() if count}
+    cached = {worker: count for worker, (count, _) in counts.items() if count}
+    in_pages = {worker: count for worker, (most, count) in counts.items() if count < most}
+    assert index.cached_prefixes(CHAIN[:asked]) == (cached, in_pages)
     assert {worker: index.size(worker) for worker in "abcde"} == {
-        worker: len(cached.get(worker, ())) for worker in "abcde"
+        worker: len(tiers.get(worker, ())) for worker in "abcde"
     }
 
 
 def test_churn_leaves_nothing_behind(index: PrefixIndex) -> None:
     index.reset("stays", CAPACITY)
-    index.add("stays", _short(*range(100)))
+    index.move("stays", _short(*range(100)), Tier.PAGES)
     for number in range(5_000):
         worker = f"w{number}"
         index.reset(worker, CAPACITY)
-        index.add(worker, _short(*range(number % 200, number % 200 + 100)))
+        index.move(worker, _short(*range(number % 200, number % 200 + 100)), Tier.PAGES)
         if number >= 50:
             index.forget(f"w{number - 50}")
         index.sweep()
@@ -169,8 +199,8 @@ def test_churn_leaves_nothing_behind(index: PrefixIndex) -> None:
         index.forget(f"w{number}")
     _sweep(index)
     assert len(index) == 100
-    assert index.cached_prefixes(CHAIN) == {"stays": 100}
+    assert index.cached_prefixes(CHAIN).cached == {"stays": 100}
     assert len(index._workers) == 1
     assert len(index._names) < 200
-    assert {mask for mask in index._sets.masks if mask > 0} == {index._workers["stays"].bit}
+    assert {mask for mask in index._sets.masks if mask > 0} == {index._workers["stays"].all_bits}
     assert len(index._sets.masks) < 1_000

@@ -12,6 +12,7 @@ from cpd.colocation import Beside, Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
 from cpd.split import LaneSplit
 from router.candidate import Candidate
+from router.index import Prefixes
 from router.policy import Placement, PolicySettings, Prompt, place
 
 
@@ -62,12 +63,18 @@ def _place(
     prefill: list[Candidate] | None = None,
     cached: dict[str, int] | None = None,
     seed: int = 0,
+    in_pages: dict[str, int] | None = None,
     **asked: Any,
 ) -> Placement:
     placement = place(
-        Prompt(tokens, output_tokens=200), combined, prefill or [], cached or {}, PolicySettings(**asked), now=0.0,
+        Prompt(tokens, output_tokens=200),
+        combined,
+        prefill or [],
+        Prefixes(cached or {}, in_pages or {}),
+        PolicySettings(**asked),
+        now=0.0,
         rng=Random(seed),
-    )  # fmt: skip
+    )
     assert placement is not None
     return placement
 
@@ -78,7 +85,7 @@ def _decode(placement: Placement) -> str:
 
 class TestRoute:
     def test_nothing_is_placed_without_a_combined_worker(self) -> None:
-        assert place(Prompt(10), [], [_worker("p")], {}, PolicySettings(), now=0.0, rng=Random(0)) is None
+        assert place(Prompt(10), [], [_worker("p")], Prefixes(), PolicySettings(), now=0.0, rng=Random(0)) is None
 
     def test_a_short_prompt_stays_on_an_idle_worker(self) -> None:
         assert not _place(64, [_worker("d")], [_worker("p")]).prefill
@@ -179,6 +186,56 @@ class TestCache:
         placement = _place(6000, workers, [_worker("p")], {"home": 250, "p": 250})
         assert placement.prefill
         assert _decode(placement) == "home"
+
+
+class TestHostMemory:
+    """Where a worker has the end of what it has cached in host memory only."""
+
+    def test_what_is_in_a_page_is_better_and_what_is_nowhere_is_worse(self) -> None:
+        workers = [_worker(name, host_page_ms=0.05) for name in ("cold", "host", "pages")]
+        placement = _place(2048, workers, cached={"host": 120, "pages": 120}, in_pages={"host": 20})
+        assert _decode(placement) == "pages"
+        options = {one.decode: one for one in placement.options if not one.cached_at}
+        pages, host, cold = (options[name] for name in ("pages", "host", "cold"))
+        assert [one.host_tokens for one in (pages, host, cold)] == [0, 1600, 0]
+        assert [one.uncached_tokens for one in (pages, host, cold)] == [128, 128, 2048]
+        assert host.queue_ms == pytest.approx(100 * 0.05)
+        assert host.ttft_ms == pytest.approx(pages.ttft_ms + host.queue_ms)
+        assert _decode(_place(2048, workers[:2], cached={"host": 120}, in_pages={"host": 20})) == "host"
+
+    @pytest.mark.parametrize(("host_page_ms", "host_tokens"), [(0.7, 1600), (0.9, 0)])  # computing a page takes 0.8 ms
+    def test_it_counts_where_copying_is_quicker_than_computing(self, host_page_ms: float, host_tokens: int) -> None:
+        worker = _worker("host", host_page_ms=host_page_ms)
+        chosen = _place(2048, [worker], cached={"host": 120}, in_pages={"host": 20}).chosen
+        assert chosen.host_tokens == host_tokens
+        assert chosen.uncached_tokens == 2048 - 20 * BLOCK_SIZE - host_tokens
+        assert chosen.queue_ms == pytest.approx(host_page_ms * host_tokens / BLOCK_SIZE)
+
+    def test_a_prefill_worker_computes_what_is_in_neither(self) -> None:
+        helpers = [_worker("p", host_page_ms=0.05), _worker("q")]
+        placement = _place(4096, [_worker("d", streams=64)], helpers, {"p": 200}, in_pages={"p": 0})
+        assert (placement.chosen.prefill, placement.chosen.host_tokens) == ("p", 3200)
+        assert placement.chosen.queue_ms == pytest.approx(200 * 0.05)
+
+    def test_pages_that_come_back_need_not_come_from_elsewhere_but_need_room(self) -> None:
+        helper = _worker("p")
+        for in_pages, free_pages, lacking in ((0, 400, False), (0, 250, True), (200, 250, False)):
+            worker = _worker("d", streams=64, host_page_ms=0.05, free_pages=free_pages, cached_pages=0)
+            placement = _place(4096, [worker], [helper], {"d": 200}, in_pages={"d": in_pages})
+            remote = next(one for one in placement.options if one.prefill)
+            assert (remote.cost_ms > 100_000) == lacking
+
+    def test_what_another_worker_has_there_comes_back_before_it_is_fetched(self) -> None:
+        home, other = replace(TestPrefix.HOME, host_page_ms=0.05), _worker("other")
+        fetched = [
+            _place(1024, [home, other], cached={"home": 60}, in_pages=in_pages).chosen
+            for in_pages in ({}, {"home": 10})
+        ]
+        assert [(one.decode, one.cached_at, one.host_tokens) for one in fetched] == [
+            ("other", "home", 0),
+            ("other", "home", 800),
+        ]
+        assert fetched[1].queue_ms == pytest.approx(fetched[0].queue_ms + 50 * 0.05)
 
 
 class TestPrefix:

@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cpd import stream
-from cpd.blocks import extend_hashes, hash_root, unpack_tokens
+from cpd.blocks import Tier, extend_hashes, hash_root, unpack_tokens
 from cpd.membership import Member, lease
 from cpd.rpc import cpd_pb2 as pb
 from deploy.redis import embedded_redis
@@ -51,6 +51,14 @@ async def _has(router: Router, worker_id: str, **fields: Any) -> bool:
 
 async def _lacks(router: Router, worker_id: str) -> bool:
     return await router.worker(worker_id) is None
+
+
+async def _predicted(router: Router, *fields: str) -> tuple[Any, ...]:
+    """What was predicted of a long prompt."""
+    response = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": LONG_PROMPT, "max_tokens": 2})
+    told = (await router.http.get(f"/requests/{response.headers['x-request-id']}")).json()
+    (placement,) = told["placements"]
+    return tuple(placement["predicted"][field] for field in fields)
 
 
 async def _is_loaded(router: Router, worker_id: str) -> bool:
@@ -111,11 +119,18 @@ class TestCache:
         assert described is not None
         assert described["load"]["running"] == 3
 
-    async def test_what_host_memory_keeps_is_cached(self, start_router: StartRouter, start_worker: StartWorker) -> None:
-        worker = await start_worker(worker_id="w", cached=_short(0), hello={"host_pages": 60})
+    async def test_what_host_memory_keeps_is_cached_and_comes_back_where_that_is_quicker(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        hello = {"host_pages": 60, "host_page_ms": 0.01}
+        worker = await start_worker(says("fox"), worker_id="w", cached=_short(*range(20)), hello=hello)
         router = await start_router(worker)
-        worker.send(_events(8, added=os.urandom(8 * 159)))
-        await eventually(lambda: _has(router, "w", state="ready", cached_blocks=160))
+        worker.send(_events(8, added=_short(*range(10, 20)) + os.urandom(8 * 50), tier=pb.TIER_HOST))
+        await eventually(lambda: _has(router, "w", state="ready", cached_blocks=70))
+        assert await _predicted(router, "uncached_tokens", "host_tokens") == (480 - 320, 160)
+        worker.send(_events(9, added=_short(*range(10, 14)), removed=_short(18)))
+        await eventually(lambda: _has(router, "w", state="ready", cached_blocks=69))
+        assert await _predicted(router, "uncached_tokens", "host_tokens") == (480 - 18 * 16, 64)
 
     async def test_the_cached_part_decides_between_local_and_remote(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
@@ -145,10 +160,16 @@ class TestNonsense:
         ("message", "reason"),
         [
             (lambda: _events(8, added=b"odd"), "3 bytes of block hashes"),
-            (lambda: _events(8, added=_short(0)), "stored 1 blocks that it had stored before"),
-            (lambda: _events(8, added=_short(1, 1)), "stored 1 blocks that it had stored before"),
+            (lambda: _events(8, added=_short(0)), "stored 1 blocks in pages that it had stored there"),
+            (lambda: _events(8, added=_short(1, 1)), "stored 1 blocks in pages that it had stored there"),
             (lambda: _events(8, removed=_short(1)), "removed 1 blocks that it had not stored"),
-            (lambda: _events(8, added=os.urandom(8 * 100)), "101 cached blocks, but it has only 100 pages"),
+            (lambda: _events(8, added=os.urandom(8 * 100)), "101 blocks in pages, but it has room for only 100"),
+            (
+                lambda: _events(8, added=_short(1), tier=pb.TIER_HOST),
+                "1 blocks in host memory, but it has room for",
+            ),
+            (lambda: _events(8, added=_short(1), tier=pb.TIER_UNSPECIFIED), "the tier 0, which there is not"),
+            (lambda: _events(8, added=_short(1), tier=cast(Any, 9)), "the tier 9, which there is not"),
             (lambda: _load(prefill_ms=-1.0), "prompts of -1.0 ms"),
             (lambda: _load(step_ms=math.nan), "steps of nan ms"),
             (lambda: _load(waiting_tokens=1 << 60), "which no worker can have"),
@@ -181,7 +202,7 @@ class TestNonsense:
         good = await start_worker(says("fox"), worker_id="good")
         bad = await start_worker(says("fox"), worker_id="bad", cached=os.urandom(8 * 200))
         router = await start_router(good)
-        await eventually(lambda: _refused(router, "bad", "but it has only 100 pages"))
+        await eventually(lambda: _refused(router, "bad", "but it has room for only 100"))
         assert await _complete(router) == "good"
         assert bad.submits == []
 
@@ -283,6 +304,7 @@ class TestNonsense:
         async def lies(submit: pb.Submit) -> AsyncIterator[Answer]:
             usual = pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=1.0)), pb.Refusal()
             yield anything(rng.choice(usual), rng)
+            yield pb.Output(token_ids=[5], finish=pb.FINISH_LENGTH)  # it may wait for the rest
 
         good = await start_worker(says("fox"), worker_id="good", cached=_short(0))
         bad = await start_worker(lies, worker_id="bad", cached=_short(*range(4)))
@@ -409,9 +431,11 @@ def _load(**fields: Any) -> pb.WorkerMessage:
     return pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, **fields))
 
 
-def _events(number: int, *, added: bytes = b"", removed: bytes = b"") -> pb.WorkerMessage:
-    events = [pb.CacheEvent(hashes=added)] if added else []
-    events += [pb.CacheEvent(hashes=removed, removed=True)] if removed else []
+def _events(
+    number: int, *, added: bytes = b"", tier: pb.Tier.ValueType = pb.TIER_PAGES, removed: bytes = b""
+) -> pb.WorkerMessage:
+    events = [pb.CacheEvent(hashes=added, tier=tier)] if added else []
+    events += [pb.CacheEvent(hashes=removed, tier=pb.TIER_NONE)] if removed else []
     return pb.WorkerMessage(cache=pb.CacheEvents(number=number, events=events))
 
 
@@ -763,7 +787,7 @@ async def test_churn_leaves_nothing_of_the_workers_behind(monkeypatch: pytest.Mo
 
     async def connected(session: Session, listener: Listener) -> None:  # in place of a network with 5,000 workers
         session._index.reset(session.id, 100)
-        session._index.add(session.id, CHAIN[0][:8] + os.urandom(8 * 10))
+        session._index.move(session.id, CHAIN[0][:8] + os.urandom(8 * 10), Tier.PAGES)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Session, "run", connected)
@@ -773,7 +797,7 @@ async def test_churn_leaves_nothing_of_the_workers_behind(monkeypatch: pytest.Mo
         await workers._follow({name: Member(name, "combined", "127.0.0.1:1", "h", 1, 1) for name in names}, listener)
         await asyncio.sleep(0)
         assert len(workers.sessions) == 200
-        assert len(workers.index.cached_prefixes(CHAIN)) == 200
+        assert len(workers.index.cached_prefixes(CHAIN).cached) == 200
     await workers._follow({}, listener)
     while workers.index.sweep():
         pass

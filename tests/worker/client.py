@@ -77,7 +77,7 @@ class Client:
         self.answers: dict[tuple[int, int], Answer] = {}
         self.hello = pb.Hello()
         self.load = pb.Load()
-        self.cached: set[bytes] = set()
+        self.cached: dict[bytes, pb.Tier.ValueType] = {}
         self.broken: str | None = None
         self.messages: list[pb.WorkerMessage] = []
         self._token = token
@@ -187,14 +187,12 @@ class Client:
                 self.hello = message.hello
             case "snapshot":
                 self._event_number = message.snapshot.number
-                self.cached |= set(_hashes(message.snapshot.hashes))
+                self._follow(message.snapshot)
             case "cache":
                 assert message.cache.number == self._event_number + 1, "a gap in the cache events"
                 self._event_number += 1
                 for event in message.cache.events:
-                    hashes = set(_hashes(event.hashes))
-                    assert hashes <= self.cached if event.removed else not hashes & self.cached
-                    self.cached = self.cached - hashes if event.removed else self.cached | hashes
+                    self._follow(event)
             case "step":
                 for output in message.step.outputs:
                     self.answers[output.request, output.attempt].take(output)
@@ -206,6 +204,12 @@ class Client:
                 self.load = message.load
             case "end":
                 self.broken = message.end.reason
+
+    def _follow(self, told: pb.Snapshot | pb.CacheEvent) -> None:
+        for block_hash in _hashes(told.hashes):
+            assert self.cached.pop(block_hash, pb.TIER_NONE) != told.tier, "nothing changes"
+            if told.tier != pb.TIER_NONE:
+                self.cached[block_hash] = told.tier
 
 
 def _hashes(joined: bytes) -> list[bytes]:

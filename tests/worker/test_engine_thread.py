@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 
+from cpd.blocks import Tier
 from engine.batch import Batch
 from engine.engine import Engine
 from engine.types import Output, StepOutput
-from tests.engine.fakes import FakeRunner, FakeStep, engine_of, expected, make_engine, make_request, prompt
+from tests.engine.fakes import FakeRunner, FakeStep, engine_of, expected, follow, make_engine, make_request, prompt
 from tests.waiting import eventually
 from worker.engine_bridge import EngineDiedError, Update
 from worker.engine_thread import EngineThread
@@ -207,17 +208,16 @@ async def test_events_are_numbered_without_gaps_and_follow_the_snapshot() -> Non
     async with bridge(engine) as b:
         await _serve(b, "a", 0)
         snapshot = await b.thread.snapshot()
-        findable = set(snapshot.hashes)
+        findable = {block_hash: tier for tier, hashes in snapshot.hashes.items() for block_hash in hashes}
         for i in range(1, 12):
             await _serve(b, f"r{i}", i)
         events = [update for update in b.updates if update.events]
         assert [update.number for update in events] == list(range(1, len(events) + 1))
         for update in events:
             if update.number > snapshot.number:
-                for event in update.events or ():
-                    findable = findable - set(event.hashes) if event.removed else findable | set(event.hashes)
-        assert findable == set((await b.thread.snapshot()).hashes)
-        assert any(event.removed for update in events for event in update.events or ())
+                follow(findable, update.events or ())
+        assert findable == dict.fromkeys((await b.thread.snapshot()).hashes[Tier.PAGES], Tier.PAGES)
+        assert any(event.tier is Tier.NONE for update in events for event in update.events or ())
 
 
 async def test_stats_end_with_the_idle_state() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cpd.blocks import Tier
 from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import Stream, StreamServer, connect
 from engine.engine import Engine
@@ -146,7 +147,7 @@ async def test_the_snapshot_comes_in_chunks_and_events_follow_without_a_gap() ->
             assert [snapshot.last for snapshot in snapshots] == [True]
             hashes = snapshots[0].hashes
             assert {hashes[i : i + 8] for i in range(0, len(hashes), 8)} == {
-                block_hash[:8] for block_hash in await node.engine.call(Engine.cached_hashes)
+                block_hash[:8] for block_hash in await node.engine.call(lambda engine: engine.cached_hashes(Tier.PAGES))
             }
             await _serve(node, "b", 5)
             events = (await router.read_until("cache")).cache
@@ -303,7 +304,7 @@ async def _serve(node: Node, name: str, start: int) -> None:
 async def _long_snapshot() -> Any:
     from worker.engine_bridge import CacheSnapshot
 
-    return CacheSnapshot(0, [i.to_bytes(16, "big") for i in range(2 * SNAPSHOT_HASHES + 1)])
+    return CacheSnapshot(0, {Tier.PAGES: [i.to_bytes(16, "big") for i in range(2 * SNAPSHOT_HASHES + 1)]})
 
 
 def _unexpected(error: BaseException) -> None:
