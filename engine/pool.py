@@ -150,8 +150,7 @@ class BlockPool:
         for page, block_hash in zip(pages, block_hashes, strict=True):
             if refcount[page] == 0 or hashes[page] is not None:
                 raise AssertionError(f"page {page} is not in use or holds another block")
-            if block_hash not in page_of:
-                page_of[block_hash] = page
+            if page_of.setdefault(block_hash, page) == page:
                 hashes[page] = block_hash
                 new.append(block_hash)
         self._record(Tier.PAGES, new)

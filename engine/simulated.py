@@ -10,6 +10,7 @@ that is theirs: a simulator of clusters goes on with whatever is next, a simulat
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -257,8 +258,8 @@ def outline(plan: Plan, table: SeqTable) -> Batch:
     context_lens = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
     query_start, size = _NOTHING, len(chunks)
     if plan.longer:
-        query_start = np.cumsum([0, *(chunk.count for chunk in chunks)], dtype=np.int32)
-        size = int(query_start[-1])
+        ends = list(accumulate((chunk.count for chunk in chunks), initial=0))
+        query_start, size = np.array(ends, dtype=np.int32), ends[-1]
     samples: list[SampleRow] = []
     for chunk in chunks:
         if chunk.samples:
@@ -281,12 +282,14 @@ def outline(plan: Plan, table: SeqTable) -> Batch:
 
 def work_of(batch: Batch) -> Work:
     """What a batch computes, as far as its time goes."""
-    context, seqs = int(np.add.reduce(batch.context_lens)), len(batch.context_lens)
+    contexts = batch.context_lens.tolist()
+    context, seqs = sum(contexts), len(contexts)
     if batch.num_decodes == seqs:
         return Work.decode(seqs, context)
-    counts = np.diff(batch.query_start).astype(np.int64)
-    pairs = counts * (batch.context_lens - counts) + counts * (counts + 1) // 2
-    return Work(len(batch.token_ids), seqs, context, int(pairs.sum()))
+    pairs = 0
+    for (start, end), length in zip(pairwise(batch.query_start.tolist()), contexts, strict=True):
+        pairs += Work.prefill(end - start, length - end + start).pairs
+    return Work(len(batch.token_ids), seqs, context, pairs)
 
 
 def _decode_shares(profile: Profile) -> list[float]:

@@ -1,5 +1,6 @@
 """Those who are served: their sessions under way, and what becomes of each request."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -7,7 +8,7 @@ from itertools import count
 from bench.metrics import request_row
 from bench.record import Failure, Record
 from bench.slo import Slo
-from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root, pack_tokens
+from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from engine.types import Finish, Request, SamplingParams
 from sim.events import Events
 from sim.router import Flight
@@ -40,7 +41,7 @@ class _Conversation:
 
     number: int
     turns: Sequence[Turn]
-    token_ids: list[int]
+    token_ids: "array[int]"
     hashes: list[bytes]
     answer: list[int] = field(default_factory=list)
     turn: int = 0
@@ -91,13 +92,13 @@ class Users:
         self.next_session()
         if session.turns:
             number = next(self._numbers)
-            conversation = _Conversation(number, session.turns, [], self._shared_hashes(session))
+            conversation = _Conversation(number, session.turns, array("i"), self._shared_hashes(session))
             self._conversations[number] = conversation
             self._ask(conversation)
 
     def _shared_hashes(self, session: Session) -> list[bytes]:
         """Of the blocks that other sessions begin with, too."""
-        tokens = pack_tokens(session.turns[0].token_ids[: session.shared])
+        tokens = session.turns[0].token_ids[: session.shared].tobytes()
         known = self._beginnings.get(tokens)
         if known is None:
             known = self._beginnings[tokens] = extend_hashes(ROOT, tokens)
@@ -106,10 +107,12 @@ class Users:
     def _ask(self, conversation: _Conversation) -> None:
         """The next turn is due."""
         turn, now = conversation.turns[conversation.turn], self._events.now
-        conversation.token_ids = token_ids = [*conversation.token_ids, *conversation.answer, *turn.token_ids]
+        conversation.token_ids = token_ids = conversation.token_ids[:]
+        token_ids.extend(conversation.answer)
+        token_ids.extend(turn.token_ids)
         conversation.late = False
         hashes = conversation.hashes
-        hashes += extend_hashes(hashes[-1] if hashes else ROOT, token_ids[len(hashes) * BLOCK_SIZE :])
+        hashes += extend_hashes(hashes[-1] if hashes else ROOT, token_ids[len(hashes) * BLOCK_SIZE :].tobytes())
         request = Request(
             id=f"{conversation.number}.{conversation.turn}",
             token_ids=token_ids,

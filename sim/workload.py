@@ -8,6 +8,7 @@ user, or the agent's tool, has paused. Everything is a function of the seed.
 """
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,7 +32,7 @@ class Turn:
         pause_s: From the end of the last answer to this turn.
     """
 
-    token_ids: Sequence[int]
+    token_ids: "array[int]"
     output_len: int
     pause_s: float = 0.0
 
@@ -141,15 +142,15 @@ class Mix(Workload):
 
     def _turns(self, kind: Kind, rng: np.random.Generator) -> list[Turn]:
         number = kind.turns.tokens(rng)
-        shared = self._shared[kind][rng.integers(kind.groups)] if kind.groups else []
+        shared = self._shared[kind][rng.integers(kind.groups)] if kind.groups else array("i")
         turns: list[Turn] = []
         total = 0
         for turn in range(number):
             new = (kind.later if turn else kind.first).tokens(rng)
             wanted = kind.output.tokens(rng)
-            token_ids = rng.integers(VOCAB_SIZE, size=new, dtype=np.int32).tolist()
+            token_ids = _tokens(rng, new)
             if turn == 0:
-                token_ids = [*shared, *token_ids]
+                token_ids = shared + token_ids
             total += len(token_ids) + wanted
             if total >= self._max_len:
                 break
@@ -181,15 +182,14 @@ class Trace(Workload):
             start_s = (request.timestamp - self._first_ms) / 1e3 / self._speedup
             yield Session(start_s, [Turn(self._token_ids(index, request), request.output_length)])
 
-    def _token_ids(self, index: int, request: TracedRequest) -> list[int]:
+    def _token_ids(self, index: int, request: TracedRequest) -> "array[int]":
         blocks = -(-request.input_length // BLOCK_TOKENS)
         parts = [_generator(self._seed, _Stream.BLOCK, number) for number in request.hash_ids[:blocks]]
         parts.append(_generator(self._seed, _Stream.REST, index))
-        token_ids: list[int] = []
+        token_ids = array("i")
         for part in parts[:-1]:
-            token_ids += part.integers(VOCAB_SIZE, size=BLOCK_TOKENS, dtype=np.int32).tolist()
-        rest = max(0, request.input_length - len(token_ids))
-        token_ids += parts[-1].integers(VOCAB_SIZE, size=rest, dtype=np.int32).tolist()
+            token_ids += _tokens(part, BLOCK_TOKENS)
+        token_ids += _tokens(parts[-1], max(0, request.input_length - len(token_ids)))
         return token_ids[: request.input_length]
 
 
@@ -221,6 +221,10 @@ def _generator(seed: int, stream: _Stream, index: int = 0) -> np.random.Generato
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, stream, index))))
 
 
-def _shared_prompts(kind: Kind, seed: int) -> list[list[int]]:
+def _tokens(rng: np.random.Generator, count: int) -> "array[int]":
+    return array("i", rng.integers(VOCAB_SIZE, size=count, dtype=np.int32).tobytes())
+
+
+def _shared_prompts(kind: Kind, seed: int) -> "list[array[int]]":
     rng = _generator(seed, _Stream.SHARED, kind.shared)
-    return [rng.integers(VOCAB_SIZE, size=kind.shared, dtype=np.int32).tolist() for _ in range(kind.groups)]
+    return [_tokens(rng, kind.shared) for _ in range(kind.groups)]

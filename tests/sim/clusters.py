@@ -1,6 +1,7 @@
 """Small simulated clusters."""
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ def settings(**fields: Any) -> SimSettings:
     return SimSettings(**{**known, **fields})
 
 
-def prompt(length: int, start: int = 0) -> list[int]:
+def prompt(length: int, start: int = 0) -> "array[int]":
     """Tokens; prompts with different starts share no block."""
-    return [(start * 1_000 + 7 * i) % 100_000 for i in range(length)]
+    return array("i", [(start * 1_000 + 7 * i) % 100_000 for i in range(length)])
 
 
-def one_turn(start_s: float, token_ids: Sequence[int], output_len: int) -> Session:
+def one_turn(start_s: float, token_ids: "array[int]", output_len: int) -> Session:
     """A session of one turn."""
     return Session(start_s, [Turn(token_ids, output_len)])
 
