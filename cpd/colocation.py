@@ -222,19 +222,23 @@ class Beside:
         rule: The worker's.
         decodes: What it decodes.
         slower: Its steps take so many times as long as its model says.
+        more_ms: And each of them so much longer.
 
     Attributes:
         rule, decodes, slower: As given.
     """
 
-    def __init__(self, rule: Colocation, decodes: Work | None = None, slower: float = 1.0) -> None:
+    def __init__(
+        self, rule: Colocation, decodes: Work | None = None, slower: float = 1.0, more_ms: float = 0.0
+    ) -> None:
         self.rule = rule
         self.decodes = decodes or Work()
         self.slower = slower
+        self._more_ms = more_ms
 
     def step_ms(self, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
         """Of any step on this worker: see `PerfModel.step_ms`."""
-        return self.slower * self.rule.model.step_ms(work, share, beside)
+        return self.slower * self.rule.model.step_ms(work, share, beside) + self._more_ms
 
     @cached_property
     def alone_ms(self) -> float:

@@ -24,6 +24,9 @@ NOMINAL = PerfModel(
 )
 """Stands in for a worker that does not say what it predicts with. Token counts weigh against each other as usual."""
 
+LATE_MS = 50.0
+"""A first token that was predicted for now and comes so much later is twice as late as it should be."""
+
 NOTHING_KNOWN = Beside(Colocation(NOMINAL))
 
 
@@ -42,6 +45,7 @@ class Candidate:
         cached_pages: Those with content that could be evicted.
         idle_at: When the prompts that it has will be computed, in seconds of the clock that `now` is of.
         requests: Sequences, running and waiting.
+        late: Its first tokens come so many times later than predicted; its steps are reckoned with as so much longer.
     """
 
     worker_id: str
@@ -54,6 +58,7 @@ class Candidate:
     cached_pages: int = 0
     idle_at: float = 0.0
     requests: int = 0
+    late: float = 1.0
 
     @property
     def decodes(self) -> int:
@@ -67,12 +72,13 @@ class Candidate:
 
     def queue_ms(self, now: float) -> float:
         """Until the prompts that it has are computed."""
-        return max(0.0, (self.idle_at - now) * 1e3)
+        return max(0.0, (self.idle_at - now) * 1e3) + self._late_ms
 
     def wait_ms(self, tokens: int, now: float) -> float:
         """Until a prompt of so many uncached tokens that comes now begins to be computed."""
         queue_ms = self.queue_ms(now)
-        return queue_ms if not queue_ms or tokens > self.beside.passing else min(queue_ms, self.beside.gap_ms)
+        short = queue_ms and tokens <= self.beside.passing
+        return min(queue_ms, self.beside.gap_ms + self._late_ms) if short else queue_ms
 
     def prefill(self, tokens: int, before: int) -> Pace:
         """Computing `tokens` tokens of a prompt after `before` cached ones, beside the streams there are."""
@@ -103,6 +109,11 @@ class Candidate:
         """A decode step when all requests decode, and some more streams of so many tokens each."""
         together = self._crowded_context + context * streams
         return self.beside.step_ms(Work.decode(self.requests + streams, together))
+
+    @property
+    def _late_ms(self) -> float:
+        """Whatever a worker says, it may take no time at all."""
+        return (self.late - 1.0) * LATE_MS
 
     @cached_property
     def _crowded_context(self) -> int:

@@ -64,7 +64,7 @@ class Record:
             "why": _why(placement),
             "replicated": placement.replicated,
             "outcome": self.outcome,
-            "predicted": placement.chosen._asdict(),
+            "predicted": placement.chosen._asdict() | {"late": placement.computes.late},
             "actual": self._actual(),
             "options": [option._asdict() for option in sorted(placement.options, key=lambda option: option.cost_ms)],
         }

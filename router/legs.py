@@ -184,7 +184,8 @@ class Leg:
             record.prefilled.CopyFrom(prefilled)
             planned = (prefilled.prefill_worker or record.placement.decode.worker_id) == computed_by.id
             if planned and computed_by.view is not None:
-                computed_by.view.predictions.add(record.placement.chosen.ttft_ms, (now - record.placed_at) * 1e3)
+                placement, actual_ms = record.placement, (now - record.placed_at) * 1e3
+                computed_by.view.predictions.add(placement.chosen.ttft_ms, actual_ms, placement.computes.late, now)
             self._prompt_computed()
         if record.choice == choice:
             record.output(now)

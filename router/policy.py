@@ -155,6 +155,11 @@ class Placement:
         return "remote" if self.prefill else "local"
 
     @property
+    def computes(self) -> Candidate:
+        """Who is to compute the prompt."""
+        return self.prefill[0] if self.prefill else self.decode
+
+    @property
     def chosen(self) -> Option:
         """What was predicted of the decision."""
         return self.options[0]

@@ -225,7 +225,7 @@ class Dispatcher:
         if placement is None:
             return False
         session = self._workers.get(placement.decode.worker_id)
-        computes = self._workers.get(placement.prefill[0].worker_id) if placement.prefill else session
+        computes = self._workers.get(placement.computes.worker_id)
         submit = pb.Submit(
             request=leg.id,
             attempt=leg.attempt + 1,

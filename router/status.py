@@ -55,7 +55,8 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "reason": session.reason or None,
         "cached_blocks": cached_blocks,
     }
-    sequences = session.view.sequences if session.view is not None else 0
+    view = session.view
+    sequences, late = (view.sequences, view.candidate.late) if view is not None else (0, 1.0)
     described = {
         "id": session.id,
         "role": session.role,
@@ -65,7 +66,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "pid": session.member.pid,
         "incarnation": session.member.incarnation,
         **seen,
-        "routers": {router_id: {**seen, "sequences": sequences}},
+        "routers": {router_id: {**seen, "sequences": sequences, "late": late}},
     }
     if hello is None:
         return described | {"info": None, "load": None}
@@ -81,7 +82,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "page_bytes": hello.page_bytes,
         "max_model_len": hello.max_model_len,
         "vocab_size": hello.vocab_size,
-        "token_budget": session.view.candidate.token_budget if session.view is not None else hello.token_budget,
+        "token_budget": view.candidate.token_budget if view is not None else hello.token_budget,
         "colocate": hello.colocate or None,
     }
     report = {

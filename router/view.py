@@ -1,10 +1,12 @@
 """What a router knows of a worker's load: the worker's last report, and what this router sent it since.
 
 A report says when the prompts there will be computed; between two reports time passes, and own requests are added as
-they are sent. The worker's figures include what this router has on it, the rest is other routers' work.
+they are sent. The worker's figures include what this router has on it, the rest is other routers' work. A worker whose
+first tokens come much later than they were predicted to, for whatever reason, is reckoned with as that much slower.
 """
 
 from dataclasses import dataclass
+from math import exp, log
 from typing import get_args
 
 from cpd.colocation import Beside, Colocation, Mode
@@ -12,7 +14,7 @@ from cpd.errors import ConfigError
 from cpd.perfmodel import LEAST_SHARE, PerfModel, Profile, Work
 from cpd.rpc import cpd_pb2 as pb
 from cpd.split import LaneSplit
-from router.candidate import NOMINAL, Candidate
+from router.candidate import LATE_MS, NOMINAL, Candidate
 from router.checks import NonsenseError, check_load
 
 MOST_PROFILE_BYTES = 1 << 18
@@ -28,6 +30,21 @@ UNSEEN_S = 1.0
 ones only, and it may have gone to another worker."""
 
 
+RECENT = 8
+"""So many of the last first tokens say how late a worker is, about."""
+
+LATE = 2.0
+"""So many times later than predicted is still usual: only beyond that a worker is reckoned with as later."""
+
+MOST_LATE = 64.0
+
+LATE_STEP_MS = 1.0
+"""Each step of a late worker takes so much longer for each time that it is later: its profile may be all zeros."""
+
+FORGOTTEN_S = 60.0
+"""Late first tokens count the less the longer ago they were: a worker that gets no work is tried again."""
+
+
 @dataclass(slots=True)
 class Predictions:
     """How well the TTFTs of prompts that a worker computed were predicted.
@@ -41,12 +58,29 @@ class Predictions:
     count: int = 0
     ttft_ms: float = 0.0
     error_ms: float = 0.0
+    _log: float = 0.0  # of how many times later than predicted, without correction, the recent ones came
+    _at: float = 0.0
 
-    def add(self, predicted_ms: float, actual_ms: float) -> None:
-        """Another first token came."""
+    def add(self, predicted_ms: float, actual_ms: float, corrected: float, now: float) -> None:
+        """Another first token came.
+
+        Args:
+            corrected: `Candidate.late` at the prediction.
+            now: In seconds.
+        """
         self.count += 1
         self.ttft_ms += actual_ms
         self.error_ms += abs(actual_ms - predicted_ms)
+        times = corrected * (actual_ms + LATE_MS) / (predicted_ms + LATE_MS)
+        self._log = self._faded(now) + (log(times) - self._faded(now)) / RECENT
+        self._at = now
+
+    def late(self, now: float) -> float:
+        """How many times later than predicted first tokens are to be reckoned with: 1 unless that is unusual."""
+        return min(max(exp(self._faded(now)) - (LATE - 1.0), 1.0), MOST_LATE)
+
+    def _faded(self, now: float) -> float:
+        return self._log * exp((self._at - now) / FORGOTTEN_S)
 
 
 class WorkerView:
@@ -60,6 +94,7 @@ class WorkerView:
     Attributes:
         sequences: Own ones on this worker.
         predictions: Of own prompts that it computed.
+        max_model_len: Longest prompt plus output that it takes, in tokens.
 
     Raises:
         NonsenseError: Its profile is none, or its lanes can't be.
@@ -68,6 +103,7 @@ class WorkerView:
     def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float) -> None:
         self.sequences = 0
         self.predictions = Predictions()
+        self.max_model_len: int = hello.max_model_len
         self._hello = hello
         self._address = address
         self._rule = _rule(hello, itl_ms)
@@ -75,6 +111,7 @@ class WorkerView:
         self._load = pb.Load(free_pages=hello.num_pages)
         self._idle_at = 0.0
         self._others = 0
+        self._late = 1.0
         self._sent: dict[int, tuple[float, float]] = {}  # when, and for how long: those that were not answered
         self._candidate: Candidate | None = None
 
@@ -94,6 +131,7 @@ class WorkerView:
                 cached_pages=load.cached_pages,
                 idle_at=self._idle_at,
                 requests=self._others + self.sequences,
+                late=self._late,
             )
         return self._candidate
 
@@ -106,7 +144,9 @@ class WorkerView:
         check_load(load, self._hello.num_pages)
         self._load = load
         slower = min(max(load.slower or 1.0, 1 / MOST_SLOWER), MOST_SLOWER)
-        self._beside = Beside(self._rule, Work.decode(load.decodes, load.decode_context), slower)
+        self._late = self.predictions.late(now)
+        more_ms = (self._late - 1.0) * LATE_STEP_MS
+        self._beside = Beside(self._rule, Work.decode(load.decodes, load.decode_context), slower * self._late, more_ms)
         self._others = max(0, load.running + load.waiting - self.sequences)
         prefill_ms = self._beside.slower * load.prefill_ms
         if not self._hello.profile:

@@ -111,9 +111,8 @@ class Workers:
             if session.live
             and session.role == role
             and session.view is not None
+            and session.view.max_model_len >= tokens
             and session.id not in but
-            and session.hello is not None
-            and session.hello.max_model_len >= tokens
         ]
         heard = [session for session in live if not session.silent(now)]
         return [session.view.candidate for session in heard or live if session.view is not None]

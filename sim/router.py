@@ -30,6 +30,7 @@ class Flight:
         cached_tokens: Prompt tokens that came from a cache, once it is known.
         remote: Whether a prefill worker computed the prompt, once it is known.
         decode, prefill: The workers that it was sent to last; the same one where it is computed locally.
+        placement, placed_at: The last one, and when that was.
         refused_by: Workers that had no room for it.
     """
 
@@ -43,6 +44,8 @@ class Flight:
     remote: bool = False
     decode: str = ""
     prefill: str = ""
+    placement: Placement | None = None
+    placed_at: float = 0.0
     refused_by: set[str] = field(default_factory=set)
 
 
@@ -95,8 +98,8 @@ class SimRouter:
         if placement is None:
             flight.on_refused(flight)
             return
-        flight.decode = placement.decode.worker_id
-        flight.prefill = placement.prefill[0].worker_id if placement.prefill else flight.decode
+        flight.decode, flight.prefill = placement.decode.worker_id, placement.computes.worker_id
+        flight.placement, flight.placed_at = placement, now
         self._views[flight.decode].began(1)
         self._views[flight.prefill].sent(flight.number, self._prefill_ms(placement, request, cached), now)
         order = Order(
@@ -113,7 +116,7 @@ class SimRouter:
         """The combined worker has chosen the next token."""
         if output.cached_tokens is not None:
             flight.cached_tokens = output.cached_tokens
-            self._views[flight.prefill].answered(flight.number)
+            self._answered(flight, self._network_s, planned=flight.prefill == flight.decode)
         self._chosen(flight, output, self._network_s)
 
     def more(self, flight: Flight, token_ids: Sequence[int], chosen_s: Sequence[float]) -> None:
@@ -124,7 +127,7 @@ class SimRouter:
 
     def _first_by_other(self, flight: Flight, output: Output, cached_tokens: int) -> None:
         flight.remote, flight.cached_tokens = True, cached_tokens
-        self._views[flight.prefill].answered(flight.number)
+        self._answered(flight, 2 * self._network_s, planned=True)
         self._chosen(flight, output, 2 * self._network_s)
 
     def _chosen(self, flight: Flight, output: Output, after_s: float) -> None:
@@ -133,6 +136,14 @@ class SimRouter:
         if output.finish is not None:
             self._views[flight.decode].ended(1)
             flight.on_end(flight, output.finish)
+
+    def _answered(self, flight: Flight, after_s: float, *, planned: bool) -> None:
+        """The first token is on its way; `planned`: it was computed where it was to be."""
+        view, placement, now = self._views[flight.prefill], flight.placement, self._events.now
+        view.answered(flight.number)
+        if planned and placement is not None and placement.options:
+            actual_ms = (now + after_s - flight.placed_at) * 1e3
+            view.predictions.add(placement.chosen.ttft_ms, actual_ms, placement.computes.late, now)
 
     def _refused(self, flight: Flight) -> None:
         self._views[flight.prefill].answered(flight.number)

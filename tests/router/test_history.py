@@ -25,13 +25,13 @@ def _record(placement: Placement, request_id: str = "r", tenant: str = "t") -> R
 
 
 def test_actual_times_stand_beside_the_predicted_ones() -> None:
-    record = _record(_placement(Candidate("a", "a:1")))
+    record = _record(_placement(Candidate("a", "a:1", late=2.5)))
     assert record.describe()["actual"] is None
     record.prefilled = pb.Prefilled(cached_tokens=32, prefill_worker="p", queue_ms=7.0, prefix_worker="q")
     for now in (5.1, 5.4, 5.45, 5.5):
         record.output(now)
     told = record.describe()
-    assert told["predicted"]["decode"] == "a"
+    assert (told["predicted"]["decode"], told["predicted"]["late"]) == ("a", 2.5)
     actual = {name: round(value, 3) if isinstance(value, float) else value for name, value in told["actual"].items()}
     assert actual == {
         "prefill": "p",

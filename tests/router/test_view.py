@@ -7,7 +7,7 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.split import LaneSplit
 from router.candidate import NOMINAL
 from router.checks import NonsenseError
-from router.view import MOST_PROFILE_BYTES, MOST_SLOWER, UNSEEN_S, WorkerView
+from router.view import FORGOTTEN_S, MOST_LATE, MOST_PROFILE_BYTES, MOST_SLOWER, UNSEEN_S, WorkerView
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
 PROFILE = Profile(
@@ -138,3 +138,46 @@ def test_times_beyond_reason_are_in_no_profile() -> None:
     absurd = PROFILE.model_dump_json(by_alias=True).replace("100.0", "1.7e308").encode()
     with pytest.raises(NonsenseError, match="what it predicts with is not a profile"):
         _view(profile=absurd)
+
+
+class TestLate:
+    """A worker that promises what it does not keep."""
+
+    def test_what_it_says_counts_less_the_later_its_first_tokens_come(self) -> None:
+        lies, honest = _view(), _view()
+        for view in (lies, honest):
+            view.reported(pb.Load(), 0.0)
+        for now in range(30):
+            one = lies.candidate
+            predicted_ms = one.wait_ms(500, now) + one.prefill(500, 0).ms
+            lies.predictions.add(predicted_ms, 1000.0, one.late, now)
+            lies.reported(pb.Load(), now)
+        assert 300.0 <= lies.candidate.wait_ms(500, 30) + lies.candidate.prefill(500, 0).ms <= 1000.0
+        assert lies.candidate.crowded_ms >= honest.candidate.crowded_ms
+        assert honest.candidate.late == 1.0
+
+    def test_even_one_that_says_it_takes_no_time_at_all(self) -> None:
+        view = _view(profile=Profile.instant().model_dump_json(by_alias=True).encode())
+        for now in range(30):
+            one = view.candidate
+            predicted_ms = one.wait_ms(500, now) + one.prefill(500, 0).ms
+            view.predictions.add(predicted_ms, 1000.0, one.late, now)
+            view.reported(pb.Load(), now)
+        assert 300.0 <= view.candidate.wait_ms(500, 30) <= 1000.0
+        assert view.candidate.crowded_ms > 1.0
+
+    def test_usual_errors_change_nothing(self) -> None:
+        view = _view()
+        for now in range(30):
+            view.predictions.add(100.0, 190.0 if now % 2 else 60.0, 1.0, now)
+            view.reported(pb.Load(), now)
+            assert view.candidate.late == 1.0
+
+    def test_is_bounded_and_forgotten(self) -> None:
+        view = _view()
+        for _ in range(100):
+            view.predictions.add(1.0, 1e9, view.candidate.late, 0.0)
+            view.reported(pb.Load(), 0.0)
+        assert view.candidate.late == MOST_LATE
+        view.reported(pb.Load(), 10 * FORGOTTEN_S)
+        assert view.candidate.late == 1.0
