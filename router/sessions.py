@@ -93,6 +93,7 @@ class Session:
         index: Where the worker's cached blocks are kept.
         itl_ms: What the gaps between the tokens of its streams are to be, in ms.
         admit: Called with a worker's Hello; raises RefusedError.
+        greeted: Called whenever `hello` has changed.
 
     Attributes:
         hello: What the worker said of itself; None while not connected.
@@ -110,6 +111,7 @@ class Session:
         index: PrefixIndex,
         itl_ms: float,
         admit: Callable[[Member, pb.Hello], None],
+        greeted: Callable[[], None],
     ) -> None:
         self.member = member
         self.hello: pb.Hello | None = None
@@ -121,6 +123,7 @@ class Session:
         self._index = index
         self._itl_ms = itl_ms
         self._admit = admit
+        self._greeted = greeted
         self._state: State = "connecting"
         self._next_event: int | None = None
         self._epoch: int | None = None
@@ -237,6 +240,7 @@ class Session:
             except Exception:  # one request's trouble must not end the session with this worker for good
                 log.exception("what ran on worker %s could not be placed anew", self.id)
         self.hello, self.load, self.view = None, pb.Load(), None
+        self._greeted()
 
     async def _connect(self, listener: Listener) -> None:
         """One stream, from its opening to its end."""
@@ -283,6 +287,7 @@ class Session:
             raise NonsenseError(f"the epoch of its KV pool changed from {self._epoch} to {said.epoch} in one process")
         self.view = WorkerView(said, self.member.address, itl_ms=self._itl_ms)
         self._epoch, self.hello, self._state = said.epoch, said, "syncing"
+        self._greeted()
         self._index.reset(self.id, said.num_pages, said.host_pages)
         while True:
             message = await wire.receive()

@@ -7,7 +7,8 @@ goes on with the workers known last. A worker that is no longer listed stays as 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 
 from redis.asyncio import Redis
@@ -32,6 +33,15 @@ SWEEP_PAUSE_S = 0.01
 """Between two pieces of clearing up after workers that are gone, of about a millisecond each."""
 
 _ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What the Hellos of all connected workers come to."""
+
+    fingerprint: bytes
+    max_model_len: int
+    vocab_size: int
 
 
 class Workers:
@@ -61,6 +71,7 @@ class Workers:
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._awaited: list[Session] | None = None
+        self._agreed: _Agreed | None = None  # None: to be found out
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -84,18 +95,18 @@ class Workers:
     @property
     def fingerprint(self) -> bytes:
         """Of the model that the connected workers serve; empty when there are none."""
-        return next((hello.fingerprint for hello in self._hellos("prefill", "combined")), b"")
+        return self._agree().fingerprint
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens: what at least half of the combined workers can take; 0 when there are
         none."""
-        return median_low([hello.max_model_len for hello in self._hellos("combined")] or [0])
+        return self._agree().max_model_len
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this; 0 when there are no workers."""
-        return next((hello.vocab_size for hello in self._hellos("prefill", "combined")), 0)
+        return self._agree().vocab_size
 
     def get(self, worker_id: str) -> Session:
         """The session with a worker that `candidates` named."""
@@ -168,6 +179,7 @@ class Workers:
                 index=self.index,
                 itl_ms=self._itl_ms,
                 admit=self._admit,
+                greeted=self._look_again,
             )
             self._sessions[worker_id] = session
             self._tasks[worker_id] = asyncio.create_task(session.run(listener), name=f"session-{worker_id}")
@@ -176,6 +188,7 @@ class Workers:
 
     async def _close(self, worker_id: str, listener: Listener) -> None:
         session, task = self._sessions.pop(worker_id), self._tasks.pop(worker_id)
+        self._look_again()
         task.cancel()
         await asyncio.wait((task,))
         session.close(listener)
@@ -202,7 +215,16 @@ class Workers:
         if self.vocab_size not in (0, hello.vocab_size):
             raise RefusedError(f"it has a vocabulary of {hello.vocab_size} tokens, the other workers {self.vocab_size}")
 
-    def _hellos(self, *roles: str) -> Iterator[pb.Hello]:
-        for session in self._sessions.values():
-            if session.hello is not None and session.role in roles:
-                yield session.hello
+    def _agree(self) -> _Agreed:
+        """Asked several times a request; the Hellos are looked through when one has come or gone."""
+        if self._agreed is None:
+            hellos = [(session.role, session.hello) for session in self._sessions.values() if session.hello is not None]
+            self._agreed = _Agreed(
+                fingerprint=next((hello.fingerprint for _, hello in hellos), b""),
+                max_model_len=median_low([hello.max_model_len for role, hello in hellos if role == "combined"] or [0]),
+                vocab_size=next((hello.vocab_size for _, hello in hellos), 0),
+            )
+        return self._agreed
+
+    def _look_again(self) -> None:
+        self._agreed = None
