@@ -145,9 +145,9 @@ class FairQueue(Generic[T]):
         """Somebody has its turn: the first one, or another one out of turn. It pays for it."""
         terms, _ = self._entries[item]
         oldest = next(iter(self._entries))
-        if item is not oldest:  # while the oldest one can't go, it is owed no more than its turn
-            due = (AGED_SHARE - 1) * self._entries[oldest][0].tokens
-            self._past_oldest = max(self._past_oldest, min(due, self._past_oldest + terms.tokens))
+        due = (AGED_SHARE - 1) * self._entries[oldest][0].tokens
+        if item is not oldest and self._past_oldest < due:  # while it can't go when due, it is owed no more
+            self._past_oldest += terms.tokens
         account = self._classes[terms.priority][terms.tenant]
         account.credit = max(account.credit - terms.tokens, -max(terms.tokens, MAX_DEBT))
         self.remove(item)
