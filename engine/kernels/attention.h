@@ -54,15 +54,15 @@ struct State {
 // Memory of a step's attention, used by one layer after the other.
 template <typename T>
 struct AttentionMemory {
-  int64_t words, width;  // words of a key, floats of a value; padded to whole vectors
+  int64_t words, width;  // of a query as factors, floats of a value; padded to whole vectors
   int64_t part_floats, thread_floats;
   Buffer threads, parts;
 
   AttentionMemory(const AttentionPlan& plan, int team_size)
-      : words(divide_up(plan.dim / kPerWord<T>, kLanes) * kLanes),
-        width(words * kPerWord<T>),
+      : words(divide_up(plan.dim / kPerWord<T>, kLanes) * kLanes * kFactorsPerWord<T>),
+        width(words * kPerWord<Factor<T>>),
         part_floats(State::floats(plan.part_rows, width)),
-        thread_floats(plan.rows * (words + kBlock + kBlock / kPerWord<T>) + 2 * State::floats(plan.rows, width)),
+        thread_floats(plan.rows * (words + kBlock + kBlock / kPerWord<Factor<T>>) + 2 * State::floats(plan.rows, width)),
         threads(thread_floats * team_size),
         parts(plan.parts * part_floats) {}
 };
@@ -84,7 +84,7 @@ CPD_INLINE void prefetch_square(const uint32_t* from, int64_t stride) {
   for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride, 0, 2);
 }
 
-// For kRows rows r: sums[r][s] += sum over i of left[r][i] · square[i][s], where square[i] is kSums vectors.
+// For kRows rows r: sums[r][s] += sum over i of left[r][i] · square[i][s], where square[i] is kSums vectors of factors.
 template <typename T, int kSums, int kRows>
 CPD_INLINE void apply_to_rows(const Words (&square)[kLanes], const uint32_t* left, int64_t words, float* sums,
                               int64_t width) {
@@ -98,12 +98,12 @@ CPD_INLINE void apply_to_rows(const Words (&square)[kLanes], const uint32_t* lef
     for (int s = 0; s < kSums; ++s) sum[r][s] = load(sums + r * width + s * kLanes);
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes / kSums; ++i)
+  for (int i = 0; i < kLanes * kFactorsPerWord<T> / kSums; ++i)
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const Words word = splat(row[r][i]);
 #pragma GCC unroll 2
-      for (int s = 0; s < kSums; ++s) sum[r][s] = dot<T>(sum[r][s], word, square[i * kSums + s]);
+      for (int s = 0; s < kSums; ++s) sum[r][s] = dot<Factor<T>>(sum[r][s], word, factors<T>(square, i * kSums + s));
     }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r)
@@ -140,7 +140,7 @@ class Attention {
     out_ = out;
     queries_ = reinterpret_cast<uint32_t*>(memory_.threads.data() + team.id() * memory_.thread_floats);
     scores_ = reinterpret_cast<float*>(queries_ + plan_.rows * memory_.words);
-    weights_ = reinterpret_cast<T*>(scores_ + plan_.rows * kBlock);
+    weights_ = reinterpret_cast<Factor<T>*>(scores_ + plan_.rows * kBlock);
     states_ = scores_ + plan_.rows * (kBlock + kBlockWords);
     team.each(tiles.size(), [&](int64_t i) { compute(tiles[i]); });
     if (plan_.parts == 0) return;
@@ -150,14 +150,14 @@ class Attention {
   }
 
  private:
-  static constexpr int64_t kBlockWords = kBlock / kPerWord<T>;
+  static constexpr int64_t kBlockWords = kBlock / kPerWord<Factor<T>>;
 
   void compute(const Tile& tile) {
     begin(tile);
     each_row([&](int64_t row, int64_t query, int64_t head) {
       uint32_t* to = queries_ + row * memory_.words;
-      std::memset(to + memory_.words - kLanes, 0, kLanes * 4);
-      std::memcpy(to, q_ + (tile.first + query) * q_stride_ + head * plan_.dim, plan_.dim * sizeof(T));
+      std::fill(to + plan_.dim / kPerWord<Factor<T>>, to + memory_.words, 0);
+      copy_factors(reinterpret_cast<Factor<T>*>(to), q_ + (tile.first + query) * q_stride_ + head * plan_.dim, plan_.dim);
     });
     if (tile.part >= 0) return attend(tile.begin, tile.end, part(tile.part));
     State total(states_, rows_, memory_.width);
@@ -238,7 +238,7 @@ class Attention {
       load_square(keys + w, words, kLanes, words - w, square);
       prefetch_square(next + w, words);
       transpose(square);
-      apply_square<T, 1>(square, queries + w, memory_.words, head_rows_, scores, kBlock);
+      apply_square<T, 1>(square, queries + w * kFactorsPerWord<T>, memory_.words, head_rows_, scores, kBlock);
     }
   }
 
@@ -254,7 +254,7 @@ class Attention {
       // Beyond the context lie leftovers: their weight is 0, but 0 times infinity is not.
       load_square(values + w, words, end - block - t, words - w, square);
       prefetch_square(next + w, words);
-      if constexpr (kPerWord<T> == 2) {
+      if constexpr (kPerWord<Factor<T>> == 2) {
         for (int i = 0; i < kLanes; i += 2) {
           const Words first = square[i], second = square[i + 1];
           square[i] = (first & 0xffff) | (second << 16);
@@ -287,7 +287,7 @@ class Attention {
     for (int64_t i = 0; i < tokens; i += kLanes) {
       Floats x = exp(load(scores + i) - now);
       sums += x;
-      store(weights_ + row * kBlock + i, x);
+      store(weights_ + row * kBlock + i, kHasDot<T> ? x : rounded<T>(x));
     }
     store(state.weights + row * kLanes, sums);
   }
@@ -334,7 +334,7 @@ class Attention {
   // This thread's memory: queries, a block's scores and weights, states.
   uint32_t* queries_;
   float *scores_, *states_;
-  T* weights_;
+  Factor<T>* weights_;
 
   // The tile at hand: its rows for one key-value head and in all, its pages.
   const Tile* tile_;

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
+#include <vector>
 
 #include "team.h"
 #include "vec.h"
@@ -14,53 +16,65 @@
 namespace cpd {
 
 constexpr int kKernelVectors = kLanes == 16 ? 4 : 2;
-constexpr int kKernelRows = kRegisters == 32 ? 6 : 4;
+constexpr int kKernelRows = 6;
 constexpr int kPanel = kKernelVectors * kLanes;
+constexpr int64_t kColumns = 64;  // of a piece of work
 constexpr int64_t kMostRows = 512, kFewestRows = 96;  // of a piece of work, where there are as many
 constexpr int64_t kPiecesPerThread = 16;
 
 // For kRows rows of `left`, `stride` words apart, and the first kVectors vectors of the panel's columns: sums, rows
-// `width` floats apart, = left · panel [words][kPanel], or with kAdd +=.
-template <typename T, bool kAdd, int kRows, int kVectors>
-void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, float* sums, int64_t width) {
+// kPanel floats apart, = left · panel [words][kPanel].
+template <typename T, int kRows, int kVectors>
+void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, float* sums) {
   const uint32_t* row[kRows];
-  Floats sum[kRows][kVectors];
+  Floats sum[kRows][kVectors] = {};
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    row[r] = left + r * stride;
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = kAdd ? load(sums + r * width + v * kLanes) : Floats{};
-  }
+  for (int r = 0; r < kRows; ++r) row[r] = left + r * stride;
   for (int64_t k = 0; k < words; ++k) {
-    Words right[kVectors];
+    if constexpr (kPanel * 4 <= 64) __builtin_prefetch(panel + (words + k) * kPanel);  // the next panel, a line a word
+    Words panel_words[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) right[v] = load_words(panel + k * kPanel + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) panel_words[v] = load_words(panel + k * kPanel + v * kLanes);
+#pragma GCC unroll 2
+    for (int f = 0; f < kFactorsPerWord<T>; ++f)
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      Words word = splat(row[r][k]);
+      for (int r = 0; r < kRows; ++r) {
+        const Words word = splat(row[r][k * kFactorsPerWord<T> + f]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot<T>(sum[r][v], word, right[v]);
-    }
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = dot<Factor<T>>(sum[r][v], word, factors<T>(panel_words + v, f));
+      }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(sums + r * width + v * kLanes, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(sums + r * kPanel + v * kLanes, sum[r][v]);
 }
 
-using Microkernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t);
+using Microkernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, float*);
 
-template <typename T, bool kAdd, int... kIndex>
+template <typename T, int... kIndex>
 constexpr std::array<Microkernel, sizeof...(kIndex)> all_microkernels(std::integer_sequence<int, kIndex...>) {
-  return {microkernel<T, kAdd, kIndex / kKernelVectors + 1, kIndex % kKernelVectors + 1>...};
+  return {microkernel<T, kIndex / kKernelVectors + 1, kIndex % kKernelVectors + 1>...};
 }
 
 // For 1..kKernelRows rows and 1..kKernelVectors vectors of columns.
-template <typename T, bool kAdd>
+template <typename T>
 Microkernel microkernel_for(int64_t rows, int64_t vectors) {
-  static constexpr auto kAll =
-      all_microkernels<T, kAdd>(std::make_integer_sequence<int, kKernelRows * kKernelVectors>());
+  static constexpr auto kAll = all_microkernels<T>(std::make_integer_sequence<int, kKernelRows * kKernelVectors>());
   return kAll[(rows - 1) * kKernelVectors + vectors - 1];
+}
+
+// `count` elements as factors: themselves, or a copy, which the next call on this thread replaces.
+template <typename T>
+const uint32_t* as_factors(const T* x, int64_t count) {
+  if constexpr (kHasDot<T>) {
+    return reinterpret_cast<const uint32_t*>(x);
+  } else {
+    thread_local std::vector<float> copy;
+    if (int64_t(copy.size()) < count) copy.resize(count);
+    copy_factors(copy.data(), x, count);
+    return reinterpret_cast<const uint32_t*>(copy.data());
+  }
 }
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -83,30 +97,32 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
 
 // y [m, n] = x [m, k] · weight^T + bias; weight packed, bias may be null.
 //
-// A panel stays in the second-level cache while all rows of a piece use it. The weights come from memory once for each
+// A piece's panels stay in the second-level cache while all its rows use them. The weights come from memory once for each
 // block of rows (beside another core that reads memory, the third-level cache does not keep them), and the rows from
 // the third-level cache, where they do stay, as they are used again soon. So the more rows the better.
 template <typename T>
 void linear(Team& team, const T* x, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const T* bias, T* y) {
-  const int64_t words = k / kPerWord<T>, panels = divide_up(n, kPanel);
-  const int64_t wanted = divide_up(kPiecesPerThread * team.size(), panels);
+  const int64_t words = k / kPerWord<T>, strips = divide_up(n, kColumns);
+  const int64_t wanted = divide_up(kPiecesPerThread * team.size(), strips);
   const int64_t blocks = std::max(divide_up(m, kMostRows), std::min(divide_up(m, kFewestRows), wanted));
-  const auto* left = reinterpret_cast<const uint32_t*>(x);
-  team.each(blocks * panels, [&](int64_t item) {
-    const int64_t block = item / panels, panel = item % panels;
-    const int64_t begin = m * block / blocks, end = m * (block + 1) / blocks, first = panel * kPanel;
-    const int64_t columns = std::min<int64_t>(kPanel, n - first), tiles = divide_up(end - begin, kKernelRows);
+  team.each(blocks * strips, [&](int64_t item) {
+    const int64_t block = item / strips, strip = item % strips;
+    const int64_t begin = m * block / blocks, end = m * (block + 1) / blocks, tiles = divide_up(end - begin, kKernelRows);
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t row = begin + (end - begin) * t / tiles, rows = begin + (end - begin) * (t + 1) / tiles - row;
-      alignas(64) float sums[kKernelRows * kPanel];
-      microkernel_for<T, false>(rows, divide_up(columns, kLanes))(left + row * words, words, weight + panel * words * kPanel,
-                                                                  words, sums, kPanel);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < columns; i += kLanes) {
-          Floats value = load(sums + r * kPanel + i);
-          if (bias) value += load(bias + first + i, columns - i);
-          store(y + (row + r) * n + first + i, value, columns - i);
-        }
+      const uint32_t* left = as_factors(x + row * k, rows * k);
+      for (int64_t first = strip * kColumns; first < std::min(n, (strip + 1) * kColumns); first += kPanel) {
+        const int64_t columns = std::min<int64_t>(kPanel, n - first);
+        alignas(64) float sums[kKernelRows * kPanel];
+        microkernel_for<T>(rows, divide_up(columns, kLanes))(left, words * kFactorsPerWord<T>, weight + first * words, words,
+                                                             sums);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t i = 0; i < columns; i += kLanes) {
+            Floats value = load(sums + r * kPanel + i);
+            if (bias) value += load(bias + first + i, columns - i);
+            store(y + (row + r) * n + first + i, value, columns - i);
+          }
+      }
     }
   });
 }

@@ -4,6 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#if __has_include(<sys/mman.h>)
+#include <sys/mman.h>
+#endif
+
 #include "attention.h"
 #include "layers.h"
 #include "linear.h"
@@ -59,12 +63,23 @@ Pages<T> pages_of(const Tensor& kv) {
   return {static_cast<T*>(kv.data_ptr()), kv.stride(0), kv.size(2), kv.size(4)};
 }
 
+// Asks for huge pages, where the system has some, before the first write: the ends of small ones interrupt streaming.
+void in_huge_pages([[maybe_unused]] const Tensor& memory) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kHugePage = 1 << 21;
+  const auto begin = reinterpret_cast<uintptr_t>(memory.data_ptr()), end = begin + memory.nbytes();
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage, last = end / kHugePage * kHugePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 Tensor pack_weight(const Tensor& weight) {
   Tensor packed;
   with_type(weight, [&]<typename T>(T) {
     const int64_t n = weight.size(0), k = weight.size(1);
     TORCH_CHECK(k % kPerWord<T> == 0, "cpd kernels: a row must be whole 32-bit words");
     packed = at::empty({divide_up(n, kPanel), k / kPerWord<T>, kPanel * kPerWord<T>}, weight.options());
+    in_huge_pages(packed);
     pack(data<T>(weight), n, k, words<T>(packed));
   });
   return packed;

@@ -1,4 +1,5 @@
-// One vector register, written with the compiler's own vector types: no intrinsics but for the bf16 dot product.
+// One vector register, written with the compiler's own vector types: no intrinsics but for the conversions and products that
+// compilers don't make of them, or not reliably.
 //
 // All data is moved in 32-bit words. A word is one float, or two neighbouring bf16, so that packing, transposing and
 // the loops of a product are the same for both types, and only `dot` knows the difference.
@@ -9,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -40,6 +41,14 @@ struct bf16 {
 
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
+
+// Whether the processor has an instruction for `dot`.
+template <typename T>
+#ifdef __AVX512BF16__
+constexpr bool kHasDot = true;
+#else
+constexpr bool kHasDot = std::is_same_v<T, float>;
+#endif
 
 #define CPD_INLINE inline __attribute__((always_inline))
 
@@ -122,18 +131,51 @@ CPD_INLINE Floats rounded(Floats x) {
   return x;
 }
 
+// What elements are multiplied as. Where the processor has no dot product of bf16 they become float32: those on the left in a
+// copy of a few rows, as each is used many times, those on the right in the register.
+template <typename T>
+using Factor = std::conditional_t<kHasDot<T>, T, float>;
+template <typename T>
+constexpr int kFactorsPerWord = kPerWord<T> / kPerWord<Factor<T>>;
+
+// Vector `index` of the factors in vectors of words: of the first vector the first elements, then its second ones, and so on.
+template <typename T>
+CPD_INLINE Words factors(const Words* words, int index) {
+  if constexpr (kFactorsPerWord<T> == 1) {
+    return words[index];
+  } else {
+    const Words word = words[index / 2];
+    return index % 2 ? word & 0xffff0000u : word << 16;
+  }
+}
+
+// sum + a · b, rounded once where the processor can. Left to themselves, compilers do so in some loops and not in others, where
+// they take a chain of such instructions to be slow: then a row's bits would depend on how many there are.
+CPD_INLINE Floats multiply_add(Floats sum, Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 // sum + a · b, lane by lane: one product a word (float) or two (bf16), each added in float32.
 template <typename T>
 CPD_INLINE Floats dot(Floats sum, Words a, Words b) {
-  if constexpr (std::is_same_v<T, float>) {
-    return sum + (Floats)a * (Floats)b;
-  } else {
 #ifdef __AVX512BF16__
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    sum += (Floats)(a << 16) * (Floats)(b << 16);
-    return sum + (Floats)(a & 0xffff0000u) * (Floats)(b & 0xffff0000u);
+  if constexpr (std::is_same_v<T, bf16>) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
+  return multiply_add(sum, (Floats)a, (Floats)b);
+}
+
+template <typename T>
+CPD_INLINE void copy_factors(Factor<T>* to, const T* from, int64_t count) {
+  if constexpr (kHasDot<T>) {
+    std::memcpy(to, from, count * sizeof(T));
+  } else {
+    for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, count - i), count - i);
   }
 }
 
