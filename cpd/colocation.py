@@ -5,7 +5,8 @@ Workers act by it, and routers predict by it what workers will do.
     mixed   one batch on the whole device; long prompts go in pieces under the token budget
     lanes   prefills go aside; what they leave of the device goes to the decodes
     auto    a prompt rides along if the step then stays within the ITL target, or takes no longer than a decode beside a
-            prefill does; a longer one goes aside, unless so few streams run that it isn't worth it
+            prefill does; a longer one goes aside, unless so few streams run that it isn't worth it, or so many that no
+            split keeps the target and pieces in their batch make shorter gaps
 
 While nothing decodes, everything runs on the whole device.
 
@@ -156,15 +157,24 @@ class Colocation:
     def _choose_split(self, decodes: Work, beside: Work) -> LaneSplit:
         """The one with most for the prefill that leaves the decodes enough."""
         model = self.model
-        load = LaneLoad(
-            prefill_ms=lambda share: model.step_ms(beside, share, decodes),
-            decode_ms=lambda share: model.step_ms(decodes, share, beside),
-            target_ms=max(self._itl_ms, MAX_STRETCH * model.step_ms(decodes)),
-        )
-        return lane_split(load, self.splits)
+
+        def within(target_ms: float) -> LaneSplit:
+            load = LaneLoad(
+                prefill_ms=lambda share: model.step_ms(beside, share, decodes),
+                decode_ms=lambda share: model.step_ms(decodes, share, beside),
+                target_ms=target_ms,
+            )
+            return lane_split(load, self.splits)
+
+        split = within(self._itl_ms)
+        kept = model.step_ms(decodes, split.decode, beside) <= self._itl_ms
+        return split if kept else within(MAX_STRETCH * model.step_ms(decodes))
 
     def _worth_it(self, decodes: Work, split: LaneSplit, prefill: Work) -> bool:
         model = self.model
+        gap_ms = model.step_ms(decodes, split.decode, prefill)
+        if gap_ms > self._itl_ms > 0 and gap_ms > model.step_ms(decodes + Work.prefill(self._mixed(decodes).along)):
+            return False
         together_ms = model.step_ms(decodes + prefill)
         longer_ms = model.step_ms(prefill, split.prefill, decodes) - together_ms
         return decodes.seqs * together_ms >= STREAMS_WORTH * longer_ms

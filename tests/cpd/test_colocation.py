@@ -109,6 +109,39 @@ def test_the_lane_is_busy_or_gets_a_chunk(itl_ms: float) -> None:
     assert rule.room(DECODES, split)[0].aside == 0
 
 
+class TestTarget:
+    """Decodes of 30 ms, and lanes that take as much longer as their shares are smaller."""
+
+    SPLITS = (LaneSplit(0.5, 0.5), LaneSplit(0.25, 0.75))
+
+    def rule(self, itl_ms: float, token_ms: float, mode: Mode = "auto") -> Colocation:
+        def cost(share: float) -> StepCost:
+            return StepCost(tokens=(1, 1001), tokens_ms=(30 / share, (30 + 1000 * token_ms) / share))
+
+        shares = tuple(ShareProfile(share=s, decode=cost(s), prefill=cost(s)) for s in (0.25, 0.5, 0.75, 1.0))
+        profile = Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=shares)
+        return Colocation(PerfModel(profile), mode=mode, splits=self.SPLITS, itl_ms=itl_ms / ITL_MARGIN)
+
+    def test_a_split_that_keeps_it_goes_before_one_that_is_better_for_prompts(self) -> None:
+        assert self.rule(itl_ms=45, token_ms=0.1).room(DECODES, None)[1] == self.SPLITS[1]
+        assert self.rule(itl_ms=65, token_ms=0.1).room(DECODES, None)[1] == self.SPLITS[0]
+
+    def test_where_no_split_keeps_it_prompts_go_along_in_pieces(self) -> None:
+        room, split = self.rule(itl_ms=38, token_ms=0.01).room(DECODES, None)
+        assert split is None
+        assert room.cut
+
+    def test_but_not_in_pieces_that_make_longer_gaps_than_a_split(self) -> None:
+        rule = self.rule(itl_ms=38, token_ms=1)
+        room, split = rule.room(DECODES, None)
+        assert rule.model.step_ms(DECODES + Work.prefill(MIN_BUDGET)) > 100
+        assert split is not None
+        assert room.aside > 0
+
+    def test_with_lanes_alone_decodes_take_up_to_twice_as_long_where_it_cannot_be_kept(self) -> None:
+        assert self.rule(itl_ms=38, token_ms=0.01, mode="lanes").room(DECODES, None)[1] == self.SPLITS[0]
+
+
 class TestBeside:
     RULE = Colocation(model(), mode="auto", splits=[LaneSplit(0.5, 0.5)], itl_ms=50)
 
