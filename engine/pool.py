@@ -117,7 +117,7 @@ class BlockPool:
     def hold(self, pages: Sequence[int]) -> None:
         """Adds a holder to pages that are used or cached."""
         refcount, number = self._refcount, self._number
-        idle = [page for page in pages if not refcount[page]]
+        idle = {page for page in pages if not refcount[page]}  # whoever sent the hashes may have sent one twice
         self._move(idle, Owner.CACHED, Owner.USED)
         for page in idle:
             number[page] = -1

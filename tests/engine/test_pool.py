@@ -57,6 +57,26 @@ def test_evicts_the_least_recently_released_and_a_chains_end_first() -> None:
     assert pool.take(4) == [second[2], second[1], second[0], first[2]]
 
 
+def test_pages_found_again_and_again_are_evicted_in_the_order_of_their_last_release() -> None:
+    pool = BlockPool(PAGES)
+    pages = published(pool, *range(PAGES))
+    for page in pages * PAGES:
+        pool.hold([page])
+        pool.release([page])
+    assert pool.take(PAGES) == pages
+
+
+def test_a_page_may_be_found_twice() -> None:
+    pool = BlockPool(PAGES)
+    published(pool, 1)
+    pages = pool.find([block(1), block(1)])
+    pool.hold(pages)
+    assert pool.counts() == PoolCounts(PAGES - 1, 0, 1, 0, 0)
+    pool.release(pages)
+    pool.check_integrity()
+    assert pool.counts() == PoolCounts(PAGES - 1, 1, 0, 0, 0)
+
+
 def test_find_gives_the_longest_prefix_by_the_whole_hash() -> None:
     pool = BlockPool(PAGES)
     pages = published(pool, 1, 2, 3)
