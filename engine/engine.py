@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def quiet_steps(self) -> int:
-        """So many steps from now on each bring no more than the next token of every running sequence.
+        """So many steps from now on each bring no more than the next token of every sequence that is not aside.
 
         A simulator, which knows that none of them is a stop token, may make them at once, if nothing comes from outside
         meanwhile, and the prefill lane is not done before the last one ends.

@@ -177,12 +177,8 @@ class LiveRequests:
             logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
             outputs.append(Output(request.id, choice, [sampled.token_id], logprobs, finish, cached, queued_s))
         seq.reported = True
-        if request.prefill_only:
-            self.branch(seq, {})
-        elif len(outputs) == 1 and finish is None:  # nearly always: nothing to branch
-            self._scheduler.table.add_token(seq, sampled.token_id)
-        else:
-            self.branch(seq, {output.choice: output.token_ids for output in outputs if output.finish is None})
+        going_on = [] if request.prefill_only else [output for output in outputs if output.finish is None]
+        self.branch(seq, {output.choice: output.token_ids for output in going_on})
         return outputs
 
     def _close(self, seq: Seq) -> list[int]:

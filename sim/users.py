@@ -34,7 +34,7 @@ class _Conversation:
 
     Attributes:
         token_ids: Of the last prompt.
-        hashes: Of its full blocks; before the first one of those that others begin with.
+        hashes: Of its full blocks. Before there is one: of the blocks with which others begin, too.
         answer: What came back so far.
         late: The first token is, so that the request counts as bad already.
     """

@@ -183,7 +183,7 @@ class SimWorker:
 
     def _reach_at(self, steps: int | None) -> None:
         """Waits for the end of a step: so many have been made then; None: all."""
-        steps = min(steps or len(self._ends_s), len(self._ends_s))
+        steps = steps or len(self._ends_s)
         self._events.at(self._ends_s[steps - 1], self._reach, self._runs, steps)
 
     def _reach(self, number: int, steps: int) -> None:
