@@ -2,7 +2,7 @@
 // compilers don't make of them, or not reliably.
 //
 // All data is moved in 32-bit words. A word is one float, or two neighbouring bf16, so that packing, transposing and
-// the loops of a product are the same for both types, and only `dot` knows the difference.
+// the loops of a product are the same for both types, and only `factors` and `dot` know the difference.
 #pragma once
 
 #include <cstdint>
