@@ -17,7 +17,7 @@ test: lint
 
 # Every fault to every process, Redis and the network, in every phase of a request. As root, links are cut, too.
 faults: venv
-	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py
+	$(BIN)/python -m pytest --reruns 1 -m "faults or not faults" tests/faults/test_matrix.py
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -231,7 +231,9 @@ class FaultCluster:
                 if not process.running:
                     process.start()
             workers = (await self.state(router)).get("workers", [])
-            ready = {worker["id"]: worker["pid"] for worker in workers if worker["state"] == "ready"}
+            # The answer is of both routers: what a worker is to this one stands there by its name.
+            seen = [(worker, worker["routers"].get(router, {})) for worker in workers]
+            ready = {worker["id"]: worker["pid"] for worker, own in seen if own.get("state") == "ready"}
             return ready == {name: self.processes[name].pid for name in self.workers}
 
         for router in self.urls:
