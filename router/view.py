@@ -72,7 +72,8 @@ class Predictions:
         self.ttft_ms += actual_ms
         self.error_ms += abs(actual_ms - predicted_ms)
         times = corrected * (actual_ms + LATE_MS) / (predicted_ms + LATE_MS)
-        self._log = self._faded(now) + (log(times) - self._faded(now)) / RECENT
+        before = self._faded(now)
+        self._log = before + (log(times) - before) / RECENT
         self._at = now
 
     def late(self, now: float) -> float:

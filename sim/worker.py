@@ -171,7 +171,7 @@ class SimWorker:
         if aside_ends_s[0] is not None:
             self._reach_at(1)  # what the commands before it changed is told then
         else:  # sequences may end with the last one: the router hears of those before
-            self._reach_at(len(ends_s) - 1 if len(ends_s) == steps else None)
+            self._reach_at(steps - 1 if len(ends_s) == steps > 1 else None)
         return True
 
     def _run_until(self, steps: int) -> None:
@@ -183,7 +183,7 @@ class SimWorker:
 
     def _reach_at(self, steps: int | None) -> None:
         """Waits for the end of a step: so many have been made then; None: all."""
-        steps = steps or len(self._ends_s)
+        steps = len(self._ends_s) if steps is None else steps
         self._events.at(self._ends_s[steps - 1], self._reach, self._runs, steps)
 
     def _reach(self, number: int, steps: int) -> None:

@@ -18,16 +18,10 @@ namespace cpd {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-constexpr int kRegisters = 32;
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
-constexpr int kRegisters = 16;
-#elif defined(__ARM_NEON)
-constexpr int kLanes = 4;
-constexpr int kRegisters = 32;
 #else
 constexpr int kLanes = 4;
-constexpr int kRegisters = 16;
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
