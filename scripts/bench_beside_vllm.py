@@ -16,34 +16,27 @@ Every server has all cores. VENV is a virtual environment with vLLM, whose CPU w
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from bench.report.text import number
 from bench.result import Result
 from deploy.endpoint import pick_port
 from models.tiny import CHECKPOINT
 from models.tiny.make import write
 from scripts.bench_lanes import LARGE
 from scripts.bench_main_path import MODEL
+from scripts.beside import Figures, console, in_turn, running, text
 from tests.e2e.cluster import Cluster
 
 MODEL_NAME = "bench"
-START_S = 300.0
 CACHE_GIB = 2
 INPUT_LEN, OUTPUT_LEN = 512, 128
 AGREEMENT = {"concurrency": 4, "requests": 40}
@@ -60,44 +53,19 @@ LARGE_INPUT_LEN, LARGE_OUTPUT_LEN = 256, 64
 LARGE_LOADS = ((1, 6), (8, 24))
 """Concurrency and requests."""
 
-COUNTS = ("completed", "prompt tokens", "cached")
-
-Figures = Mapping[str, float]
-"""By name; times in milliseconds."""
-
-console = Console()
-
 
 @contextmanager
 def vllm_server(venv: Path, model: Path) -> Iterator[str]:
     """The URL of vLLM's server, which runs while the context is open."""
     url = f"http://127.0.0.1:{pick_port('127.0.0.1', 0)}"
-    command = [venv / "bin/vllm", "serve", model, "--port", url.rpartition(":")[2], "--dtype", "bfloat16"]
-    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB)}
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(
-            [*map(str, command), "--served-model-name", MODEL_NAME],
-            stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            if not _is_healthy(url, server):
-                log.seek(0)
-                raise SystemExit("".join([*log.readlines()[-30:], f"vLLM did not start within {START_S:.0f} s"]))
-            yield url
-        finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGINT)
-            server.wait(60)
+    flags = ("--port", url.rpartition(":")[2], "--dtype", "bfloat16", "--served-model-name", MODEL_NAME)
+    environment = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB)}
 
+    def is_healthy() -> bool:
+        return httpx.get(f"{url}/health", trust_env=False).is_success
 
-def _is_healthy(url: str, server: "subprocess.Popen[bytes]") -> bool:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            return httpx.get(f"{url}/health", trust_env=False).is_success
-        except httpx.HTTPError:
-            time.sleep(1)
-    return False
+    with running("vLLM", [(venv / "bin/vllm", "serve", model, *flags)], environment, is_healthy):
+        yield url
 
 
 @contextmanager
@@ -166,28 +134,6 @@ def _run(command: Sequence[str]) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def in_turn(title: str, rounds: int, sides: Mapping[str, Callable[[int], Figures]]) -> None:
-    """Measures both sides in turn and prints all figures, with the median of the rounds' ratios."""
-    first, second = sides
-    measured: dict[str, list[Figures]] = {first: [], second: []}
-    for turn in range(rounds):
-        # whoever is second finds a warmer machine
-        for name in (first, second) if turn % 2 == 0 else (second, first):
-            measured[name].append(sides[name](turn))
-            console.print(f"[dim]{turn + 1}/{rounds} {name}: {_text(measured[name][-1])}")
-    table = Table("", first, second, "ratios", "median", title=title)
-    for metric in (name for name in measured[first][0] if name in measured[second][0] and name not in COUNTS):
-        before, after = ([figures[metric] for figures in measured[name]] for name in (first, second))
-        ratios = [ours / theirs for theirs, ours in zip(before, after, strict=True)]
-        cells = (", ".join(number(value) for value in values) for values in (before, after))
-        table.add_row(metric, *cells, ", ".join(f"{ratio:.2f}" for ratio in ratios), f"{median(ratios):.3f}")
-    console.print(table, highlight=False)
-
-
-def _text(figures: Figures) -> str:
-    return ", ".join(f"{name} {number(value)}" for name, value in figures.items())
-
-
 def write_whole_characters(model: Path) -> None:
     """Writes a checkpoint of random weights whose answers have no token that is part of a character."""
     write(model, **AGREEMENT_MODEL)
@@ -225,11 +171,11 @@ def workloads(venv: Path, scratch: Path) -> None:
                 {"workload": "multi-turn", "preset": "light", "turns": 3, "concurrency": 4, "num_requests": 8},
                 {"workload": "shared-prefix", "hit_rate": 0.75, "concurrency": 4, "num_requests": 40},
             ):
-                console.print(f"{name}, {flags['workload']}: {_text(ours(url, CHECKPOINT, scratch, **flags))}")
+                console.print(f"{name}, {flags['workload']}: {text(ours(url, CHECKPOINT, scratch, **flags))}")
             path = cpd_bench("interference", url, CHECKPOINT, scratch, decodes=8, prefills=1, prefill_len=INTERFERING)
             (cell,) = json.loads(path.read_text())["cells"]
             medians = {key: cell[key]["median"] for key in ("increase_percent", "longest_gap_ms", "ttft_ms")}
-            console.print(f"{name}, interference, {INTERFERING} tokens beside 8 streams: {_text(medians)}")
+            console.print(f"{name}, interference, {INTERFERING} tokens beside 8 streams: {text(medians)}")
 
 
 def speed(venv: Path, scratch: Path, rounds: int, is_large: bool) -> None:

@@ -94,7 +94,8 @@ class Prompts:
 
 def plain_request(port: int, prompt: str, max_tokens: int) -> bytes:
     """An HTTP request for a completion in one piece."""
-    body = orjson.dumps({"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0})
+    asked = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = orjson.dumps(asked)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -175,17 +176,30 @@ async def throughput(
     return requests / seconds
 
 
-async def remote_extra(local_url: str, remote_url: str, prompts: Prompts, pairs: int) -> float:
-    """What the remote route adds to the time to the first token, in ms."""
-    clients = {"local": Client(target(local_url)), "remote": Client(target(remote_url))}
+async def streams_by_route(urls: Mapping[str, str], prompts: Prompts, each: int) -> dict[str, list[Record]]:
+    """Streams of REMOTE_WORDS words, one at a time, each route in turn."""
+    clients = {route: Client(target(url)) for route, url in urls.items()}
     records: dict[str, list[Record]] = {route: [] for route in clients}
-    for route, client in itertools.islice(itertools.cycle(clients.items()), 2 * pairs):
+    for route, client in itertools.islice(itertools.cycle(clients.items()), each * len(clients)):
         records[route].append(await stream(client, prompts(REMOTE_WORDS)))
-    for route, client in clients.items():
+    for client in clients.values():
         await client.close()
+    return records
+
+
+async def remote_extra(urls: Mapping[str, str], prompts: Prompts, pairs: int) -> float:
+    """What the remote route adds to the time to the first token, in ms."""
+    records = await streams_by_route(urls, prompts, pairs)
+    for route in urls:
         if any(record.route != route for record in records[route]):
             raise RuntimeError(f"not all of the {route} requests took that route")
     return ttft_ms(records["remote"]) - ttft_ms(records["local"])
+
+
+def add_routes(cluster: Cluster) -> dict[str, str]:
+    """Starts a router for each route that prompts of REMOTE_WORDS words can take; returns their URLs."""
+    thresholds = {"local": REMOTE_WORDS, "remote": REMOTE_WORDS - 1}
+    return {route: cluster.add_router(long_prefill_tokens=words) for route, words in thresholds.items()}
 
 
 async def best(passes: int, choose: Callable[[Iterator[float]], float], once: Callable[[], Awaitable[float]]) -> float:
@@ -226,10 +240,15 @@ async def measure(cluster: Cluster, passes: int, scale: float) -> None:
         print(f"   {OUTPUT * len(records) / chunks:.1f} tokens a chunk, {chunks / arrivals:.1f} chunks at one time")
         print(f"   CPU us a request: {least(costs[1:])}", flush=True)
     # only now: each router has a session with every worker, which tells all of them what it has cached
-    local_url = cluster.add_router(long_prefill_tokens=REMOTE_WORDS)
-    remote_url = cluster.add_router(long_prefill_tokens=REMOTE_WORDS - 1)
-    ms = await best(passes, min, partial(remote_extra, local_url, remote_url, prompts, count(150)))
+    urls = add_routes(cluster)
+    ms = await best(passes, min, partial(remote_extra, urls, prompts, count(150)))
     print(f"{REMOTE_WORDS} words in: the remote route adds {ms:+.2f} ms to the TTFT (goal 5)")
+
+
+def simulated(**more: object) -> Cluster:
+    """What is measured, with `more` settings."""
+    settings = {"served_model_name": NAME, "simulate": "instant", "prefill": 2, "combined": 4, "kv_memory": "1GiB"}
+    return Cluster(model=str(tiny.CHECKPOINT), **settings, **more)
 
 
 def main() -> None:
@@ -239,8 +258,7 @@ def main() -> None:
     arguments = parser.parse_args()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     print(f"commit {commit}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
-    settings = {"served_model_name": NAME, "simulate": "instant", "prefill": 2, "combined": 4, "kv_memory": "1GiB"}
-    with Cluster(model=str(tiny.CHECKPOINT), **settings) as cluster:
+    with simulated() as cluster:
         uvloop.run(measure(cluster, arguments.passes, arguments.scale))
 
 
