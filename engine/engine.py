@@ -55,6 +55,7 @@ class Engine:
 
     Attributes:
         max_model_len: Tokens of the longest sequence that can be served.
+        max_num_seqs: Sequences that run at the same time, at most.
         colocation: As given; it never changes.
         host_pages: Evicted blocks that are kept at most.
         host_page_ms: How long it takes to copy one of them back.
@@ -73,6 +74,7 @@ class Engine:
         host: HostMemory | None = None,
     ) -> None:
         self.max_model_len = min(max_model_len, runner.num_pages * BLOCK_SIZE)
+        self.max_num_seqs = min(max_num_seqs, colocation.max_tokens)  # so that each advances in each step
         self._runner = runner
         self._max_queue_tokens = max_queue_tokens
         self.host_pages = host.num_slots if host is not None else 0
@@ -82,7 +84,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool,
             max_len=self.max_model_len,
-            max_num_seqs=min(max_num_seqs, colocation.max_tokens),  # so that each advances in each step
+            max_num_seqs=self.max_num_seqs,
             copy_page=runner.copy_page,
             backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
             host=self._host,

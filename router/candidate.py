@@ -45,6 +45,7 @@ class Candidate:
         cached_pages: Those with content that could be evicted.
         idle_at: When the prompts that it has will be computed, in seconds of the clock that `now` is of.
         requests: Sequences, running and waiting.
+        max_num_seqs: Those of them that run at a time, at most; 0: as many as there are.
         late: Its first tokens come so many times later than predicted; its steps are reckoned with as so much longer.
     """
 
@@ -58,6 +59,7 @@ class Candidate:
     cached_pages: int = 0
     idle_at: float = 0.0
     requests: int = 0
+    max_num_seqs: int = 0
     late: float = 1.0
 
     @property
@@ -79,6 +81,13 @@ class Candidate:
         queue_ms = self.queue_ms(now)
         short = queue_ms and tokens <= self.beside.passing
         return min(queue_ms, self.beside.gap_ms + self._late_ms) if short else queue_ms
+
+    def seats_ms(self, streams: int, output: int) -> float:
+        """Until so many more sequences may run, if those there have about so many tokens each, and end one by one."""
+        beyond = self.requests + streams - self.max_num_seqs
+        if beyond <= 0 or not self.max_num_seqs:
+            return 0.0
+        return beyond / self.max_num_seqs * output * self.beside.alone_ms
 
     def prefill(self, tokens: int, before: int) -> Pace:
         """Computing `tokens` tokens of a prompt after `before` cached ones, beside the streams there are."""

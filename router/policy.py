@@ -4,13 +4,14 @@ Every option (a combined worker that computes the prompt itself, one that has it
 before, or one with a prefill worker that computes it) has a cost in ms, and the least one is taken. It is what the
 request makes people wait, this user and all others, summed up:
 
-    own wait      queue, what comes back from host memory, prefill, and what the pages' way adds to the first gap; then
-                  a decode step a token
+    own wait      queue, until there is a seat among the sequences that run, what comes back from host memory, prefill,
+                  and what the pages' way adds to the first gap; then a decode step a token
     stutter       of each stream beside a prefill, what its tokens are late when that is over
     crowding      of each stream there, what one more stream adds to every step
     those behind  of who comes next, the prefill's time, and that of pages from another cache
     misses        a broken promise (`--slo-ttft`, `--slo-itl`), own or others', counts far more than delays do
-    memory        pages that come to a worker displace what may be wanted again; without room the request waits
+    memory        pages that come to a worker displace what may be wanted again, and is computed then beside the streams
+                  there, or comes back from host memory; without room the request waits
 
 So sessions stay where their cache is while that saves more than the crowd there costs, hot prefixes are copied to other
 workers when it does not, and a prompt leaves its decode worker when streams there would suffer more than it gains.
@@ -226,6 +227,11 @@ def place(
     )
 
 
+def _computing_ms(worker: Candidate) -> float:
+    """Roughly, what everybody together waits for each token of a prompt that a combined worker computes."""
+    return (1 + BEHIND + worker.decodes) * worker.token_ms
+
+
 def _effort(option: Option) -> tuple[int, bool]:
     """Decides among near-equals: what is to be computed, and whether it takes two workers."""
     return option.uncached_tokens, bool(option.prefill or option.cached_at)
@@ -260,6 +266,10 @@ class _Request:
         """Until they are back."""
         return blocks_for(self.returning(worker)) * worker.host_page_ms
 
+    def seats_ms(self, worker: Candidate) -> float:
+        """Until the worker may run it beside those that it has."""
+        return worker.seats_ms(self.prompt.choices, EXPECTED_OUTPUT)
+
     def lacking(self, worker: Candidate) -> int:
         """Pages that the worker does not have of the prompt yet."""
         return blocks_for(self.prompt.tokens) - (self.before(worker) - self.returning(worker)) // BLOCK_SIZE
@@ -293,9 +303,9 @@ class _Request:
         """Roughly, the cost of a local option."""
         uncached = self.prompt.tokens - self.before(worker)
         return (
-            worker.queue_ms(self.now)
+            max(worker.queue_ms(self.now), self.seats_ms(worker))
             + self.copy_ms(worker)
-            + (1 + BEHIND + worker.decodes) * uncached * worker.token_ms
+            + uncached * _computing_ms(worker)
             + self.together * worker.stream_ms
         )
 
@@ -334,6 +344,7 @@ class _Decode:
         self.worker = worker
         self._request = request
         self._pages = request.lacking(worker)
+        self._seats_ms = request.seats_ms(worker)
         self._itl_ms = worker.grown_ms(prompt.tokens, prompt.choices)
         others = worker.requests
         slower_ms = max(0.0, self._itl_ms - worker.crowded_ms)
@@ -355,7 +366,7 @@ class _Decode:
         pace = worker.prefill(uncached, tokens - uncached)
         missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
         stutter_ms = worker.decodes * (pace.late_ms + missed_ms)
-        queue_ms, copy_ms = worker.wait_ms(uncached, request.now), request.copy_ms(worker)
+        queue_ms, copy_ms = max(worker.wait_ms(uncached, request.now), self._seats_ms), request.copy_ms(worker)
         host_tokens = request.returning(source or worker)
         if source is None:
             queue_ms += copy_ms
@@ -373,10 +384,11 @@ class _Decode:
         all_ms = self.worker.transfer_ms(moved)
         tail_ms = self.worker.transfer_ms(min(moved, helper.tail))
         transfer_ms = max(tail_ms, all_ms - helper.ms)
-        ttft_ms = helper.queue_ms + helper.ms + REMOTE_MS
+        queue_ms = max(helper.queue_ms, self._seats_ms)
+        ttft_ms = queue_ms + helper.ms + REMOTE_MS
         name = helper.worker.worker_id
         return self._option(
-            name, "", helper.uncached, helper.host_tokens, helper.queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0
+            name, "", helper.uncached, helper.host_tokens, queue_ms, helper.ms, transfer_ms, ttft_ms, 0.0
         )
 
     def break_even(self, chosen: Option) -> int:
@@ -395,8 +407,10 @@ class _Decode:
         worker, request = self.worker, self._request
         wanted = self._pages + request.prompt.choices * blocks_for(request.output)
         lacking = wanted > worker.free_pages + worker.cached_pages and worker.num_pages > 0
-        displaced_ms = DISPLACED * self._pages * BLOCK_SIZE * worker.token_ms
-        return displaced_ms + lacking * BROKEN * request.settings.slo_ttft_ms
+        again_ms = BLOCK_SIZE * _computing_ms(worker)
+        if worker.host_page_ms:
+            again_ms = min(again_ms, worker.host_page_ms)
+        return DISPLACED * self._pages * again_ms + lacking * BROKEN * request.settings.slo_ttft_ms
 
     def _option(
         self,

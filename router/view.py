@@ -132,6 +132,7 @@ class WorkerView:
                 cached_pages=load.cached_pages,
                 idle_at=self._idle_at,
                 requests=self._others + self.sequences,
+                max_num_seqs=self._hello.max_num_seqs,
                 late=self._late,
             )
         return self._candidate

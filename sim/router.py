@@ -170,6 +170,7 @@ class SimRouter:
         hello = pb.Hello(
             worker_id=worker.id,
             num_pages=worker.num_pages,
+            max_num_seqs=worker.engine.max_num_seqs,
             page_bytes=worker.model.profile.page_bytes,
             profile=worker.model.profile.model_dump_json(by_alias=True).encode(),
             token_budget=worker.token_budget,

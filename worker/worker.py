@@ -255,6 +255,7 @@ class Worker:
             host_pages=self._loaded.engine.host_pages,
             host_page_ms=self._loaded.engine.host_page_ms,
             max_model_len=self._loaded.limits.max_model_len,
+            max_num_seqs=self._loaded.engine.max_num_seqs,
             vocab_size=self._loaded.limits.vocab_size,
             dtype=self._loaded.dtype,
             transport=self._transport.name,

@@ -153,6 +153,33 @@ class TestLatencyTargets:
         assert _decode(_place(160, [full, other], cached={"full": 9}, slo_itl_ms=50)) == "other"
 
 
+class TestSeats:
+    """A worker runs only so many sequences at a time."""
+
+    FULL = _worker("full", streams=64, requests=96, max_num_seqs=64)
+
+    def test_who_comes_to_a_full_worker_waits_until_enough_others_have_ended(self) -> None:
+        chosen = _place(100, [self.FULL]).chosen
+        assert chosen.queue_ms == pytest.approx(33 / 64 * 256 * MODEL.step_ms(Work.decode(64, 64_000)))
+        assert _place(100, [replace(self.FULL, requests=63)]).chosen.queue_ms == 0
+        assert _place(100, [replace(self.FULL, max_num_seqs=0)]).chosen.queue_ms == 0
+
+    def test_a_short_prompt_that_passes_a_long_one_does_not_pass_those_that_wait_for_a_seat(self) -> None:
+        busy = _worker("d", queue_ms=900, beside=_beside(24, mode="auto"), requests=25, max_num_seqs=32)
+        assert _place(10, [busy]).chosen.queue_ms < 100
+        assert _place(10, [replace(busy, requests=60)]).chosen.queue_ms > 1000
+
+    def test_a_session_leaves_a_full_worker_for_one_with_room(self) -> None:
+        roomy = _worker("roomy", streams=64, max_num_seqs=128)
+        cached = {"full": 60}
+        assert _decode(_place(1000, [self.FULL, roomy], cached=cached)) == "roomy"
+        assert _decode(_place(1000, [replace(self.FULL, requests=63), roomy], cached=cached)) == "full"
+
+    def test_a_prefill_worker_does_not_make_the_decode_worker_s_seats_free(self) -> None:
+        option = next(one for one in _place(4096, [self.FULL], [_worker("p")]).options if one.prefill)
+        assert option.queue_ms == _place(100, [self.FULL]).chosen.queue_ms
+
+
 class TestCache:
     def test_a_session_stays_where_its_cache_is(self) -> None:
         workers = [_worker("home", streams=4), _worker("other", streams=4), _worker("third", streams=4)]
@@ -168,6 +195,12 @@ class TestCache:
         crowded = replace(home, requests=80, beside=_beside(80))
         placement = _place(1024, [crowded, other], cached={"home": 63})
         assert (_decode(placement), placement.replicated) == ("other", True)
+
+    def test_a_session_does_not_displace_others_for_a_little_less_crowd(self) -> None:
+        home, other = _worker("home", streams=110), _worker("other", streams=100)
+        assert _decode(_place(2000, [home, other], cached={"home": 120})) == "home"
+        home, other = (replace(one, host_page_ms=0.05) for one in (home, other))  # from where they come back quickly
+        assert _decode(_place(2000, [home, other], cached={"home": 120})) == "other"
 
     def test_a_burst_of_one_prefix_spreads(self) -> None:
         workers = {name: _worker(name) for name in ("home", "b", "c", "d")}

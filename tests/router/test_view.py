@@ -26,7 +26,13 @@ def _view(**hello: Any) -> WorkerView:
 
 def test_a_candidate_has_what_hello_and_load_say() -> None:
     view = _view(
-        num_pages=100, page_bytes=64, host_page_ms=0.5, token_budget=256, colocate="lanes", decode_shares=[0.25]
+        num_pages=100,
+        page_bytes=64,
+        host_page_ms=0.5,
+        max_num_seqs=32,
+        token_budget=256,
+        colocate="lanes",
+        decode_shares=[0.25],
     )
     view.reported(
         pb.Load(running=3, waiting=2, decodes=2, decode_context=500, prefill_ms=40, free_pages=7, cached_pages=9), 1.0
@@ -35,7 +41,7 @@ def test_a_candidate_has_what_hello_and_load_say() -> None:
     assert (one.worker_id, one.address, one.token_budget) == ("w", "w:1", 256)
     assert (one.beside.rule.mode, one.beside.rule.splits) == ("lanes", (LaneSplit(0.75, 0.25),))
     assert (one.num_pages, one.page_bytes, one.free_pages, one.cached_pages) == (100, 64, 7, 9)
-    assert one.host_page_ms == 0.5
+    assert (one.host_page_ms, one.max_num_seqs) == (0.5, 32)
     assert (one.requests, one.beside.decodes) == (5, Work.decode(2, 500))
     assert one.queue_ms(1.0) == pytest.approx(40)
     assert one.queue_ms(1.03) == pytest.approx(10)
