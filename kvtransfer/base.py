@@ -43,6 +43,10 @@ class PoolMemory:
     num_pages: int
     page_bytes: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:

@@ -2,7 +2,8 @@
 
     greeting ── Welcome ──▶ open ──▶ failed
 
-A batch that was granted is one message a run. It has been sent when UCX no longer reads its pages.
+A batch that was granted is one write a run, into the pages of the grant, and a flush. When that is completed the
+pages are there, which the receiver can't see: it is told.
 """
 
 import asyncio
@@ -11,11 +12,13 @@ from collections import deque
 from typing import Any
 
 from cpd.errors import TransferError
+from kvtransfer.base import PoolMemory
 from kvtransfer.latch import Latch
 from kvtransfer.pushes import PushedTransfer
 from kvtransfer.session import frames
 from kvtransfer.session.sending import Sending
 from kvtransfer.ucx.connection import MAX_RUNS, Connection, pop_completed
+from kvtransfer.ucx.memory import PeersMemory, Write
 from kvtransfer.ucx.reactor import Reactor
 
 _BATCH_BYTES = 8 << 20
@@ -25,8 +28,7 @@ class Outgoing(Connection):
     """Sends pages of one pool to the transport at the other end.
 
     Args:
-        pool: All pages' bytes.
-        page_bytes: Of one page.
+        memory: The pool.
         key: From the receiver's address.
     """
 
@@ -35,20 +37,18 @@ class Outgoing(Connection):
         reactor: Reactor,
         endpoint: Any,
         loop: asyncio.AbstractEventLoop,
-        pool: memoryview,
-        page_bytes: int,
+        memory: PoolMemory,
         key: bytes,
     ) -> None:
         super().__init__(reactor, endpoint)
         self.greeted = Latch(loop)  # open or failed
         self.gone = Latch(loop)
         self.error: TransferError | None = None
-        self._pool = pool
-        self._page_bytes = page_bytes
-        self._open = False
-        self._sending = Sending(max_runs=MAX_RUNS, max_pages=max(1, _BATCH_BYTES // page_bytes))
-        self._flying: dict[int, deque[Any]] = {}  # requests, by batch
-        self._send(frames.Hello(key, page_bytes))
+        self._memory = memory
+        self._theirs: PeersMemory | None = None  # since the connection is open
+        self._sending = Sending(max_runs=MAX_RUNS, max_pages=max(1, _BATCH_BYTES // memory.page_bytes))
+        self._flying: dict[int, deque[Write]] = {}  # by batch
+        self._send(frames.Hello(key, memory.page_bytes))
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Sends a transfer after those before it."""
@@ -60,14 +60,14 @@ class Outgoing(Connection):
 
     def _handle(self, frame: frames.Frame) -> None:
         match frame:
-            case frames.Welcome() if not self._open:
-                self._open = True
+            case frames.Welcome() if self._theirs is None:
+                self._theirs = PeersMemory(self._reactor.ucp, self._endpoint.handle, frame.details)
                 self.greeted.set()
-            case frames.Reject() if not self._open:
+            case frames.Reject() if self._theirs is None:
                 self.error = frames.refusal(frame)
                 raise self.error
-            case frames.Grant():
-                self._grant(frame)
+            case frames.Grant() if self._theirs is not None:
+                self._grant(frame, self._theirs)
             case frames.Refuse():
                 self._sending.refused(frame)
             case frames.Done():
@@ -75,12 +75,13 @@ class Outgoing(Connection):
             case _:
                 raise TransferError(f"the receiver sent {type(frame).__name__} out of turn")
 
-    def _grant(self, grant: frames.Grant) -> None:
-        requests = self._flying[grant.batch] = deque()
-        for run, tag in zip(self._sending.granted(grant), grant.places, strict=True):
-            start = run.page * self._page_bytes
-            data = self._pool[start : start + run.count * self._page_bytes]
-            requests.append(self._endpoint.tag_send(self._reactor.array(data), self._reactor.ucx.UCXXTag(tag)))
+    def _grant(self, grant: frames.Grant, theirs: PeersMemory) -> None:
+        runs = self._sending.granted(grant)
+        writes = self._flying[grant.batch] = deque()
+        start, size = self._memory.pointer, self._memory.page_bytes
+        for run, page in zip(runs, grant.places, strict=True):
+            writes.append(theirs.write(start + run.page * size, run.count * size, page * size))
+        writes.append(theirs.flush())
 
     def _advance(self) -> bool:
         worked = False
@@ -89,6 +90,7 @@ class Outgoing(Connection):
             if not requests:
                 del self._flying[batch]
                 self._sending.sent(batch)
+                self._send(frames.Sent(batch))
                 worked = True
         for offer in self._sending.offers():
             self._send(offer)
@@ -99,11 +101,13 @@ class Outgoing(Connection):
         return [request for requests in self._flying.values() for request in requests]
 
     def _patience(self) -> float | None:
-        return self._sending.patience(is_open=self._open)
+        return self._sending.patience(is_open=self._theirs is not None)
 
     def _lost(self, reason: str) -> None:
         self.error = self.error or TransferError(reason)
         self._flying.clear()
+        if self._theirs is not None:
+            self._theirs.close()
         self._sending.lost(self.error)
         self.greeted.set()
         self.gone.set()

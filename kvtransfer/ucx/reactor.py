@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from cpd.errors import ConfigError, TransferError
+from kvtransfer.base import PoolMemory
 from kvtransfer.latch import Latch
+from kvtransfer.ucx.memory import OpenMemory, Ucp
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +50,20 @@ class Channel(Protocol):
 
 
 class Reactor:
-    """A UCX worker that listens, and its thread.
+    """A UCX worker that listens, its pool, and its thread.
 
     Attributes:
         ucx: The module `ucxx.libucxx`, once started.
         array: What its sends and receives take, made from a contiguous buffer.
+        ucp: What UCX has beside it, once started.
+        memory: The pool, open to who has a connection and the key, once started.
         channels: What is polled; channels add and remove themselves, on the thread.
         port: Where it listens, once started.
 
     Args:
         options: UCX configuration, names without the prefix `UCX_`.
         host: IPv4 address to listen on.
+        pool: Where peers may write.
         accept: Called on the thread with the endpoint of each connection that comes in; may raise UCX's errors.
         ended: Called on the thread after all channels have failed, with the reason; nothing touches memory any more.
     """
@@ -66,14 +71,23 @@ class Reactor:
     ucx: Any
     array: Any
     worker: Any
+    ucp: Ucp
     port: int
 
     def __init__(
-        self, options: Mapping[str, str], host: str, *, accept: Callable[[Any], None], ended: Callable[[str], None]
+        self,
+        options: Mapping[str, str],
+        host: str,
+        pool: PoolMemory,
+        *,
+        accept: Callable[[Any], None],
+        ended: Callable[[str], None],
     ) -> None:
         self.channels: set[Channel] = set()
         self._options = dict(options)
         self._host = host
+        self._pool = pool
+        self.memory: OpenMemory | None = None
         self._accept = accept
         self._on_end = ended
         self._calls: deque[Callable[[], None]] = deque()
@@ -189,9 +203,11 @@ class Reactor:
             from ucxx import libucxx
             from ucxx._lib.arr import Array
 
-            features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
+            kinds = libucxx.Feature
+            features = (kinds.RMA, kinds.TAG, kinds.STREAM, kinds.WAKEUP)
             context = libucxx.UCXContext(self._options, feature_flags=features)
-        self.ucx, self.array = libucxx, Array
+        self.ucx, self.array, self.ucp = libucxx, Array, Ucp()
+        self.memory = OpenMemory(self.ucp, context.handle, self._pool.pointer, self._pool.num_bytes)
         self.worker = libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         self.worker.init_blocking_progress_mode()
         self._listener = libucxx.UCXListener.create(self.worker, 0, self._knocks.append)
@@ -232,6 +248,8 @@ class Reactor:
     def _shut(self, reason: str) -> None:
         for channel in tuple(self.channels):
             channel.fail(reason)
+        if self.memory is not None:
+            self.memory.close()
         # UCX closes its sockets when the last Python object is gone.
         self._limbo.clear()
         self._listener = self.worker = None

@@ -1,9 +1,7 @@
 """The UCX transport as callers see it, on the event loop. What it does happens on the reactor's thread."""
 
 import asyncio
-import ctypes
 import functools
-import itertools
 import os
 import secrets
 from collections.abc import Sequence
@@ -76,13 +74,10 @@ class UcxTransport:
         self.address = b""
         self._loop = asyncio.get_running_loop()
         self._memory = memory
-        num_bytes = memory.num_pages * memory.page_bytes
-        self._pool = memoryview((ctypes.c_char * num_bytes).from_address(memory.pointer)).cast("B")
         self._book = LandingBook(self._loop, memory.num_pages, epoch)
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._tags = itertools.count(int.from_bytes(os.urandom(7)))
         self._ended = ""
-        self._reactor = Reactor(ucx_options(host), host, accept=self._accept, ended=self._end)
+        self._reactor = Reactor(ucx_options(host), host, memory, accept=self._accept, ended=self._end)
 
     @classmethod
     async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "") -> "UcxTransport":
@@ -131,12 +126,12 @@ class UcxTransport:
             raise TransferError(self._ended)
         try:
             endpoint = self._reactor.connect(ip, port)
-            return Outgoing(self._reactor, endpoint, self._loop, self._pool, self._memory.page_bytes, key)
+            return Outgoing(self._reactor, endpoint, self._loop, self._memory, key)
         except self._reactor.ucx.UCXError as error:
             raise TransferError(f"no connection to {ip}:{port}: {error}") from None
 
     def _accept(self, endpoint: Any) -> None:
-        Incoming(self._reactor, endpoint, self._book, self._pool, self._memory.page_bytes, self._key, self._tags)
+        Incoming(self._reactor, endpoint, self._book, self._memory.page_bytes, self._key)
 
     def _end(self, reason: str) -> None:
         self._ended = reason
@@ -150,13 +145,6 @@ def ucx_options(host: str) -> dict[str, str]:
     """
     options = {
         "TLS": os.environ.get("UCX_TLS", "tcp"),
-        # No one-sided puts: memory is written by the receives this side has posted and by nothing else.
-        "TCP_PUT_ENABLE": "n",
-        # A message travels eagerly only if it fits one fragment: the receive of several, cut off by the sender's
-        # death, would never complete. Receives are always posted first, so this costs no copies.
-        "TCP_TX_SEG_SIZE": "128K",
-        "TCP_RX_SEG_SIZE": "128K",
-        "RNDV_THRESH": "64K",
         # Finds a host that vanished within seconds.
         "TCP_KEEPIDLE": "2s",
         "TCP_KEEPINTVL": "1s",

@@ -208,7 +208,8 @@ async def reactor() -> AsyncIterator[Reactor]:
     def accept(endpoint: Any) -> None:
         Rude(made, endpoint, [])
 
-    made = Reactor(ucx_options("127.0.0.1"), "127.0.0.1", accept=accept, ended=lambda _: None)
+    pool = Pool(4)
+    made = Reactor(ucx_options("127.0.0.1"), "127.0.0.1", pool.memory, accept=accept, ended=lambda _: None)
     await made.start()
     yield made
     await made.stop()
@@ -228,6 +229,7 @@ def rude_frames(address: Address, page_bytes: int) -> dict[str, list[bytes]]:
         "a page before the greeting": [padded(frames.Offer(1, 1, 900, 1, ((0, 1),)))],
         "two greetings": [hello, hello],
         "what only a receiver says": [hello, padded(frames.Grant(1, (1,)))],
+        "that pages are there which nobody granted": [hello, padded(frames.Sent(1))],
         "more offers than may be": [
             hello,
             *[padded(frames.Offer(n, 1, 1, 1, ((n, 1),))) for n in range(WINDOW + 1)],
