@@ -13,8 +13,8 @@ VENV is a virtual environment with Dynamo, which needs neither etcd nor NATS. It
 hardware, which isn't on PyPI, is not needed:
 
     python3 -m venv VENV && VENV/bin/pip install --no-deps ai-dynamo==1.6.1
-    VENV/bin/pip install ai-dynamo-runtime==1.6.1 'aiohttp>=3.14.3' certifi 'kubernetes<33' msgspec \
-        prometheus-client pyzmq 'redis<9' tqdm 'transformers>=4.56' zstandard
+    VENV/bin/pip install ai-dynamo-runtime==1.6.1 'aiohttp>=3.14.3' certifi 'kubernetes<33' msgspec
+    VENV/bin/pip install prometheus-client pyzmq 'redis<9' tqdm 'transformers>=4.56' zstandard
 """
 
 import argparse
