@@ -6,6 +6,8 @@ from contextlib import suppress
 
 SLOW_RATE = "2mbit"
 
+_BRIDGE_ADDRESS = "02:00:00:00:00:01"
+
 
 def ip(*arguments: str) -> None:
     """Runs `ip`."""
@@ -44,7 +46,9 @@ class Network:
 
     def start(self) -> None:
         """Makes the bridge."""
-        ip("link", "add", self._bridge, "type", "bridge")
+        # Without an address of its own it takes a link's, and another one when that link is cut: who spoke with this
+        # process would go on speaking to the old one.
+        ip("link", "add", self._bridge, "address", _BRIDGE_ADDRESS, "type", "bridge")
         ip("addr", "add", f"{self.host(0)}/24", "dev", self._bridge)
         ip("link", "set", self._bridge, "up")
 
