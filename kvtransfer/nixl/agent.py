@@ -81,7 +81,7 @@ class Agent:
             self._agent: Any = self._nixl.nixlAgent(secrets.token_hex(8), config)
             settings = ",".join(f"{name}={value}" for name, value in ucx.items())
             self._backend = self._agent.createBackend("UCX", {"engine_config": settings})
-            whole = (memory.pointer, memory.num_pages * memory.page_bytes, 0, "")
+            whole = (memory.pointer, memory.num_bytes, 0, "")
             self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [whole])
             self._agent.registerMem(self._registered, [self._backend])
         except self._errors as error:
