@@ -14,7 +14,7 @@ from router.policy import PolicySettings
 from sim.events import Events
 from sim.fills import DecodeSide, Links, PrefillSide
 from sim.policies import PolicyName, policy
-from sim.router import Flight, SimRouter
+from sim.router import SimRouter
 from sim.settings import ClusterShape
 from sim.users import Users, Window
 from sim.worker import SimWorker
@@ -60,7 +60,6 @@ class SimCluster:
 
     def __init__(self, settings: ClusterShape, name: PolicyName, workload: Workload) -> None:
         self._events = Events()
-        self._flights: dict[str, Flight] = {}
         self._window = Window(settings.warmup, settings.warmup + settings.duration)
         chosen = policy(name)
         model = PerfModel(Profile.load(settings.profile))
@@ -105,7 +104,7 @@ class SimCluster:
             one.on_output = self._see
             one.on_run = self._see_run
         slo = Slo(ttft=settings.slo_ttft, itl=settings.slo_itl)
-        self._users = Users(workload, self._events, self._submit, self._window, slo)
+        self._users = Users(workload, self._events, self._router.submit, self._window, slo)
         self._users.next_session()
 
     def sustains(self, share: float, expected: float) -> bool:
@@ -147,17 +146,10 @@ class SimCluster:
     def _over(self) -> bool:
         return self._all_came and (not self._users.unfinished or self._events.now > self._window.end_s + GRACE_S)
 
-    def _submit(self, flight: Flight) -> None:
-        self._flights[flight.request.id] = flight
-        self._router.submit(flight)
-
     def _see(self, output: StepOutput) -> None:
         """What a combined worker's step brought."""
         for one in output.outputs:
-            flight = self._flights[one.request_id]
-            if one.finish is not None:
-                del self._flights[one.request_id]
-            self._router.output(flight, one)
+            self._router.output(one)
         for request_id, reason in output.failed:
             raise AssertionError(f"request {request_id} failed: {reason}")
 
@@ -165,11 +157,10 @@ class SimCluster:
         """What several steps of a combined worker brought."""
         for output in step.outputs:
             if output.finish is None:
-                self._router.more(self._flights[output.request_id], output.token_ids, ends_s)
+                self._router.more(output.request_id, output.token_ids, ends_s)
                 continue
-            flight = self._flights.pop(output.request_id)
-            self._router.more(flight, output.token_ids[:-1], ends_s[:-1])
-            self._router.output(flight, replace(output, token_ids=output.token_ids[-1:]))
+            self._router.more(output.request_id, output.token_ids[:-1], ends_s[:-1])
+            self._router.output(replace(output, token_ids=output.token_ids[-1:]))
 
 
 class _Loads:

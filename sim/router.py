@@ -77,6 +77,7 @@ class SimRouter:
         self._network_s = network_s
         self._rng = Random(seed)
         self._on_load = on_load
+        self._flights: dict[str, Flight] = {}  # by the request's id
         self._index = PrefixIndex()
         self._workers = {worker.id: worker for worker in workers}
         self._views = {worker.id: self._follow(worker) for worker in workers}
@@ -84,6 +85,7 @@ class SimRouter:
     def submit(self, flight: Flight) -> None:
         """Places a request and sends it to its worker."""
         request, now = flight.request, self._events.now
+        self._flights[request.id] = flight
         cached = self._index.cached_prefixes(request.block_hashes).cached
         seen = Situation(
             Prompt(len(request.token_ids), request.params.max_tokens),
@@ -96,6 +98,7 @@ class SimRouter:
         )
         placement = self._place(seen) if seen.combined else None
         if placement is None:
+            del self._flights[request.id]
             flight.on_refused(flight)
             return
         flight.decode, flight.prefill = placement.decode.worker_id, placement.computes.worker_id
@@ -112,16 +115,17 @@ class SimRouter:
         )
         self._events.at(now + self._network_s, self._sides[flight.decode].take, order)
 
-    def output(self, flight: Flight, output: Output) -> None:
-        """The combined worker has chosen the next token."""
+    def output(self, output: Output) -> None:
+        """A combined worker has chosen a request's next token."""
+        flight = self._flights[output.request_id]
         if output.cached_tokens is not None:
             flight.cached_tokens = output.cached_tokens
             self._answered(flight, self._network_s, planned=flight.prefill == flight.decode)
         self._chosen(flight, output, self._network_s)
 
-    def more(self, flight: Flight, token_ids: Sequence[int], chosen_s: Sequence[float]) -> None:
-        """The combined worker has chosen the next tokens at these times, and more are to come."""
-        after_s = self._network_s
+    def more(self, request_id: str, token_ids: Sequence[int], chosen_s: Sequence[float]) -> None:
+        """A combined worker has chosen a request's next tokens at these times, and more are to come."""
+        flight, after_s = self._flights[request_id], self._network_s
         flight.times_s += [time_s + after_s for time_s in chosen_s]
         flight.token_ids += token_ids
 
@@ -134,6 +138,7 @@ class SimRouter:
         flight.times_s.append(self._events.now + after_s)
         flight.token_ids += output.token_ids
         if output.finish is not None:
+            del self._flights[flight.request.id]
             self._views[flight.decode].ended(1)
             flight.on_end(flight, output.finish)
 
