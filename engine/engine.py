@@ -132,9 +132,7 @@ class Engine:
         False also when everything waits for pages that others hold (reservations, pins), for the prefill lane, or for
         blocks from host memory: ask again after the next call that changes the engine, and when `on_work` calls.
         """
-        if self._flight or self._requests.shown or self._aside.done or (self._host is not None and self._host.done):
-            return True
-        return bool(self._requests) and not self._stalled
+        return self._to_collect or (bool(self._requests) and not self._stalled)
 
     def on_work(self, callback: Callable[[], None]) -> None:
         """Has `callback` called, on any thread, whenever the prefill lane or the host tier is done with something."""
@@ -176,8 +174,7 @@ class Engine:
         A simulator, which knows that none of them is a stop token, may make them at once, if nothing comes from outside
         meanwhile, and the prefill lane is not done before the last one ends.
         """
-        busy = self._flight or self._aside.done or self._requests.shown
-        return 0 if busy else self._scheduler.quiet_steps
+        return 0 if self._to_collect else self._scheduler.quiet_steps
 
     @property
     def decoding(self) -> Work:
@@ -405,6 +402,12 @@ class Engine:
             raise AssertionError(f"page {wrong} has {holders[wrong]} known holders, not as many as the pool counts")
         if {id(seq) for seq in self._requests.seqs()} != {id(seq) for seq in self._scheduler.seqs()}:
             raise AssertionError("the scheduler and the live requests have different sequences")
+
+    @property
+    def _to_collect(self) -> bool:
+        """Whether there is something that the next step collects or takes back, whatever else it does."""
+        returned = self._host is not None and self._host.done
+        return self._flight is not None or self._aside.done or returned or bool(self._requests.shown)
 
     def _start(self, output: StepOutput, now: float) -> None:
         """Decides what is computed next, and launches it."""

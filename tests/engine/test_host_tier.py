@@ -126,6 +126,22 @@ def test_what_only_host_memory_has_comes_back_for_others() -> None:
     tier.engine.unpin(pages)
 
 
+def test_blocks_that_have_come_back_are_taken_before_more_steps_are_made_at_once() -> None:
+    tier = Tier(num_pages=12)
+    for number in range(3):
+        tier.serve(str(number), number)
+    stream, served = tier.add("stream", 9, length=5, max_tokens=8), Served()
+    while not tier.engine.quiet_steps:
+        served.take(tier.engine.step())
+    tier.host.by_hand = True
+    tier.engine.bring_back(make_request("for another worker", prompt(LONG)).block_hashes)
+    assert tier.engine.quiet_steps
+    tier.host.finish()
+    assert tier.engine.quiet_steps == 0
+    drain(tier.engine, served)
+    assert_as_expected(served, tier.engine, stream)
+
+
 def test_copies_out_come_before_anything_is_written_to_the_pages() -> None:
     tier = Tier()
     tier.serve("a", 0)
