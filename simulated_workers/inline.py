@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.quiet import Choose
 from engine.simulated import VirtualTime
 from engine.types import StepOutput
-from worker.engine_bridge import IDLE_CHECK_S, Command, EngineBridge
+from worker.engine_bridge import Command, EngineBridge
 
 log = logging.getLogger(__name__)
 
@@ -137,13 +137,13 @@ class InlineEngine(EngineBridge):
         self._passing = False
         alarm_s = self._clock.alarm_s
         if alarm_s is None:
-            self._then(self._loop.call_later(IDLE_CHECK_S, self._check, engine))
+            self._then(self._loop.call_later(self._settles_in_s(self._loop.time()), self._check, engine))
         else:
             self._then(self._loop.call_at(alarm_s, self._wake))
 
     def _check(self, engine: Engine) -> None:
         try:
-            self._settle(engine)
+            self._settle(engine, self._loop.time())
         except Exception as error:
             self._failed(error)
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.engine import Engine
-from worker.engine_bridge import IDLE_CHECK_S, Command, EngineBridge, fail, resolve
+from worker.engine_bridge import Command, EngineBridge, fail, resolve
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +95,12 @@ class EngineThread(EngineBridge):
         while not engine.has_work:
             with self._wakeup:
                 if not (self._commands or self._engine_woke or self._closing):
-                    self._wakeup.wait(None if self._settled else IDLE_CHECK_S)
+                    self._wakeup.wait(None if self._settled else self._settles_in_s(time.monotonic()))
                 if self._commands or self._closing:
                     break
                 done, self._engine_woke = self._engine_woke, False
             if not done:
-                self._settle(engine)
+                self._settle(engine, time.monotonic())
         return not self._closing
 
     def _wake(self) -> None:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 
@@ -16,7 +18,7 @@ from engine.types import StepOutput
 from simulated_workers.inline import InlineEngine
 from tests.engine.fakes import make_request, prompt
 from tests.jumping import run_jumping
-from worker.engine_bridge import EngineDiedError, Update
+from worker.engine_bridge import CHECK_INTERVAL_S, EngineDiedError, Update
 
 STEP_MS = 10.0
 VOCAB = 1000
@@ -196,6 +198,22 @@ def test_an_idle_engines_accounts_are_checked() -> None:
 
     [failure], _ = run_jumping(main())
     assert isinstance(failure, AssertionError)
+
+
+def test_a_worker_that_is_often_idle_for_a_moment_checks_its_accounts_seldom_but_once_more_at_the_end() -> None:
+    checked_s: list[float] = []
+
+    async def main() -> None:
+        async with bridge() as b:
+            for _ in range(25):
+                b.inline.nudge()
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(20.0)
+
+    with patch.object(Engine, "check_integrity", lambda engine: checked_s.append(asyncio.get_running_loop().time())):
+        run_jumping(main())
+    assert len(checked_s) == 4
+    assert min(after - before for before, after in pairwise(checked_s)) >= CHECK_INTERVAL_S
 
 
 def fail(error: Exception) -> None:
