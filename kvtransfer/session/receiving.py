@@ -38,6 +38,11 @@ class Receiving:
         """Whether a batch was granted that has not arrived."""
         return bool(self._batches)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the batches that were granted and have not arrived."""
+        return self._page_bytes * sum(batch.num_pages for batch in self._batches.values())
+
     def rejection(self, opening: Hello | Over) -> Reject | None:
         """Why the sender may not connect, or not tell anything; None if it may."""
         if not hmac.compare_digest(opening.key, self._key):

@@ -54,6 +54,9 @@ class Connection(abc.ABC):
     def wake_at(self) -> float | None:
         return None if self._patience() is None else time.monotonic() + _TICK_S
 
+    def streams(self) -> bool:
+        return False
+
     def fail(self, reason: str) -> None:
         if self.failed:
             return

@@ -13,6 +13,8 @@ from kvtransfer.session.receiving import Receiving
 from kvtransfer.ucx.connection import MAX_RUNS, Connection
 from kvtransfer.ucx.reactor import Reactor
 
+_STREAM_BYTES = 4 << 20  # take much longer than a nap of the reactor
+
 
 class Incoming(Connection):
     """Has pages of one pool written by the transport at the other end.
@@ -56,6 +58,9 @@ class Incoming(Connection):
             self._send(landing)
             return
         self._send(frames.Grant(offer.batch, tuple(landing.pages[index] for index, _ in offer.runs)))
+
+    def streams(self) -> bool:
+        return self._receiving.num_bytes >= _STREAM_BYTES
 
     def _advance(self) -> bool:
         return False

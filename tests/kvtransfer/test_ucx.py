@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -219,10 +220,11 @@ async def be_rude(reactor: Reactor, address: Address, said: list[bytes]) -> Rude
     return await reactor.run(lambda: Rude(reactor, reactor.connect(address.host, address.port), said))
 
 
-def rude_frames(address: Address, page_bytes: int) -> dict[str, list[bytes]]:
-    def padded(frame: frames.Frame) -> bytes:
-        return frames.encode(frame).ljust(FRAME_BYTES, b"\0")
+def padded(frame: frames.Frame) -> bytes:
+    return frames.encode(frame).ljust(FRAME_BYTES, b"\0")
 
+
+def rude_frames(address: Address, page_bytes: int) -> dict[str, list[bytes]]:
     hello = padded(frames.Hello(address.key, page_bytes))
     return {
         "noise": [bytes(range(256)) * 4],
@@ -264,6 +266,31 @@ async def test_a_peer_that_never_greets_is_dropped(
     rude = await be_rude(reactor, Address.decode(receiver.address), [])
     await eventually(lambda: rude.failed)
     await lands(network, receiver, target)
+
+
+@pytest.mark.parametrize("pages", [1, 8])
+async def test_a_receiver_naps_while_much_is_under_way_but_not_for_a_sender_that_has_stopped(
+    network: Real, reactor: Reactor, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    naps, sleep = [], time.sleep
+
+    def counted(seconds: float) -> None:
+        naps.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.2)
+    monkeypatch.setattr("kvtransfer.ucx.reactor.time.sleep", counted)
+    target = Pool(16, 1 << 20)
+    receiver = await network.open(target)
+    landing = receiver.expect(1, 1, range(8, 8 + pages))
+    address = Address.decode(receiver.address)
+    said = (frames.Hello(address.key, target.memory.page_bytes), frames.Offer(1, 1, 1, 1, ((0, pages),)))
+    rude = await be_rude(reactor, address, [padded(frame) for frame in said])
+    with pytest.raises(TransferError, match="did nothing"):
+        await landing.done()
+    assert any(isinstance(frame, frames.Grant) for frame in rude.got)
+    assert bool(naps) is (pages == 8)
+    assert len(naps) < 100
 
 
 async def test_a_receiver_that_never_greets_is_an_error_soon(
