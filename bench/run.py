@@ -12,6 +12,7 @@ from rich.console import Console
 
 from bench.arrivals import ClosedLoop, OpenLoop, plan_arrivals
 from bench.errors import BenchError
+from bench.load.interrupt import first_interrupt
 from bench.load.plan import Plan
 from bench.load.run import Enough, enough_processes, never, run_load
 from bench.metrics import summarise
@@ -42,14 +43,15 @@ def run(settings: RunSettings) -> int:
     prepared, accuracy = begin(settings, _streams(settings), _processes(settings), messages)
     with LiveProgress(messages) as progress:
         result = measure(settings, prepared, slo, accuracy, progress)
-    try:
-        if settings.json_file:
-            result.save(settings.json_file)
-        if settings.html_file:
-            write_html([result], settings.html_file)
-    finally:  # also on a full disk
-        show(result, Console())
-    return exit_code(result)
+    with first_interrupt() as late:
+        try:
+            if settings.json_file:
+                result.save(settings.json_file)
+            if settings.html_file:
+                write_html([result], settings.html_file)
+        finally:  # also on a full disk
+            show(result, Console())
+    return EXIT_INTERRUPTED if late else exit_code(result)
 
 
 def measure(
@@ -60,7 +62,10 @@ def measure(
     progress: LiveProgress,
     enough: Enough = never,
 ) -> Result:
-    """One run against a server that was prepared for it. `enough` may end it early."""
+    """One run against a server that was prepared for it. `enough` may end it early.
+
+    Ctrl-C ends it, too, with the figures until then; while these are computed it only takes note.
+    """
     workload = make_workload(settings, prepared.texts, prepared.seed)
     arrivals = plan_arrivals(settings, workload.size, workload.times_s, prepared.seed)
     if isinstance(arrivals, ClosedLoop):
@@ -75,28 +80,31 @@ def measure(
     if isinstance(arrivals, OpenLoop):  # of a run that was ended early, what was due until then
         begun = len({record.session for record in report.records})
         offered_per_s = OpenLoop(arrivals.due_s[:begun]).offered_per_s
-    summary, requests = summarise(report.records, start_s=report.start_s, slo=slo, offered_per_s=offered_per_s)
-    reasons = why_limited(summary, report.health, accuracy)
-    return Result(
-        label=f"{prepared.target.model} {settings.workload} {load_name(settings)}",
-        command=command_line(sys.argv),
-        started_at=started_at,
-        versions=versions(),
-        settings=settings.model_dump(mode="json"),
-        seed=prepared.seed,
-        interrupted=report.interrupted,
-        cluster_before=before,
-        cluster_after=cluster_snapshot(prepared.target),
-        client=Client(
-            limited=bool(reasons),
-            reasons=reasons,
-            warnings=[*prepared.warnings, *doubts(summary, report.health), *_hopeless(summary, settings.slo)],
-            selftest=accuracy,
-            **asdict(report.health),
-        ),
-        summary=summary,
-        requests=requests,
-    )
+    with first_interrupt() as late:
+        summary, requests = summarise(report.records, start_s=report.start_s, slo=slo, offered_per_s=offered_per_s)
+        reasons = why_limited(summary, report.health, accuracy)
+        result = Result(
+            label=f"{prepared.target.model} {settings.workload} {load_name(settings)}",
+            command=command_line(sys.argv),
+            started_at=started_at,
+            versions=versions(),
+            settings=settings.model_dump(mode="json"),
+            seed=prepared.seed,
+            interrupted=report.interrupted,
+            cluster_before=before,
+            cluster_after=cluster_snapshot(prepared.target),
+            client=Client(
+                limited=bool(reasons),
+                reasons=reasons,
+                warnings=[*prepared.warnings, *doubts(summary, report.health), *_hopeless(summary, settings.slo)],
+                selftest=accuracy,
+                **asdict(report.health),
+            ),
+            summary=summary,
+            requests=requests,
+        )
+    result.interrupted |= bool(late)
+    return result
 
 
 def begin(

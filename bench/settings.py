@@ -67,7 +67,8 @@ class WorkloadSettings(TargetSettings):
     later_len: str = Field("256", description="multi-turn: new prompt tokens of every turn but the first.")
     think_s: str = Field(
         "0",
-        description="Seconds between an answer and a user's next turn, in the form of --input-len; also for --users.",
+        description="Seconds between an answer and a user's next turn, in the form of --input-len; also "
+        "between the sessions of a closed loop of users.",
     )
     file: Path | None = Field(
         None, description="trace: Mooncake JSONL. jsonl: prompts or messages a line, or ShareGPT."
@@ -75,22 +76,27 @@ class WorkloadSettings(TargetSettings):
     speedup: float = Field(1.0, gt=0, description="trace: its time runs this many times faster.")
 
 
-class RunSettings(WorkloadSettings):
-    """One run."""
+class LoadSettings(WorkloadSettings):
+    """How a server is loaded, and how the answers are judged."""
 
-    concurrency: int | None = Field(None, ge=1, description="Closed loop: this many streams at a time, always.")
     rate: float | None = Field(None, gt=0, description="Open loop: sessions a second, whatever the server does.")
-    users: int | None = Field(
-        None, ge=1, description="Closed loop of users that pause for --think-s between a session and their next."
-    )
     arrival: Literal["poisson", "gamma", "constant"] = Field("poisson", description="Open loop: gaps between sessions.")
     burstiness: float = Field(
         1.0, gt=0, description="gamma: its shape; 1 is Poisson, smaller is burstier, larger is steadier."
     )
-    rate_end: float | None = Field(None, gt=0, description="Open loop: the rate moves evenly from --rate to this one.")
     num_requests: int | None = Field(
         None, ge=1, description="Sessions to send; by default 200, or all of a file, or what --duration holds."
     )
     duration: float | None = Field(None, gt=0, description="Stop sending after this many seconds; what runs may end.")
     slo: str = Field("", description="Latency targets of goodput in ms, such as ttft=2000,itl=50,e2e=10000.")
     processes: int = Field(0, ge=0, description="Client processes; 0 takes as many as the load needs.")
+
+
+class RunSettings(LoadSettings):
+    """One run."""
+
+    concurrency: int | None = Field(None, ge=1, description="Closed loop: this many streams at a time, always.")
+    users: int | None = Field(
+        None, ge=1, description="Closed loop of users that pause for --think-s between a session and their next."
+    )
+    rate_end: float | None = Field(None, gt=0, description="Open loop: the rate moves evenly from --rate to this one.")

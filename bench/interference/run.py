@@ -16,6 +16,7 @@ from bench.interference.settings import InterferenceSettings
 from bench.interference.study import Study, StudyError
 from bench.interference.table import show
 from bench.interference.verdicts import is_blurred, shape, verdicts
+from bench.load.interrupt import first_interrupt
 from bench.prepare import Prepared
 from bench.result import Accuracy
 from bench.result import Client as ClientPart
@@ -44,14 +45,15 @@ def interference(settings: InterferenceSettings) -> int:
     prepared, accuracy = begin(settings, settings.decodes, 1, messages)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(settings, prepared, accuracy, messages))
-    try:
-        if settings.json_file:
-            result.save(settings.json_file)
-        if settings.html_file:
-            write_page(result, settings.html_file)
-    finally:  # also on a full disk
-        show(result, Console())
-    return _exit_code(result)
+    with first_interrupt() as late:
+        try:
+            if settings.json_file:
+                result.save(settings.json_file)
+            if settings.html_file:
+                write_page(result, settings.html_file)
+        finally:  # also on a full disk
+            show(result, Console())
+    return EXIT_INTERRUPTED if late else _exit_code(result)
 
 
 async def measure(

@@ -12,6 +12,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from bench.errors import BenchError
+from bench.load.interrupt import first_interrupt
 from bench.load.plan import Health, LoadReport, Plan
 from bench.load.process import Done, Failed, Progress, Ready, main
 from bench.load.pulse import percentile_ms
@@ -71,7 +72,7 @@ def run_load(plan: Plan, watch: Watch, enough: Enough = never) -> LoadReport:
 
 def _run(children: Sequence["_Child"], watch: Watch, enough: Enough) -> LoadReport:
     records: list[Record] = []
-    with _interrupt() as interrupted:
+    with first_interrupt() as interrupted:
         start_s = time.perf_counter() + START_DELAY_S
         for child in children:
             child.orders.send(start_s)
@@ -170,20 +171,3 @@ def _without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _interrupt() -> Iterator[list[bool]]:
-    """A list that is empty until Ctrl-C; the second Ctrl-C is an ordinary KeyboardInterrupt."""
-    pressed: list[bool] = []
-    before = signal.getsignal(signal.SIGINT)
-
-    def press(number: int, frame: object) -> None:
-        pressed.append(True)
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, press)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

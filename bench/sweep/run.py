@@ -7,6 +7,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from bench.load.interrupt import first_interrupt
 from bench.load.overload import Overload
 from bench.load.run import enough_processes, never
 from bench.prepare import Prepared
@@ -22,6 +23,7 @@ from bench.run import (
     command_line,
     measure,
 )
+from bench.settings import LoadSettings, RunSettings
 from bench.slo import Slo
 from bench.sweep.report import show, write_html
 from bench.sweep.result import Point, Sweep
@@ -73,13 +75,15 @@ def _report(settings: SweepSettings, points: list[Point], search: MaxRate | None
     )
     if not points:
         return found
-    try:
-        if settings.json_file:
-            found.save(settings.json_file)
-        if settings.html_file:
-            write_html(found, settings.html_file)
-    finally:  # also on a full disk
-        show(found, Console())
+    with first_interrupt() as late:
+        try:
+            if settings.json_file:
+                found.save(settings.json_file)
+            if settings.html_file:
+                write_html(found, settings.html_file)
+        finally:  # also on a full disk
+            show(found, Console())
+    found.interrupted |= bool(late)
     return found
 
 
@@ -88,10 +92,11 @@ class _Load:
     way: Literal["rate", "concurrency"]
     value: float
 
-    def of(self, settings: SweepSettings) -> SweepSettings:
-        """The settings at this load."""
+    def of(self, settings: SweepSettings) -> RunSettings:
+        """The settings of a run at this load."""
+        shared = {name: getattr(settings, name) for name in LoadSettings.model_fields}
         value = int(self.value) if self.way == "concurrency" else self.value
-        return settings.model_copy(update={"rate": None, "concurrency": None, "users": None, self.way: value})
+        return RunSettings.model_construct(**{**shared, "rate": None, self.way: value})
 
 
 class _Driver:
@@ -173,10 +178,8 @@ def _loads(settings: SweepSettings) -> list[_Load]:
     ways = [bool(settings.rates), bool(settings.concurrencies), settings.find_max_rate]
     if sum(ways) != 1:
         raise ConfigError("a sweep needs one of --rates, --concurrencies and --find-max-rate")
-    if settings.concurrency or settings.users or (settings.rate and not settings.find_max_rate):
-        raise ConfigError("--concurrency, --rate and --users are for one run: a sweep takes --concurrencies or --rates")
-    if settings.rate_end is not None:
-        raise ConfigError("--rate-end is for one run: each point of a sweep has a constant rate")
+    if settings.rate and not settings.find_max_rate:
+        raise ConfigError("--rate is where --find-max-rate begins: a sweep takes --rates")
     if settings.find_max_rate:
         if not settings.slo:
             raise ConfigError("--find-max-rate needs --slo, such as ttft=2000,itl=50")

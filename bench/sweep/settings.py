@@ -2,14 +2,21 @@
 
 from pydantic import Field
 
-from bench.settings import RunSettings
+from bench.settings import LoadSettings
 
 
-class SweepSettings(RunSettings):
+class SweepSettings(LoadSettings):
     """One workload at several loads."""
 
     rates: str = Field("", description="Open loops at these rates, such as 1,2,4,8.")
     concurrencies: str = Field("", description="Closed loops with this many streams, such as 1,4,16,64.")
+    num_requests: int | None = Field(
+        None, ge=1, description="Sessions to send at each load; by default what --duration holds."
+    )
+    duration: float | None = Field(
+        None, gt=0, description="Stop sending after this many seconds of a load; 20 unless --num-requests is given."
+    )
+    rate: float | None = Field(None, gt=0, description="find-max-rate: the rate to begin with; 1 by default.")
     find_max_rate: bool = Field(
         False, description="Search the highest rate at which --slo-share of the requests keep --slo, from --rate on."
     )

@@ -17,6 +17,7 @@ from typer.testing import Result as Invoked
 
 from bench import prepare as bench_prepare
 from bench.client.target import Target
+from bench.metrics import summarise
 from bench.mock.behaviour import Behaviour
 from bench.mock.process import MockServer
 from bench.prepare import cluster_snapshot
@@ -169,6 +170,20 @@ def test_ctrl_c_prints_and_saves_what_there_is(tmp_path: Path) -> None:
     assert result["summary"]["completed"] > 0
     assert result["summary"]["aborted"] == 2
     assert result["summary"]["errors"] == {}
+
+
+def test_ctrl_c_while_figures_are_computed_waits_until_they_are_saved(
+    server: MockServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*arguments: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return summarise(*arguments, **more)
+
+    monkeypatch.setattr("bench.run.summarise", pressed)
+    file = tmp_path / "run.json"
+    done = bench("--url", server.url, "--concurrency", "2", "--num-requests", "4", "--json", str(file))
+    assert done.exit_code == 130
+    assert saved(file)["summary"]["completed"] == 4
 
 
 def test_an_open_loop_that_is_ended_early_is_held_against_what_was_due_until_then(tmp_path: Path) -> None:

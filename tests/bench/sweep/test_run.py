@@ -120,8 +120,7 @@ def test_the_turns_of_a_session_are_one_fact(server: MockServer, tmp_path: Path)
         (["--rates", "1,x"], "positive numbers"),
         (["--concurrencies", "0"], "positive numbers"),
         (["--find-max-rate"], "--slo"),
-        (["--rates", "1", "--concurrency", "4"], "for one run"),
-        (["--rates", "1", "--rate-end", "4"], "for one run"),
+        (["--rates", "1", "--rate", "4"], "a sweep takes --rates"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_sent(arguments: list[str], message: str) -> None:
