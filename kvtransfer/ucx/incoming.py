@@ -11,6 +11,7 @@ from kvtransfer.landings import LandingBook
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 from kvtransfer.ucx.connection import MAX_RUNS, Connection
+from kvtransfer.ucx.memory import seal
 from kvtransfer.ucx.reactor import Reactor
 
 _STREAM_BYTES = 4 << 20  # take much longer than a nap of the reactor
@@ -34,6 +35,7 @@ class Incoming(Connection):
     ) -> None:
         super().__init__(reactor, endpoint)
         self._book = book
+        self._key = key
         self._receiving = Receiving(book, self, key, page_bytes)
         self._open = False
 
@@ -43,7 +45,7 @@ class Incoming(Connection):
                 rejection = self._receiving.rejection(frame)
                 self._open = rejection is None
                 assert self._reactor.memory is not None
-                self._send(rejection or frames.Welcome(self._reactor.memory.key))
+                self._send(rejection or frames.Welcome(seal(self._reactor.memory.key, self._key)))
             case frames.Offer() if self._open and len(frame.runs) <= MAX_RUNS:
                 self._admit(frame)
             case frames.Sent() if self._open:

@@ -4,10 +4,14 @@ A receiver's pool is opened to its peers by a key. Who has a connection and the 
 receiver then puts the bytes where they belong as they come, with no buffer between (over TCP: the kernel's copy goes
 straight into the page).
 
+UCX believes a key: one that is none crashes the process that unpacks it. So a key travels sealed with the secret of the
+receiver's address.
+
 All calls are for the reactor's thread.
 """
 
 import ctypes
+import hmac
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -16,6 +20,7 @@ from cpd.errors import TransferError
 _IN_PROGRESS = 1
 _FIRST_ERROR = (1 << 64) - 100  # a status in place of a request: UCX's errors are -1 to -100
 _MAP_FIELDS = 0b11  # address and length are given
+_SEAL_BYTES = 16
 
 
 class _MapParameters(Structure):  # ucp_mem_map_params_t
@@ -95,6 +100,29 @@ class Write:
             raise TransferError(f"a write failed, UCX's error {self._status}")
 
 
+def seal(key: bytes, secret: bytes) -> bytes:
+    """A key for the way to a peer.
+
+    Args:
+        secret: From the address of the transport that it is a key of.
+    """
+    return hmac.digest(secret, key, "sha256")[:_SEAL_BYTES] + key
+
+
+def unseal(sealed: bytes, secret: bytes) -> bytes:
+    """The key that `seal` was given.
+
+    Raises:
+        TransferError: It was not sealed with this secret.
+    """
+    key = sealed[_SEAL_BYTES:]
+    if not hmac.compare_digest(seal(key, secret), sealed):
+        raise TransferError(
+            "the receiver sent no key of its pool: another program, or another version, is at its address"
+        )
+    return key
+
+
 class OpenMemory:
     """A pool that peers may write into (the receiver's end).
 
@@ -125,8 +153,11 @@ class OpenMemory:
 class PeersMemory:
     """A peer's pool, over a connection that is open (the sender's end).
 
+    Args:
+        key: Unsealed, as `OpenMemory.key` was.
+
     Raises:
-        TransferError: The key is none.
+        TransferError: UCX finds no way to the pool.
     """
 
     def __init__(self, ucp: Ucp, endpoint: int, key: bytes) -> None:

@@ -18,7 +18,7 @@ from kvtransfer.pushes import PushedTransfer
 from kvtransfer.session import frames
 from kvtransfer.session.sending import Sending
 from kvtransfer.ucx.connection import MAX_RUNS, Connection, pop_completed
-from kvtransfer.ucx.memory import PeersMemory, Write
+from kvtransfer.ucx.memory import PeersMemory, Write, unseal
 from kvtransfer.ucx.reactor import Reactor
 
 _BATCH_BYTES = 8 << 20
@@ -45,6 +45,7 @@ class Outgoing(Connection):
         self.gone = Latch(loop)
         self.error: TransferError | None = None
         self._memory = memory
+        self._key = key
         self._theirs: PeersMemory | None = None  # since the connection is open
         self._sending = Sending(max_runs=MAX_RUNS, max_pages=max(1, _BATCH_BYTES // memory.page_bytes))
         self._flying: dict[int, deque[Write]] = {}  # by batch
@@ -61,7 +62,7 @@ class Outgoing(Connection):
     def _handle(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Welcome() if self._theirs is None:
-                self._theirs = PeersMemory(self._reactor.ucp, self._endpoint.handle, frame.details)
+                self._theirs = PeersMemory(self._reactor.ucp, self._endpoint.handle, unseal(frame.details, self._key))
                 self.greeted.set()
             case frames.Reject() if self._theirs is None:
                 self.error = frames.refusal(frame)

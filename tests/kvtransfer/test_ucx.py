@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvtransfer.session import frames
 from kvtransfer.session.limits import WINDOW
 from kvtransfer.ucx.connection import FRAME_BYTES, Connection
 from kvtransfer.ucx.incoming import Incoming
+from kvtransfer.ucx.memory import seal
 from kvtransfer.ucx.reactor import Reactor
 from kvtransfer.ucx.transport import Address, ucx_options
 from tests.kvtransfer.pools import Pool, Real, ticket
@@ -202,18 +204,25 @@ class Rude(Connection):
         pass
 
 
-@pytest.fixture
-async def reactor() -> AsyncIterator[Reactor]:
-    """For connections of the test's own; it greets and grants nobody."""
+@asynccontextmanager
+async def reactor_that_says(*said: frames.Frame) -> AsyncIterator[Reactor]:
+    """For connections of the test's own; it says this to whoever connects, and grants nothing."""
 
     def accept(endpoint: Any) -> None:
-        Rude(made, endpoint, [])
+        Rude(made, endpoint, [padded(frame) for frame in said])
 
     pool = Pool(4)
     made = Reactor(ucx_options("127.0.0.1"), "127.0.0.1", pool.memory, accept=accept, ended=lambda _: None)
     await made.start()
     yield made
     await made.stop()
+
+
+@pytest.fixture
+async def reactor() -> AsyncIterator[Reactor]:
+    """It greets nobody."""
+    async with reactor_that_says() as made:
+        yield made
 
 
 async def be_rude(reactor: Reactor, address: Address, said: list[bytes]) -> Rude:
@@ -300,6 +309,14 @@ async def test_a_receiver_that_never_greets_is_an_error_soon(
     sender = await network.open(Pool(4))
     with pytest.raises(TransferError, match="did nothing"):
         await sender.connect(Address("127.0.0.1", reactor.port, bytes(16)).encode())
+
+
+@pytest.mark.parametrize("key", [b"", bytes(8), bytes(range(200)), seal(bytes(17), b"another secret")])
+async def test_a_receiver_that_sends_no_key_of_its_pool_is_refused(network: Real, key: bytes) -> None:
+    sender = await network.open(Pool(4))
+    async with reactor_that_says(frames.Welcome(key)) as reactor:
+        with pytest.raises(TransferError, match="no key of its pool"):
+            await sender.connect(Address("127.0.0.1", reactor.port, bytes(16)).encode())
 
 
 async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
