@@ -1,6 +1,7 @@
 """Starting or joining Ray."""
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -76,6 +77,23 @@ def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
         yield session
 
 
+@contextlib.contextmanager
+def _processes_apart() -> Iterator[None]:
+    """What Ray starts meanwhile is in sessions of its own.
+
+    A closed terminal and a service manager send their signal to the whole process group: Ray would be gone before this
+    process can end the cluster in order, and keep it waiting for a minute.
+    """
+    from ray._private import services
+
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
+
+
 def _check_reachable(address: str) -> None:
     """Raises ConfigError where nobody listens: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
@@ -94,7 +112,8 @@ def _connected(namespace: str, **options: object) -> Iterator[RaySession]:
     import ray  # reads the environment when imported
 
     try:
-        ray.init(namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)  # type: ignore[arg-type]
+        with _processes_apart():
+            ray.init(namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)  # type: ignore[arg-type]
         hosts = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
         yield RaySession(hosts, ray.cluster_resources())  # type: ignore[no-untyped-call]
     finally:

@@ -46,6 +46,7 @@ class Command:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,  # of which it is the one process group, as in a terminal
             )
 
     def run(self, *arguments: str) -> tuple[int, str]:
@@ -148,7 +149,7 @@ def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
     assert command.run("status")[0] == 1
 
 
-def test_a_simulated_cluster_comes_up_says_so_and_ends_with_ctrl_c(command: Command) -> None:
+def test_a_simulated_cluster_comes_up_says_so_and_ends_with_its_terminal(command: Command) -> None:
     up = command.start("--simulate", "instant", "--prefill", "2", "--combined", "4", "--log-level", "warning")
     assert up.stdout is not None
     url = up.stdout.readline().split()[-1]
@@ -159,7 +160,7 @@ def test_a_simulated_cluster_comes_up_says_so_and_ends_with_ctrl_c(command: Comm
     code, output = command.run("status")
     assert (code, "combined-3" in output, "prefill-1" in output, "simulated" in output) == (0, True, True, True)
     assert "simulated" in command.errors()
-    up.send_signal(signal.SIGINT)
+    os.killpg(up.pid, signal.SIGHUP)  # as a closed terminal and some service managers do, not to the process alone
     assert up.wait(DOWN_S) == 0
     up.stdout.close()
     command.assert_nothing_is_left(int(url.split(":")[-1]))
@@ -181,7 +182,7 @@ def test_a_process_that_refuses_to_start_ends_the_command_with_its_sentence(comm
 def test_ctrl_c_while_it_starts_takes_everything_down(command: Command) -> None:
     with command.start() as up:
         eventually(lambda: any("raylet" in line for line in command.processes().values()), "Ray is starting")
-        up.send_signal(signal.SIGINT)
+        os.killpg(up.pid, signal.SIGINT)
         assert up.wait(DOWN_S) == 0
     command.assert_nothing_is_left()
 
