@@ -24,6 +24,8 @@ MOST_TEXT = 500
 MOST_OUTPUTS = 1 << 13
 """In one message."""
 
+_STATES = frozenset(pb.State.values())
+
 
 class NonsenseError(CPDError):
     """The worker sent what can't be; the message says what. It is refused for a while."""
@@ -34,14 +36,14 @@ def check_hello(hello: pb.Hello) -> None:
     for name in ("dtype", "transport", "transport_reason"):
         if len(getattr(hello, name)) > MOST_TEXT:
             raise NonsenseError(f"its {name} has {len(getattr(hello, name))} characters")
-    _require_known(hello.state, pb.State.values(), "state")
+    _require_known(hello.state, _STATES, "state")
     if not 0 <= hello.host_page_ms <= MOST_MS:
         raise NonsenseError(f"it said that it copies a page back from host memory in {hello.host_page_ms} ms")
 
 
 def check_load(load: pb.Load, num_pages: int) -> None:
     """Raises NonsenseError where a worker with so many pages can't have such a load."""
-    _require_known(load.state, pb.State.values(), "state")
+    _require_known(load.state, _STATES, "state")
     if not (0 <= load.prefill_ms <= MOST_MS and 0 <= load.step_ms <= MOST_MS):
         raise NonsenseError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
     if not 0 <= load.slower <= MOST_SLOWDOWN:

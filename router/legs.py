@@ -16,6 +16,9 @@ from router.policy import Placement
 from router.sessions import Session
 
 
+_FINISH_REASONS = frozenset(pb.FinishReason.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """Where the first token of a request was made.
@@ -157,7 +160,7 @@ class Leg:
         if len(known) + len(token_ids) > request.sampling.max_tokens:
             raise NonsenseError(f"it sent more than the {request.sampling.max_tokens} tokens that a request asked for")
         _check_logprobs(output, request.sampling, vocab_size)
-        if output.finish not in pb.FinishReason.values():
+        if output.finish not in _FINISH_REASONS:
             raise NonsenseError(f"it sent the finish reason {output.finish}, which there is not")
         if output.finish == pb.FINISH_STOP and token_ids[-1] not in request.sampling.stop_token_ids:
             raise NonsenseError(f"it ended a request with token id {token_ids[-1]}, which does not end it")

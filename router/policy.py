@@ -23,7 +23,8 @@ same loads, and would all choose the one with the fewest.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from heapq import nsmallest
 from random import Random
 from typing import Literal, NamedTuple
@@ -140,7 +141,8 @@ class Placement:
         long_prefill_tokens: What `decode` may compute itself of a prompt with prefill workers, and without asking for
             what another cache has.
         replicated: Another combined worker has more of the prompt cached.
-        options: Those that were predicted in full, the chosen one first.
+        predicted: Options that were predicted in full, the chosen one first.
+        others: Predicts the rest: those that can't be as good, for whoever wants to see them.
     """
 
     decode: Candidate
@@ -148,7 +150,8 @@ class Placement:
     cached_at: Candidate | None
     long_prefill_tokens: int
     replicated: bool
-    options: tuple[Option, ...]
+    predicted: tuple[Option, ...]
+    others: Callable[[], Iterable[Option]] = field(default=tuple, compare=False)
 
     @property
     def route(self) -> str:
@@ -163,7 +166,12 @@ class Placement:
     @property
     def chosen(self) -> Option:
         """What was predicted of the decision."""
-        return self.options[0]
+        return self.predicted[0]
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """All of them, the chosen one first."""
+        return (*self.predicted, *self.others())
 
 
 def place(
@@ -206,11 +214,14 @@ def place(
             options.append((decoder.local(), decoder, None))
         if source is not None and request.before(decoder.worker) < request.before(source):
             options.append((decoder.local(source), decoder, None))
-        if request.may_be_remote(decoder.worker):
-            options += [(decoder.remote(helper), decoder, helper) for helper in helpers]
+    leaving = [(decoder, helper) for decoder in decoders if request.may_be_remote(decoder.worker) for helper in helpers]
+    others: Callable[[], Iterable[Option]] = tuple
+    if options and leaving and min(map(_least_remote_ms, leaving)) > _near_ms(options):
+        others = partial(_remote, leaving)
+    else:
+        options += [(decoder.remote(helper), decoder, helper) for decoder, helper in leaving]
     options.sort(key=lambda option: option[0].cost_ms)
-    best = options[0][0]
-    near_ms = best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
+    near_ms = _near_ms(options)
     near = [option for option in options if option[0].cost_ms <= near_ms]
     simplest = min(_effort(option[0]) for option in near)
     equals = [option for option in near if _effort(option[0]) == simplest]
@@ -223,13 +234,30 @@ def place(
         cached_at=source if option.cached_at else None,
         long_prefill_tokens=decoder.break_even(option),
         replicated=blocks.get(decoder.worker.worker_id, 0) < most_cached,
-        options=(option, *(other[0] for other in options if other is not chosen)),
+        predicted=(option, *(other[0] for other in options if other is not chosen)),
+        others=others,
     )
 
 
 def _computing_ms(worker: Candidate) -> float:
     """Roughly, what everybody together waits for each token of a prompt that a combined worker computes."""
     return (1 + BEHIND + worker.decodes) * worker.token_ms
+
+
+def _near_ms(options: "Iterable[tuple[Option, _Decode, _Prefill | None]]") -> float:
+    """Options of no more cost are as good as the best one."""
+    best = min(options, key=lambda option: option[0].cost_ms)[0]
+    return best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
+
+
+def _least_remote_ms(pair: "tuple[_Decode, _Prefill]") -> float:
+    """What a remote option costs at least, found in a tenth of the time."""
+    decoder, helper = pair
+    return decoder.decode_ms + helper.queue_ms + REMOTE_MS + (1 + BEHIND) * helper.ms
+
+
+def _remote(pairs: "Iterable[tuple[_Decode, _Prefill]]") -> list[Option]:
+    return [decoder.remote(helper) for decoder, helper in pairs]
 
 
 def _effort(option: Option) -> tuple[int, bool]:
@@ -337,7 +365,11 @@ class _Prefill:
 
 
 class _Decode:
-    """The request on a combined worker."""
+    """The request on a combined worker.
+
+    Attributes:
+        decode_ms: What its decode costs, wherever the prompt is computed.
+    """
 
     def __init__(self, request: _Request, worker: Candidate) -> None:
         prompt, settings = request.prompt, request.settings
@@ -351,7 +383,7 @@ class _Decode:
         missed_ms = request.missed_ms(self._itl_ms, settings.slo_itl_ms)
         self._crowding_ms = others * (request.together * slower_ms + missed_ms)
         own_ms = prompt.choices * (request.together * self._itl_ms + missed_ms)
-        self._decode_ms = own_ms + self._crowding_ms + self._memory_ms()
+        self.decode_ms = own_ms + self._crowding_ms + self._memory_ms()
 
     def local(self, source: Candidate | None = None, uncached: int | None = None) -> Option:
         """The prompt is computed here.
@@ -438,7 +470,7 @@ class _Decode:
             ttft_ms=ttft_ms,
             itl_ms=self._itl_ms,
             harm_ms=others_ms + self._crowding_ms,
-            cost_ms=ttft_ms + transfer_ms + missed_ms + BEHIND * prefill_ms + others_ms + self._decode_ms,
+            cost_ms=ttft_ms + transfer_ms + missed_ms + BEHIND * prefill_ms + others_ms + self.decode_ms,
         )
 
 

@@ -187,11 +187,11 @@ class Dispatcher:
     def _hand_on(self, leg: Leg, session: Session, output: pb.Output) -> None:
         leg.check(output)
         request, choice, prefilled = leg.request, output.choice, output.prefilled
-        leg.output(choice, prefilled, asyncio.get_running_loop().time())
+        loop = asyncio.get_running_loop()
+        leg.output(choice, prefilled, loop.time())
         if not request.started:
             request.started = True
-            self._metrics.queue.labels(request.tenant).observe(prefilled.queue_ms / 1e3)
-            self._metrics.tenant_tokens.labels(request.tenant).inc(request.prompt_len)
+            loop.call_soon(self._count_first, request, prefilled.queue_ms)  # when the tokens are on their way
             request.consumer.started(Route(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
         token_ids = output.token_ids
         request.outputs[choice].extend(token_ids)
@@ -201,6 +201,10 @@ class Dispatcher:
         elif not wants_more:
             session.abort(pb.Abort(request=leg.id, attempt=leg.attempt, choices=[choice]))
             self._choice_done(leg, choice)
+
+    def _count_first(self, request: Request, queue_ms: float) -> None:
+        self._metrics.queue.labels(request.tenant).observe(queue_ms / 1e3)
+        self._metrics.tenant_tokens.labels(request.tenant).inc(request.prompt_len)
 
     def _place(self, leg: Leg) -> bool:
         """Sends the leg to the best worker; False where there is none."""
@@ -246,9 +250,9 @@ class Dispatcher:
             priority=request.priority,
             deadline_ms=self._deadline_ms(request, now),
         )
+        session.submit(submit)  # first: the worker begins while the rest is done
         self.history.add(leg.attach(placement, session, computes, now))
         self._metrics.placements.labels(placement.route, "yes" if placement.replicated else "no").inc()
-        session.submit(submit)
         return True
 
     def _deadline_ms(self, request: Request, now: float) -> int:

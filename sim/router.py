@@ -146,7 +146,7 @@ class SimRouter:
         """The first token is on its way; `planned`: it was computed where it was to be."""
         view, placement, now = self._views[flight.prefill], flight.placement, self._events.now
         view.answered(flight.number)
-        if planned and placement is not None and placement.options:
+        if planned and placement is not None and placement.predicted:
             actual_ms = (now + after_s - flight.placed_at) * 1e3
             view.predictions.add(placement.chosen.ttft_ms, actual_ms, placement.computes.late, now)
 
@@ -165,7 +165,7 @@ class SimRouter:
 
     @staticmethod
     def _prefill_ms(placement: Placement, request: Request, cached: Mapping[str, int]) -> float:
-        if placement.options:
+        if placement.predicted:
             return placement.chosen.prefill_ms
         worker = placement.prefill[0] if placement.prefill else placement.decode
         before = cached.get(worker.worker_id, 0) * BLOCK_SIZE

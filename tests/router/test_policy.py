@@ -379,6 +379,7 @@ def test_a_decision_is_one_of_its_options_and_depends_on_nothing_else(
     assert chosen.prefill == (placement.prefill[0].worker_id if placement.prefill else "")
     assert chosen.cost_ms <= min(one.cost_ms for one in placement.options) + max(1.0, 0.1 * chosen.ttft_ms)
     assert all(one.cost_ms >= one.ttft_ms >= one.queue_ms >= 0 <= one.harm_ms for one in placement.options)
+    assert all(one.cost_ms > chosen.cost_ms for one in placement.others())
     assert chosen.cached_at == (placement.cached_at.worker_id if placement.cached_at else "")
     assert not (chosen.prefill and chosen.cached_at)
     assert 0 <= placement.long_prefill_tokens <= tokens
