@@ -177,7 +177,7 @@ class WorkerSettings(AllWorkersSettings, _Advertised):
 
     worker_id: str = Field("", description="Name of this worker; empty makes one up.")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    session_port: int = Field(0, ge=0, le=65535, description="Port for routers' sessions; 0 takes a free one.")
+    session_port: int = Field(0, ge=0, le=65535, description="Port for sessions and fills; 0 takes a free one.")
 
 
 class SimulatedSettings(WorkersSettings, _Advertised):

@@ -30,7 +30,7 @@ class Member:
         pid: Its process id on that machine.
         incarnation: New in every start of the process.
         admin: `host:port` where a router answers for itself alone; empty for workers.
-        session: `host:port` where a worker takes sessions; empty for routers.
+        session: `host:port` where a worker takes sessions and fills; empty for routers.
     """
 
     id: str

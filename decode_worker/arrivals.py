@@ -1,6 +1,6 @@
 """Whether what arrived in a reservation's pages is what the prefill worker says it sent, and what was asked of it.
 
-The transport has counted the pages that arrived. Beside it the prefill worker tells, over the fill's own call, for
+The transport has counted the pages that arrived. Beside it the prefill worker tells, over the fill's own stream, for
 which reservation and which blocks it sent them. Only when both agree are the pages used.
 """
 

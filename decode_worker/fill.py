@@ -40,11 +40,11 @@ from cpd.blocks import pack_tokens
 from cpd.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.arrivals import Arrivals
-from decode_worker.fill_call import StreamEnded, fill_call
 from decode_worker.outcome import Failure, Outcome, Status
 from decode_worker.reservations import ReservationQueue, Wanted
 from engine.types import Output, Request, Reservation
 from kvtransfer.base import Landing
+from worker.channels import StreamEnded
 from worker.convert import InvalidRequestError, deadline_ms_to_wire, first_outputs_from_wire, sampling_to_wire
 from worker.engine_bridge import EngineDiedError
 from worker.node import Node
@@ -143,7 +143,7 @@ class Fill:
     async def run(self) -> None:
         """Runs the fill to its outcome, and on until no page of it is in danger."""
         try:
-            async with fill_call(self._node, self._candidate.address, self._inbox.put_nowait) as self._send:
+            with self._node.channels.fill(self._candidate.address, self._inbox.put_nowait) as self._send:
                 await self._until_decided()
                 if self._reservation is not None:
                     await self._settle(self._reservation)
@@ -399,7 +399,8 @@ class Fill:
         await self._node.engine.call(lambda engine: engine.end_quarantine(reservation))
 
     async def _until_released(self) -> None:
-        """Lets the prefill worker end in order, so that it does not take the end of the call for a cancel."""
+        """Lets the prefill worker end in order: it takes the end of the stream for a cancel, and the next fill can have
+        the stream."""
         self._moved()
         while not self._released:
             event = await self._next()

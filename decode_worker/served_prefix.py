@@ -19,7 +19,7 @@ from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer
 from worker.convert import InvalidRequestError
 from worker.delivery import Outlet
-from worker.fills import FillStoppedError, ServedFill
+from worker.fills import FillStoppedError, Send, ServedFill
 from worker.peers import Peers
 
 RUN_PAGES = 32
@@ -40,6 +40,7 @@ class ServedPrefix(ServedFill):
 
     Args:
         start: What the caller sent, with `cache_only`.
+        send: Sends it an event.
         outlet: By which pages leave.
 
     Attributes:
@@ -49,8 +50,8 @@ class ServedPrefix(ServedFill):
         InvalidRequestError: The message makes no sense.
     """
 
-    def __init__(self, name: str, start: pb.FillStart, *, outlet: Outlet, peers: Peers) -> None:
-        super().__init__(name, start, outlet)
+    def __init__(self, name: str, start: pb.FillStart, send: Send, *, outlet: Outlet, peers: Peers) -> None:
+        super().__init__(name, start, send, outlet)
         if not start.block_hashes or len(start.block_hashes) % HASH_BYTES:
             raise InvalidRequestError(f"block_hashes must hold {HASH_BYTES} bytes a block")
         self.state = State.CONNECTING
@@ -73,7 +74,7 @@ class ServedPrefix(ServedFill):
 
     async def _serve(self, peer: Peer) -> pb.FillEvent:
         self.state = State.READY
-        self.events.put_nowait(pb.FillEvent(ready=pb.FillReady(blocks=len(self._pinned))))
+        self._send(pb.FillEvent(ready=pb.FillReady(blocks=len(self._pinned))))
         try:
             delivery = self._deliver_to(peer, await self._unless_stopped(self.landing), len(self._pinned))
         except (FillStoppedError, InvalidRequestError) as stopped:

@@ -5,11 +5,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import Any
-
-import grpc
 
 from cpd.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
@@ -23,7 +20,7 @@ from engine.types import StepOutput
 from worker.convert import InvalidRequestError, request_from_wire
 from worker.delivery import Outlet, Traffic
 from worker.engine_bridge import EngineDiedError, Update
-from worker.fills import FillServer
+from worker.fills import FillServer, Send, Wire
 from worker.node import EXIT_RESTART, Node
 from worker.peers import Peers
 from worker.sessions import Session
@@ -134,9 +131,9 @@ class DecodeService:
         for live in [live for live in self._live.values() if live.session is session]:
             self._abort(live, list(live.open))
 
-    async def fill(self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def fills(self, wire: Wire) -> None:
         """Gives another decode worker what is in the cache."""
-        await self._server.serve(requests, context)
+        await self._server.serve(wire)
 
     async def stop(self) -> None:
         """Sends every request elsewhere, and ends the fills of others."""
@@ -151,10 +148,10 @@ class DecodeService:
         if self._restart is not None:
             self._restart.cancel()
 
-    def _serve_prefix(self, start: pb.FillStart) -> ServedPrefix:
+    def _serve_prefix(self, start: pb.FillStart, send: Send) -> ServedPrefix:
         if not start.cache_only:
             raise InvalidRequestError("this worker computes no prompts for others")
-        return ServedPrefix(f"prefix-{next(self._numbers)}", start, outlet=self._outlet, peers=self._peers)
+        return ServedPrefix(f"prefix-{next(self._numbers)}", start, send, outlet=self._outlet, peers=self._peers)
 
     def _watch_quarantine(self, pages: int) -> None:
         if pages <= MAX_QUARANTINED * self._node.memory.num_pages:

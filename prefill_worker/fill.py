@@ -29,7 +29,7 @@ from engine.waiting import terms_of
 from prefill_worker.queue import FillQueue
 from worker.convert import InvalidRequestError, output_to_wire
 from worker.delivery import Delivery, Outlet
-from worker.fills import FillStoppedError, ServedFill
+from worker.fills import FillStoppedError, Send, ServedFill
 from worker.peers import Peers
 
 
@@ -89,6 +89,7 @@ class Fill(ServedFill):
     Args:
         request: The prompt, `prefill_only`.
         start: What the decode worker sent.
+        send: Sends it an event.
         outlet: By which its pages leave.
         to_push: The engine thread's records of what to push, by request id.
 
@@ -100,13 +101,14 @@ class Fill(ServedFill):
         self,
         request: Request,
         start: pb.FillStart,
+        send: Send,
         *,
         outlet: Outlet,
         peers: Peers,
         queue: FillQueue,
         to_push: dict[str, PagesToPush],
     ) -> None:
-        super().__init__(request.id, start, outlet)
+        super().__init__(request.id, start, send, outlet)
         self.request = request
         self.state = State.QUEUED
         self._engine = outlet.engine
@@ -123,7 +125,7 @@ class Fill(ServedFill):
         """Takes the first token of a choice; all of them are sent together."""
         self._first.append(output)
         if len(self._first) == self.request.n:
-            self.events.put_nowait(
+            self._send(
                 pb.FillEvent(
                     first_tokens=pb.FillFirstTokens(
                         outputs=[output_to_wire(first) for first in self._first],
@@ -159,7 +161,7 @@ class Fill(ServedFill):
                 self._peer = peer
                 await self._unless_stopped(self._place.turn)
                 self.state = State.READY
-                self.events.put_nowait(pb.FillEvent(ready=pb.FillReady()))
+                self._send(pb.FillEvent(ready=pb.FillReady()))
                 if not self._place.early:
                     await self._unless_stopped(self.landing)
                 await self._engine.call(self._start)
@@ -231,4 +233,4 @@ class Fill(ServedFill):
         self.state = State.ENDED
 
     def _send_progress(self) -> None:
-        self.events.put_nowait(pb.FillEvent(progress=pb.FillProgress(computed_tokens=self._num_computed)))
+        self._send(pb.FillEvent(progress=pb.FillProgress(computed_tokens=self._num_computed)))

@@ -3,10 +3,6 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
 
 from cpd.blocks import blocks_for
 from cpd.perfmodel import Work
@@ -18,7 +14,7 @@ from prefill_worker.queue import FillQueue
 from worker.convert import request_from_wire
 from worker.delivery import Outlet, Traffic
 from worker.engine_bridge import Update
-from worker.fills import FillServer, ServedFill
+from worker.fills import FillServer, Send, ServedFill, Wire
 from worker.node import Node
 from worker.peers import Peers
 from worker.sessions import Session
@@ -110,21 +106,23 @@ class PrefillService:
     def session_ended(self, session: Session) -> None:
         """Fills do not belong to sessions."""
 
-    async def fill(self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Computes a prompt for a decode worker."""
-        await self._server.serve(requests, context)
+    async def fills(self, wire: Wire) -> None:
+        """Computes prompts for a decode worker."""
+        await self._server.serve(wire)
 
     async def stop(self) -> None:
         """Ends every fill and waits until nothing is in flight."""
         await self._server.stop()
         await self._peers.close()
 
-    def _make(self, start: pb.FillStart) -> Fill:
+    def _make(self, start: pb.FillStart, send: Send) -> Fill:
         node = self._node
         request = request_from_wire(
             start, f"fill-{next(self._numbers)}", node.limits, time.monotonic(), prefill_only=True
         )
-        fill = Fill(request, start, outlet=self._outlet, peers=self._peers, queue=self._queue, to_push=self._to_push)
+        fill = Fill(
+            request, start, send, outlet=self._outlet, peers=self._peers, queue=self._queue, to_push=self._to_push
+        )
         self._fills[request.id] = fill
         return fill
 

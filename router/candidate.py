@@ -36,7 +36,7 @@ class Candidate:
 
     Attributes:
         worker_id: Its name.
-        address: `host:port` of its gRPC server.
+        address: `host:port` where it takes sessions and fills.
         beside: Its streams, and what they and prompts make of each other.
         page_bytes: Of one KV page.
         host_page_ms: Of copying one back from its host memory.

@@ -15,7 +15,6 @@ from router.history import Record
 from router.policy import Placement
 from router.sessions import Session
 
-
 _FINISH_REASONS = frozenset(pb.FinishReason.values())
 
 

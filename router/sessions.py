@@ -285,7 +285,7 @@ class Session:
         self._admit(self.member, said)
         if self._epoch not in (None, said.epoch):
             raise NonsenseError(f"the epoch of its KV pool changed from {self._epoch} to {said.epoch} in one process")
-        self.view = WorkerView(said, self.member.address, itl_ms=self._itl_ms)
+        self.view = WorkerView(said, self.member.session, itl_ms=self._itl_ms)
         self._epoch, self.hello, self._state = said.epoch, said, "syncing"
         self._greeted()
         self._index.reset(self.id, said.num_pages, said.host_pages)

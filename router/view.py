@@ -89,7 +89,7 @@ class WorkerView:
 
     Args:
         hello: What the worker said of itself.
-        address: `host:port` of its gRPC server.
+        address: `host:port` where it takes sessions and fills.
         itl_ms: The target for gaps between tokens that its streams are taken to have.
 
     Attributes:

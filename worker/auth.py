@@ -1,4 +1,4 @@
-"""Every internal call carries the cluster's secret: `authorization: Bearer <cluster token>`."""
+"""Every call to a worker carries the cluster's secret: `authorization: Bearer <cluster token>`."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -47,11 +47,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _refusing(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler of the same shape that refuses."""
+    """A handler that refuses."""
 
     async def refuse(_request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")
 
-    if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse, handler.request_deserializer, handler.response_serializer)
     return grpc.unary_unary_rpc_method_handler(refuse, handler.request_deserializer, handler.response_serializer)

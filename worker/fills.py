@@ -1,6 +1,6 @@
-"""The fills that this worker serves: calls of decode workers that want pages in their pools.
+"""The fills that this worker serves: decode workers want pages in their pools, on streams of one fill after the other.
 
-Every call ends with FillReleased or FillRefused, when nothing of it is in flight any more. `ServedFill.stop` (cancel,
+Every fill ends with FillReleased or FillRefused, when nothing of it is in flight any more. `ServedFill.stop` (cancel,
 broken stream, failed transfer) leads there from any state; the task that runs a fill is never cancelled.
 """
 
@@ -8,13 +8,13 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, TypeVar
-
-import grpc
 
 from cpd.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
+from cpd.stream import Stream, StreamError
 from kvtransfer.base import Peer
 from worker.convert import InvalidRequestError
 from worker.delivery import Delivery, Outlet
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 1.0
 
+Wire = Stream[pb.RouterMessage]
+Send = Callable[[pb.FillEvent], None]
+
 
 class FillStoppedError(CPDError):
     """The fill is to end early."""
@@ -38,20 +41,20 @@ class ServedFill(ABC):
     Args:
         name: For logs.
         start: What the caller sent.
+        send: Sends the caller an event.
         outlet: By which pages leave.
 
     Attributes:
         landing: To be resolved with the caller's answer to FillReady.
-        events: What is to be sent, None at the end.
         outcome: How it ended, once it has: completed, failed or cancelled.
     """
 
-    def __init__(self, name: str, start: pb.FillStart, outlet: Outlet) -> None:
+    def __init__(self, name: str, start: pb.FillStart, send: Send, outlet: Outlet) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
         self.landing: asyncio.Future[pb.FillLanding] = loop.create_future()
-        self.events: asyncio.Queue[pb.FillEvent | None] = asyncio.Queue()
         self.outcome = ""
+        self._send = send
         self._stopped: asyncio.Future[str] = loop.create_future()
         self._cancelled = False
         self._caller = start.decode_worker_id
@@ -60,9 +63,12 @@ class ServedFill(ABC):
         self._outlet = outlet
         self._traffic_seen = 0
 
-    async def run(self) -> None:
-        """Runs the fill to its end."""
-        last = None  # after an unexpected error nothing is claimed: the stream just ends
+    async def run(self) -> bool:
+        """Runs the fill to its end; returns whether the caller was told of it.
+
+        After an unexpected error nothing is claimed: the stream just ends.
+        """
+        last = None
         try:
             last = await self._run()
         except EngineDiedError:
@@ -73,9 +79,10 @@ class ServedFill(ABC):
             self._clear_up()
         finally:
             self._ended()
-            if last is not None:
-                self.events.put_nowait(last)
-            self.events.put_nowait(None)
+        if last is not None:
+            self._send(last)
+        self._send = _drop  # the stream may be another fill's from now on
+        return last is not None
 
     def stop(self, reason: str, *, cancelled: bool = False) -> None:
         """Ends the fill early; the first reason counts."""
@@ -90,7 +97,7 @@ class ServedFill(ABC):
         if works and (moved or not self._only_sends):
             self._send_progress()
         else:
-            self.events.put_nowait(pb.FillEvent(alive=pb.FillAlive()))
+            self._send(pb.FillEvent(alive=pb.FillAlive()))
 
     # ---- for subclasses ----
 
@@ -112,7 +119,7 @@ class ServedFill(ABC):
         """Whether it is only the transport that can bring it on."""
 
     def _send_progress(self) -> None:
-        self.events.put_nowait(pb.FillEvent(progress=pb.FillProgress()))
+        self._send(pb.FillEvent(progress=pb.FillProgress()))
 
     async def _unless_stopped(self, future: asyncio.Future[T]) -> T:
         """Raises FillStoppedError when the fill is stopped before the future is resolved."""
@@ -130,7 +137,7 @@ class ServedFill(ABC):
             blocks,
             outlet=self._outlet,
             checksums=self._checksums,
-            tell=lambda pages: self.events.put_nowait(pb.FillEvent(pages=pages)),
+            tell=lambda pages: self._send(pb.FillEvent(pages=pages)),
             failed=self.stop,
         )
 
@@ -157,10 +164,10 @@ class ServedFill(ABC):
 
 
 class FillServer:
-    """Serves Fill calls.
+    """Serves fills.
 
     Args:
-        make: Makes the fill for a call that this worker can serve, or raises InvalidRequestError.
+        make: Makes a fill that this worker can serve, or raises InvalidRequestError.
         on_end: Called when a fill has ended.
 
     Attributes:
@@ -170,14 +177,15 @@ class FillServer:
     def __init__(
         self,
         node: Node,
-        make: Callable[[pb.FillStart], ServedFill],
+        make: Callable[[pb.FillStart, Send], ServedFill],
         on_end: Callable[[ServedFill], None] = lambda fill: None,
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self._node = node
         self._make = make
         self._on_end = on_end
-        self._fills: dict[ServedFill, asyncio.Task[None]] = {}
+        self._fills: dict[ServedFill, asyncio.Task[bool]] = {}
+        self._wires: set[Wire] = set()
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="fill-heartbeats")
 
     @property
@@ -185,23 +193,31 @@ class FillServer:
         """Those that have not ended."""
         return self._fills.keys()
 
-    async def serve(self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Serves one Fill call; the fill itself outlives a broken stream until nothing is in flight."""
-        first = await anext(aiter(requests), None)
-        if first is None or first.WhichOneof("kind") != "start":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a fill starts with a FillStart")
+    async def serve(self, wire: Wire) -> None:
+        """Serves one stream; a fill outlives it until nothing is in flight."""
+        fill: ServedFill | None = None
+        self._wires.add(wire)
         try:
-            fill = self._accept(first.start)
-        except InvalidRequestError as error:
-            await context.write(_refusal(str(error)))
-            return
-        reader = asyncio.create_task(_read(requests, fill), name=f"{fill.name}-reader")
-        try:
-            while (event := await fill.events.get()) is not None:
-                await context.write(event)
+            while (message := await wire.receive()) is not None:
+                request = message.fill
+                match request.WhichOneof("kind"):
+                    case "start" if fill is None or fill.outcome:
+                        fill = self._begin(request.start, wire)
+                    case _ if fill is None:
+                        log.warning("a worker began with what is no FillStart")
+                        return
+                    case "landing" if not fill.landing.done():
+                        fill.landing.set_result(request.landing)
+                    case "cancel":
+                        fill.stop("cancelled", cancelled=True)
+                    case other:
+                        fill.stop(f"unexpected message {other!r} in a fill")
+        except StreamError as error:
+            log.debug("a stream of fills: %s", error)
         finally:
-            fill.stop("the decode worker is gone", cancelled=True)
-            reader.cancel()
+            self._wires.discard(wire)
+            if fill is not None:
+                fill.stop("the decode worker is gone", cancelled=True)
 
     async def stop(self) -> None:
         """Ends every fill and waits until nothing is in flight."""
@@ -209,8 +225,27 @@ class FillServer:
         for fill in self._fills:
             fill.stop("the worker stops")
         await asyncio.gather(*self._fills.values())
+        for wire in self._wires:
+            wire.finish()
 
-    def _accept(self, start: pb.FillStart) -> ServedFill:
+    def _begin(self, start: pb.FillStart, wire: Wire) -> ServedFill | None:
+        """Runs a fill, or refuses it."""
+
+        def send(event: pb.FillEvent) -> None:
+            wire.send(pb.WorkerMessage(fill=event))
+
+        try:
+            fill = self._accept(start, send)
+        except InvalidRequestError as error:
+            send(_refusal(str(error)))
+            return None
+        task = asyncio.create_task(fill.run(), name=fill.name)
+        self._fills[fill] = task
+        task.add_done_callback(partial(self._ended, fill, wire))
+        self._node.load_changed()
+        return fill
+
+    def _accept(self, start: pb.FillStart, send: Send) -> ServedFill:
         node = self._node
         if node.lifecycle.draining.is_set():
             raise InvalidRequestError("this worker drains")
@@ -224,14 +259,11 @@ class FillServer:
                 f"worker {start.decode_worker_id} moves pages over {start.transport}, {node.worker_id} over "
                 f"{node.transport.name}"
             )
-        fill = self._make(start)
-        task = asyncio.create_task(fill.run(), name=fill.name)
-        self._fills[fill] = task
-        task.add_done_callback(lambda _: self._ended(fill))
-        node.load_changed()
-        return fill
+        return self._make(start, send)
 
-    def _ended(self, fill: ServedFill) -> None:
+    def _ended(self, fill: ServedFill, wire: Wire, task: asyncio.Task[bool]) -> None:
+        if not task.result():
+            wire.abort()
         del self._fills[fill]
         self.outcomes[fill.outcome] += 1
         self._on_end(fill)
@@ -249,19 +281,8 @@ class FillServer:
                 answer = self._node.engine.call(lambda engine: None) if self._fills else None
 
 
-async def _read(requests: AsyncIterator[pb.FillRequest], fill: ServedFill) -> None:
-    """Hands the caller's messages to the fill; the end of them cancels it."""
-    try:
-        async for message in requests:
-            match message.WhichOneof("kind"):
-                case "landing" if not fill.landing.done():
-                    fill.landing.set_result(message.landing)
-                case "cancel":
-                    fill.stop("cancelled", cancelled=True)
-                case other:
-                    fill.stop(f"unexpected message {other!r} in a fill")
-    finally:
-        fill.stop("the decode worker is gone", cancelled=True)
+def _drop(event: pb.FillEvent) -> None:
+    """Sends nothing."""
 
 
 def _refusal(message: str, *, queue_full: bool = False) -> pb.FillEvent:

@@ -1,14 +1,13 @@
 """What a kind of worker adds to the shared parts."""
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
-
-import grpc
+from collections.abc import Callable
+from typing import Protocol
 
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import StepOutput
 from worker.engine_bridge import Update
+from worker.fills import Wire
 from worker.node import Node
 from worker.sessions import RequestHandler
 
@@ -29,8 +28,8 @@ class Service(RequestHandler, Protocol):
     def add_load(self, load: pb.Load) -> None:
         """Adds what the engine does not know of to a load report."""
 
-    async def fill(self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Serves one Fill call."""
+    async def fills(self, wire: Wire) -> None:
+        """Serves one stream of another worker's fills."""
 
     async def stop(self) -> None:
         """Ends every request and fill in order; returns when nothing more will be sent. Given about a second."""

@@ -1,4 +1,4 @@
-"""The worker's side of Session: one stream per router.
+"""The worker's side of Session: one stream per router. (Other workers' streams begin like one, and are for fills.)
 
 States of a session:
     OPEN      registered; results, cache events and loads go into its outbox, and a writer sends them
@@ -13,7 +13,7 @@ import contextlib
 import hmac
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from cpd.blocks import Tier, short_hashes
@@ -104,6 +104,7 @@ class SessionServer:
         load: The worker's load as it is now.
         engine: Where the snapshots come from.
         handler: Answers the requests.
+        serve_fills: Serves another worker's stream.
         token: The cluster's secret; empty lets every router in.
         make_outbox: For tests, with smaller bounds.
     """
@@ -115,6 +116,7 @@ class SessionServer:
         load: Callable[[], pb.Load],
         engine: EngineBridge,
         handler: RequestHandler,
+        serve_fills: Callable[[Wire], Awaitable[None]],
         token: str,
         make_outbox: Callable[[], Outbox] = Outbox,
     ) -> None:
@@ -122,6 +124,7 @@ class SessionServer:
         self._load = load
         self._engine = engine
         self._handler = handler
+        self._serve_fills = serve_fills
         self._token = token.encode()
         self._make_outbox = make_outbox
         self._numbers = itertools.count(1)
@@ -139,6 +142,10 @@ class SessionServer:
             return
         assert first is not None
         wire.most_bytes = MAX_MESSAGE_BYTES
+        if first.hello.worker_id:
+            wire.send(pb.WorkerMessage(hello=pb.Hello()))
+            await self._serve_fills(wire)
+            return
         session = self._open(first.hello.router_id)
         reader = asyncio.create_task(self._read(session, wire), name=f"session-{session.number}-reader")
         writer = asyncio.create_task(self._write(session, wire), name=f"session-{session.number}-writer")
@@ -158,8 +165,8 @@ class SessionServer:
 
     def _refused(self, first: pb.RouterMessage | None) -> str:
         """Why nobody is served who begins like this; empty: there is no reason."""
-        if first is None or first.WhichOneof("kind") != "hello" or not first.hello.router_id:
-            return "a session starts with a RouterHello with router_id"
+        if first is None or first.WhichOneof("kind") != "hello" or not (first.hello.router_id or first.hello.worker_id):
+            return "a stream starts with a RouterHello with router_id or worker_id"
         if self._token and not hmac.compare_digest(first.hello.token.encode(), self._token):
             return "the cluster token is missing or wrong"
         return ""

@@ -6,7 +6,7 @@ Who owns what, from the inside out; each is closed before the one above it in th
     engine          its bridge: the engine thread, alone
     transport       the event loop; reads and writes pool memory
     service         requests and fills; uses engine and transport
-    servers         sessions (cpd/stream.py), fills and administration (gRPC); use the service
+    servers         sessions and fills (cpd/stream.py), administration (gRPC); use the service
     lease           lists the worker for as long as its servers listen
 """
 
@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import grpc
@@ -143,7 +143,8 @@ class Worker:
             advertise_host=settings.advertise_host,
         )
         self._down.push_async_callback(_bounded, self._transport.close, "the transport")
-        channels = Channels()
+        token = settings.cluster_token.get_secret_value()
+        channels = Channels(pb.RouterHello(worker_id=self.id, token=token))
         self._down.push_async_callback(_bounded, channels.close, "connections to other workers")
         self._service: Service = self._make_service(
             Node(
@@ -165,7 +166,8 @@ class Worker:
             load=self._current_load,
             engine=self._engine,
             handler=self._service,
-            token=self._settings.cluster_token.get_secret_value(),
+            serve_fills=self._service.fills,
+            token=token,
         )
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
@@ -182,7 +184,6 @@ class Worker:
         self._server = grpc.aio.server(
             interceptors=[TokenInterceptor(self._settings.cluster_token.get_secret_value())], options=SERVER_OPTIONS
         )
-        rpc.add_WorkerServicer_to_server(_WorkerServicer(self._service), self._server)
         rpc.add_AdminServicer_to_server(_AdminServicer(self.lifecycle, self._engine), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -285,16 +286,6 @@ class Worker:
         self._sessions.end_all("the worker stops")
         await _bounded(lambda: self._streams.close(STEP_S / 4), "sessions")
         await _bounded(lambda: self._server.stop(STEP_S / 4), "calls")
-
-
-class _WorkerServicer(rpc.WorkerServicer):
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def Fill(  # type: ignore[override]  # noqa: N802
-        self, requests: AsyncIterator[pb.FillRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
-        await self._service.fill(requests, context)
 
 
 class _AdminServicer(rpc.AdminServicer):

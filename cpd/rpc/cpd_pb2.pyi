@@ -3,8 +3,9 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Every call carries the metadata `authorization: Bearer <cluster token>`. The session between a router and a worker is no
-call but a stream of messages on a port of its own (cpd/stream.py): see below.
+Sessions between routers and workers, and fills between workers, are streams of messages on a port of their own
+(cpd/stream.py): see below. Calls are for administration; each carries the metadata
+`authorization: Bearer <cluster token>`.
 Block hashes are 16 bytes (cpd/blocks.py), sent joined into one byte string; cache events carry their first 8 bytes.
 """
 
@@ -131,6 +132,7 @@ class RouterMessage(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    FILL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """always first"""
@@ -139,18 +141,21 @@ class RouterMessage(_message.Message):
     def submit(self) -> Global___Submit: ...
     @_builtins.property
     def abort(self) -> Global___Abort: ...
+    @_builtins.property
+    def fill(self) -> Global___FillRequest: ...
     def __init__(
         self,
         *,
         hello: Global___RouterHello | None = ...,
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
+        fill: Global___FillRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "fill", b"fill", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "fill", b"fill", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "fill"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -162,18 +167,22 @@ class RouterHello(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     token: _builtins.str
     """the cluster token"""
+    worker_id: _builtins.str
+    """in place of router_id: another worker's, and fills follow"""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         token: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -296,7 +305,7 @@ class PrefillCandidate(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
-    """host:port of its gRPC server"""
+    """host:port of its port for sessions"""
     def __init__(
         self,
         *,
@@ -322,7 +331,7 @@ class CachedPrefix(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
-    """host:port of its gRPC server"""
+    """host:port of its port for sessions"""
     blocks: _builtins.int
     """the first so many"""
     def __init__(
@@ -438,6 +447,7 @@ class WorkerMessage(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    FILL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always first, then the snapshot"""
@@ -456,6 +466,8 @@ class WorkerMessage(_message.Message):
     def batch(self) -> Global___Batch: ...
     @_builtins.property
     def end(self) -> Global___End: ...
+    @_builtins.property
+    def fill(self) -> Global___FillEvent: ...
     def __init__(
         self,
         *,
@@ -467,12 +479,13 @@ class WorkerMessage(_message.Message):
         refusal: Global___Refusal | None = ...,
         batch: Global___Batch | None = ...,
         end: Global___End | None = ...,
+        fill: Global___FillEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "fill", b"fill", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "fill", b"fill", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch", "end"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch", "end", "fill"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1063,7 +1076,17 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class FillRequest(_message.Message):
-    """---- Fill, decode worker to prefill worker or to another decode worker ----"""
+    """---- Fill, decode worker to prefill worker or to another decode worker ----
+
+    Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
+    On the worker's port for sessions, where the caller's Hello is answered with an empty one. Then a stream carries one
+    fill after the other: the next one's start comes when the last one was Released or Refused.
+    The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
+    The prompt may be computed, and FirstTokens come, before the landing is known.
+    With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
+    in the cache, the landing is for these, and there are no FirstTokens.
+    Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,8 +3,9 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Every call carries the metadata `authorization: Bearer <cluster token>`. The session between a router and a worker is no
-call but a stream of messages on a port of its own (cpd/stream.py): see below.
+Sessions between routers and workers, and fills between workers, are streams of messages on a port of their own
+(cpd/stream.py): see below. Calls are for administration; each carries the metadata
+`authorization: Bearer <cluster token>`.
 Block hashes are 16 bytes (cpd/blocks.py), sent joined into one byte string; cache events carry their first 8 bytes.
 """
 
@@ -30,49 +31,6 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-
-class WorkerStub:
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
-    Fill: _grpc.StreamStreamMultiCallable[_cpd_pb2.FillRequest, _cpd_pb2.FillEvent]
-    """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
-    The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
-    The prompt may be computed, and FirstTokens come, before the landing is known.
-    With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
-    in the cache, the landing is for these, and there are no FirstTokens.
-    Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
-    """
-
-@_typing.type_check_only
-class WorkerAsyncStub(WorkerStub):
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Fill: _aio.StreamStreamMultiCallable[_cpd_pb2.FillRequest, _cpd_pb2.FillEvent]  # type: ignore[assignment]
-    """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
-    The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
-    The prompt may be computed, and FirstTokens come, before the landing is known.
-    With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
-    in the cache, the landing is for these, and there are no FirstTokens.
-    Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
-    """
-
-class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Fill(
-        self,
-        request_iterator: _MaybeAsyncIterator[_cpd_pb2.FillRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_cpd_pb2.FillEvent], _abc.AsyncIterator[_cpd_pb2.FillEvent]]:
-        """Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
-        The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
-        The prompt may be computed, and FirstTokens come, before the landing is known.
-        With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
-        in the cache, the landing is for these, and there are no FirstTokens.
-        Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
-        """
-
-def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AdminStub:
     @_typing.overload

@@ -35,7 +35,7 @@ class Side:
 
     def hint(self, blocks: int = CACHED // BLOCK_SIZE) -> pb.CachedPrefix:
         """What a router says that believes so many blocks to be in this worker's cache."""
-        return pb.CachedPrefix(worker_id=self.worker.worker.id, address=self.worker.address, blocks=blocks)
+        return pb.CachedPrefix(worker_id=self.worker.worker.id, address=self.worker.session, blocks=blocks)
 
     def states(self) -> list[State]:
         """Of the fills that it has asked for."""

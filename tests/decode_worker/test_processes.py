@@ -140,7 +140,7 @@ async def test_a_prefix_from_another_decode_workers_cache_changes_no_answer(
         source, here = await asyncio.gather(*(stack.enter_async_context(worker) for worker in workers))
         there = await stack.enter_async_context(Client(source, token=TOKEN))
         router = await stack.enter_async_context(Client(here, token=TOKEN))
-        hint = pb.CachedPrefix(worker_id="source", address=source.address, blocks=length // BLOCK_SIZE)
+        hint = pb.CachedPrefix(worker_id="source", address=source.session, blocks=length // BLOCK_SIZE)
         prompts = [request(f"r{salt}", length, salt=salt, seed=salt % 2) for salt in range(4)]
         references = [await there.submit(one, number) for number, one in enumerate(prompts)]
         await there.done(*references)

@@ -49,7 +49,7 @@ async def test_any_mix_of_routes_aborts_and_failures(redis_url: str, seed: int) 
         )
         views = [await stack.enter_async_context(Client(worker)) for worker in (*prefills[1:], source)]
         await views[-1].done(*[await views[-1].submit(make_request(f"s{i}", prompt(300, i)), i) for i in range(3)])
-        hint = pb.CachedPrefix(worker_id=source.worker.id, address=source.address, blocks=18)
+        hint = pb.CachedPrefix(worker_id=source.worker.id, address=source.session, blocks=18)
         requests = [_request(rng, number) for number in range(REQUESTS)]
         tasks = [
             asyncio.create_task(_ask(rng, router, request, number, prefills, hint))

@@ -91,7 +91,7 @@ async def _held(
     await source.done(await source.submit(_request(prompt, 1), number))
     worker, point, k = _HOLDS[phase]
     await cluster.order(worker, point, Action.HOLD, k)
-    hint = pb.CachedPrefix(worker_id=SOURCE, address=source.address, blocks=PROMPT_TOKENS // BLOCK_SIZE)
+    hint = pb.CachedPrefix(worker_id=SOURCE, address=source.session, blocks=PROMPT_TOKENS // BLOCK_SIZE)
     answer = await here.submit(_request(prompt, MAX_TOKENS), number, cached_at=hint)
     while not await cluster.reached(worker):
         if answer.done:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import grpc
 
@@ -16,9 +16,6 @@ from tests.waiting import DEADLINE_S, eventually
 from worker.auth import token_metadata
 from worker.channels import MAX_MESSAGE_BYTES
 from worker.convert import sampling_to_wire
-
-if TYPE_CHECKING:
-    from cpd.rpc.cpd_pb2_grpc import WorkerAsyncStub
 
 
 @dataclass
@@ -72,7 +69,7 @@ class Client:
 
     def __init__(self, worker: Listens, *, router_id: str = "test", token: str = "") -> None:
         self.address = worker.address
-        self._session = worker.session
+        self.session = worker.session
         self.router_id = router_id
         self.answers: dict[tuple[int, int], Answer] = {}
         self.hello = pb.Hello()
@@ -85,8 +82,7 @@ class Client:
 
     async def __aenter__(self) -> Self:
         self._channel = grpc.aio.insecure_channel(self.address)
-        self.stub: WorkerAsyncStub = rpc.WorkerStub(self._channel)
-        self._wire = await connect(self._session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
+        self._wire = await connect(self.session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
         self._wire.send(pb.RouterMessage(hello=pb.RouterHello(router_id=self.router_id, token=self._token)))
         self._reader = asyncio.create_task(self._read())
         await eventually(lambda: self.load.state != pb.STATE_UNSPECIFIED or self._reader.done())

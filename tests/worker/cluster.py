@@ -55,7 +55,7 @@ class Running:
 
     @property
     def candidate(self) -> pb.PrefillCandidate:
-        return pb.PrefillCandidate(worker_id=self.worker.id, address=self.address)
+        return pb.PrefillCandidate(worker_id=self.worker.id, address=self.session)
 
     async def stop(self) -> int:
         """Ends it; returns its exit code."""

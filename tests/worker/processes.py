@@ -40,7 +40,7 @@ class WorkerProcess:
 
     @property
     def candidate(self) -> pb.PrefillCandidate:
-        return pb.PrefillCandidate(worker_id=self.member.id, address=self.address)
+        return pb.PrefillCandidate(worker_id=self.member.id, address=self.session)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to this one process."""

@@ -42,6 +42,10 @@ class Recorder:
         self.ended.append(session)
 
 
+async def _unwanted(wire: Stream[pb.RouterMessage]) -> None:
+    raise AssertionError("no worker calls here")
+
+
 class Node:
     """A server with sessions over a real engine."""
 
@@ -54,6 +58,7 @@ class Node:
             load=lambda: self.load,
             engine=thread,
             handler=self.handler,
+            serve_fills=_unwanted,
             token=TOKEN,
             make_outbox=make_outbox,
         )
