@@ -4,6 +4,7 @@ A setting is a field with a type, a default and a description; `cpd/options.py` 
 Precedence: flag, then environment (`CPD_TOKEN_BUDGET`), then the YAML file, then the default.
 """
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -57,9 +58,7 @@ class Settings(BaseSettings):
         try:
             merged = Loaded(**flags)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"]) or "settings"
-            raise ConfigError(f"{name.replace('_', '-')}: {first['msg']} (got {first.get('input')!r})") from None
+            raise ConfigError(_sentence(error, cls)) from None
         # An instance of the named class: those of a local one cannot be sent to another process.
         return cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
 
@@ -234,6 +233,19 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
     model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
     ray_address: str = Field("", description="Ray cluster to join; empty starts a local one.")
+
+
+def _sentence(error: ValidationError, settings: type[Settings]) -> str:
+    """What is wrong with the first setting that is."""
+    errors = error.errors()
+    place, given = errors[0]["loc"], errors[0]["input"]
+    name = str(place[0]).replace("_", "-") if place else "settings"
+    if errors[0]["type"] == "extra_forbidden":
+        known = [field.replace("_", "-") for field in settings.model_fields]
+        near = get_close_matches(name, known, 1)
+        return f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    reasons = dict.fromkeys(one["msg"] for one in errors if one["loc"][:1] == place[:1])
+    return f"{name}: {', or: '.join(reasons)} (got {given!r})"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

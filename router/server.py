@@ -73,7 +73,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         CPDError: The settings or the checkpoint can't be used.
     """
     if not settings.redis_url:
-        raise ConfigError("redis-url is needed: Redis is where the router finds the workers")
+        raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     token = settings.cluster_token.get_secret_value()
     keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
     checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cpd.errors import ConfigError
 from cpd.perfmodel import Profile
 
 SIMULATED = "simulated"
@@ -19,6 +20,8 @@ def read_profile(simulate: str) -> Profile:
     Raises:
         ConfigError: The file cannot be read, or is no profile.
     """
+    if not simulate:
+        raise ConfigError("--simulate is needed: a profile, or `instant`")
     return Profile.instant() if simulate == INSTANT else Profile.load(Path(simulate))
 
 

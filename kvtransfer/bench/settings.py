@@ -1,7 +1,7 @@
 """What `cpd bench transfer` is told."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
 from pydantic_settings import SettingsConfigDict
@@ -15,8 +15,10 @@ class TransferBenchSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="CPD_BENCH_TRANSFER_")
 
     transport: Literal["auto", "nixl", "ucx"] = Field("auto", description="What moves the pages.")
-    pages: list[int] = Field([1, 32, 2048], description="Pages of a push; may be given several times.")
-    page_size: list[ByteSize] = Field(
+    pages: list[Annotated[int, Field(ge=1)]] = Field(
+        [1, 32, 2048], description="Pages of a push; may be given several times."
+    )
+    page_size: list[Annotated[ByteSize, Field(ge=1)]] = Field(
         [ByteSize(16 << 10), ByteSize(256 << 10), ByteSize(2304 << 10)],
         description="Of a page, e.g. 256KiB; may be given several times.",
     )

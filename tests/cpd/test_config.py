@@ -45,7 +45,9 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
         ({"slo_ttft": "inf"}, "slo-ttft: "),
         ({"slo_itl": "nan"}, "slo-itl: "),
         ({"long_prefill_tokens": "5000000000"}, "long-prefill-tokens"),
-        ({"no_such": "1"}, "no-such: "),
+        ({"long_prefill_tokens": "many"}, "^long-prefill-tokens: .*integer.* or: .*'auto' .*'many'"),
+        ({"no_such": "1"}, "there is no setting 'no-such'$"),
+        ({"prefil": "1"}, "there is no setting 'prefil'; did you mean 'prefill'"),
     ],
 )
 def test_wrong_values_are_named_in_one_sentence(flags: dict[str, str], message: str) -> None:
@@ -59,7 +61,7 @@ def test_wrong_values_are_named_in_one_sentence(flags: dict[str, str], message: 
     [
         ("a: [", "not valid YAML"),
         ("- a\n- b\n", "one mapping"),
-        ("no-such: 1\n", "no-such: "),
+        ("no-such: 1\n", "no setting 'no-such'"),
         ("port: http\n", "port: "),
     ],
 )
