@@ -203,6 +203,8 @@ class FillServer:
                 match request.WhichOneof("kind"):
                     case "start" if fill is None or fill.outcome:
                         fill = self._begin(request.start, wire)
+                    case "cancel" if fill is None:
+                        pass  # it has crossed the refusal on its way
                     case _ if fill is None:
                         log.warning("a worker began with what is no FillStart")
                         return

@@ -431,7 +431,7 @@ async def test_the_queue_and_its_bound_show_in_the_load(redis_url: str) -> None:
 async def test_a_fill_must_start_with_its_start(redis_url: str) -> None:
     async with setup(redis_url) as s:
         call = s.receiver.fill()
-        await call.send(cancel=pb.FillCancel())
+        await call.send(landing=pb.FillLanding())
         assert await call.next() is None
         assert not call.over
 
@@ -453,6 +453,10 @@ async def test_a_stream_carries_one_fill_after_the_other(redis_url: str) -> None
             await call.send(cancel=pb.FillCancel())
             await landing.done()
             s.assert_landed(request, message)
+            refused = Call(s.receiver, wire)
+            await refused.send(start=s.receiver.start(request, fingerprint=b"another"))
+            await refused.send(cancel=pb.FillCancel())
+            await refused.expect("refused")
         await s.view.balanced()
 
 
