@@ -3,10 +3,11 @@
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 
 from rich.console import Console
 
@@ -43,15 +44,35 @@ def run(settings: RunSettings) -> int:
     prepared, accuracy = begin(settings, _streams(settings), _processes(settings), messages)
     with LiveProgress(messages) as progress:
         result = measure(settings, prepared, slo, accuracy, progress)
+    late = save_and_show(
+        settings, result.save, lambda page: write_html([result], page), lambda console: show(result, console)
+    )
+    return EXIT_INTERRUPTED if late else exit_code(result)
+
+
+def save_and_show(
+    settings: TargetSettings,
+    save: Callable[[Path], object],
+    write_page: Callable[[Path], object],
+    show: Callable[[Console], object],
+) -> bool:
+    """Saves a result where the settings want it, and shows it; Ctrl-C waits until that is done.
+
+    Returns:
+        Whether it came.
+
+    Raises:
+        BenchError: The result could not be saved; it was shown.
+    """
     with first_interrupt() as late:
         try:
             if settings.json_file:
-                result.save(settings.json_file)
+                save(settings.json_file)
             if settings.html_file:
-                write_html([result], settings.html_file)
+                write_page(settings.html_file)
         finally:  # also on a full disk
-            show(result, Console())
-    return EXIT_INTERRUPTED if late else exit_code(result)
+            show(Console())
+    return bool(late)
 
 
 def measure(

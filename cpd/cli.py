@@ -46,7 +46,7 @@ def status(
     cluster: ClusterName = "default",
     as_json: Annotated[bool, typer.Option("--json", help="The router's whole answer as JSON.")] = False,
 ) -> None:
-    """Show the workers of the running cluster, their load and their cache."""
+    """Show the running cluster: workers, load and cache."""
     from deploy.remote import status as show_status
 
     with clean_exit():
@@ -62,7 +62,7 @@ def trace(
         bool, typer.Option("--chrome", help="A file for ui.perfetto.dev or chrome://tracing instead of JSON lines.")
     ] = False,
 ) -> None:
-    """Write what the last engine steps of the running cluster consisted of."""
+    """Write what the last engine steps consisted of."""
     from deploy.trace import trace as write_trace
 
     with clean_exit():

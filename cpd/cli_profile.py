@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 def _profile(settings: ProfileSettings) -> None:
-    """Measure how long this device takes for the steps of a model, and write the profile that predicts them."""
+    """Measure how long a model's steps take on this device. Writes the profile that predicts them."""
     from rich.console import Console
 
     checkpoint = _checkpoint(settings)

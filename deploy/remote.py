@@ -32,7 +32,10 @@ def down(cluster: str) -> None:
         os.kill(state.pid, signal.SIGTERM)
     while ClusterDir(cluster).read() == state:
         if time.monotonic() > deadline:
-            raise CPDError(f"`cpd up` (process {state.pid}) has not ended after {_DOWN_S:.0f} s")
+            raise CPDError(
+                f"`cpd up` (process {state.pid}) has not ended after {_DOWN_S:.0f} s. `kill -9 {state.pid}` ends it and"
+                " its processes; the next `cpd up` removes the files that it leaves behind"
+            )
         time.sleep(0.1)
     sys.stdout.write(f"Cluster '{cluster}' is down.\n")
 

@@ -10,7 +10,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Simulate whole clusters with the real scheduler and routing policy, without devices.",
+    help="Simulate whole clusters. Scheduler and routing are the real ones; devices are not needed.",
 )
 
 

@@ -16,7 +16,6 @@ from bench.interference.settings import InterferenceSettings
 from bench.interference.study import Study, StudyError
 from bench.interference.table import show
 from bench.interference.verdicts import is_blurred, shape, verdicts
-from bench.load.interrupt import first_interrupt
 from bench.prepare import Prepared
 from bench.result import Accuracy
 from bench.result import Client as ClientPart
@@ -27,6 +26,7 @@ from bench.run import (
     begin,
     check_writable,
     command_line,
+    save_and_show,
     versions,
 )
 from bench.verdict import slow_client
@@ -45,14 +45,9 @@ def interference(settings: InterferenceSettings) -> int:
     prepared, accuracy = begin(settings, settings.decodes, 1, messages)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(settings, prepared, accuracy, messages))
-    with first_interrupt() as late:
-        try:
-            if settings.json_file:
-                result.save(settings.json_file)
-            if settings.html_file:
-                write_page(result, settings.html_file)
-        finally:  # also on a full disk
-            show(result, Console())
+    late = save_and_show(
+        settings, result.save, lambda page: write_page(result, page), lambda console: show(result, console)
+    )
     return EXIT_INTERRUPTED if late else _exit_code(result)
 
 

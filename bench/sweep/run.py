@@ -7,7 +7,6 @@ from typing import Literal
 
 from rich.console import Console
 
-from bench.load.interrupt import first_interrupt
 from bench.load.overload import Overload
 from bench.load.run import enough_processes, never
 from bench.prepare import Prepared
@@ -22,6 +21,7 @@ from bench.run import (
     check_writable,
     command_line,
     measure,
+    save_and_show,
 )
 from bench.settings import LoadSettings, RunSettings
 from bench.slo import Slo
@@ -75,15 +75,9 @@ def _report(settings: SweepSettings, points: list[Point], search: MaxRate | None
     )
     if not points:
         return found
-    with first_interrupt() as late:
-        try:
-            if settings.json_file:
-                found.save(settings.json_file)
-            if settings.html_file:
-                write_html(found, settings.html_file)
-        finally:  # also on a full disk
-            show(found, Console())
-    found.interrupted |= bool(late)
+    found.interrupted |= save_and_show(
+        settings, found.save, lambda page: write_html(found, page), lambda console: show(found, console)
+    )
     return found
 
 
