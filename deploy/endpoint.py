@@ -62,7 +62,8 @@ def read_cluster(url: str, token: str) -> dict[str, Any]:
         error.close()
         raise CPDError(f"{url}/cluster answers {error.code} {error.reason}") from None
     except (URLError, OSError, ValueError) as error:
-        raise CPDError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+        reason = getattr(error, "reason", error)
+        raise CPDError(f"{url} does not answer: {reason}. If the cluster has just been started, try again") from None
 
 
 def has_workers(url: str, token: str, pids: Mapping[str, int], routers: Collection[str]) -> bool:
