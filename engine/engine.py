@@ -23,6 +23,7 @@ from cpd.perfmodel import Work
 from engine.aside import Aside
 from engine.backlog import Backlog
 from engine.batch import Lane, Ran, Runner
+from engine.fair_queue import passed
 from engine.flight import Flight
 from engine.host_tier import HostMemory, HostTier
 from engine.plan import BuildBatch, Plan, build_batch
@@ -87,6 +88,7 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             copy_page=runner.copy_page,
             backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
+            step_ms=colocation.model.step_ms,
             host=self._host,
             on_returned=lambda: self._on_work(),
         )
@@ -349,11 +351,14 @@ class Engine:
                 pins.pop(page)  # a Counter's own `del` is slow
         self._pool.release(pages)
 
-    def stats(self) -> EngineStats:
-        """Where the engine stands."""
+    def stats(self, now: float = 0.0) -> EngineStats:
+        """Where the engine stands at the time `now`, as in `step`."""
         scheduler = self._scheduler
         decodes, lacking = scheduler.running_work()
+        begin = now + self.colocation.prefill_ms(lacking, decodes) / 1e3
+        late_ms = self.colocation.prefill_ms(scheduler.line.late_work(begin), decodes)
         lacking += scheduler.queued_work
+        prefill_ms = self.colocation.prefill_ms(lacking, decodes)
         return EngineStats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
@@ -366,7 +371,8 @@ class Engine:
             queued_tokens=scheduler.backlog.tokens,
             decodes=decodes.seqs,
             decode_context=decodes.context,
-            prefill_ms=self.colocation.prefill_ms(lacking, decodes),
+            prefill_ms=prefill_ms,
+            late_ms=passed(prefill_ms, late_ms),
             step_ms=sum(self._step_ms) / len(self._step_ms) if self._step_ms else 0.0,
             slower=median(self._slower) if len(self._slower) >= STEPS_TO_TELL else 0.0,
             host=self._host.stats() if self._host is not None else HostStats(),

@@ -3,8 +3,9 @@
     class      a higher priority goes first
     tenant     within a class by deficit round robin: each turn adds QUANTUM tokens to what a tenant may take, and the
                turn ends when the next one waiting needs more (Shreedhar and Varghese, 1995)
-    deadline   within a tenant the earliest one first; those that can't be kept any more come after the others; those
-               without one come last; equal ones in the order of arrival
+    deadline   within a tenant the earliest one first; those that can't be kept any more, by how long the turn is
+               predicted to take, come after the others; those without one come last; equal ones in the order of
+               arrival
 
 Beside all that, whoever has waited longest gets one token in AGED_SHARE. So nobody starves, whatever the class, tenant
 or deadline: one who comes when W tokens wait, with its own, has its turn before AGED_SHARE * W more, and those of the
@@ -15,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
@@ -39,7 +40,7 @@ class Terms:
         tokens: What its turn costs.
         tenant: Whose it is.
         priority: Its class.
-        deadline: Until when it can be in time, in seconds by the clock of the queue's owner.
+        deadline: Until when its turn is to be over, in seconds by the clock of the queue's owner.
     """
 
     tokens: int
@@ -49,12 +50,17 @@ class Terms:
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """Sorted by deadline, then arrival, which no two share."""
+    """Sorted by deadline, then arrival, which no two share.
+
+    Attributes:
+        takes_s: How long its turn is predicted to take.
+    """
 
     deadline: float
     number: int
     item: T
     tokens: int
+    takes_s: float
 
 
 @dataclass(slots=True)
@@ -78,7 +84,24 @@ class _Account(Generic[T]):
         entries = self.entries
         in_time = bisect_left(entries, now, key=_deadline)
         without = bisect_left(entries, inf, lo=in_time, key=_deadline)
-        return map(entries.__getitem__, chain(range(in_time, without), range(in_time), range(without, len(entries))))
+        too_long: list[_Entry[T]] = []
+        for entry in map(entries.__getitem__, range(in_time, without)):
+            if now + entry.takes_s <= entry.deadline:
+                yield entry
+            else:
+                too_long.append(entry)
+        yield from map(entries.__getitem__, range(in_time))
+        yield from too_long
+        yield from map(entries.__getitem__, range(without, len(entries)))
+
+
+def passed(total: float, late: float) -> float:
+    """How much of `total` that waits lets one pass who comes now and can be in time.
+
+    That is the `late` part, but what is due to age before.
+    """
+    in_time = max(0.0, total - late)
+    return max(0.0, total - in_time * AGED_SHARE / (AGED_SHARE - 1))
 
 
 def _deadline(entry: _Entry[T]) -> float:
@@ -104,10 +127,10 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def push(self, item: T, terms: Terms) -> None:
-        """Somebody begins to wait."""
+    def push(self, item: T, terms: Terms, takes_s: float = 0.0) -> None:
+        """Somebody begins to wait, whose turn is predicted to take so long."""
         self._arrivals += 1
-        entry = _Entry(terms.deadline, self._arrivals, item, terms.tokens)
+        entry = _Entry(terms.deadline, self._arrivals, item, terms.tokens, takes_s)
         self._entries[item] = terms, entry
         ring = self._classes.setdefault(terms.priority, OrderedDict())
         insort(ring.setdefault(terms.tenant, _Account()).entries, entry)
@@ -130,6 +153,24 @@ class FairQueue(Generic[T]):
                 return entry.item
             account.has_turn = False
             ring.move_to_end(tenant)
+
+    def late(self, now: float) -> list[T]:
+        """Those who won't be in time if turns begin at `now` and go by deadline: who comes and can be, passes them."""
+        late: list[T] = []
+        for _, entry in sorted(self._entries.values(), key=lambda waiting: waiting[1]):
+            if now + entry.takes_s <= entry.deadline:
+                now += entry.takes_s
+            else:
+                late.append(entry.item)
+        return late
+
+    def expect(self, item: T, takes_s: float) -> None:
+        """Its turn is now predicted to take so long."""
+        terms, entry = self._entries[item]
+        entries = self._classes[terms.priority][terms.tenant].entries
+        changed = entry._replace(takes_s=takes_s)
+        entries[bisect_left(entries, entry)] = changed
+        self._entries[item] = terms, changed
 
     def out_of_turn(self, now: float, most: int | None = None) -> Iterator[T]:
         """Who may go where the first one can't: by class, then tenants by credit, then by deadline.

@@ -36,6 +36,7 @@ class Scheduler:
         max_len: Tokens of the longest sequence.
         max_num_seqs: Running sequences at most.
         copy_page: Copies a page's content, source to target, before the next step runs.
+        step_ms: Predicts how long a prompt takes with nothing beside it.
         host: Where blocks may come back from.
         on_returned: Called when `take_returned` has something to do, on any thread.
 
@@ -55,6 +56,7 @@ class Scheduler:
         max_num_seqs: int,
         copy_page: Callable[[int, int], None],
         backlog: Backlog | None = None,
+        step_ms: Callable[[Work], float] = lambda work: 0.0,
         host: HostTier | None = None,
         on_returned: Callable[[], None] = lambda: None,
     ) -> None:
@@ -70,6 +72,7 @@ class Scheduler:
         self.cached_tokens = 0
         self._behind: list[Seq] = []
         self._copy_page = copy_page
+        self._step_ms = step_ms
         self._host = host
         self._on_returned = on_returned
 
@@ -79,7 +82,7 @@ class Scheduler:
         seq.queued, seq.work = True, Work.prefill(seq.num_tokens - cached, cached)
         self.queued_work += seq.work
         self.backlog.add(seq.request.tenant, seq.num_tokens, seq.request.received)
-        self.line.push(seq)
+        self.line.push(seq, self._step_ms(seq.work) / 1e3)
 
     def cached_blocks(self, hashes: Sequence[bytes], num_tokens: int) -> int:
         """How many of the first blocks of a prompt need not be computed: they are in pages, or would come back."""

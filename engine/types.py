@@ -207,6 +207,7 @@ class EngineStats:
         decodes: Sequences that lack one token.
         decode_context: Tokens that these attend to, summed.
         prefill_ms: Predicted time until `waiting_tokens` are computed.
+        late_ms: Of that, what a prompt passes that comes now and can be in time: others that are late.
         step_ms: Mean of the recent steps that had decodes; 0: there were none.
         slower: How many times as long as predicted recent steps took, on median; 0: too few of them to tell.
         unanswered: Routers' numbers of the newest requests that have no token yet.
@@ -224,6 +225,7 @@ class EngineStats:
     decodes: int = 0
     decode_context: int = 0
     prefill_ms: float = 0.0
+    late_ms: float = 0.0
     step_ms: float = 0.0
     slower: float = 0.0
     host: HostStats = HostStats()

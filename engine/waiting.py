@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from cpd.perfmodel import Work
 from engine.fair_queue import FairQueue, Terms
 from engine.sequence import Seq, State
 from engine.types import Request
@@ -59,9 +60,13 @@ class Line:
         """Some of those who may pass the first one."""
         return islice(chain(self.returning, self.queue.out_of_turn(now, MAX_OF_TENANT)), MAX_LOOKED_AT)
 
-    def push(self, seq: Seq) -> None:
-        """A new sequence."""
-        self.queue.push(seq, terms_of(seq.request))
+    def late_work(self, now: float) -> Work:
+        """Of those who wait for their first turn and won't be in time if turns begin at `now`."""
+        return sum((seq.work for seq in self.queue.late(now)), Work())
+
+    def push(self, seq: Seq, takes_s: float = 0.0) -> None:
+        """A new sequence, whose prompt is predicted to take so long."""
+        self.queue.push(seq, terms_of(seq.request), takes_s)
 
     def put_back(self, seq: Seq) -> None:
         """A sequence that has had its turn comes before the queue."""

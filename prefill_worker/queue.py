@@ -79,6 +79,7 @@ class FillQueue:
         self._early_pages = early_pages
         self._waiting = FairQueue[Place]()
         self._backlog = Backlog(predicted_s)
+        self._predicted_s = predicted_s
         self._granted: list[Place] = []
         self._waiting_work = Work()
 
@@ -97,6 +98,10 @@ class FillQueue:
         """What they lack, as far as known."""
         return self._waiting_work
 
+    def late_work(self, now: float) -> Work:
+        """Of it, that of fills that won't be in time if turns begin at `now`."""
+        return sum((place.work for place in self._waiting.late(now)), Work())
+
     def enter(self, owner: str, terms: Terms, now: float) -> Place:
         """Queues a fill of the decode worker `owner`.
 
@@ -105,7 +110,7 @@ class FillQueue:
         """
         self._backlog.check(terms.tenant, terms.tokens, self._max_tokens, now)
         place = Place(owner, terms, terms.tokens)
-        self._waiting.push(place, terms)
+        self._waiting.push(place, terms, self._predicted_s(terms.tokens))
         self._backlog.add(terms.tenant, terms.tokens, now)
         self._waiting_work += place.work
         self._grant(now)
@@ -118,6 +123,7 @@ class FillQueue:
         place.left = left
         if place in self._waiting:
             self._waiting_work += place.work
+            self._waiting.expect(place, self._predicted_s(left))
         self._grant(now)
 
     def landed(self, place: Place, now: float) -> None:

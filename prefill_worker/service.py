@@ -8,6 +8,7 @@ from cpd.blocks import blocks_for
 from cpd.perfmodel import Work
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
+from engine.fair_queue import passed
 from engine.types import StepOutput
 from prefill_worker.fill import Chunk, Fill, PagesToPush, State
 from prefill_worker.queue import FillQueue
@@ -33,7 +34,7 @@ class PrefillService:
             max_tokens=node.settings.max_queue_tokens,
             slack_tokens=SLACK_BUDGETS * node.colocation.max_tokens,
             early_pages=node.memory.num_pages - blocks_for(node.limits.max_model_len),
-            predicted_s=lambda tokens: node.colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000,
+            predicted_s=lambda tokens: self._prefill_ms(Work.prefill(tokens)) / 1000,
         )
         self._outlet = Outlet(node.engine, node.memory, Traffic())
         self._numbers = itertools.count(1)
@@ -84,10 +85,15 @@ class PrefillService:
         load.waiting += work.seqs
         load.waiting_tokens += work.tokens
         load.queued_tokens += queue.waiting_tokens
-        load.prefill_ms += self._node.colocation.prefill_ms(work, Work())
+        queue_ms = self._prefill_ms(work)
+        load.late_ms += passed(queue_ms, self._prefill_ms(queue.late_work(time.monotonic() + load.prefill_ms / 1e3)))
+        load.prefill_ms += queue_ms
         waiting = (fill for fill in self._fills.values() if fill.state in (State.QUEUED, State.READY))
         load.unanswered.extend(fill.request.number for fill in waiting)
         load.fills.update(self._server.outcomes)
+
+    def _prefill_ms(self, work: Work) -> float:
+        return self._node.colocation.prefill_ms(work, Work())
 
     def submit(self, session: Session, message: pb.Submit) -> None:
         """A prefill worker answers no requests."""

@@ -43,7 +43,9 @@ class Candidate:
         num_pages: Of its pool.
         free_pages: Those with nothing in them.
         cached_pages: Those with content that could be evicted.
-        idle_at: When the prompts that it has will be computed, in seconds of the clock that `now` is of.
+        idle_at: When the prompts that it has will be computed, in seconds of the clock that `now` is of; not the late
+            ones.
+        passed_ms: What those take then: a prompt that can be in time passes them.
         requests: Sequences, running and waiting.
         max_num_seqs: Those of them that run at a time, at most; 0: as many as there are.
         late: Its first tokens come so many times later than predicted; its steps are reckoned with as so much longer.
@@ -58,6 +60,7 @@ class Candidate:
     free_pages: int = 0
     cached_pages: int = 0
     idle_at: float = 0.0
+    passed_ms: float = 0.0
     requests: int = 0
     max_num_seqs: int = 0
     late: float = 1.0

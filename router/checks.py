@@ -46,6 +46,8 @@ def check_load(load: pb.Load, num_pages: int) -> None:
     _require_known(load.state, _STATES, "state")
     if not (0 <= load.prefill_ms <= MOST_MS and 0 <= load.step_ms <= MOST_MS):
         raise NonsenseError(f"it reported prompts of {load.prefill_ms} ms and steps of {load.step_ms} ms")
+    if not 0 <= load.late_ms <= load.prefill_ms:
+        raise NonsenseError(f"it reported {load.late_ms} ms of late prompts, of {load.prefill_ms} ms in all")
     if not 0 <= load.slower <= MOST_SLOWDOWN:
         raise NonsenseError(f"it reported steps that take {load.slower} times as long as predicted")
     pages = load.free_pages + load.cached_pages + load.used_pages + load.reserved_pages + load.quarantined_pages

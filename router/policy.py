@@ -343,6 +343,11 @@ class _Request:
             return 0.0
         return BROKEN * self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - SAFE) / (1 - SAFE))
 
+    def turn_ms(self, worker: Candidate, queue_ms: float, prefill_ms: float) -> float:
+        """Until the prompt's turn; `queue_ms` if that is in time, for a late one waits for all that are late, too."""
+        in_time = queue_ms + prefill_ms <= self.settings.slo_ttft_ms
+        return queue_ms if in_time else queue_ms + worker.passed_ms
+
 
 class _Prefill:
     """The prompt on a prefill worker.
@@ -401,10 +406,11 @@ class _Decode:
         queue_ms, copy_ms = max(worker.wait_ms(uncached, request.now), self._seats_ms), request.copy_ms(worker)
         host_tokens = request.returning(source or worker)
         if source is None:
-            queue_ms += copy_ms
+            queue_ms = request.turn_ms(worker, queue_ms + copy_ms, pace.ms)
             return self._option("", "", uncached, host_tokens, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
         fetch_ms = worker.transfer_ms(blocks_for(request.before(source)) - request.before(worker) // BLOCK_SIZE)
         queue_ms = max(queue_ms, REMOTE_MS + request.copy_ms(source) + copy_ms + fetch_ms)
+        queue_ms = request.turn_ms(worker, queue_ms, pace.ms)
         # Others' pages wait for these as others' prompts would for the prefill.
         others_ms = stutter_ms + BEHIND * fetch_ms
         name = source.worker_id
@@ -416,7 +422,7 @@ class _Decode:
         all_ms = self.worker.transfer_ms(moved)
         tail_ms = self.worker.transfer_ms(min(moved, helper.tail))
         transfer_ms = max(tail_ms, all_ms - helper.ms)
-        queue_ms = max(helper.queue_ms, self._seats_ms)
+        queue_ms = self._request.turn_ms(helper.worker, max(helper.queue_ms, self._seats_ms), helper.ms)
         ttft_ms = queue_ms + helper.ms + REMOTE_MS
         name = helper.worker.worker_id
         return self._option(

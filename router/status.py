@@ -91,6 +91,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "waiting_tokens": load.waiting_tokens,
         "decodes": load.decodes,
         "prefill_ms": load.prefill_ms,
+        "late_ms": load.late_ms,
         "step_ms": load.step_ms,
         "slower": load.slower,
         "pages": pages(load),

@@ -111,6 +111,7 @@ class WorkerView:
         self._beside = Beside(self._rule)
         self._load = pb.Load(free_pages=hello.num_pages)
         self._idle_at = 0.0
+        self._passed_ms = 0.0
         self._others = 0
         self._late = 1.0
         self._sent: dict[int, tuple[float, float]] = {}  # when, and for how long: those that were not answered
@@ -131,6 +132,7 @@ class WorkerView:
                 free_pages=load.free_pages,
                 cached_pages=load.cached_pages,
                 idle_at=self._idle_at,
+                passed_ms=self._passed_ms,
                 requests=self._others + self.sequences,
                 max_num_seqs=self._hello.max_num_seqs,
                 late=self._late,
@@ -150,7 +152,8 @@ class WorkerView:
         more_ms = (self._late - 1.0) * LATE_STEP_MS
         self._beside = Beside(self._rule, Work.decode(load.decodes, load.decode_context), slower * self._late, more_ms)
         self._others = max(0, load.running + load.waiting - self.sequences)
-        prefill_ms = self._beside.slower * load.prefill_ms
+        prefill_ms = self._beside.slower * (load.prefill_ms - load.late_ms)
+        self._passed_ms = self._beside.slower * load.late_ms
         if not self._hello.profile:
             prefill_ms = load.waiting_tokens * self._beside.token_ms
         seen = set(load.unanswered)

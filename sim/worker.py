@@ -226,4 +226,4 @@ class SimWorker:
         if idle == self._idle and self._events.now < self._reported_s + INTERVAL_S:
             return
         self._idle, self._reported_s = idle, self._events.now
-        self.on_load(load_from_stats(self.engine.stats(), pb.STATE_READY))
+        self.on_load(load_from_stats(self.engine.stats(self._events.now), pb.STATE_READY))

@@ -199,7 +199,7 @@ class EngineBridge(ABC):
         self._polls = [poll for poll in self._polls if not poll.attempt(engine)]
         stats = None
         if now - self._stats_at >= STATS_INTERVAL_S or not engine.has_work:
-            stats, self._stats_at = engine.stats(), now
+            stats, self._stats_at = engine.stats(now), now
         self._report(engine, output, stats)
         self._flush()
 

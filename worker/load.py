@@ -32,6 +32,7 @@ def load_from_stats(stats: EngineStats, state: pb.State.ValueType) -> pb.Load:
         decodes=stats.decodes,
         decode_context=stats.decode_context,
         prefill_ms=stats.prefill_ms,
+        late_ms=stats.late_ms,
         step_ms=stats.step_ms,
         slower=stats.slower,
         queued_tokens=stats.queued_tokens,

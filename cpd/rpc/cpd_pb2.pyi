@@ -794,6 +794,7 @@ class Load(_message.Message):
     HOST_KEPT_PAGES_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     UNANSWERED_FIELD_NUMBER: _builtins.int
+    LATE_MS_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
@@ -827,6 +828,8 @@ class Load(_message.Message):
     """that host memory has room for; 0: it keeps none"""
     host_kept_pages: _builtins.int
     """of them, with a block"""
+    late_ms: _builtins.float
+    """of prefill_ms, what a prompt passes that comes now and can be in time"""
     @_builtins.property
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by outcome: completed, failed, cancelled, local_fallback, rerouted; prefix_completed, prefix_failed and
@@ -873,10 +876,11 @@ class Load(_message.Message):
         host_kept_pages: _builtins.int = ...,
         host_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         unanswered: _abc.Iterable[_builtins.int] | None = ...,
+        late_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_kept_pages", b"host_kept_pages", "host_pages", b"host_pages", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "unanswered", b"unanswered", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_kept_pages", b"host_kept_pages", "host_pages", b"host_pages", "late_ms", b"late_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "unanswered", b"unanswered", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,14 +1,19 @@
 """The fair order, against a model of it that looks at everybody each time."""
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
+from typing import TypeVar
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.fair_queue import AGED_SHARE, MAX_DEBT, QUANTUM, FairQueue, Terms
+from engine.fair_queue import AGED_SHARE, MAX_DEBT, QUANTUM, FairQueue, Terms, passed
+
+T = TypeVar("T", bound=Hashable)
 
 
 def queue_of(*terms: Terms) -> FairQueue[int]:
@@ -18,7 +23,7 @@ def queue_of(*terms: Terms) -> FairQueue[int]:
     return queue
 
 
-def order(queue: FairQueue[int], now: float = 0.0) -> list[int]:
+def order(queue: FairQueue[T], now: float = 0.0) -> list[T]:
     """Everybody in turn."""
     taken = []
     while (item := queue.first(now)) is not None:
@@ -42,6 +47,41 @@ def test_the_earliest_deadline_that_can_be_kept_goes_first_and_none_comes_last()
 
 def test_a_deadline_is_kept_at_its_very_moment() -> None:
     assert order(queue_of(Terms(10, deadline=5), Terms(10, deadline=4)), now=5) == [0, 1]
+
+
+def test_one_that_takes_too_long_for_its_deadline_is_late_already() -> None:
+    queue = FairQueue[str]()
+    queue.push("long", Terms(10, deadline=5), takes_s=2)
+    queue.push("short", Terms(10, deadline=6), takes_s=1)
+    assert order(queue, now=3) == ["long", "short"]
+    queue.push("long", Terms(10, deadline=5), takes_s=2)
+    queue.push("short", Terms(10, deadline=6), takes_s=1)
+    assert queue.first(3.5) == "short"
+    queue.expect("long", 1)  # most of it turns out to be cached
+    assert queue.first(3.5) == "long"
+    queue.remove("long")
+    assert order(queue, now=3.5) == ["short"]
+
+
+def test_late_are_those_whose_turn_comes_too_late() -> None:
+    queue = FairQueue[str]()
+    for name, deadline, takes_s in [
+        ("last", 9, 2),
+        ("past", 1, 1),
+        ("first", 4, 2),
+        ("no longer", 5, 2),
+        ("any", inf, 1),
+    ]:
+        queue.push(name, Terms(10, deadline=deadline), takes_s)
+    assert queue.late(2) == ["past", "no longer"]
+    assert queue.late(8) == ["past", "first", "no longer", "last"]
+
+
+def test_who_is_in_time_passes_all_that_is_late_but_what_is_due_to_age() -> None:
+    assert passed(80, 0) == 0
+    assert passed(AGED_SHARE * 100, 800 - 70) == pytest.approx(800 - 70 - 10)
+    assert passed(80, 5) == 0  # those that are late are due before
+    assert passed(80, 80) == passed(80, 81) == 80
 
 
 def test_tenants_take_turns_in_tokens_not_in_requests() -> None:
@@ -95,6 +135,11 @@ TERMS = st.builds(
 )
 
 
+TAKES_S = st.sampled_from([0.0, 0.5, 2.0, 7.0])
+
+ACTIONS = ["push", "push", "push", "take", "take", "out of turn", "remove", "later", "expect"]
+
+
 @dataclass
 class Tenant:
     credit: int = 0
@@ -109,9 +154,11 @@ class Naive:
     rings: dict[int, list[str]] = field(default_factory=dict)
     tenants: dict[tuple[int, str], Tenant] = field(default_factory=dict)
     past_oldest: int = 0
+    takes_s: dict[int, float] = field(default_factory=dict)
 
-    def push(self, item: int, terms: Terms) -> None:
+    def push(self, item: int, terms: Terms, takes_s: float) -> None:
         self.waiting.append((item, terms))
+        self.takes_s[item] = takes_s
         ring = self.rings.setdefault(terms.priority, [])
         if terms.tenant not in ring:
             ring.append(terms.tenant)
@@ -131,15 +178,15 @@ class Naive:
                 tenant.has_turn, tenant.credit = True, tenant.credit + QUANTUM
             item, terms = min(
                 (one for one in self.waiting if (one[1].priority, one[1].tenant) == (priority, ring[0])),
-                key=lambda one: (self.kind(one[1].deadline, now), one[1].deadline, one[0]),
+                key=lambda one: (self.kind(one[0], one[1], now), one[1].deadline, one[0]),
             )
             if terms.tokens <= tenant.credit:
                 return item
             tenant.has_turn = False
             ring.append(ring.pop(0))
 
-    def kind(self, deadline: float, now: float) -> int:
-        return 2 if deadline == inf else int(deadline < now)
+    def kind(self, item: int, terms: Terms, now: float) -> int:
+        return 2 if terms.deadline == inf else int(now + self.takes_s[item] > terms.deadline)
 
     def leave(self, item: int, *, taken: bool) -> None:
         index, terms = next((i, terms) for i, (one, terms) in enumerate(self.waiting) if one == item)
@@ -162,14 +209,18 @@ class Naive:
 def test_the_order_is_that_of_the_rules(data: st.DataObject) -> None:
     queue, naive, numbers, now = FairQueue[int](), Naive(), count(), 0.0
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["push", "push", "push", "take", "take", "out of turn", "remove", "later"]))
+        action = data.draw(st.sampled_from(ACTIONS))
         if action == "push":
-            number, terms = next(numbers), data.draw(TERMS)
-            queue.push(number, terms)
-            naive.push(number, terms)
+            number, terms, takes_s = next(numbers), data.draw(TERMS), data.draw(TAKES_S)
+            queue.push(number, terms, takes_s)
+            naive.push(number, terms, takes_s)
+        elif action == "expect" and len(queue):
+            known = data.draw(st.sampled_from(list(queue)))
+            naive.takes_s[known] = data.draw(TAKES_S)
+            queue.expect(known, naive.takes_s[known])
         elif action == "later":
             now += data.draw(st.sampled_from([1.0, 5.0]))
-        elif len(queue):
+        elif action != "expect" and len(queue):
             item = naive.first(now) if action == "take" else data.draw(st.sampled_from(list(queue)))
             assert item is not None
             (queue.remove if action == "remove" else queue.take)(item)

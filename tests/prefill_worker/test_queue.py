@@ -61,6 +61,27 @@ async def test_pages_that_wait_for_a_landing_are_bounded() -> None:
     assert q.enter("d", Terms(80), 0.0).early
 
 
+async def test_one_that_would_be_done_too_late_lets_the_others_pass() -> None:
+    q = FillQueue(max_tokens=10_000, slack_tokens=100, early_pages=100, predicted_s=lambda tokens: tokens / 1000)
+    running = q.enter("d", Terms(300), 0.0)
+    long, short = q.enter("d", Terms(2000, deadline=2.0), 0.0), q.enter("d", Terms(500, deadline=2.0), 0.0)
+    assert (q.late_work(0.0), q.late_work(0.3)) == (Work.prefill(500), Work.prefill(2000))
+    q.landed(running, 0.3)
+    q.computed(running, 0, 0.3)
+    assert granted(long, short) == [False, True]
+
+
+async def test_how_long_one_takes_is_by_what_is_not_cached() -> None:
+    q = FillQueue(max_tokens=10_000, slack_tokens=100, early_pages=100, predicted_s=lambda tokens: tokens / 1000)
+    running = q.enter("d", Terms(300), 0.0)
+    long, short = q.enter("d", Terms(2000, deadline=2.0), 0.0), q.enter("d", Terms(500, deadline=2.0), 0.0)
+    q.computed(long, 1000, 0.1)
+    assert q.late_work(0.3) == Work()
+    q.landed(running, 0.3)
+    q.computed(running, 0, 0.3)
+    assert granted(long, short) == [True, False]
+
+
 async def test_leaving_makes_room_from_every_state_and_may_be_repeated() -> None:
     q = queue()
     first, second, third = (q.enter("d", Terms(200), 0.0) for _ in range(3))

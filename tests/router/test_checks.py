@@ -79,6 +79,8 @@ def test_any_profile_of_a_worker_with_as_much_as_may_be(
     [
         {"prefill_ms": -1.0},
         {"prefill_ms": math.nan},
+        {"late_ms": 40.5},
+        {"late_ms": -1.0},
         {"step_ms": math.inf},
         {"slower": math.nan},
         {"slower": -1.0},

@@ -115,6 +115,17 @@ class TestRoute:
             queue_ms = placement.chosen.queue_ms + placement.chosen.prefill_ms
             helpers[name] = replace(helpers[name], idle_at=queue_ms / 1e3)
 
+    def test_late_prompts_at_a_prefill_worker_keep_nobody_away_who_can_be_in_time(self) -> None:
+        placement = _place(4096, [_worker("d", streams=64)], [_worker("p", passed_ms=9000.0)])
+        assert placement.prefill
+        assert placement.chosen.queue_ms == 0
+
+    def test_a_prompt_that_is_late_itself_waits_for_those_that_are_late(self) -> None:
+        helpers = [_worker("p", queue_ms=1990, passed_ms=9000.0), _worker("q", queue_ms=2500, passed_ms=1000.0)]
+        placement = _place(4096, [_worker("d", streams=64, queue_ms=9000)], helpers)
+        assert placement.chosen.prefill == "q"
+        assert placement.chosen.queue_ms == pytest.approx(3500)
+
     def test_prefill_workers_are_chosen_by_their_own_cache_and_queue(self) -> None:
         helpers = [_worker("busy", queue_ms=400), _worker("warm", queue_ms=30), _worker("idle")]
         placement = _place(4096, [_worker("d", streams=64)], helpers, {"warm": 200})

@@ -709,6 +709,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         host_blocks={"kept": 70, "evicted": 10},
         decodes=1,
         prefill_ms=2.5,
+        late_ms=0.5,
         step_ms=7.5,
         slower=1.25,
     )
@@ -719,6 +720,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         "waiting_tokens": 3,
         "decodes": 1,
         "prefill_ms": 2.5,
+        "late_ms": 0.5,
         "step_ms": 7.5,
         "slower": 1.25,
         "pages": {"free": 4, "cached": 5, "used": 6, "reserved": 7, "quarantined": 8},

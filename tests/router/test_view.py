@@ -74,6 +74,13 @@ def test_a_prompt_lengthens_the_queue_until_a_report_names_it() -> None:
     assert view.candidate.queue_ms(0.004) == pytest.approx(140)
 
 
+def test_late_prompts_do_not_lengthen_the_queue_of_one_that_can_be_in_time() -> None:
+    view = _view()
+    view.reported(pb.Load(prefill_ms=2000, late_ms=1500, slower=2.0), 0.0)
+    assert view.candidate.queue_ms(0.0) == pytest.approx(1000)
+    assert view.candidate.passed_ms == pytest.approx(3000)
+
+
 def test_a_prompt_that_no_report_names_is_not_reckoned_with_for_ever() -> None:
     view = _view()
     view.sent(1, 100.0, 0.0)
