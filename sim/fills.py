@@ -2,7 +2,7 @@
 
     decode worker D                                prefill worker P
     look: much is uncached ────── request ───────▶ queued, computed chunk by chunk
-      somebody fills that prefix: wait, look again    │ first chunk computed
+      somebody fills that prefix: wait, look again    │ first chunk begins
     reserve pages, in the order of asking ◀─ ready ──┤
       └──────────────────────────────── landing ────▶ finished pages leave after every chunk
     first token goes on at once  ◀──── first token ──┤
@@ -213,6 +213,7 @@ class PrefillSide:
     def __init__(self, worker: SimWorker) -> None:
         self.worker = worker
         self._fills: dict[str, Fill] = {}
+        worker.on_begin = self._begin
         worker.on_output = self._see
 
     def take(self, fill: "Fill") -> None:
@@ -228,6 +229,10 @@ class PrefillSide:
             self._fills[request.id] = fill
 
         self.worker.do(add)
+
+    def _begin(self, output: StepOutput) -> None:
+        for computed in output.computed:
+            self._fills[computed.request_id].begin()
 
     def _see(self, output: StepOutput) -> None:
         for computed in output.computed:
@@ -268,11 +273,14 @@ class Fill:
         """P's queue is full: the next one's turn."""
         self.decode.events.at(self.decode.events.now + self.decode.network_s, self._next)
 
-    def computed(self, chunk: Chunk) -> None:
-        """A chunk has been computed, and its finished pages are pinned."""
+    def begin(self) -> None:
+        """A chunk is being computed: D is to say where the pages go."""
         if not self._asked:
             self._asked = True
             self.decode.events.at(self.decode.events.now + self.decode.network_s, self.decode.want_pages, self)
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk has been computed, and its finished pages are pinned."""
         if self._landed:
             self._push(chunk)
         else:

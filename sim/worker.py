@@ -51,6 +51,7 @@ class SimWorker:
         role: prefill or combined.
         engine: Its engine. Change it in commands only.
         model, colocate, num_pages, token_budget, decode_shares: As its Hello tells routers.
+        on_begin: Called with what a step is going to bring, at its beginning.
         on_output: Called with what a step brought, at its end.
         on_run: Called with what several steps of decodes brought, at the last one's end.
         on_events: Called with what changed in the cache, at a pass's end.
@@ -93,6 +94,7 @@ class SimWorker:
             max_queue_tokens=max_queue_tokens,
             build=outline,
         )
+        self.on_begin: Callable[[StepOutput], None] = lambda output: None
         self.on_output: Callable[[StepOutput], None] = lambda output: None
         self.on_run: Run = lambda output, ends_s: None
         self.on_events: Callable[[list[CacheEvent]], None] = lambda events: None
@@ -139,6 +141,7 @@ class SimWorker:
         self._clock.time_s = self._events.now
         if self.engine.has_work:
             output = self.engine.step(self._events.now)
+            self.on_begin(output)
         self._events.at(self._clock.time_s, self._end_pass, output)
 
     def _end_pass(self, output: StepOutput | None) -> None:
