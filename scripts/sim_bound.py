@@ -1,0 +1,114 @@
+"""What no policy can exceed on the base mix: `python -m scripts.sim_bound [--seeds 0,1,2]`.
+
+The highest rate at which the devices could do what the measured requests need in the time in which these come, if they
+never waited, no prompt were computed but for its new tokens, weights were read for nothing else than prompts, and both
+lanes were busy all the time. Decodes of earlier requests fall into that time, those of late ones after it: as much.
+
+    lanes     prompts and decodes share devices, in whatever split is best
+    serial    they take turns, or have devices of their own
+    95 %      the same if the twentieth of the requests whose prompts take longest need not be served at all
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from cpd.blocks import BLOCK_SIZE
+from cpd.perfmodel import PerfModel, Profile, Work
+from engine.simulated import SimulatedRunner, VirtualTime
+from sim.settings import CompareSettings
+from sim.worker import VOCAB_SIZE
+from sim.workload import Mix
+
+TOKEN_S = 0.025
+"""Between two tokens of an answer: decides only when a next turn comes."""
+
+Mode = tuple[float, float]
+"""Device time of prompts, and of decodes, that a device gets done in a second."""
+
+
+def needs(settings: CompareSettings, model: PerfModel, rate: float) -> Iterator[Mode]:
+    """Device seconds of the prompt and of the decodes of each measured request, in large batches."""
+    end_s = settings.warmup + settings.duration
+    mix = Mix(rate, settings.long_share, settings.agent_share, settings.seed, settings.max_model_len)
+    for session in mix.sessions():
+        if session.start_s > end_s:
+            return
+        due_s, known = session.start_s, session.shared
+        before = 0
+        for turn in session.turns:
+            due_s += turn.pause_s
+            tokens = before + len(turn.token_ids)
+            cached = known // BLOCK_SIZE * BLOCK_SIZE
+            if settings.warmup <= due_s <= end_s:
+                prompt = Work(tokens - cached, pairs=Work.prefill(tokens - cached, cached).pairs)
+                decode = Work.decode(1, tokens + turn.output_len // 2)
+                yield _more_s(model, _PROMPTS, prompt), turn.output_len * _more_s(model, _DECODES, decode)
+            before = known = tokens + turn.output_len
+            due_s += turn.output_len * TOKEN_S
+
+
+_PROMPTS, _DECODES = Work.prefill(8192), Work.decode(2, 1000)
+
+
+def _more_s(model: PerfModel, batch: Work, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
+    """What it adds to a batch."""
+    return (model.step_ms(batch + work, share, beside) - model.step_ms(batch, share, beside)) / 1e3
+
+
+def modes(model: PerfModel, *, lanes: bool) -> list[Mode]:
+    """The ways in which a device can spend its time."""
+    found: list[Mode] = [(1.0, 0.0), (0.0, 1.0)]
+    prompt, decode = Work(1024), Work.decode(1, 4096)
+    for split in SimulatedRunner(1, model, VirtualTime(), VOCAB_SIZE).splits if lanes else ():
+        shares = split.shares
+        prompts = _more_s(model, _PROMPTS, prompt) / _more_s(model, _PROMPTS, prompt, shares.prefill, _DECODES)
+        decodes = _more_s(model, _DECODES, decode) / _more_s(model, _DECODES, decode, shares.decode, _PROMPTS)
+        found.append((prompts, decodes))
+    return found
+
+
+def devices(prompts_s: float, decodes_s: float, ways: Sequence[Mode]) -> float:
+    """How many get so much done in a second: two ways at most have a part in the best mixture."""
+    fewest = prompts_s + decodes_s
+    for (a, b), (c, d) in combinations(ways, 2):
+        if area := a * d - b * c:
+            first, second = (prompts_s * d - decodes_s * c) / area, (decodes_s * a - prompts_s * b) / area
+            if min(first, second) >= 0:
+                fewest = min(fewest, first + second)
+    return fewest
+
+
+def highest_rate(settings: CompareSettings, model: PerfModel, ways: Sequence[Mode], left_out: float) -> float:
+    """To one percent."""
+    low, high = 20.0, 1_000.0
+    while high > 1.01 * low:
+        rate = (low * high) ** 0.5
+        served = sorted(needs(settings, model, rate))
+        served = served[: len(served) - int(left_out * len(served))]
+        prompts_s, decodes_s = (sum(part[kind] for part in served) / settings.duration for kind in (0, 1))
+        if devices(prompts_s, decodes_s, ways) > settings.workers:
+            high = rate
+        else:
+            low = rate
+    return low
+
+
+def main() -> None:
+    """Prints them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--warmup", type=float, default=15.0)
+    parser.add_argument("--duration", type=float, default=20.0)
+    options = parser.parse_args()
+    for seed in map(int, options.seeds.split(",")):
+        settings = CompareSettings(warmup=options.warmup, duration=options.duration, seed=seed)
+        model = PerfModel(Profile.load(settings.profile))
+        for name, lanes in (("lanes", True), ("serial", False)):
+            ways = modes(model, lanes=lanes)
+            whole, most = (highest_rate(settings, model, ways, left_out) for left_out in (0.0, 0.05))
+            print(f"seed {seed}, {name}: {whole:.0f} requests/s, 95 %: {most:.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
