@@ -245,6 +245,7 @@ class StreamServer(Generic[M]):
         self._most_bytes = most_bytes
         self._handle = handle
         self._server: asyncio.Server | None = None
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
@@ -262,8 +263,9 @@ class StreamServer(Generic[M]):
 
     async def close(self, timeout_s: float = 0.0) -> None:
         """Takes no more streams, and ends those that there still are after a while."""
+        self._closed = True
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
         tasks = set(self._tasks)
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
@@ -272,6 +274,9 @@ class StreamServer(Generic[M]):
             await asyncio.gather(*late, return_exceptions=True)
 
     def _opened(self, stream: Stream[M]) -> None:
+        if self._closed:
+            stream.abort()
+            return
         task = asyncio.get_running_loop().create_task(self._serve(stream), name="stream")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -281,3 +286,14 @@ class StreamServer(Generic[M]):
             await self._handle(stream)
         finally:
             stream.close()
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Closes a server; its connections go on.
+
+    asyncio's forgets, open, what it accepts in the turn in which it is closed (CPython issue 109564).
+    """
+    for listening in server.sockets:
+        asyncio.get_running_loop().remove_reader(listening.fileno())
+    await asyncio.sleep(0)  # what was accepted in this turn is served in the next one
+    server.close()

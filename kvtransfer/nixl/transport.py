@@ -7,6 +7,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 
 from cpd.errors import ConfigError, TransferError
+from cpd.stream import stop_listening
 from kvtransfer.addresses import KEY_BYTES, resolve
 from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
@@ -135,15 +136,8 @@ class NixlTransport:
         self._book.close("the transport was closed")
         await self._end_links()  # it listens meanwhile: senders say that they are through
         await asyncio.gather(*self._farewells)
-        await self._stop_accepting()
-        self._server.close()
+        await stop_listening(self._server)
         await self._end_links()
-
-    async def _stop_accepting(self) -> None:
-        """asyncio's server forgets, open, what it accepts in the turn in which it is closed (CPython issue 109564)."""
-        for listening in self._server.sockets:
-            asyncio.get_running_loop().remove_reader(listening.fileno())
-        await asyncio.sleep(0)  # what was accepted in this turn is served in the next one
 
     async def _end_links(self) -> None:
         links = list(self._links)

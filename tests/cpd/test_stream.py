@@ -1,6 +1,8 @@
 """Streams over real connections."""
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -142,3 +144,16 @@ async def test_who_finishes_is_read_to_the_end_by_a_peer_that_goes_on_sending() 
             await asyncio.sleep(0.005)
         assert [await received(here) for _ in range(1001)] == [*map(str, range(1000)), "end"]
         await asyncio.wait_for(there.closed(), 20)
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_connection_that_comes_while_the_server_closes_is_closed(turns: int) -> None:
+    server = StreamServer(pb.RouterMessage, MOST, Stream.closed)
+    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1", 0))) as client:
+        client.setblocking(False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(20):
+                assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
