@@ -75,7 +75,7 @@ async def running(url: str) -> AsyncIterator[Running]:
 async def test_both_routes_give_the_same_tokens(redis_url: str) -> None:
     async with running(redis_url) as it:
         found = await it.members()
-        prefill = pb.PrefillCandidate(worker_id="prefill-0", address=found["prefill-0"].address)
+        prefill = pb.PrefillCandidate(worker_id="prefill-0", address=found["prefill-0"].session)
         request = make_request("r", prompt(500), max_tokens=20)
         async with Client(found["combined-0"]) as one, Client(found["combined-1"]) as other:
             assert (one.hello.transport, one.hello.dtype) == ("simulated", "simulated")
