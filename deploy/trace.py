@@ -17,7 +17,7 @@ from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.endpoint import read_cluster
 from deploy.remote import running_cluster
 from worker.auth import token_metadata
-from worker.channels import CLIENT_OPTIONS
+from worker.calls import CLIENT_OPTIONS
 
 _TIMEOUT_S = 10.0
 _LANES = {pb.LANE_FULL: "full", pb.LANE_PREFILL: "prefill", pb.LANE_DECODE: "decode"}

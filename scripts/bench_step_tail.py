@@ -34,7 +34,8 @@ from models.tiny.make import write
 from scripts.bench_main_path import MODEL, bench_settings
 from tests.e2e.cluster import TOKEN, Cluster
 from worker.auth import token_metadata
-from worker.channels import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
+from worker.calls import CLIENT_OPTIONS
+from worker.channels import MAX_MESSAGE_BYTES
 
 STREAMS = 8
 STREAM_LEN = 3_000

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from cpd.blocks import Tier, short_hashes
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import Stream, StreamError
+from cpd.stream import StreamError
 from engine.types import CacheEvent, Output
 from worker.channels import MAX_MESSAGE_BYTES
 from worker.convert import tier_to_wire
 from worker.engine_bridge import EngineBridge, EngineDiedError, Update
+from worker.fills import Wire
 from worker.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,6 @@ HELLO_S = 10.0
 
 END_TIMEOUT_S = 2.0
 """The reason of a session's end waits behind unread messages at most this long; then the connection is cut."""
-
-Wire = Stream[pb.RouterMessage]
 
 
 class Session:

@@ -38,7 +38,8 @@ from engine.engine import Engine
 from engine.types import EngineStats, PoolCounts
 from kvtransfer.base import PoolMemory, Transport
 from worker.auth import TokenInterceptor
-from worker.channels import SERVER_OPTIONS, Channels
+from worker.calls import SERVER_OPTIONS
+from worker.channels import Channels
 from worker.engine_bridge import EngineBridge, Update
 from worker.engine_thread import EngineThread
 from worker.load import LoadReporter, load_from_stats
