@@ -152,9 +152,10 @@ class WorkerView:
         more_ms = (self._late - 1.0) * LATE_STEP_MS
         self._beside = Beside(self._rule, Work.decode(load.decodes, load.decode_context), slower * self._late, more_ms)
         self._others = max(0, load.running + load.waiting - self.sequences)
-        prefill_ms = self._beside.slower * (load.prefill_ms - load.late_ms)
-        self._passed_ms = self._beside.slower * load.late_ms
-        if not self._hello.profile:
+        if self._hello.profile:
+            prefill_ms = self._beside.slower * (load.prefill_ms - load.late_ms)
+            self._passed_ms = self._beside.slower * load.late_ms
+        else:
             prefill_ms = load.waiting_tokens * self._beside.token_ms
         seen = set(load.unanswered)
         unseen_ms = sum(ms for key, (at, ms) in self._sent.items() if key not in seen and now - at < UNSEEN_S)

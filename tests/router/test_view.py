@@ -106,9 +106,10 @@ def test_a_prompt_that_is_sent_to_an_idle_worker_begins_now() -> None:
 
 def test_without_a_profile_waiting_tokens_tell_the_queue() -> None:
     view = _view(profile=b"")
-    view.reported(pb.Load(waiting_tokens=5_000), 0.0)
+    view.reported(pb.Load(prefill_ms=20, late_ms=10, waiting_tokens=5_000), 0.0)
     assert view.candidate.beside.rule.model is NOMINAL
     assert view.candidate.queue_ms(0.0) == pytest.approx(5_000 * view.candidate.token_ms)
+    assert view.candidate.passed_ms == 0
 
 
 def test_a_worker_that_is_slower_than_its_profile_is_reckoned_with_as_it_is() -> None:
