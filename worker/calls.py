@@ -2,9 +2,9 @@
 
 from worker.channels import MAX_MESSAGE_BYTES
 
-# A host that is gone, or a process that is stopped, is noticed after at most the sum of both. The keepalive timeout alone
-# sees only what TCP sees, and a stopped process's kernel still acknowledges: its missing answers count from the ping
-# timeout.
+# A host that is gone, or a process that is stopped, is noticed after at most the sum of both. The keepalive timeout
+# alone sees only what TCP sees, and a stopped process's kernel still acknowledges: its missing answers count from the
+# ping timeout.
 KEEPALIVE_MS = 3_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 
