@@ -119,7 +119,10 @@ class Stream(asyncio.Protocol, Generic[M]):
         """
         if self._transport is not None and not self._transport.is_closing():
             self._finished = True
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # the peer has reset the connection, which the event loop has not seen yet
+                self.abort()
 
     def close(self) -> None:
         """Closes the stream when everything has been sent."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -144,6 +145,22 @@ async def test_who_finishes_is_read_to_the_end_by_a_peer_that_goes_on_sending() 
             await asyncio.sleep(0.005)
         assert [await received(here) for _ in range(1001)] == [*map(str, range(1000)), "end"]
         await asyncio.wait_for(there.closed(), 20)
+
+
+async def test_who_finishes_when_the_peer_has_just_reset_the_connection_closes() -> None:
+    there: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
+
+    async def handle(wire: Wire) -> None:
+        there.set_result(wire)
+        await wire.closed()
+
+    server = StreamServer(pb.RouterMessage, MOST, handle)
+    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1", 0))) as client:
+        wire = await asyncio.wait_for(there, 20)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wire.finish()
+    await asyncio.wait_for(wire.closed(), 20)
+    await server.close()
 
 
 @pytest.mark.parametrize("turns", range(4))
