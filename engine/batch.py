@@ -86,7 +86,8 @@ class Ran(NamedTuple):
 class Lane(Protocol):
     """A share of the device that runs one batch at a time, with a stream, buffers and workspaces of its own.
 
-    A lane may compute a step in `launch` (a CPU lane on the caller's thread) or meanwhile (any other).
+    A lane may compute a step in `launch` (a CPU lane on the caller's thread) or meanwhile (any other). The prefill lane
+    of a split takes a second step while the first one is not collected, and goes on with it at once.
     """
 
     @property
@@ -95,7 +96,7 @@ class Lane(Protocol):
 
     @property
     def queues(self) -> bool:
-        """Whether a second step may be launched before the first one is collected, and be fed by it."""
+        """Whether a step may be launched that is fed by the one before it, which is not collected."""
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
         """Starts a step. The batch belongs to the lane until `collect` has returned or raised.

@@ -11,6 +11,7 @@ process takes theirs.
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -56,7 +57,8 @@ class CallerLane:
 
 
 class ThreadLane:
-    """Computes on the one thread of `executor`. See `engine.batch.Lane`; the rest as in `CallerLane`."""
+    """Computes on the one thread of `executor`, a second step after the first. See `engine.batch.Lane`; the rest as in
+    `CallerLane`."""
 
     queues = False
 
@@ -65,21 +67,21 @@ class ThreadLane:
         self._executor = executor
         self._compute = compute
         self._threads = threads
-        self._step: Future[Ran] | None = None
+        self._launched: deque[Future[Ran]] = deque()
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
-        assert self._step is None, "the last step was not collected"
-        self._step = self._executor.submit(_run, self._compute, self._threads, batch)
+        assert len(self._launched) < 2, "two steps were not collected"
+        step = self._executor.submit(_run, self._compute, self._threads, batch)
+        self._launched.append(step)
         if on_done is not None:
-            self._step.add_done_callback(lambda _: on_done())
+            step.add_done_callback(lambda _: on_done())
 
     def done(self) -> bool:
-        return self._step is not None and self._step.done()
+        return bool(self._launched) and self._launched[0].done()
 
     def collect(self) -> Ran:
-        step, self._step = self._step, None
-        assert step is not None, "no step was launched"
-        return step.result()
+        assert self._launched, "no step was launched"
+        return self._launched.popleft().result()
 
 
 def make_splits(compute: Compute, compute_aside: Compute, cores: int) -> list[Split]:

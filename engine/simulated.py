@@ -1,16 +1,19 @@
 """A runner without a model: its steps take as long as the performance model says, its tokens follow from the prompt.
 
 Two lanes that run side by side slow each other down for as long as they do: when a step begins or ends on one of them,
-the end of the other's moves accordingly.
+the end of the other's moves accordingly. What is queued on a lane begins when the step before it ends, in the middle of
+a step on the other one or not.
 
 Nobody waits: a lane's `collect` moves the time, which whoever runs the engine sets, to the step's end. What to do with
 that is theirs: a simulator of clusters goes on with whatever is next, a simulated worker tells nobody until then.
 """
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -113,28 +116,32 @@ class SimulatedLane:
     def __init__(self, device: "_Device", share: float) -> None:
         self.share = share
         self._device = device
-        self._step: _Step | None = None
+        self._launched: deque[_Step] = deque()
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
-        assert self._step is None, "the last step was not collected"
-        self._step = step = self._device.start(batch, self.share)
+        assert len(self._launched) < 2, "two steps were not collected"
+        before = self._launched[0] if self._launched else None
+        self._launched.append(self._device.start(batch, self.share, before))
         if on_done is not None:  # not to be called: nothing happens between two settings of the clock
-            self._device.clock.alarm(lambda: self._device.left_s(step))
+            self._device.clock.alarm(self._left_s)
 
     def done(self) -> bool:
-        return self._step is not None and self._device.left_s(self._step) == 0
+        return bool(self._launched) and self._left_s() == 0
 
     def collect(self) -> Ran:
-        step, self._step = self._step, None
-        assert step is not None, "no step was launched"
-        return self._device.finish(step)
+        assert self._launched, "no step was launched"
+        return self._device.finish(self._launched.popleft())
+
+    def _left_s(self) -> float:
+        return self._device.left_s(self._launched[0]) if self._launched else 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step that runs.
+    """A step that runs, or is queued.
 
     Attributes:
+        start_s: When it began; until then, when it was launched.
         end_s: When it ends, if nothing else begins before.
     """
 
@@ -142,7 +149,7 @@ class _Step:
     share: float
     sampled: list[Sampled]
     start_s: float
-    end_s: float
+    end_s: float = inf
 
 
 class _Device:
@@ -153,18 +160,17 @@ class _Device:
         self._model = model
         self._vocab_size = vocab_size
         self._running: list[_Step] = []
+        self._queued: tuple[_Step, _Step] | None = None
 
-    def start(self, batch: Batch, share: float) -> _Step:
-        """Begins a step now. At most one other may run."""
-        sampled = [self._choose(row) for row in batch.samples]
-        now = self.clock.time_s
-        work = work_of(batch)
-        other = self._running[0] if self._running else None
-        end_s, other_end_s = self._ends_s(work, share, now, other, other.end_s if other else now)
-        if other is not None:
-            other.end_s = other_end_s
-        step = _Step(work, share, sampled, now, end_s)
-        self._running.append(step)
+    def start(self, batch: Batch, share: float, before: _Step | None = None) -> _Step:
+        """Begins a step now, or when the one `before` ends. At most one may run on another lane."""
+        step = _Step(work_of(batch), share, [self._choose(row) for row in batch.samples], self.clock.time_s)
+        if before is not None:
+            self._queued = before, step
+        else:
+            self._begin_queued()
+            self._begin(step)
+        self._begin_queued()
         return step
 
     def ahead(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
@@ -190,8 +196,28 @@ class _Device:
     def finish(self, step: _Step) -> Ran:
         """Waits for its end."""
         self.clock.wait_until(step.end_s)
+        self._begin_queued()
         self._running.remove(step)
         return Ran(step.sampled, step.start_s, 1e3 * (step.end_s - step.start_s))
+
+    def _begin(self, step: _Step) -> None:
+        now = step.start_s
+        other = next((other for other in self._running if other.end_s > now), None)
+        step.end_s, other_end_s = self._ends_s(step.work, step.share, now, other, other.end_s if other else now)
+        if other is not None:
+            other.end_s = other_end_s
+        self._running.append(step)
+
+    def _begin_queued(self) -> None:
+        """Begins what is queued, if it is known by now when: nothing else begins before the other lane's step ends."""
+        if self._queued is None:
+            return
+        before, step = self._queued
+        others = [other.end_s for other in self._running if other is not before]
+        if before.end_s <= max([self.clock.time_s, *others]):
+            self._queued = None
+            step.start_s = max(step.start_s, before.end_s)
+            self._begin(step)
 
     def _ends_s(
         self, work: Work, share: float, now: float, other: _Step | None, other_end_s: float

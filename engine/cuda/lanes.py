@@ -9,7 +9,8 @@ A second step may be launched before the first is collected: the stream keeps th
 lies in blocks of its own, or is guarded by an event (`engine/ops/flashinfer_ops.py`).
 
 The prefill lane of a split does all of this on a thread of its own: starting the thousands of kernels of a chunk takes
-milliseconds in which the decodes' next step could not be started, and the same thread then sleeps until the event.
+milliseconds in which the decodes' next step could not be started, and the same thread then sleeps until the event. What
+is queued behind a chunk it starts when it wakes from that.
 
 | what                                 | owner, or the stream that it belongs to | others may use it                   |
 | --- | --- | --- |

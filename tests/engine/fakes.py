@@ -102,7 +102,7 @@ class FakeLane:
     """A lane of a FakeRunner.
 
     Args:
-        by_hand: It computes until `finish` is called.
+        by_hand: It computes until `finish` is called, and then goes on with what is queued.
         queues: It computes later: when `get_on` is called, at the latest when somebody waits for it.
     """
 
@@ -119,18 +119,18 @@ class FakeLane:
         self._on_done: Callable[[], None] | None = None
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
-        assert len(self._queued) + len(self._ended) <= (batch.fed is not None), "the last step was not collected"
-        assert self._step is None, "the last step was not collected"
+        launched = len(self._queued) + len(self._ended) + self.running
+        assert launched <= (self._by_hand or batch.fed is not None), "the last step was not collected"
         assert batch.fed is None or self.queues, "nobody feeds this lane"
         self.fed += batch.fed is not None
         step = self._runner.begin(batch)
         self._runner.enter(step, self)
         self._queued.append(step)
         self._on_done = on_done
-        if not self.queues:
-            self._compute()
-            if not self._by_hand:
-                self.finish()
+        if self._by_hand:
+            self._go_on()
+        elif not self.queues:
+            self.get_on()
 
     @property
     def running(self) -> bool:
@@ -152,6 +152,8 @@ class FakeLane:
         assert step is not None
         self._runner.end(step)
         self._ended.append(step)
+        if self._by_hand:
+            self._go_on()
         if self._on_done is not None:
             self._on_done()
 
@@ -163,6 +165,10 @@ class FakeLane:
             self.get_on()
         assert self._ended, "no step was launched, or it would wait"
         return Ran(self._ended.pop(0).sampled, time.perf_counter(), 1.0)
+
+    def _go_on(self) -> None:
+        if self._step is None and self._queued:
+            self._compute()
 
     def _compute(self) -> None:
         self._step = self._queued.pop(0)

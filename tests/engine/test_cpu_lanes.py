@@ -1,5 +1,6 @@
 """Lanes on CPU cores, without a model."""
 
+import queue
 import threading
 
 import numpy as np
@@ -59,6 +60,20 @@ def test_the_prefill_lane_computes_meanwhile_and_says_when_it_is_done() -> None:
     ran = lane.collect()
     assert ran.sampled == [Sampled(7)]
     assert ran.ms > 0
+    assert not lane.done()
+
+
+def test_the_prefill_lane_goes_on_with_a_second_step_by_itself() -> None:
+    told: queue.SimpleQueue[None] = queue.SimpleQueue()
+    tokens = iter([7, 8])
+    lane = make_splits(threads_used, lambda batch: [Sampled(next(tokens))], 2)[0].prefill
+    for _ in range(2):
+        lane.launch(BATCH, lambda: told.put(None))
+    for _ in range(2):
+        told.get(timeout=20)
+    first, second = lane.collect(), lane.collect()
+    assert (first.sampled, second.sampled) == ([Sampled(7)], [Sampled(8)])
+    assert second.start_s >= first.start_s + first.ms / 1e3
     assert not lane.done()
 
 

@@ -131,6 +131,38 @@ def test_many_decode_steps_beside_a_prefill() -> None:
     assert steps == -(-1.25 * alone_ms // (2 * MODEL.step_ms(Work.decode(4, 400), 0.25)))
 
 
+def test_what_is_queued_begins_when_the_step_before_it_ends_also_within_a_decode() -> None:
+    clock = VirtualTime()
+    split = runner_in(clock).splits[1]
+    prefill_ms, decode_ms = 1.25 * MODEL.step_ms(Work.prefill(2), 0.75), 2 * MODEL.step_ms(Work.decode(4, 400), 0.25)
+    split.prefill.launch(batch([(0, 2)]))
+    split.prefill.launch(PREFILL)
+    assert prefill_ms < decode_ms
+    split.decode.launch(DECODES)
+    assert split.decode.collect().ms == pytest.approx(decode_ms)  # never alone
+    first = split.prefill.collect()
+    assert first.ms == pytest.approx(prefill_ms)
+    assert not split.prefill.done()
+    second = split.prefill.collect()
+    assert second.start_s == pytest.approx(prefill_ms / 1e3)
+    beside_ms = decode_ms - prefill_ms
+    assert second.ms == pytest.approx(beside_ms + MODEL.step_ms(Work.prefill(90), 0.75) - beside_ms / 1.25)
+
+
+def test_what_is_queued_begins_also_while_nothing_decodes() -> None:
+    clock = VirtualTime()
+    lane = runner_in(clock).splits[1].prefill
+    alone_s = MODEL.step_ms(Work.prefill(90), 0.75) / 1e3
+    for _ in range(2):
+        lane.launch(PREFILL, lambda: None)
+    assert clock.alarm_s == pytest.approx(alone_s)
+    clock.time_s = alone_s
+    assert lane.done()
+    lane.collect()
+    assert clock.alarm_s == pytest.approx(2 * alone_s)
+    assert lane.collect().start_s == pytest.approx(alone_s)
+
+
 def test_virtual_time_says_when_a_lane_will_be_done() -> None:
     clock = VirtualTime(1.0)
     split = runner_in(clock).splits[1]
