@@ -29,10 +29,9 @@ MAX_STRETCH = 2.0
 """Where the ITL target can't be kept: a decode beside a prefill takes at most so many times as long as alone, if there
 is a split that allows it."""
 
-CHUNK_STEPS = 32
-"""A chunk aside takes about as long as this many decode steps beside it. At its end the lane is idle for half a step on
-average, which costs 1.6 % of its time, more where MAX_CHUNK makes it shorter; and if the decodes end first, the rest of
-the device idles to its end."""
+CHUNK_STEPS = 16
+"""A chunk aside takes about as long as this many decode steps beside it. The next one is launched ahead, so that the
+lane waits for nobody; but if the decodes end first, the rest of the device idles until both are done."""
 
 _CHUNK_UNIT = 64
 MAX_CHUNK = 4096
@@ -52,7 +51,7 @@ UNTARGETED_STRETCH = 1.1
 
 ITL_MARGIN = 0.8
 """Steps are planned within this part of the ITL target: streams join and grow while a chunk runs, and a split can't be
-changed before its end."""
+changed before its end, and that of the next one."""
 
 STREAMS_WORTH = 2.0
 """Auto: a prompt that gets 1 + x times slower on the lane must spare at least this times x streams a stutter."""
@@ -146,8 +145,9 @@ class Colocation:
             pairs=round(prompts.pairs / chunks),
         )
         if room.aside and split is not None:
-            waits_ms = self.model.step_ms(decodes, split.decode, chunk) / 2
-            return chunks * (self.model.step_ms(chunk, split.prefill, decodes) + waits_ms)
+            looks = min(chunks, prompts.seqs)  # half a step after each prompt, until somebody does
+            waits_ms = looks * self.model.step_ms(decodes, split.decode, chunk) / 2
+            return chunks * self.model.step_ms(chunk, split.prefill, decodes) + waits_ms
         return chunks * self.model.step_ms(decodes + chunk)
 
     def _mixed(self, decodes: Work) -> Room:
@@ -284,7 +284,7 @@ class Beside:
         room, split = self._room
         if split is not None and tokens > room.along:
             ms = self._chunks_ms(tokens, before, room.aside, split.prefill, beside=decodes)
-            ms += -(-tokens // room.aside) * self.gap_ms / 2  # at the end of each chunk, until somebody looks
+            ms += self.gap_ms / 2  # at its end, until somebody looks
             return Pace(ms, self.gap_ms, ms * max(0.0, 1 - self.alone_ms / self.gap_ms) if self.gap_ms else 0.0)
         chunk = max(1, min(tokens, room.along))
         ms = self._chunks_ms(tokens, before, chunk, along=decodes)

@@ -1,21 +1,31 @@
 """The prefill that is computed aside, on the prefill lane, while decode steps go on.
 
     idle ──launch──▶ running ──(done: asked between steps, never waited for)──▶ done ──collect──▶ idle
+                       │  ▲                                                                │
+                launch │  └──────────────── the next chunk runs already ───────────────────┤
+                       ▼                                                                   │
+                     running, and the prompt's next chunk queued behind it ────────────────┘
 
-Who owns what while a chunk runs, so that nothing which the lane still uses is freed or changed:
+A lane that is asked between steps idles for half a step on average before it gets something else. So the next chunk of
+the same prompt is launched while one runs, if the split is to stay as it is.
+
+Who owns what while chunks run or are queued, so that nothing which the lane still uses is freed or changed:
 
 | what                        | owner                                       | until                                 |
-| pages of its sequences      | the sequences, and beside them `Aside`      | both have released them               |
+| pages of its sequences      | the sequences, and beside them `Aside`,     | all have released them                |
+|                             | once for each chunk                         |                                       |
 | rows of the sequence table  | the sequences; the batch has copies of all  | a sequence ends: it may at any moment |
 |                             | but the tokens that sampling looks at       |                                       |
+| blocks of a chunk           | the sequence; nobody else finds them        | the chunk's end, when it is collected |
 | the batch                   | the lane                                    | the chunk's end                       |
 | buffers and workspaces      | the lane                                    | the runner goes                       |
 
 A sequence that is aborted while the lane computes it is gone at once, and what comes out for it is dropped (another one
-may have its row by then); only its pages stay until the chunk's end. A sequence aside is never preempted: whoever lacks
-its pages waits for that end.
+may have its row by then); only its pages stay until the end of its chunks. A sequence aside is never preempted: whoever
+lacks its pages waits for that end.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,25 +60,30 @@ class Aside:
         self._pool = pool
         self._table = table
         self._build = build
-        self._launched: Launched | None = None
+        self._launched: deque[Launched] = deque()
 
     @property
     def split(self) -> Split | None:
         """The split in use, whose other lane is for the decodes; None while there is nothing aside."""
-        return self._launched.split if self._launched else None
+        return self._launched[0].split if self._launched else None
 
     @property
     def work(self) -> Work | None:
         """What the prefill lane computes; None: nothing."""
-        return self._launched.work if self._launched else None
+        return self._launched[0].work if self._launched else None
+
+    @property
+    def last(self) -> Launched | None:
+        """What is last on the lane; None: nothing."""
+        return self._launched[-1] if self._launched else None
 
     @property
     def done(self) -> bool:
         """Whether there is something to collect."""
-        return self._launched is not None and self._launched.split.prefill.done()
+        return bool(self._launched) and self._launched[0].split.prefill.done()
 
     def launch(self, split: Split, plan: Plan, on_done: Callable[[], None]) -> None:
-        """Starts the prefill lane of `split`. There must be nothing aside."""
+        """Starts the prefill lane of `split`, or queues a chunk on it behind the only one."""
         pages = [
             page
             for chunk in plan.chunks
@@ -77,20 +92,24 @@ class Aside:
         self._pool.hold(pages)
         for chunk in plan.chunks:
             chunk.seq.aside = True
-        self._launched = Launched(split, plan, plan.work, self._build(plan, self._table), pages)
-        split.prefill.launch(self._launched.batch, on_done)
+        launched = Launched(split, plan, plan.work, self._build(plan, self._table), pages)
+        self._launched.append(launched)
+        split.prefill.launch(launched.batch, on_done)
 
     def collect(self) -> tuple[Launched, Ran]:
-        """Waits for the lane. Returns what it computed; raises what went wrong in it, and then keeps its pages."""
-        launched = self._launched
-        assert launched is not None, "nothing was launched"
+        """Waits for the first chunk. Returns what it computed; raises what went wrong, and then keeps its pages."""
+        assert self._launched, "nothing was launched"
+        launched = self._launched[0]
         ran = launched.split.prefill.collect()
-        self._launched = None
+        self._launched.popleft()
         for chunk in launched.plan.chunks:
             chunk.seq.aside = False
+        for queued in self._launched:
+            for chunk in queued.plan.chunks:
+                chunk.seq.aside = True
         self._pool.release(launched.pages)
         return launched, ran
 
     def held_pages(self) -> list[int]:
-        """The pages that the lane uses."""
-        return self._launched.pages if self._launched else []
+        """The pages that the lane uses; a page as often as it is held."""
+        return [page for launched in self._launched for page in launched.pages]

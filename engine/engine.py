@@ -162,11 +162,12 @@ class Engine:
             self._requests.process(flight.plan, ran.sampled, output)
             self._record(flight.name, flight.lane, flight.plan, flight.work, ran)
         # Last, because the pages of `computed` must be as they are when the caller sees them.
-        if self._aside.done:
+        while self._aside.done:
             self._stalled = False
             aside, ran = self._aside.collect()
             self._requests.process(aside.plan, ran.sampled, output)
             self._record("prefill", aside.split.prefill, aside.plan, aside.work, ran)
+            self._launch_ahead(self._scheduler.running_work()[0])
         return output
 
     @property
@@ -463,6 +464,16 @@ class Engine:
         if aside:
             assert shares is not None
             self._aside.launch(self._splits[shares], aside, self._on_work)
+            self._launch_ahead(decodes)
+
+    def _launch_ahead(self, decodes: Work) -> None:
+        """Queues the next chunk of the prompt on the prefill lane, unless these decodes would have another split."""
+        last = self._aside.last
+        if last is None:
+            return
+        room, shares = self.colocation.room(decodes, None)
+        if shares == last.split.shares and (plan := self._scheduler.prefill_after(last.plan, room)):
+            self._aside.launch(last.split, plan, self._on_work)
 
     def _record(self, name: LaneName, lane: Lane, plan: Plan, work: Work, ran: Ran) -> None:
         if plan.singles and name != "prefill":

@@ -39,10 +39,10 @@ class Plan:
     longer: list[Chunk] = field(default_factory=list)
     fed: IntArray | None = None
 
-    def add(self, seq: Seq, count: int) -> None:
-        """Computes the next `count` tokens of a sequence."""
-        samples = seq.num_computed + count == seq.num_tokens
-        (self.singles if count == 1 else self.longer).append(Chunk(seq, seq.num_computed, count, seq.choices, samples))
+    def add(self, seq: Seq, start: int, count: int) -> None:
+        """Computes some tokens of a sequence; those before them have been computed by then."""
+        samples = start + count == seq.num_tokens
+        (self.singles if count == 1 else self.longer).append(Chunk(seq, start, count, seq.choices, samples))
 
     @property
     def chunks(self) -> list[Chunk]:

@@ -155,15 +155,28 @@ class Scheduler:
             count = seq.num_tokens - seq.num_computed
             if count <= along or room.cut:
                 count = min(count, along)
-                step.add(seq, count)
+                step.add(seq, seq.num_computed, count)
                 along, beside = along - count, beside - count
                 if beside < 0:
                     left = 0  # this batch wants the whole device
             else:
                 count = min(count, left)
-                aside.add(seq, count)
+                aside.add(seq, seq.num_computed, count)
                 along, left = min(along, beside), left - count
         return aside
+
+    @staticmethod
+    def prefill_after(step: Plan, room: Room) -> Plan:
+        """The next chunk on the prefill lane after one that it computes: more of the same prompt.
+
+        Nothing where the prompt ends in `step`, or has been ended, or what is left of it may ride along.
+        """
+        plan = Plan()
+        for chunk in step.chunks:
+            seq, start = chunk.seq, chunk.start + chunk.count
+            if not chunk.samples and seq.state is State.RUNNING and seq.num_tokens - start > room.along:
+                plan.add(seq, start, min(seq.num_tokens - start, room.aside))
+        return plan
 
     def first_in_line(self, now: float = 0.0) -> Seq | None:
         """Who can't go on or start, when the plan is empty."""

@@ -73,8 +73,9 @@ class TestPrefillMs:
         assert rule.mode == "lanes"
         chunk = rule.room(DECODES, None)[0].aside
         one = predict.step_ms(Work.prefill(chunk), split.prefill, DECODES)
-        one += predict.step_ms(DECODES, split.decode, Work.prefill(chunk)) / 2  # until somebody asks whether it is done
-        assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one)
+        asks = predict.step_ms(DECODES, split.decode, Work.prefill(chunk)) / 2  # until somebody does whether it is done
+        assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one + asks)
+        assert rule.prefill_ms(Work.prefill(chunk) + Work.prefill(chunk), DECODES) == pytest.approx(2 * (one + asks))
         assert rule.prefill_ms(Work.prefill(128), Work()) == pytest.approx(predict.step_ms(Work.prefill(128)))
 
     def test_many_short_prompts_count_as_many_sequences(self) -> None:

@@ -35,6 +35,7 @@ class EngineMachine(RuleBasedStateMachine):
     num_pages = st.integers(6, 14)
     max_num_seqs: Sequence[int] = (1, 2, 5)
     max_tokens: Sequence[int] = (1, 4, 18, 40)
+    tails: Sequence[int] = (1, 5, 16, 33)
 
     @initialize(data=st.data(), budget=st.sampled_from([5, 16, 40, 100]))
     def start(self, data: st.DataObject, budget: int) -> None:
@@ -65,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
     def new_request(self, data: st.DataObject, **options: bool) -> Request:
         """Prompts of a family share their first tokens, up to where the second part begins."""
         shared = prompt(data.draw(st.sampled_from([64, 50, 32, 16, 0])), data.draw(st.sampled_from([0, 0, 1])))
-        tail = prompt(data.draw(st.sampled_from([1, 5, 16, 33])), data.draw(st.integers(3, 4)))
+        tail = prompt(data.draw(st.sampled_from(self.tails)), data.draw(st.integers(3, 4)))
         token_ids = [*shared, *tail]
         assume(len(token_ids) < self.engine.max_model_len)
         request = make_request(
@@ -296,12 +297,13 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class LaneMachine(EngineMachine):
-    """The same beside a prefill lane, which is done whenever it likes."""
+    """The same beside a prefill lane, which is done whenever it likes; some prompts take it several chunks."""
 
     modes = ("lanes", "auto")
     num_pages = st.integers(8, 30)
     max_num_seqs = (2, 3, 5)
     max_tokens = (4, 18, 40)
+    tails = (1, 5, 33, 80, 130)
 
     @precondition(lambda self: self.engine.has_work)
     @rule()

@@ -73,11 +73,46 @@ def test_a_long_prompt_goes_back_to_the_whole_device_when_the_decodes_end() -> N
     request = make_request("long", prompt(300, 1))
     engine.add(request)
     drain(engine, served)  # all decodes are done, and the lane is waited for
-    assert runner.prefill_lane.running
     runner.batches.clear()
-    runner.prefill_lane.finish()
-    assert_as_expected(drain(engine, served), engine, request)
-    assert [len(batch.token_ids) for batch in runner.batches][:5] == [48, 48, 48, 48, 300 - 64 - 4 * 48]
+    for _ in range(2):  # one chunk runs and one is queued
+        assert runner.prefill_lane.running
+        runner.prefill_lane.finish()
+        drain(engine, served)
+    assert_as_expected(served, engine, request)
+    assert [len(batch.token_ids) for batch in runner.batches][:4] == [48, 48, 48, 300 - 2 * 64 - 3 * 48]
+
+
+def test_the_lane_goes_on_with_the_prompt_without_waiting_for_a_step() -> None:
+    engine, runner = make_engine(num_pages=128, colocate="lanes")
+    served = decoding(engine)
+    request = make_request("long", prompt(300, 1))
+    engine.add(request)
+    served.take(engine.step())
+    chunks = []
+    while ("long", 0) not in served.token_ids:
+        runner.prefill_lane.finish()
+        chunks.append(engine.stats().waiting_tokens)
+        known = set(engine.cached_hashes(Tier.PAGES))
+        assert not set(request.block_hashes[4 * len(chunks) - 4 :]) & known  # not before somebody has looked
+        assert runner.prefill_lane.running == (engine.stats().waiting_tokens > 64)
+        served.take(engine.step())
+    assert chunks == [300, 236, 172, 108, 44]
+    finish(engine, runner, served)
+    assert_as_expected(served, engine, request)
+
+
+def test_what_is_queued_on_the_lane_may_be_done_as_soon_as_what_runs() -> None:
+    engine, runner = make_engine(num_pages=128, colocate="lanes")
+    served = decoding(engine)
+    request = make_request("long", prompt(100, 1))
+    engine.add(request)
+    served.take(engine.step())
+    for _ in range(2):
+        runner.prefill_lane.finish()
+    served.take(engine.step())
+    assert ("long", 0) in served.token_ids
+    finish(engine, runner, served)
+    assert_as_expected(served, engine, request)
 
 
 def test_somebody_is_told_when_the_lane_is_done() -> None:
@@ -92,20 +127,21 @@ def test_somebody_is_told_when_the_lane_is_done() -> None:
     assert told == [True]
 
 
-def test_pages_of_an_aborted_prompt_stay_until_its_chunk_is_computed() -> None:
+def test_pages_of_an_aborted_prompt_stay_until_its_chunks_are_computed() -> None:
     engine, runner = make_engine(num_pages=16, colocate="lanes")
     served = decoding(engine)
     engine.add(make_request("long", prompt(100, 1)))
     served.take(engine.step())
     for name in ("long", "d0", "d1"):
         engine.abort(name)
-    assert engine.stats().pages.used == len(runner.batches[-2].token_ids) // 16
+    assert engine.stats().pages.used == 7
     engine.check_integrity()
     waits = make_request("next", prompt(200, 2), max_tokens=1)
     engine.add(waits)
-    drain(engine, served)
-    assert ("next", 0) not in served.token_ids  # there are not enough pages yet
-    runner.prefill_lane.finish()
+    for _ in range(2):  # one chunk runs and one is queued
+        drain(engine, served)
+        assert ("next", 0) not in served.token_ids  # there are not enough pages yet
+        runner.prefill_lane.finish()
     assert_as_expected(drain(engine, served), engine, waits)
     assert ("long", 0) not in served.token_ids
     assert_all_released(engine)

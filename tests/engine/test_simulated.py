@@ -1,6 +1,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -247,6 +248,28 @@ def test_an_engine_runs_on_it_with_lanes_in_virtual_time() -> None:
         engine.check_integrity()
     assert {len(tokens) for tokens in served.token_ids.values()} == {8, 2}
     assert {record.lane for record in engine.trace.records()} == {"full", "prefill", "decode"}
+
+
+def test_within_a_prompt_the_lane_waits_for_a_step_only_to_get_another_split() -> None:
+    clock = VirtualTime()
+    runner = SimulatedRunner(1000, MODEL, clock, VOCAB)
+    splits = [split.shares for split in runner.splits]
+    colocation = Colocation(MODEL, token_budget=64, mode="lanes", splits=splits, itl_ms=80)
+    engine = Engine(runner, max_model_len=2000, colocation=colocation, max_num_seqs=8, max_queue_tokens=10_000)
+    for i in range(6):
+        engine.add(make_request(f"d{i}", prompt(900, i), max_tokens=60 if i < 4 else 200))
+    while engine.has_work or clock.alarm_s:
+        clock.time_s = clock.time_s if engine.has_work else clock.alarm_s or 0.0
+        engine.step()
+        engine.check_integrity()
+    chunks = [record for record in engine.trace.records() if record.lane == "prefill"]
+    waited = defaultdict[bool, list[float]](list)
+    for chunk, after in pairwise(chunks):
+        if after.prefill_context - after.prefill_tokens == chunk.prefill_context:  # of the same prompt
+            waited[after.share != chunk.share].append(1e3 * (after.start_s - chunk.start_s) - chunk.ms)
+    assert min(waited[True]) > 1
+    at_once = [ms for ms in waited[False] if ms < 1e-6]
+    assert len(at_once) >= len(waited[False]) - 1 > 5  # once another split would have been better meanwhile
 
 
 def test_an_outline_of_the_batches_gives_the_same_run() -> None:
