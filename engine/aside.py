@@ -1,10 +1,8 @@
 """The prefill that is computed aside, on the prefill lane, while decode steps go on.
 
-    idle ──launch──▶ running ──(done: asked between steps, never waited for)──▶ done ──collect──▶ idle
-                       │  ▲                                                                │
-                launch │  └──────────────── the next chunk runs already ───────────────────┤
-                       ▼                                                                   │
-                     running, and the prompt's next chunk queued behind it ────────────────┘
+    idle ──launch──▶ running ──(done: asked between steps, never waited for)──▶ done ──collect──▶ idle, or running:
+                        │                                                                         the queued chunk
+                        └──launch──▶ running, and the prompt's next chunk queued behind it
 
 A lane that is asked between steps idles for half a step on average before it gets something else. So the next chunk of
 the same prompt is launched while one runs, if the split is to stay as it is.

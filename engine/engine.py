@@ -167,7 +167,7 @@ class Engine:
             aside, ran = self._aside.collect()
             self._requests.process(aside.plan, ran.sampled, output)
             self._record("prefill", aside.split.prefill, aside.plan, aside.work, ran)
-            self._launch_ahead(self._scheduler.running_work()[0])
+            self._launch_ahead()
         return output
 
     @property
@@ -464,14 +464,14 @@ class Engine:
         if aside:
             assert shares is not None
             self._aside.launch(self._splits[shares], aside, self._on_work)
-            self._launch_ahead(decodes)
+            self._launch_ahead()
 
-    def _launch_ahead(self, decodes: Work) -> None:
-        """Queues the next chunk of the prompt on the prefill lane, unless these decodes would have another split."""
+    def _launch_ahead(self) -> None:
+        """Queues the next chunk of the prompt on the prefill lane, unless the decodes would have another split."""
         last = self._aside.last
         if last is None:
             return
-        room, shares = self.colocation.room(decodes, None)
+        room, shares = self.colocation.room(self._scheduler.running_work()[0], None)
         if shares == last.split.shares and (plan := self._scheduler.prefill_after(last.plan, room)):
             self._aside.launch(last.split, plan, self._on_work)
 

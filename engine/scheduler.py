@@ -165,13 +165,15 @@ class Scheduler:
                 along, left = min(along, beside), left - count
         return aside
 
-    @staticmethod
-    def prefill_after(step: Plan, room: Room) -> Plan:
+    def prefill_after(self, step: Plan, room: Room) -> Plan:
         """The next chunk on the prefill lane after one that it computes: more of the same prompt.
 
-        Nothing where the prompt ends in `step`, or has been ended, or what is left of it may ride along.
+        Nothing where the prompt ends in `step`, or has been ended, or what is left of it may ride along; and while
+        sequences lack pages that are not there: the prompt may have to give its own up.
         """
         plan = Plan()
+        if sum(seq.num_pages * BLOCK_SIZE < seq.num_tokens for seq in self.running) > self.pool.available:
+            return plan
         for chunk in step.chunks:
             seq, start = chunk.seq, chunk.start + chunk.count
             if not chunk.samples and seq.state is State.RUNNING and seq.num_tokens - start > room.along:

@@ -304,3 +304,18 @@ def test_without_splits_every_mode_is_mixed() -> None:
     engine.add(make_request("long", prompt(60, 1)))
     served.take(engine.step())
     assert len(runner.batches[-1].token_ids) == 32
+
+
+def test_a_stream_that_needs_a_page_of_a_prompt_aside_waits_for_two_chunks_at_most() -> None:
+    engine, runner = make_engine(num_pages=30, colocate="lanes")
+    served = decoding(engine, count=2, max_tokens=60)
+    request = make_request("long", prompt(400, 1), max_tokens=3)
+    engine.add(request)
+    drain(engine, served)  # both streams wait for a page
+    for _ in range(2):
+        assert engine.stats().preemptions == 0
+        runner.prefill_lane.finish()
+        drain(engine, served)
+    assert engine.stats().preemptions > 0
+    finish(engine, runner, served)
+    assert_as_expected(served, engine, request)
