@@ -58,6 +58,7 @@ class LayerByLayer:
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             next_norm = stack.norm if index == last else stack.layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, next_norm, eps)
+            stack.progress[0] += 1
         return x
 
 
@@ -112,6 +113,11 @@ class Decoder:
         self._stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)
         self._run_layers = ops.fuse(self._stack) or LayerByLayer(ops, self._stack)
         on_progress(1.0)
+
+    @property
+    def progress(self) -> int:
+        """Grows while steps are computed, with each layer where the host is what computes. Any thread may ask."""
+        return int(self._stack.progress[0])
 
     def on(self, ops: Ops) -> Self:
         """The same weights with other ops of the same back end, so that both can run at the same time."""

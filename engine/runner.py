@@ -82,7 +82,7 @@ class TorchRunner:
             heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
             with torch.inference_mode():
                 ops = make_ops(self._device, torch_dtype, heads, max_num_seqs)
-                model = Decoder(
+                self._model = model = Decoder(
                     self.config,
                     checkpoint,
                     ops,
@@ -124,6 +124,10 @@ class TorchRunner:
             aside = Steps(model.beside(), kv, sampler, self._device)
             self.splits = make_splits(steps, aside, cores) if lanes else []
             self._copy_page = self._copy_on_cpu
+
+    def progress(self) -> int:
+        """Grows while a step is computed, on a CPU with each of its layers. Any thread may ask."""
+        return self._model.progress
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page's keys and values of all layers."""

@@ -1,5 +1,6 @@
 """An engine without a model."""
 
+import time
 from hashlib import blake2b
 from typing import Protocol
 
@@ -79,6 +80,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
             dtype=SIMULATED,
             profile=known,
             token_budget=settings.token_budget,
+            progress=time.monotonic,  # a simulated step goes on as long as time does
         )
 
     return load

@@ -272,15 +272,20 @@ class FillServer:
         self._node.load_changed()
 
     async def _send_heartbeats(self) -> None:
-        """What the engine has answered since the last one says that it works: when it hangs, only the process runs."""
+        """The engine works if since the last one it has answered, or got on with its step. When it hangs, only the
+        process runs."""
+        node = self._node
         answer: asyncio.Future[None] | None = None
+        progress = node.progress()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            works = answer is not None and answer.done() and answer.exception() is None
+            before, progress = progress, node.progress()
+            answered = answer is not None and answer.done() and answer.exception() is None
+            works = answered or progress != before
             for fill in list(self._fills):
                 fill.heartbeat(works=works)
             if answer is None or answer.done():
-                answer = self._node.engine.call(lambda engine: None) if self._fills else None
+                answer = node.engine.call(lambda engine: None) if self._fills else None
 
 
 def _drop(event: pb.FillEvent) -> None:

@@ -60,6 +60,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         dtype=runner.dtype,
         profile=profile,
         token_budget=settings.token_budget,
+        progress=runner.progress,
     )
 
 

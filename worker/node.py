@@ -72,6 +72,7 @@ class Loaded:
         profile: What the engine predicts its steps with.
         token_budget: Tokens that one batch on the whole device computes at most, if it is given; 0: as follows from the
             profile.
+        progress: What it returns changes while a step is computed, however long that takes. Any thread may call it.
     """
 
     engine: Engine
@@ -82,6 +83,7 @@ class Loaded:
     dtype: str
     profile: Profile
     token_budget: int
+    progress: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Node:
         fingerprint: Equal on workers that can exchange pages.
         memory: The KV pool as transports see it.
         colocation: The engine's; predicts how long prompts take.
+        progress: See `Loaded`.
         load_changed: To be called when something changed that the worker's load report shows.
     """
 
@@ -104,5 +107,6 @@ class Node:
     fingerprint: bytes
     memory: PoolMemory
     colocation: Colocation
+    progress: Callable[[], float]
     lifecycle: Lifecycle
     load_changed: Callable[[], None]

@@ -158,6 +158,7 @@ class Worker:
                 fingerprint=loaded.fingerprint,
                 memory=loaded.memory,
                 colocation=loaded.engine.colocation,
+                progress=loaded.progress,
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
             )

@@ -1344,7 +1344,9 @@ Global___FillProgress: _TypeAlias = FillProgress  # noqa: Y015
 
 @_typing.final
 class FillAlive(_message.Message):
-    """Something comes every second, this if nothing else: the process runs. Progress tells that its engine does, too."""
+    """Something comes every second, this if nothing else: the process runs. Progress tells that its engine does, too: it has
+    answered since, or got on with a step that takes long.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,6 +1,7 @@
 // A step through all layers of a decoder: the stages of the other files, one after the other.
 #pragma once
 
+#include <atomic>
 #include <vector>
 
 #include "attention.h"
@@ -30,6 +31,7 @@ struct Decoder {
   const T* norm;         // Of the last layer's output,
   const uint32_t* head;  // and what makes logits of it.
   const float* cos_sin;  // [positions, head dim]
+  int64_t* progress;     // Counts layers that were computed; others read it meanwhile.
   int64_t hidden, heads, intermediate, vocab;
   float eps, scale;
 };
@@ -101,6 +103,7 @@ void run_layers(Team& team, const Run<T>& run) {
     linear(team, buffer.product, tokens, model.intermediate, layer.down, hidden, layer.down_bias, buffer.normed);
     add_rms_norm(team, buffer.normed, tokens, hidden, residual, last ? model.norm : model.layers[index + 1].input_norm,
                  model.eps, buffer.normed);
+    if (team.id() == 0) std::atomic_ref(*model.progress).fetch_add(1, std::memory_order_relaxed);
   }
   linear<T>(team, buffer.normed, tokens, hidden, model.head, model.vocab, nullptr, step.logits);
 }

@@ -177,7 +177,7 @@ Tensor attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_start
 Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weights, const c10::List<Tensor>& kv,
                  const Tensor& cos_sin, const Tensor& positions, const Tensor& slots, const Tensor& query_start,
                  const Tensor& context_lens, const Tensor& block_tables, const OptionalTensor& rows, int64_t num_rows,
-                 int64_t intermediate, int64_t vocab, double eps, double scale) {
+                 int64_t intermediate, int64_t vocab, double eps, double scale, const Tensor& progress) {
   const int64_t tokens = residual.size(0), hidden = residual.size(1);
   Tensor logits = at::empty({num_rows, vocab}, residual.options());
   with_type(residual, [&]<typename T>(T) {
@@ -198,6 +198,7 @@ Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weight
     model.vocab = vocab;
     model.eps = eps;
     model.scale = scale;
+    model.progress = progress.data_ptr<int64_t>();
 
     auto buffer = [&](int64_t rows, int64_t width) { return at::empty({rows, width}, residual.options()); };
     const Tensor normed = buffer(tokens, hidden), residual_rows = buffer(num_rows, hidden);
@@ -239,7 +240,7 @@ TORCH_LIBRARY(cpd, m) {
   m.def(
       "layers(Tensor(a!) residual, Tensor?[] weights, Tensor(b!)[] kv, Tensor cos_sin, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_lens, Tensor block_tables, Tensor? rows, int num_rows, int intermediate, int vocab, "
-      "float eps, float scale) -> Tensor",
+      "float eps, float scale, Tensor(c!) progress) -> Tensor",
       layers_op);
 }
 

@@ -8,10 +8,11 @@ one page. Index 0 of the second dimension is keys, 1 is values.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import Batch
@@ -111,6 +112,7 @@ class Stack:
         cos_sin: See `Ops.rope_store`.
         eps: Of all norms.
         scale: Of the attention scores.
+        progress: Counts the layers that steps went through, for whoever wonders whether a long one goes on. int64 [1]
     """
 
     layers: Sequence[Layer]
@@ -119,6 +121,7 @@ class Stack:
     cos_sin: torch.Tensor
     eps: float
     scale: float
+    progress: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
 
 
 class FusedStack(Protocol):

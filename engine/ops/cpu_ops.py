@@ -102,6 +102,7 @@ class CpuOps:
             weights += [layer.post_norm, gate_up.weight, gate_up.bias, down.weight, down.bias]
             intermediate = gate_up.out_features // 2
         weights += [stack.norm, head.weight]
+        progress = torch.from_numpy(stack.progress)
 
         def run(
             residual: torch.Tensor,
@@ -126,6 +127,7 @@ class CpuOps:
                 head.out_features,
                 stack.eps,
                 stack.scale,
+                progress,
             )
             return logits if num_rows else None
 

@@ -96,6 +96,28 @@ async def test_a_hanging_engine_is_given_up_although_its_process_answers(redis_u
         await p.balanced()
 
 
+async def test_a_step_that_takes_long_is_no_hanging_engine(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+    """As long as it gets on: here with as many layers as there were heartbeats."""
+    monkeypatch.setattr("worker.fills.HEARTBEAT_S", 0.05)
+    layers = 0
+
+    def progress() -> int:
+        nonlocal layers
+        layers += 1
+        return layers
+
+    request = make_request("a", prompt(200), max_tokens=20)
+    async with pair(redis_url, prefill={"progress": progress}, fill_progress_s=0.5) as p:
+        p.prefill_gate.close()
+        answer = await p.submit(request, 1)
+        await eventually(lambda: p.prefill_gate.held)
+        await eventually(lambda: layers > 3 * 10)  # three times as long as an engine may hang
+        p.prefill_gate.open()
+        await p.router.done(answer)
+        assert_right(request, answer)
+        await p.balanced()
+
+
 async def test_a_fill_that_only_waits_for_its_turn_is_not_given_up(redis_url: str) -> None:
     """Deadlines measure progress: the queue moves on, so nobody in it is forgotten."""
     requests = [make_request(f"r{i}", prompt(900, i), max_tokens=2) for i in range(12)]

@@ -247,6 +247,19 @@ def test_all_layers_at_once_equal_one_operation_after_the_other(
             assert_equal(actual, expected, dtype)
 
 
+@pytest.mark.parametrize("back_end", [TorchOps, CpuOps])
+def test_a_step_counts_the_layers_it_went_through(back_end: Callable[[], Ops], threads: int) -> None:
+    ops = back_end()
+    stack = random_stack(ops, torch.float32, qk_norm=True, bias=True)
+    (pages,), num_pages = lay_out([(1, 90)], np.random.default_rng(0))
+    run, pool = ops.fuse(stack) or LayerByLayer(ops, stack), new_pool(num_pages, torch.float32)
+    for steps in (1, 2):
+        step = step_of([(60, 60)], [pages])
+        ops.prepare(step)
+        run(torch.randn(60, 80), step, [pool[:, layer] for layer in range(LAYERS)], None, 60)
+        assert stack.progress[0] == steps * LAYERS
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_in_every_chunk_batch_and_team(ops: CpuOps, dtype: torch.dtype) -> None:
     run, length = ops.fuse(random_stack(ops, dtype, qk_norm=True, bias=False)), 600

@@ -77,6 +77,7 @@ def fake_loader(
     max_model_len: int = MAX_MODEL_LEN,
     host_pages: int = 0,
     on_host: Callable[[FakeHostMemory], None] = lambda host: None,
+    progress: Callable[[], float] = lambda: 0,
 ) -> Callable[[WorkerSettings], Loaded]:
     """What `Worker` takes for `load`. `on_host` gets the host memory, if there is any."""
 
@@ -102,6 +103,7 @@ def fake_loader(
             dtype="int64",
             profile=MODEL.profile,
             token_budget=settings.token_budget,
+            progress=progress,
         )
 
     return load
