@@ -1,4 +1,4 @@
-"""Finding the model, and refusing one that can't be served before anything has been started.
+"""Finding the model, and refusing one that can't be served with the settings before anything has been started.
 
 `python -m deploy.model DIR` does the check in a process of its own, which spares the caller loading torch.
 """
@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from cpd.config import EngineSettings
+from cpd.config import ClusterSettings
 from cpd.errors import CheckpointError, CPDError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+_ASKED = {"simulate", "dtype", "device", "kv_memory", "host_kv_memory", "max_model_len", "ray_address"}
+"""What there is to check about a model's settings."""
 
 
 def resolve_model(model: str) -> Path:
@@ -29,16 +30,14 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
-def check_model(directory: Path, settings: EngineSettings | None) -> None:
+def check_model(directory: Path, settings: ClusterSettings) -> None:
     """As `inspect_model`, in a process of its own: this one needs no torch.
-
-    Args:
-        settings: What the model is to be served with; None: it will not be computed.
 
     Raises:
         CheckpointError: The checkpoint can't be served with these settings; the message says why.
     """
-    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), json.dumps(settings and asked_of(settings))]
+    asked = settings.model_dump_json(include=_ASKED)
+    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), asked]
     check = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if check.returncode:
         lines = check.stderr.strip().splitlines() or ["the check of the checkpoint failed"]
@@ -76,34 +75,43 @@ def _download(repository: str) -> Path:
         ) from None
 
 
-def asked_of(settings: EngineSettings) -> dict[str, Any]:
-    """What the settings ask of a checkpoint."""
-    return {"dtype": settings.dtype, "kv_bytes": settings.kv_bytes, "max_model_len": settings.max_model_len}
+def inspect_model(directory: Path, settings: ClusterSettings) -> None:
+    """Reads configuration, tensor headers, tokenizer and chat template, no weights; simulated workers need no tensors.
 
-
-def inspect_model(directory: Path, asked: dict[str, Any] | None) -> None:
-    """Reads configuration, tensor headers, tokenizer and chat template, no weights.
-
-    Args:
-        asked: Of `asked_of`; None: the model may have no tensors.
+    A local Ray's workers will have this machine, of which their device and its memory are known, too.
 
     Raises:
-        CPDError: The checkpoint can't be served like that.
+        CPDError: The checkpoint can't be served with these settings.
     """
     from engine.config import load_config
-    from engine.fit import fit
+    from engine.fit import count_slots, fit
+    from engine.runner import check_memory, resolve_device
     from engine.weights import Checkpoint
     from router.checkpoint import load_checkpoint
+    from simulated_workers.engine import count_pages
+    from simulated_workers.simulation import read_profile
 
     load_checkpoint(directory, served_name="")
     config = load_config(directory)
-    if asked is not None:
-        with Checkpoint(directory) as checkpoint:
-            fit(config, checkpoint, **asked)
+    if settings.simulate:
+        count_pages(settings, read_profile(settings.simulate), config)
+        return
+    with Checkpoint(directory) as checkpoint:
+        fitted = fit(
+            config,
+            checkpoint,
+            dtype=settings.dtype,
+            kv_bytes=settings.kv_bytes,
+            max_model_len=settings.max_model_len,
+        )
+    if settings.host_kv_memory:
+        count_slots(settings.host_kv_memory, fitted.page_bytes)
+    if not settings.ray_address:
+        check_memory(resolve_device(settings.device), fitted.weight_bytes, settings.kv_bytes)
 
 
 if __name__ == "__main__":
     try:
-        inspect_model(Path(sys.argv[1]), json.loads(sys.argv[2]))
+        inspect_model(Path(sys.argv[1]), ClusterSettings.load(json.loads(sys.argv[2])))
     except CPDError as error:
         sys.exit(f"error: {error}")

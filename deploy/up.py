@@ -97,14 +97,15 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     """
     port = pick_port(settings.host, settings.port)
     directory = resolve_model(settings.model)
-    with console.status(f"Checking {directory}"):
-        check_model(directory, None if settings.simulate else settings)
     if settings.profile:
         Profile.load(settings.profile)
     if settings.api_key_file:
         read_keys(settings.api_key_file)
     if settings.simulate:
         read_profile(settings.simulate)
+    with console.status(f"Checking {directory}"):
+        check_model(directory, settings)
+    if settings.simulate:
         console.print(NOTICE)
     is_id = not Path(settings.model).expanduser().is_dir()
     return settings.model_copy(

@@ -65,6 +65,17 @@ def fit(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, kv_bytes: in
     )
 
 
+def count_slots(host_bytes: int, page_bytes: int) -> int:
+    """Pages that host memory of this size holds.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if host_bytes < page_bytes:
+        raise ConfigError(f"--host-kv-memory {host_bytes} holds no page; give at least {page_bytes} bytes")
+    return host_bytes // page_bytes
+
+
 def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dtype:
     if name == "auto":
         return config.dtype or checkpoint.dtype

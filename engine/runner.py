@@ -13,7 +13,7 @@ from cpd.errors import ConfigError
 from engine.batch import Lane, Split
 from engine.config import load_config
 from engine.cpu_lanes import CallerLane, make_splits
-from engine.fit import fit
+from engine.fit import count_slots, fit
 from engine.host_memory import CpuHostMemory, TorchHostMemory
 from engine.model import Decoder
 from engine.ops import make_ops
@@ -72,8 +72,8 @@ class TorchRunner:
             self.config = config = fitted.config
             self.dtype = fitted.dtype
             self.page_bytes, self.num_pages = fitted.page_bytes, fitted.num_pages
-            self._device = _resolve_device(device)
-            _check_memory(self._device, fitted.weight_bytes, kv_bytes)
+            self._device = resolve_device(device)
+            check_memory(self._device, fitted.weight_bytes, kv_bytes)
             if unused := checkpoint.unused(fitted.tensors):
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
             self.fingerprint = model_fingerprint(model_dir, config, self.dtype)
@@ -139,9 +139,7 @@ class TorchRunner:
         Raises:
             ConfigError: It would hold no page, or there is not so much memory.
         """
-        num_slots = host_bytes // self.page_bytes
-        if not num_slots:
-            raise ConfigError(f"--host-kv-memory {host_bytes} holds no page; give at least {self.page_bytes} bytes")
+        num_slots = count_slots(host_bytes, self.page_bytes)
         available = _available_memory(torch.device("cpu"))
         if available is not None and host_bytes > available:
             raise ConfigError(
@@ -160,7 +158,12 @@ class TorchRunner:
         self.pool[target].copy_(self.pool[source])
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device of that name, or with `auto` a GPU if there is one.
+
+    Raises:
+        ConfigError: There is none.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -168,7 +171,8 @@ def _resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _check_memory(device: torch.device, weight_bytes: int, kv_bytes: int) -> None:
+def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int) -> None:
+    """Raises ConfigError where the device has too little free memory for them."""
     available = _available_memory(device)
     if available is not None and weight_bytes + kv_bytes > available:
         gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]

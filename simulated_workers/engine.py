@@ -5,7 +5,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from cpd.colocation import Colocation
-from cpd.config import WorkerSettings
+from cpd.config import EngineSettings, WorkerSettings
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
 from engine.config import ModelConfig
@@ -33,6 +33,23 @@ def page_bytes_of(profile: Profile, config: ModelConfig) -> int:
     return profile.page_bytes or config.page_bytes("bfloat16")
 
 
+def count_pages(settings: EngineSettings, profile: Profile, config: ModelConfig) -> int:
+    """How many pages the pool of such a device has.
+
+    Raises:
+        ConfigError: The settings ask for what it can't have.
+    """
+    if settings.host_kv_memory:
+        raise ConfigError("--host-kv-memory: simulated workers have no pages to keep in host memory; leave it out")
+    if profile.num_pages and settings.kv_memory is None:
+        return profile.num_pages
+    page_bytes = page_bytes_of(profile, config)
+    least = _MIN_PAGES * page_bytes
+    if settings.kv_bytes < least:
+        raise ConfigError(f"--kv-memory {settings.kv_bytes} is too small for this model; give at least {least} bytes")
+    return settings.kv_bytes // page_bytes
+
+
 def make_loader(profile: Profile, config: ModelConfig) -> Load:
     """What makes engines on such devices.
 
@@ -44,16 +61,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
     fingerprint = blake2b(f"{SIMULATED} {config.vocab_size} {page_bytes}".encode(), digest_size=16).digest()
 
     def load(settings: WorkerSettings, clock: VirtualTime) -> Loaded:
-        num_pages = settings.kv_bytes // page_bytes
-        if profile.num_pages and settings.kv_memory is None:
-            num_pages = profile.num_pages
-        if num_pages < _MIN_PAGES:
-            raise ConfigError(
-                f"--kv-memory {settings.kv_bytes} is too small for this model; "
-                f"give at least {_MIN_PAGES * page_bytes} bytes"
-            )
-        if settings.host_kv_memory:
-            raise ConfigError("--host-kv-memory: simulated workers have no pages to keep in host memory")
+        num_pages = count_pages(settings, profile, config)
         runner = SimulatedRunner(num_pages, PerfModel(profile), clock, config.vocab_size)
         known = Profile.load(settings.profile) if settings.profile else profile
         colocation = Colocation(

@@ -1,12 +1,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cpd.config import EngineSettings
+from cpd.config import ClusterSettings
 from cpd.errors import CheckpointError, CPDError
-from deploy.model import asked_of, check_model, inspect_model, resolve_model
+from deploy.model import check_model, inspect_model, resolve_model
 from models.tiny import CHECKPOINT
 
 
@@ -18,7 +19,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_directory_is_taken_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoint.parent)
     assert resolve_model("model") == checkpoint
-    check_model(checkpoint, EngineSettings())
+    check_model(checkpoint, ClusterSettings.load({}))
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nothing", "a/b/c", "~/nothing-here"])
@@ -38,8 +39,8 @@ def test_a_model_that_cannot_be_downloaded_is_refused(monkeypatch: pytest.Monkey
         resolve_model("cpd/not-there")
 
 
-def inspect(checkpoint: Path, **settings: int) -> None:
-    inspect_model(checkpoint, asked_of(EngineSettings.load(settings)))
+def inspect(checkpoint: Path, **settings: Any) -> None:
+    inspect_model(checkpoint, ClusterSettings.load(settings))
 
 
 def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
@@ -47,7 +48,7 @@ def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated") as caught:
-        check_model(checkpoint, EngineSettings())  # the others in this process, which is quicker
+        check_model(checkpoint, ClusterSettings.load({}))  # the others in this process, which is quicker
     assert "\n" not in str(caught.value)
 
     weights.write_bytes(content)
@@ -66,13 +67,35 @@ def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
-    [({"max_model_len": 999_999}, "over the checkpoint's limit"), ({"kv_memory": 1024}, "too small for this model")],
+    [
+        ({"max_model_len": 999_999}, "over the checkpoint's limit"),
+        ({"kv_memory": 1024}, "too small for this model"),
+        ({"kv_memory": 1 << 60}, "lower --kv-memory"),
+        ({"host_kv_memory": 1024}, "--host-kv-memory 1024 holds no page; give at least"),
+        ({"device": "cuda"}, "use --device cpu"),
+        (
+            {"simulate": "instant", "host_kv_memory": 1 << 30},
+            "--host-kv-memory: simulated workers have no pages to keep",
+        ),
+        ({"simulate": "instant", "kv_memory": 1024}, "too small for this model"),
+    ],
 )
 def test_settings_that_do_not_fit_the_checkpoint_are_refused(
-    checkpoint: Path, settings: dict[str, int], sentence: str
+    checkpoint: Path, settings: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(CPDError, match=sentence):
         inspect(checkpoint, **settings)
+
+
+def test_what_other_machines_have_is_not_known_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    inspect(checkpoint, device="cuda", kv_memory=1 << 60, ray_address="10.0.0.5:6379")
+
+
+def test_simulated_workers_need_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    check_model(checkpoint, ClusterSettings.load({"simulate": "instant", "device": "cuda"}))
 
 
 def test_a_sliding_window_in_effect_is_refused(checkpoint: Path) -> None:
