@@ -154,7 +154,7 @@ class Engine:
         if self._flight is None:
             self._start(output, now)
         if (flight := self._flight) is not None:
-            self._flight = self._follow(flight)
+            self._flight = self._follow(flight, now)
             ran = flight.lane.collect()
             self._pool.release(flight.freed)
             if flight.predicted_ms:
@@ -419,7 +419,7 @@ class Engine:
     def _start(self, output: StepOutput, now: float) -> None:
         """Decides what is computed next, and launches it."""
         plan = self._scheduler.decodes()
-        if self._scheduler.wants_prefill:
+        if self._scheduler.wants_prefill(now):
             self._prefill(plan, now)
         if plan:
             self._flight = self._launch(plan)
@@ -428,11 +428,11 @@ class Engine:
         else:
             self._stalled = True
 
-    def _follow(self, flight: Flight) -> Flight | None:
+    def _follow(self, flight: Flight, now: float) -> Flight | None:
         """Launches what comes after a step, as far as that is known before its tokens are."""
         if not flight.lane.queues or flight.lane is not self._lane or self._aside.done:
             return None
-        plan = self._scheduler.decodes_after(flight.plan)
+        plan = self._scheduler.decodes_after(flight.plan, now)
         return self._launch(plan) if plan else None
 
     @property

@@ -107,12 +107,14 @@ class Scheduler:
         self._behind = behind
         return Plan(singles)
 
-    def decodes_after(self, step: Plan) -> Plan | None:
+    def decodes_after(self, step: Plan, now: float = 0.0) -> Plan | None:
         """The decodes after those of a step that is being computed, whatever tokens that chooses.
 
         Takes the pages that they need. None: something else is to be decided first, or there is nothing to compute.
         """
-        if step.longer or self.line or any(not chunk.samples or len(chunk.choices) > 1 for chunk in step.singles):
+        if step.longer or any(not chunk.samples or len(chunk.choices) > 1 for chunk in step.singles):
+            return None
+        if self._next_in_line(now) is not None:
             return None
         live = [(index, chunk) for index, chunk in enumerate(step.singles) if chunk.seq.state is State.RUNNING]
         if len(live) != sum(not seq.aside for seq in self.running):  # somebody else is to come in
@@ -131,10 +133,9 @@ class Scheduler:
             fed=np.array([index for index, _ in going_on], np.int32),
         )
 
-    @property
-    def wants_prefill(self) -> bool:
+    def wants_prefill(self, now: float = 0.0) -> bool:
         """Whether `prefills` may find something to do."""
-        return bool(self._behind or self.line)
+        return bool(self._behind) or self._next_in_line(now) is not None
 
     def prefills(self, step: Plan, room: Room, now: float = 0.0) -> Plan:
         """Adds prefills to the step that `decodes` began, as far as there is room, and admits and parks accordingly.
@@ -362,18 +363,23 @@ class Scheduler:
                 return self._behind.pop(index)
         return None
 
+    def _next_in_line(self, now: float) -> Seq | None:
+        """Who comes next, if there is a row, and not still too few pages."""
+        seq = self.line.first(now)
+        if seq is not None and not self.rows_left:
+            self.line.short(seq, -1, 0)
+            return None
+        if seq is None or self.line.still_short(seq, self.pool.available, self.headroom):
+            return None
+        return seq
+
     def _admit_next(self, longest: int, now: float) -> Seq | None:
         """Admits the next in line, parking those whose next block somebody is filling.
 
         One that lacks more tokens than `longest` waits for the prefill lane; meanwhile shorter ones may pass it. None:
         nobody can start now.
         """
-        while (seq := self.line.first(now)) is not None:
-            if not self.rows_left:
-                self.line.short(seq, -1, 0)
-                return None
-            if self.line.still_short(seq, self.pool.available, self.headroom):
-                return None
+        while (seq := self._next_in_line(now)) is not None:
             found = self.pool.find(seq.hashes)
             awaited = self.pending.last_shared(seq.hashes, len(found))
             if awaited is None and self._host is not None:

@@ -97,6 +97,29 @@ def test_what_comes_is_admitted_when_the_step_on_its_way_is_collected() -> None:
     assert_all_released(engine)
 
 
+@pytest.mark.parametrize("lacking", ["a row", "pages"])
+def test_who_waits_for_what_others_have_does_not_keep_the_next_step_from_them(lacking: str) -> None:
+    engine, runner = make_engine(queues=True, num_pages=64 if lacking == "a row" else 9, max_num_seqs=2)
+    requests = [make_request("a", prompt(20), max_tokens=40)]
+    if lacking == "a row":
+        requests.append(make_request("b", prompt(9, 1), max_tokens=30))
+    served = decoding(engine, *requests)
+    waits = make_request("waits", prompt(100, 2), max_tokens=5)
+    engine.add(waits)
+    served.take(engine.step())
+    served.take(engine.step())
+    assert engine.stats().waiting == 1
+    assert on_its_way(runner.full) == 1
+    assert runner.batches[-1].fed is not None
+    while engine.stats().running == len(requests):
+        served.take(engine.step())
+    for _ in range(2):  # what is on its way, and then the one that waited
+        served.take(engine.step())
+    assert engine.stats().waiting == 0
+    assert_as_expected(drain(engine, served), engine, *requests, waits)
+    assert_all_released(engine)
+
+
 def test_a_landing_joins_when_the_step_on_its_way_is_collected() -> None:
     engine, runner = make_engine(queues=True)
     first, second = make_request("a", prompt(20), max_tokens=30), make_request("b", prompt(40, 1), max_tokens=12)
