@@ -21,6 +21,9 @@ HASH_BYTES = 16
 TOKEN_BYTES = 4
 """Of a packed token."""
 
+_FEW_TOKENS = 64
+"""As many are looked through before an array operation has begun."""
+
 _BLOCK = np.dtype(f"V{BLOCK_SIZE * TOKEN_BYTES}")
 """A block's packed tokens, as `bytes` object in a list."""
 
@@ -51,6 +54,12 @@ def pack_tokens(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
 def unpack_tokens(packed: bytes) -> npt.NDArray[np.int32]:
     """Token ids that `pack_tokens` packed; ValueError where a part of one is missing."""
     return np.frombuffer(packed, dtype="<i4")
+
+
+def largest_token(packed: bytes) -> int:
+    """The largest of some packed token ids, at least one; a negative one counts as larger than all others."""
+    ids = memoryview(packed).cast("I")
+    return max(ids) if len(ids) <= _FEW_TOKENS else int(np.asarray(ids).max())
 
 
 def extend_hashes(parent: bytes, token_ids: Sequence[int] | npt.NDArray[np.int32] | bytes) -> list[bytes]:

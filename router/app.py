@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import TypeVar
@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.completion import Completion
+from router.connection import HOLD
 from router.errors import ApiError, failed, invalid, unavailable
 from router.openai import Format
 from router.overview import Overview
@@ -177,14 +178,18 @@ class _Gate:
             return
         headers = dict(scope["headers"])
         sent_id = headers.get(b"x-request-id", b"")
-        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{uuid.uuid4().hex}".encode()
+        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
 
         started = False
+        # what answers a POST has a body
+        hold = scope.get("state", {}).get(HOLD) if scope["method"] == "POST" else None
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                if hold is not None:
+                    hold()
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 

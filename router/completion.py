@@ -118,8 +118,10 @@ class Completion:
         self.cached_tokens += route.cached_tokens
         if self.route is None:
             self.route = route
-            self._metrics.ttft.labels(route.kind).observe(self._loop.time() - self._started)
-            self._wake()
+            if self._eager:
+                self._wake()
+            ttft = self._metrics.ttft.labels(route.kind)
+            self._loop.call_soon(ttft.observe, self._loop.time() - self._started)  # when it is on its way
 
     def prompt_failed(self, error: ApiError) -> None:
         """A prompt's request failed, and with it the call."""

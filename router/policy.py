@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nsmallest
+from math import inf
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -197,7 +198,7 @@ def place(
     """
     if not combined:
         return None
-    request = _Request(prompt, (*combined, *prefill), cached, settings, now)
+    request = _Request(prompt, cached, settings, now)
     blocks = cached.cached
     warm = [one for one in combined if one.worker_id in blocks] if blocks else []
     decoders = _most_promising(request, combined, warm, rng)
@@ -205,23 +206,24 @@ def place(
         _Prefill(request, one)
         for one in _few(prefill, PREFILL_PREDICTED, lambda one: request.guess_prefill_ms(one), rng)
     ]
-    source = max(warm, key=lambda one: (request.before(one), -one.requests), default=None)
+    source = max(warm, key=lambda one: (request.held(one).tokens, -one.requests), default=None)
     if source is not None and helpers and not request.may_be_local(source):
         source = None
     options: list[tuple[Option, _Decode, _Prefill | None]] = []
     for decoder in decoders:
         if not helpers or request.may_be_local(decoder.worker):
             options.append((decoder.local(), decoder, None))
-        if source is not None and request.before(decoder.worker) < request.before(source):
+        if source is not None and decoder.held.tokens < request.held(source).tokens:
             options.append((decoder.local(source), decoder, None))
     leaving = [(decoder, helper) for decoder in decoders if request.may_be_remote(decoder.worker) for helper in helpers]
     others: Callable[[], Iterable[Option]] = tuple
-    if options and leaving and min(map(_least_remote_ms, leaving)) > _near_ms(options):
+    near_ms = _near_ms(options) if options else inf
+    if leaving and min(map(_least_remote_ms, leaving)) > near_ms:
         others = partial(_remote, leaving)
-    else:
+    elif leaving:
         options += [(decoder.remote(helper), decoder, helper) for decoder, helper in leaving]
+        near_ms = _near_ms(options)
     options.sort(key=lambda option: option[0].cost_ms)
-    near_ms = _near_ms(options)
     near = [option for option in options if option[0].cost_ms <= near_ms]
     simplest = min(_effort(option[0]) for option in near)
     equals = [option for option in near if _effort(option[0]) == simplest]
@@ -265,83 +267,89 @@ def _effort(option: Option) -> tuple[int, bool]:
     return option.uncached_tokens, bool(option.prefill or option.cached_at)
 
 
+class _Held(NamedTuple):
+    """What a worker has of a prompt.
+
+    Attributes:
+        tokens: It need not compute these: at least one is left.
+        returning: Those of them that come back from its host memory.
+        copy_ms: Until they are back.
+        lacking: Pages that it does not have of the prompt yet.
+    """
+
+    tokens: int
+    returning: int
+    copy_ms: float
+    lacking: int
+
+
 class _Request:
     """A prompt to place, and what is known beside the workers."""
 
-    def __init__(
-        self, prompt: Prompt, workers: Iterable[Candidate], cached: Prefixes, settings: PolicySettings, now: float
-    ) -> None:
+    def __init__(self, prompt: Prompt, cached: Prefixes, settings: PolicySettings, now: float) -> None:
         self.prompt = prompt
         self.settings = settings
         self.now = now
         self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
         self.together = min(prompt.output_tokens, COMPANY)
-        self._blocks = dict(cached.cached)
-        self._returning: dict[str, int] = {}
-        for worker in workers if cached.in_pages else ():
-            if worker.worker_id in cached.in_pages:
-                self._weigh(worker, cached.in_pages[worker.worker_id])
+        self._cached = cached
+        self._nothing = _Held(0, 0, 0.0, blocks_for(prompt.tokens))
+        self._held: dict[str, _Held] = {}
 
-    def before(self, worker: Candidate) -> int:
-        """Tokens that the worker need not compute: at least one is left."""
-        return self._tokens(self._blocks.get(worker.worker_id, 0))
-
-    def returning(self, worker: Candidate) -> int:
-        """Those of them that come back from its host memory."""
-        return self._returning.get(worker.worker_id, 0)
-
-    def copy_ms(self, worker: Candidate) -> float:
-        """Until they are back."""
-        return blocks_for(self.returning(worker)) * worker.host_page_ms
-
-    def seats_ms(self, worker: Candidate) -> float:
-        """Until the worker may run it beside those that it has."""
-        return worker.seats_ms(self.prompt.choices, EXPECTED_OUTPUT)
-
-    def lacking(self, worker: Candidate) -> int:
-        """Pages that the worker does not have of the prompt yet."""
-        return blocks_for(self.prompt.tokens) - (self.before(worker) - self.returning(worker)) // BLOCK_SIZE
+    def held(self, worker: Candidate) -> _Held:
+        """What the worker has of the prompt."""
+        name = worker.worker_id
+        if name not in self._cached.cached:
+            return self._nothing
+        if name not in self._held:
+            self._held[name] = self._look(worker)
+        return self._held[name]
 
     def may_be_local(self, worker: Candidate) -> bool:
         threshold = self.settings.long_prefill_tokens
-        return threshold == "auto" or self.prompt.tokens - self.before(worker) <= threshold
+        return threshold == "auto" or self.prompt.tokens - self.held(worker).tokens <= threshold
 
     def may_be_remote(self, worker: Candidate) -> bool:
         return self.settings.long_prefill_tokens == "auto" or not self.may_be_local(worker)
 
-    def _weigh(self, worker: Candidate, in_pages: int) -> None:
-        """What is in host memory behind the first blocks comes back if that is quicker than computing it."""
-        first, last = self._tokens(in_pages), self.before(worker)
-        saved_ms = worker.prefill(self.prompt.tokens - first, first).ms
-        saved_ms -= worker.prefill(self.prompt.tokens - last, last).ms
-        if blocks_for(last - first) * worker.host_page_ms < saved_ms:
-            self._returning[worker.worker_id] = last - first
-        else:
-            self._blocks[worker.worker_id] = in_pages
+    def _look(self, worker: Candidate) -> _Held:
+        name, tokens = worker.worker_id, self.prompt.tokens
+        last, returning = self._tokens(self._cached.cached[name]), 0
+        if name in self._cached.in_pages:
+            first = self._tokens(self._cached.in_pages[name])
+            # what is in host memory behind the first blocks comes back if that is quicker than computing it
+            saved_ms = worker.prefill(tokens - first, first).ms - worker.prefill(tokens - last, last).ms
+            if blocks_for(last - first) * worker.host_page_ms < saved_ms:
+                returning = last - first
+            else:
+                last = first
+        lacking = blocks_for(tokens) - (last - returning) // BLOCK_SIZE
+        return _Held(last, returning, blocks_for(returning) * worker.host_page_ms, lacking)
 
     def _tokens(self, blocks: int) -> int:
         return min(blocks * BLOCK_SIZE, self.prompt.tokens - 1)
 
     def guess_prefill_ms(self, worker: Candidate) -> float:
         """Roughly, until the worker has computed the prompt, with those behind."""
-        uncached = self.prompt.tokens - self.before(worker)
-        return worker.queue_ms(self.now) + self.copy_ms(worker) + (1 + BEHIND) * uncached * worker.token_ms
+        held = self.held(worker)
+        uncached = self.prompt.tokens - held.tokens
+        return worker.queue_ms(self.now) + held.copy_ms + (1 + BEHIND) * uncached * worker.token_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Roughly, the cost of a local option."""
-        uncached = self.prompt.tokens - self.before(worker)
+        held = self.held(worker)
         return (
-            max(worker.queue_ms(self.now), self.seats_ms(worker))
-            + self.copy_ms(worker)
-            + uncached * _computing_ms(worker)
+            max(worker.queue_ms(self.now), worker.seats_ms(self.prompt.choices, EXPECTED_OUTPUT))
+            + held.copy_ms
+            + (self.prompt.tokens - held.tokens) * _computing_ms(worker)
             + self.together * worker.stream_ms
         )
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
         """What it counts that something takes so long; without a limit nothing."""
-        if not limit_ms:
+        if ms <= SAFE * limit_ms or not limit_ms:
             return 0.0
-        return BROKEN * self.settings.slo_ttft_ms * min(1.0, max(0.0, ms / limit_ms - SAFE) / (1 - SAFE))
+        return BROKEN * self.settings.slo_ttft_ms * min(1.0, (ms / limit_ms - SAFE) / (1 - SAFE))
 
     def turn_ms(self, worker: Candidate, queue_ms: float, prefill_ms: float) -> float:
         """Until the prompt's turn; `queue_ms` if that is in time, for a late one waits for all that are late, too."""
@@ -360,12 +368,12 @@ class _Prefill:
     """
 
     def __init__(self, request: _Request, worker: Candidate) -> None:
-        before = request.before(worker)
+        held = request.held(worker)
         self.worker = worker
-        self.uncached = request.prompt.tokens - before
-        self.host_tokens = request.returning(worker)
-        self.queue_ms = worker.wait_ms(self.uncached, request.now) + request.copy_ms(worker)
-        self.ms = worker.prefill(self.uncached, before).ms
+        self.uncached = request.prompt.tokens - held.tokens
+        self.host_tokens = held.returning
+        self.queue_ms = worker.wait_ms(self.uncached, request.now) + held.copy_ms
+        self.ms = worker.prefill(self.uncached, held.tokens).ms
         self.tail = blocks_for(min(self.uncached, worker.token_budget))
 
 
@@ -373,6 +381,7 @@ class _Decode:
     """The request on a combined worker.
 
     Attributes:
+        held: What the worker has of the prompt.
         decode_ms: What its decode costs, wherever the prompt is computed.
     """
 
@@ -380,8 +389,8 @@ class _Decode:
         prompt, settings = request.prompt, request.settings
         self.worker = worker
         self._request = request
-        self._pages = request.lacking(worker)
-        self._seats_ms = request.seats_ms(worker)
+        self.held = request.held(worker)
+        self._seats_ms = worker.seats_ms(prompt.choices, EXPECTED_OUTPUT)
         self._itl_ms = worker.grown_ms(prompt.tokens, prompt.choices)
         others = worker.requests
         slower_ms = max(0.0, self._itl_ms - worker.crowded_ms)
@@ -397,28 +406,29 @@ class _Decode:
             source: Another worker, all of whose cached blocks come here first.
             uncached: So much of it; None: what this worker, or the source, lacks.
         """
-        request, worker = self._request, self.worker
+        request, worker, held = self._request, self.worker, self.held
+        first = held if source is None else request.held(source)
         tokens = request.prompt.tokens
-        uncached = tokens - request.before(source or worker) if uncached is None else uncached
+        uncached = tokens - first.tokens if uncached is None else uncached
         pace = worker.prefill(uncached, tokens - uncached)
         missed_ms = request.missed_ms(pace.gap_ms, request.settings.slo_itl_ms)
         stutter_ms = worker.decodes * (pace.late_ms + missed_ms)
-        queue_ms, copy_ms = max(worker.wait_ms(uncached, request.now), self._seats_ms), request.copy_ms(worker)
-        host_tokens = request.returning(source or worker)
+        queue_ms = max(worker.wait_ms(uncached, request.now), self._seats_ms)
         if source is None:
-            queue_ms = request.turn_ms(worker, queue_ms + copy_ms, pace.ms)
-            return self._option("", "", uncached, host_tokens, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, stutter_ms)
-        fetch_ms = worker.transfer_ms(blocks_for(request.before(source)) - request.before(worker) // BLOCK_SIZE)
-        queue_ms = max(queue_ms, REMOTE_MS + request.copy_ms(source) + copy_ms + fetch_ms)
+            queue_ms = request.turn_ms(worker, queue_ms + held.copy_ms, pace.ms)
+            ttft_ms = queue_ms + pace.ms
+            return self._option("", "", uncached, held.returning, queue_ms, pace.ms, 0.0, ttft_ms, stutter_ms)
+        fetch_ms = worker.transfer_ms(blocks_for(first.tokens) - held.tokens // BLOCK_SIZE)
+        queue_ms = max(queue_ms, REMOTE_MS + first.copy_ms + held.copy_ms + fetch_ms)
         queue_ms = request.turn_ms(worker, queue_ms, pace.ms)
         # Others' pages wait for these as others' prompts would for the prefill.
         others_ms = stutter_ms + BEHIND * fetch_ms
         name = source.worker_id
-        return self._option("", name, uncached, host_tokens, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, others_ms)
+        return self._option("", name, uncached, first.returning, queue_ms, pace.ms, 0.0, queue_ms + pace.ms, others_ms)
 
     def remote(self, helper: _Prefill) -> Option:
         """The prompt is computed on a prefill worker."""
-        moved = self._pages - blocks_for(self._request.returning(self.worker))
+        moved = self.held.lacking - blocks_for(self.held.returning)
         all_ms = self.worker.transfer_ms(moved)
         tail_ms = self.worker.transfer_ms(min(moved, helper.tail))
         transfer_ms = max(tail_ms, all_ms - helper.ms)
@@ -437,18 +447,18 @@ class _Decode:
         if not chosen.prefill and not chosen.cached_at:
             return self._request.prompt.tokens
         tokens = self._request.prompt.tokens
-        sizes = range(1, tokens - self._request.before(self.worker), BLOCK_SIZE)
+        sizes = range(1, tokens - self.held.tokens, BLOCK_SIZE)
         fitting = bisect_right(sizes, chosen.cost_ms, key=lambda uncached: self.local(uncached=uncached).cost_ms)
         return sizes[fitting - 1] if fitting else 0
 
     def _memory_ms(self) -> float:
         worker, request = self.worker, self._request
-        wanted = self._pages + request.prompt.choices * blocks_for(request.output)
+        wanted = self.held.lacking + request.prompt.choices * blocks_for(request.output)
         lacking = wanted > worker.free_pages + worker.cached_pages and worker.num_pages > 0
         again_ms = BLOCK_SIZE * _computing_ms(worker)
         if worker.host_page_ms:
             again_ms = min(again_ms, worker.host_page_ms)
-        return DISPLACED * self._pages * again_ms + lacking * BROKEN * request.settings.slo_ttft_ms
+        return DISPLACED * self.held.lacking * again_ms + lacking * BROKEN * request.settings.slo_ttft_ms
 
     def _option(
         self,
@@ -484,9 +494,11 @@ def _most_promising(
     request: _Request, workers: Sequence[Candidate], warm: Sequence[Candidate], rng: Random
 ) -> list[_Decode]:
     """Those whose options are worth predicting; `warm` ones have some of the prompt cached."""
+    if len(workers) <= COMBINED_PREDICTED:
+        return [_Decode(request, worker) for worker in workers]
     local = _few(workers, COMBINED_PREDICTED, request.guess_local_ms, rng)
     remote = _few(workers, COMBINED_PREDICTED, lambda one: one.stream_ms, rng)
-    most = _few(warm, WARM_PREDICTED, lambda one: -request.before(one), rng)
+    most = _few(warm, WARM_PREDICTED, lambda one: -request.held(one).tokens, rng)
     return [_Decode(request, worker) for worker in {one.worker_id: one for one in (*local, *remote, *most)}.values()]
 
 

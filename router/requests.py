@@ -189,13 +189,13 @@ class Dispatcher:
         request, choice, prefilled = leg.request, output.choice, output.prefilled
         loop = asyncio.get_running_loop()
         leg.output(choice, prefilled, loop.time())
-        if not request.started:
-            request.started = True
-            loop.call_soon(self._count_first, request, prefilled.queue_ms)  # when the tokens are on their way
-            request.consumer.started(Route(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
         token_ids = output.token_ids
         request.outputs[choice].extend(token_ids)
         wants_more = request.consumer.output(choice, token_ids, output.logprobs, output.finish)
+        if not request.started:
+            request.started = True
+            request.consumer.started(Route(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
+            loop.call_soon(self._count_first, request, prefilled.queue_ms)  # when the tokens are on their way
         if output.finish != pb.FINISH_NONE:
             self._choice_done(leg, choice)
         elif not wants_more:

@@ -8,7 +8,6 @@ go out with the first output, when it is known how the request went.
 import asyncio
 from collections.abc import Iterator
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.completion import Completion
@@ -20,7 +19,7 @@ from router.output import Choice
 Headers = list[tuple[bytes, bytes]]
 
 
-class CompletionResponse(Response):
+class CompletionResponse:
     """The response to one API call.
 
     Args:
@@ -30,7 +29,6 @@ class CompletionResponse(Response):
     """
 
     def __init__(self, completion: Completion, form: Format, *, stream: bool, include_usage: bool, n: int) -> None:
-        super().__init__()
         self._completion = completion
         self._format = form
         self._stream = stream

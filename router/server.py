@@ -19,6 +19,7 @@ from cpd.errors import ConfigError
 from cpd.membership import Member, lease
 from router.app import create_app
 from router.checkpoint import load_checkpoint
+from router.connection import Connection
 from router.metrics import Metrics
 from router.service import Service
 from router.siblings import Siblings
@@ -124,7 +125,7 @@ def _server(app: ASGIApp) -> "_Server":
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

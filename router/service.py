@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass
 from random import Random
 
-from cpd.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, pack_tokens, unpack_tokens
+from cpd.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.checkpoint import Checkpoint
@@ -72,9 +72,8 @@ class Service:
             raise invalid("messages", message, code="no_chat_template")
         text = self.checkpoint.template.render([one.model_dump(exclude_none=True) for one in request.messages])
         prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
-        shape = self._shape(request, "chatcmpl")
         completion = await self._start(request, [prompt], caller, "messages")
-        return completion, ChatFormat(shape, self.checkpoint.vocabulary)
+        return completion, ChatFormat(self._shape(request, "chatcmpl"), self.checkpoint.vocabulary)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> tuple[Completion, Format]:
         """Starts a text completion.
@@ -88,9 +87,8 @@ class Service:
         prompts = [
             await encode(prompt) if isinstance(prompt, str) else pack_tokens(prompt) for prompt in request.prompts
         ]
-        shape = self._shape(request, "cmpl")
         completion = await self._start(request, prompts, caller, "prompt")
-        return completion, CompletionFormat(shape, self.checkpoint.vocabulary)
+        return completion, CompletionFormat(self._shape(request, "cmpl"), self.checkpoint.vocabulary)
 
     def _shape(self, request: GenerateRequest, prefix: str) -> Shape:
         return Shape(
@@ -147,17 +145,16 @@ class Service:
         """Raises ApiError where the prompt can't be run."""
         if not prompt:
             raise invalid(param, f"'{param}' is empty: it gives no token to continue from.")
-        token_ids = unpack_tokens(prompt)
-        vocab_size, largest = self.workers.vocab_size, token_ids.max()
+        vocab_size, largest = self.workers.vocab_size, largest_token(prompt)
         if largest >= vocab_size:
             raise invalid(param, f"'{param}' has token id {largest}, but the model's vocabulary has {vocab_size}.")
         context = self.workers.max_model_len
-        wanted = output_limit or 1
-        if len(token_ids) + wanted > context:
+        tokens, wanted = len(prompt) // TOKEN_BYTES, output_limit or 1
+        if tokens + wanted > context:
             raise invalid(
                 param,
                 f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{len(token_ids) + wanted} tokens ({len(token_ids)} in the {param}, {wanted} in the completion). "
+                f"{tokens + wanted} tokens ({tokens} in the {param}, {wanted} in the completion). "
                 f"Please reduce the length of the {param} or completion.",
                 code="context_length_exceeded",
             )

@@ -22,9 +22,6 @@ from router.words import Words, is_cut_at_spaces
 INLINE_CHARS = 8_192
 """So much text is encoded at once (under about a millisecond); more of it on a thread."""
 
-LEAST_WORDWISE_CHARS = 256
-"""The library takes less time for a shorter text than array operations do."""
-
 WORDWISE_CHARS = 32_768
 """A longer text is not looked up word by word: that would take longer than a millisecond."""
 
@@ -83,7 +80,7 @@ class Tokenizer:
         return b"".join([known[part] or b"" for part in parts])
 
     async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
-        if self._words is None or not LEAST_WORDWISE_CHARS <= sum(map(len, texts)) <= WORDWISE_CHARS:
+        if self._words is None or sum(map(len, texts)) > WORDWISE_CHARS:
             return list(map(pack_tokens, await self._encode_whole(texts, special_tokens=special_tokens)))
         encoded = [await self._words.encode(text) for text in texts]
         return [self._before + tokens + self._after for tokens in encoded] if special_tokens else encoded

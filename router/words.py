@@ -3,6 +3,8 @@
 Byte-level BPE first splits a text by a regular expression, and merges nothing across. The ones that models use have in
 common that what is no whitespace and a space after it are never in one piece. So a text can be cut before every space
 between two characters that are none, and the tokens of the parts are the tokens of the whole.
+
+Words of short texts are looked up one by one, those of long ones all at once by array operations.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +18,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+from cpd.blocks import pack_tokens
 from router.wordtable import MOST_BYTES, MOST_TOKENS, Ints, WordTable, runs
+
+SHORT_CHARS = 1024
+"""Array operations take longer for a text of no more."""
 
 _SPACE = 0x20
 
@@ -25,7 +31,10 @@ _LAST_SPACE = 0x3000
 
 _TABLE_BITS = 17
 _MOST_WORDS = 1 << 16
-"""What is remembered, in 9 MB at most."""
+"""What is remembered of long texts, in 9 MB at most."""
+
+_MOST_SHORT = 1 << 14
+"""And of short ones, in 3 MB for words of usual lengths."""
 
 _PATTERNS = frozenset(
     {
@@ -53,10 +62,30 @@ class Words:
     def __init__(self, encode: Callable[[list[str]], Awaitable[list[list[int]]]]) -> None:
         self._encode = encode
         self._known = WordTable(_TABLE_BITS)
+        self._short: dict[str, bytes] = {}
         self._visible = np.array([not chr(code).isspace() for code in range(_LAST_SPACE + 2)])  # the last: all others
 
     async def encode(self, text: str) -> bytes:
         """Tokens of `text`, packed."""
+        return await (self._encode_short(text) if len(text) <= SHORT_CHARS else self._encode_long(text))
+
+    async def _encode_short(self, text: str) -> bytes:
+        first, *rest = text.split(" ")
+        words = [first, *[" " + word for word in rest]]
+        known = {word: self._short.get(word, b"") for word in words}
+        unknown = [word for word, tokens in known.items() if not tokens]
+        if not all(map(_is_apart, unknown)):
+            (token_ids,) = await self._encode([text])
+            return pack_tokens(token_ids)
+        if unknown:
+            new = dict(zip(unknown, map(pack_tokens, await self._encode(unknown)), strict=True))
+            known |= new
+            if len(self._short) + len(new) > _MOST_SHORT:
+                self._short.clear()
+            self._short |= new
+        return b"".join([known[word] for word in words])
+
+    async def _encode_long(self, text: str) -> bytes:
         data = text.encode()
         starts, lengths = self._cut(text, data)
         slots = self._known.find(data, starts, lengths)
@@ -97,6 +126,12 @@ class Words:
         if len(self._known) + len(new) > _MOST_WORDS:
             self._known = WordTable(_TABLE_BITS)
         self._known.add(new)
+
+
+def _is_apart(word: str) -> bool:
+    """Whether there is a cut before and after a word, which is what was between two spaces, with the first of them."""
+    visible = word.strip()
+    return bool(visible) and word in (visible, " " + visible)
 
 
 def is_cut_at_spaces(backend: Backend) -> bool:

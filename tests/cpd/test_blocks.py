@@ -11,6 +11,7 @@ from cpd.blocks import (
     blocks_for,
     extend_hashes,
     hash_root,
+    largest_token,
     pack_tokens,
     short_hashes,
     split_hashes,
@@ -67,3 +68,9 @@ def test_short_hashes_are_the_first_eight_bytes() -> None:
 
 def test_a_partial_block_needs_a_page_too() -> None:
     assert [blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=200))
+def test_the_largest_token_is_found_in_few_and_in_many(token_ids: list[int]) -> None:
+    assert largest_token(pack_tokens(token_ids)) == max(token_ids)
+    assert largest_token(pack_tokens([*token_ids, -1])) >= 2**31
