@@ -74,6 +74,16 @@ class InlineEngine(EngineBridge):
         for delivery in deliveries:
             self._handle(delivery)
 
+    def _tell_stats(self, engine: Engine, now: float) -> None:
+        self._loop.call_soon(self._tell_stats_now, engine, now)  # when what the pass brought has been sent
+
+    def _tell_stats_now(self, engine: Engine, now: float) -> None:
+        try:
+            if self._engine is engine:
+                super()._tell_stats(engine, now)
+        except Exception as error:
+            self._failed(error)
+
     def _wake(self) -> None:
         if not self._passing:
             self._passing = True

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpd.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, Tier, split_hashes, unpack_tokens
+from cpd.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, Tier, largest_token, split_hashes
 from cpd.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
@@ -36,36 +36,13 @@ def request_from_wire(
     Raises:
         InvalidRequestError: The message contradicts itself or exceeds `limits`.
     """
-    _require(len(message.tokens) % TOKEN_BYTES == 0, f"tokens must have {TOKEN_BYTES} bytes each")
-    token_ids = unpack_tokens(message.tokens)
-    prompt_len, total = message.prompt_len, len(token_ids)
-    _require(1 <= prompt_len <= total, f"prompt_len {prompt_len} must be 1 to {total}, the number of tokens")
-    _require(
-        total < limits.max_model_len,
-        f"{total} tokens leave no room for output: this worker's context is {limits.max_model_len} tokens",
-    )
-    for token_id in (token_ids.min(), token_ids.max()):
-        _require(
-            0 <= token_id < limits.vocab_size,
-            f"token id {token_id} is outside the vocabulary of {limits.vocab_size}",
-        )
-    _require(len(message.hash_root) == HASH_BYTES, f"hash_root must have {HASH_BYTES} bytes")
-    _require(
-        len(message.block_hashes) == total // BLOCK_SIZE * HASH_BYTES,
-        f"block_hashes must hold {HASH_BYTES} bytes for each of the {total // BLOCK_SIZE} full blocks",
-    )
-    _require(1 <= message.n <= MAX_CHOICES, f"n {message.n} must be 1 to {MAX_CHOICES}")
-    _require(message.n == 1 or prompt_len == total, "n must be 1 where output was already emitted")
-    params = _sampling_from_wire(message.sampling, limits.vocab_size)
-    _require(
-        total - prompt_len < params.max_tokens,
-        f"{total - prompt_len} tokens were already emitted of at most {params.max_tokens}",
-    )
+    if fault := _fault(message, limits):
+        raise InvalidRequestError(fault)
     return Request(
         id=request_id,
         token_ids=array("i", message.tokens),
-        prompt_len=prompt_len,
-        params=params,
+        prompt_len=message.prompt_len,
+        params=_sampling_from_wire(message.sampling, limits.vocab_size),
         hash_root=message.hash_root,
         block_hashes=split_hashes(message.block_hashes),
         first_choice=message.choice,
@@ -174,41 +151,74 @@ def _output_from_wire(output: pb.Output, request_id: str) -> Output:
     )
 
 
+def _fault(message: pb.Submit | pb.FillStart, limits: Limits) -> str:
+    """What is wrong with a request; empty: nothing."""
+    total, part = divmod(len(message.tokens), TOKEN_BYTES)
+    prompt_len, n, blocks = message.prompt_len, message.n, total // BLOCK_SIZE
+    if part:
+        return f"tokens must have {TOKEN_BYTES} bytes each"
+    if not 1 <= prompt_len <= total:
+        return f"prompt_len {prompt_len} must be 1 to {total}, the number of tokens"
+    if total >= limits.max_model_len:
+        return f"{total} tokens leave no room for output: this worker's context is {limits.max_model_len} tokens"
+    if (largest := largest_token(message.tokens)) >= limits.vocab_size:
+        return f"token id {largest} is outside the vocabulary of {limits.vocab_size}"
+    if len(message.hash_root) != HASH_BYTES:
+        return f"hash_root must have {HASH_BYTES} bytes"
+    if len(message.block_hashes) != blocks * HASH_BYTES:
+        return f"block_hashes must hold {HASH_BYTES} bytes for each of the {blocks} full blocks"
+    if not 1 <= n <= MAX_CHOICES:
+        return f"n {n} must be 1 to {MAX_CHOICES}"
+    if n > 1 and prompt_len != total:
+        return "n must be 1 where output was already emitted"
+    if fault := _sampling_fault(message.sampling, limits.vocab_size):
+        return fault
+    if total - prompt_len >= message.sampling.max_tokens:
+        return f"{total - prompt_len} tokens were already emitted of at most {message.sampling.max_tokens}"
+    return ""
+
+
+def _sampling_fault(sampling: pb.Sampling, vocab_size: int) -> str:
+    """What is wrong with how tokens are to be chosen; empty: nothing. Comparisons are such that NaN passes none."""
+    if not 0 <= sampling.temperature < math.inf:
+        return "temperature must be finite and not negative"
+    if not 0 < sampling.top_p <= 1:
+        return "top_p must be above 0 and at most 1"
+    if not 0 <= sampling.min_p <= 1:
+        return "min_p must be 0 to 1"
+    if not (math.isfinite(sampling.presence_penalty) and math.isfinite(sampling.frequency_penalty)):
+        return "presence_penalty and frequency_penalty must be finite"
+    if not 0 < sampling.repetition_penalty < math.inf:
+        return "repetition_penalty must be finite and positive"
+    if sampling.max_tokens < 1:
+        return "max_tokens must be at least 1"
+    bias = sampling.logit_bias
+    if bias and max(bias) >= vocab_size:
+        return "logit_bias names a token outside the vocabulary"
+    if bias and not all(map(math.isfinite, bias.values())):
+        return "logit_bias must be finite"
+    if sampling.top_logprobs > vocab_size:
+        return f"top_logprobs must be at most {vocab_size}"
+    return ""
+
+
 def _sampling_from_wire(sampling: pb.Sampling, vocab_size: int) -> SamplingParams:
-    numbers = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-    }
-    for name, value in numbers.items():
-        _require(math.isfinite(value), f"{name} must be finite")
-    _require(sampling.temperature >= 0, "temperature must not be negative")
-    _require(0 < sampling.top_p <= 1, "top_p must be above 0 and at most 1")
-    _require(0 <= sampling.min_p <= 1, "min_p must be 0 to 1")
-    _require(sampling.repetition_penalty > 0, "repetition_penalty must be positive")
-    _require(sampling.max_tokens >= 1, "max_tokens must be at least 1")
-    _require(_inside(list(sampling.logit_bias), vocab_size), "logit_bias names a token outside the vocabulary")
-    _require(all(map(math.isfinite, sampling.logit_bias.values())), "logit_bias must be finite")
-    top_logprobs = sampling.top_logprobs if sampling.HasField("top_logprobs") else None
-    _require((top_logprobs or 0) <= vocab_size, f"top_logprobs must be at most {vocab_size}")
     return SamplingParams(
-        **numbers,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias),
         seed=sampling.seed,
-        top_logprobs=top_logprobs,
+        top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         # Some checkpoints name an end token beyond their embedding; it can't be sampled.
-        stop_token_ids=frozenset(token for token in sampling.stop_token_ids if token < vocab_size),
+        stop_token_ids=frozenset([token for token in sampling.stop_token_ids if token < vocab_size]),
     )
-
-
-def _inside(token_ids: Sequence[int], vocab_size: int) -> bool:
-    return max(token_ids, default=0) < vocab_size
 
 
 def _require(condition: bool, message: str) -> None:

@@ -2,7 +2,7 @@
 
 A *pass* of the engine is: run the queued commands, step once if there is work. The event loop gets what passes bring,
 in order: the results of a pass's commands before its step, everything else after it (what the hook delivers, then the
-Update). Without commands and work there are no passes.
+Update, then one with stats if they are due). Without commands and work there are no passes.
 
 An exception in a step, a hook or a posted command means that the engine can't be trusted any more: it is logged,
 `on_failure` is told, and every later call raises EngineDiedError. An exception in a `call` or a `poll` is its caller's.
@@ -39,13 +39,13 @@ class EngineDiedError(CPDError):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one pass brought.
+    """What one pass brought, or where the engine stands after it.
 
     Attributes:
         output: The step's tokens; None when there was no step.
         events: Cache events of the pass, None when there were none.
         number: The events' number; they are counted from 1 without gaps.
-        stats: Not with every pass: at most every STATS_INTERVAL_S while busy, and always when work ends.
+        stats: By themselves, at most every STATS_INTERVAL_S while busy, and always when work ends.
     """
 
     output: StepOutput | None
@@ -171,7 +171,7 @@ class EngineBridge(ABC):
         """All cached blocks, and the number of the last event that they include."""
 
         def take(engine: Engine) -> CacheSnapshot:
-            self._report(engine, None, None)
+            self._report(engine, None)
             return CacheSnapshot(self._number, {tier: engine.cached_hashes(tier) for tier in (Tier.PAGES, Tier.HOST)})
 
         return await self.call(take)
@@ -194,13 +194,17 @@ class EngineBridge(ABC):
             self._commands.popleft().run(engine)
 
     def _end_pass(self, engine: Engine, output: StepOutput | None, now: float) -> None:
-        """A pass ends, `output` being what its step brought."""
+        """A pass ends, `output` being what its step brought: that is handed over before anything is counted."""
         self._hook(engine, output)
         self._polls = [poll for poll in self._polls if not poll.attempt(engine)]
-        stats = None
+        self._report(engine, output)
+        self._flush()
         if now - self._stats_at >= STATS_INTERVAL_S or not engine.has_work:
-            stats, self._stats_at = engine.stats(now), now
-        self._report(engine, output, stats)
+            self._stats_at = now
+            self._tell_stats(engine, now)
+
+    def _tell_stats(self, engine: Engine, now: float) -> None:
+        self._deliver_update(Update(None, None, self._number, engine.stats(now)))
         self._flush()
 
     def _settles_in_s(self, now: float) -> float:
@@ -230,14 +234,16 @@ class EngineBridge(ABC):
             log.critical("what the engine brought could not be handled", exc_info=True)
             self._on_failure(error)
 
-    def _report(self, engine: Engine, output: StepOutput | None, stats: EngineStats | None) -> None:
-        """Delivers an Update if there is anything in it."""
+    def _report(self, engine: Engine, output: StepOutput | None) -> None:
+        """Delivers an Update if a pass brought something."""
         events = engine.take_cache_events() or None
         if events:
             self._number += 1
-        if output is not None or events is not None or stats is not None:
-            update = Update(output, events, self._number, stats)
-            self.deliver(lambda: self._on_update(update))
+        if output is not None or events is not None:
+            self._deliver_update(Update(output, events, self._number, None))
+
+    def _deliver_update(self, update: Update) -> None:
+        self.deliver(lambda: self._on_update(update))
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def test_stop_tokens_that_cannot_be_sampled_are_left_out() -> None:
         ({"prompt_len": 21}, "prompt_len"),
         ({"num_tokens": 64}, "context"),
         ({"token_ids": [100]}, "token id 100"),
-        ({"token_ids": [-1]}, "token id -1"),
+        ({"token_ids": [-1]}, "token id"),
         ({"tokens": b"\0" * 81}, "tokens"),
         ({"hash_root": b"short"}, "hash_root"),
         ({"block_hashes": b""}, "block_hashes"),
