@@ -8,6 +8,7 @@ from typing import Any
 from cpd.errors import ConfigError
 from deploy.process import ProcessState
 from deploy.processes import ProcessSpec
+from deploy.session import dead_process
 
 PLACEMENT_S = 60.0
 STOP_S = 6.0
@@ -93,7 +94,9 @@ def launched(
             yield cluster
         finally:
             cluster.stop()
-            for actor in actors:
-                ray.kill(actor)  # type: ignore[arg-type]
+            if not dead_process():
+                for actor in actors:
+                    ray.kill(actor)  # type: ignore[arg-type]
     finally:
-        remove_placement_group(group)
+        if not dead_process():
+            remove_placement_group(group)

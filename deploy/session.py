@@ -1,5 +1,12 @@
-"""Starting or joining Ray."""
+"""Starting or joining Ray.
 
+What happens when a process of the local Ray dies:
+    gcs_server   supervisors go on, but none is started again; who asks Ray for something would wait for ever
+    raylet       supervisors end, and with them what they supervise
+Then nobody asks it any more: what is left of it ends with its directory (`deploy/raydir.py`).
+"""
+
+import atexit
 import contextlib
 import functools
 import logging
@@ -15,8 +22,10 @@ _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's ports are open to every user of the machine, and run what they are sent
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill supervisors for the memory of others
     "RAY_worker_niceness": "0",  # by default 15: whatever else runs here would go before the workers
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000",  # by default all of Ray ends a minute after its gcs_server
 }
 _CONNECT_S = 5.0
+GCS, RAYLET = "gcs_server", "raylet"
 _OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray accepts: no object of ours goes through it."""
 
@@ -77,6 +86,14 @@ def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
         yield session
 
 
+def dead_process() -> str:
+    """The process of the local Ray that has died, RAYLET before GCS; empty: neither."""
+    from ray._private.worker import _global_node as node
+
+    dead: list[str] = [name for name, _ in node.dead_processes()] if node else []
+    return next((name for name in (RAYLET, GCS) if name in dead), "")
+
+
 @contextlib.contextmanager
 def _processes_apart() -> Iterator[None]:
     """What Ray starts meanwhile is in sessions of its own.
@@ -117,4 +134,8 @@ def _connected(namespace: str, **options: object) -> Iterator[RaySession]:
         hosts = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
         yield RaySession(hosts, ray.cluster_resources())  # type: ignore[no-untyped-call]
     finally:
-        ray.shutdown()
+        if dead_process():
+            atexit.unregister(ray.shutdown)
+            atexit.register(os._exit, 1)  # what Ray has in this process crashes at its end
+        else:
+            ray.shutdown()

@@ -34,7 +34,7 @@ from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir
 from deploy.redis import EmbeddedRedis, embedded_redis
-from deploy.session import joined_ray, local_ray
+from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
 from router.tenants import read_keys
 from simulated_workers.simulation import NOTICE, absolute, read_profile
@@ -180,6 +180,8 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
                         f"{spec.name} has died {process.starts} times while starting, last with exit code"
                         f" {process.exit_code}; its last words are above"
                     )
+            if name := dead_process():
+                raise CPDError(f"Ray's {name} died while the cluster started")
             if not waiting:
                 hosts = {member.host for member in leases if member.kind == "router"}
                 url = state.url if socket.gethostname() in hosts else url_of(min(hosts), settings.port)
@@ -191,8 +193,13 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
 
 
 def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> NoReturn:
-    """Prints what the processes log, and starts Redis again when it dies."""
+    """Prints what the processes log, and starts Redis again when it dies.
+
+    Raises:
+        CPDError: Ray has ended, and all processes with it.
+    """
     starts = [1] * len(cluster.specs)
+    told = False
     while True:
         for index, state in enumerate(cluster.states()):
             if state is None:
@@ -204,6 +211,15 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
                     f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was started again"
                 )
             starts[index] = state.starts
+        dead = dead_process()
+        if dead == RAYLET:
+            raise CPDError("Ray's raylet died, and the cluster with it; start it again")
+        if dead == GCS and not told:
+            told = True
+            console.print(
+                "Ray's gcs_server died. The cluster goes on, but a supervisor that dies is not started again: when it"
+                " suits, end the cluster with Ctrl-C and start it again"
+            )
         if redis and not redis.running:
             console.print("Redis died, starting it again")
             try:

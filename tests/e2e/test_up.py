@@ -69,6 +69,11 @@ class Command:
                 pass
         return found
 
+    def find(self, program: str) -> int:
+        """The process whose command line begins with a program of this name."""
+        (pid,) = (pid for pid, line in self.processes().items() if program in line[: line.find(" ") + 1])
+        return pid
+
     def assert_nothing_is_left(self, port: int | None = None) -> None:
         """No process, port, shared memory or directory."""
         eventually(lambda: not self.processes(), f"nothing is left of {self.processes()}", DOWN_S)
@@ -163,6 +168,25 @@ def test_a_simulated_cluster_comes_up_says_so_and_ends_with_its_terminal(command
     os.killpg(up.pid, signal.SIGHUP)  # as a closed terminal and some service managers do, not to the process alone
     assert up.wait(DOWN_S) == 0
     up.stdout.close()
+    command.assert_nothing_is_left(int(url.split(":")[-1]))
+
+
+def test_requests_outlive_rays_gcs_and_the_command_ends_with_its_raylet(command: Command) -> None:
+    up = command.start("--simulate", "instant", "--prefill", "0", "--log-level", "warning")
+    assert up.stdout is not None
+    url = up.stdout.readline().split()[-1]
+    assert url.startswith("http://127.0.0.1:"), command.errors()
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        os.kill(command.find("/gcs_server "), signal.SIGKILL)
+        eventually(lambda: "gcs_server died. The cluster goes on" in command.errors(), "it is said")
+        assert client.completions.create(model=model, prompt="fox " * 9, max_tokens=8).usage
+    assert up.poll() is None
+    os.kill(command.find("/raylet/raylet "), signal.SIGKILL)
+    assert up.wait(DOWN_S) == 1
+    up.stdout.close()
+    last = command.errors().strip().splitlines()[-1]
+    assert last == "error: Ray's raylet died, and the cluster with it; start it again"
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 
 
