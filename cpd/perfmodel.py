@@ -15,6 +15,7 @@ Times are in ms, shares are of the device's compute units, 1 being all of them.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
@@ -48,6 +49,11 @@ class Work(NamedTuple):  # made three times faster than a frozen dataclass
     def prefill(cls, tokens: int, before: int = 0) -> Self:
         """A chunk of `tokens` tokens of one sequence, `before` of whose tokens are in the cache."""
         return cls(tokens, 1, before + tokens, tokens * before + tokens * (tokens + 1) // 2)
+
+    @classmethod
+    def total(cls, works: Iterable["Work"]) -> Self:
+        """Their sum, in less time than it takes to add one after the other."""
+        return cls(*map(sum, zip(*works, strict=True)))
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
         return Work(

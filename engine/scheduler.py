@@ -344,7 +344,7 @@ class Scheduler:
         queued = [seq for seq in (*parked, *self.line) if seq.queued]
         if self.backlog.tokens != sum(seq.num_tokens for seq in queued):
             raise AssertionError("the count of queued tokens is wrong")
-        if self.queued_work != sum((seq.work for seq in queued), Work()):
+        if self.queued_work != Work.total(seq.work for seq in queued):
             raise AssertionError("the work of the queued sequences is wrong")
         for block_hash, filler in self.pending.fillers().items():
             if self.pool.is_cached(block_hash) or (isinstance(filler, Seq) and filler.state is not State.RUNNING):

@@ -62,7 +62,7 @@ class Line:
 
     def late_work(self, now: float) -> Work:
         """Of those who wait for their first turn and won't be in time if turns begin at `now`."""
-        return sum((seq.work for seq in self.queue.late(now)), Work())
+        return Work.total(seq.work for seq in self.queue.late(now))
 
     def push(self, seq: Seq, takes_s: float = 0.0) -> None:
         """A new sequence, whose prompt is predicted to take so long."""

@@ -100,7 +100,7 @@ class FillQueue:
 
     def late_work(self, now: float) -> Work:
         """Of it, that of fills that won't be in time if turns begin at `now`."""
-        return sum((place.work for place in self._waiting.late(now)), Work())
+        return Work.total(place.work for place in self._waiting.late(now))
 
     def enter(self, owner: str, terms: Terms, now: float) -> Place:
         """Queues a fill of the decode worker `owner`.

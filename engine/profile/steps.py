@@ -38,7 +38,7 @@ class Step:
     @property
     def work(self) -> Work:
         """The same for the performance model."""
-        return sum((Work.prefill(tokens, before) for tokens, before in self.chunks), Work())
+        return Work.total(Work.prefill(tokens, before) for tokens, before in self.chunks)
 
     @property
     def pages(self) -> int:

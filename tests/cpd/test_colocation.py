@@ -83,7 +83,7 @@ class TestPrefillMs:
         share = ShareProfile(share=1, decode=cost, prefill=cost)
         shares = PerfModel(Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=(share,)))
         rule = Colocation(shares, token_budget=100)
-        prompts = sum((Work.prefill(20) for _ in range(10)), Work())
+        prompts = Work.total(Work.prefill(20) for _ in range(10))
         assert rule.prefill_ms(prompts, Work()) == pytest.approx(2 * (100 + 5 * 10))
 
 

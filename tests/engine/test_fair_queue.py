@@ -65,14 +65,14 @@ def test_one_that_takes_too_long_for_its_deadline_is_late_already() -> None:
 
 def test_late_are_those_whose_turn_comes_too_late() -> None:
     queue = FairQueue[str]()
-    for name, deadline, takes_s in [
-        ("last", 9, 2),
-        ("past", 1, 1),
-        ("first", 4, 2),
-        ("no longer", 5, 2),
-        ("any", inf, 1),
+    for name, tenant, deadline, takes_s in [
+        ("last", "a", 9, 2),
+        ("past", "b", 1, 1),
+        ("first", "b", 4, 2),
+        ("no longer", "a", 5, 2),
+        ("any", "a", inf, 1),
     ]:
-        queue.push(name, Terms(10, deadline=deadline), takes_s)
+        queue.push(name, Terms(10, tenant, deadline=deadline), takes_s)
     assert queue.late(2) == ["past", "no longer"]
     assert queue.late(8) == ["past", "first", "no longer", "last"]
 
