@@ -210,8 +210,7 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     for i, row in enumerate(rows):
         p = row.params
         if p.repetition_penalty != 1.0:
-            ids = np.unique(row.tokens)
-            scaled.add(i, ids, np.full(len(ids), p.repetition_penalty))
+            scaled.add(i, row.tokens, np.full(len(row.tokens), p.repetition_penalty))  # twice is as good as once
         if p.presence_penalty or p.frequency_penalty:
             ids, counts = np.unique(row.tokens[row.prompt_len :], return_counts=True)
             shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))

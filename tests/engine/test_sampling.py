@@ -231,6 +231,7 @@ class TestPenalties:
     def test_repetition_divides_positive_and_multiplies_negative_logits_of_all_tokens(self) -> None:
         assert self.greedy([1.0, 0.7, 0.0], [0], 1, repetition_penalty=1.3) == 0
         assert self.greedy([1.0, 0.7, 0.0], [0], 1, repetition_penalty=1.5) == 1
+        assert self.greedy([1.0, 0.7, 0.0], [0, 0], 1, repetition_penalty=1.3) == 0  # once, however often it came
         assert self.greedy([-1.0, -1.2, -9.0], [0, 0], 1, repetition_penalty=1.3) == 1
 
     def test_repetition_comes_before_the_others(self) -> None:
