@@ -82,20 +82,16 @@ class Writer:
         error = None
         try:
             self._door = make()
-        except TransferError as problem:
-            error = problem
-        except Exception as problem:  # whatever the peer said: this thread must live to be closed
-            error = TransferError(f"the receiver's pool can't be written: {problem}")
+        except Exception as problem:
+            error = _failure(problem)
         self._tell(opened, error)
 
     def _write(self, own: Pages, theirs: Pages, counts: Pages, written: Ended) -> None:
         assert self._door is not None
         try:
             handle = self._door.write(own, theirs, counts)
-        except TransferError as error:
-            self._tell(written, error)
-        except Exception as error:
-            self._tell(written, TransferError(f"the pages can't be written: {error}"))
+        except Exception as problem:
+            self._tell(written, _failure(problem))
         else:
             self._flying[handle] = written
             self._look()
@@ -129,14 +125,18 @@ class Writer:
         assert self._door is not None
         ended = False
         for handle, written in list(self._flying.items()):
+            error = None
             try:
                 if not self._door.written(handle):
                     continue
-            except TransferError as error:
-                del self._flying[handle]
-                self._tell(written, error)
-            else:
-                del self._flying[handle]
-                self._tell(written, None)
+            except Exception as problem:
+                error = _failure(problem)
+            del self._flying[handle]
+            self._tell(written, error)
             ended = True
         return ended
+
+
+def _failure(problem: Exception) -> TransferError:
+    """What callers are told, whatever a door raised: the thread must live to be closed."""
+    return problem if isinstance(problem, TransferError) else TransferError(f"the pages can't be written: {problem}")
