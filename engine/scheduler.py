@@ -426,13 +426,13 @@ class Scheduler:
         """
         if self.table.free_rows - self.reserved_rows < 2:
             return None
-        kept = blocks_for(first.num_tokens) + 1
+        left = self.pool.available - self.headroom - blocks_for(first.num_tokens) - 1
         for seq in self.line.out_of_turn(now):
-            if seq.work.tokens > longest:  # as of its arrival, which is cheap to know
+            # What it lacked when it came is cheap to know.
+            if seq.work.tokens > longest or blocks_for(seq.num_tokens) > left:
                 continue
             found = self.pool.find(seq.hashes)
-            need = blocks_for(seq.num_tokens) + self.headroom + kept
-            if seq.num_tokens - len(found) * BLOCK_SIZE > longest or self.pool.available < need:
+            if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
                 continue
             if self.pending.last_shared(seq.hashes, len(found)) is None and self._admit(seq, found, now):
                 return seq
