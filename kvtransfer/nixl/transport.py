@@ -72,7 +72,7 @@ class NixlTransport:
         self._farewells: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
         self._closed = False
-        self._neighbours = neighbours  # until the kernel says that it may not
+        self._neighbours = neighbours
 
     @classmethod
     async def open(
@@ -101,17 +101,16 @@ class NixlTransport:
 
     async def connect(self, address: bytes) -> NixlPeer:
         where = Address.decode(address)
-        connection = await self._dial(where)
+        connection = await self._dial(where, neighbours=self._neighbours)
         if isinstance(connection.error, ForbiddenError):
-            log.warning("pages go over the network also on this machine: %s", connection.error)
-            self._neighbours = False
-            connection = await self._dial(where)
+            log.warning("pages go to %s over the network also on this machine: %s", where.host, connection.error)
+            connection = await self._dial(where, neighbours=False)
         if connection.error is not None:
             text = f"no connection to {where.host}:{where.port}: {connection.error}"
             raise type(connection.error)(text) from None
         return NixlPeer(connection, self._memory.num_pages)
 
-    async def _dial(self, where: Address) -> Outgoing:
+    async def _dial(self, where: Address, *, neighbours: bool) -> Outgoing:
         self._check_open()
         try:
             async with asyncio.timeout(GREETING_S):
@@ -119,9 +118,7 @@ class NixlTransport:
         except (OSError, TimeoutError) as error:
             raise TransferError(f"no connection to {where.host}:{where.port}: {error}") from None
         self._check_open(streams)
-        connection = Outgoing(
-            *streams, self._outgoing_gone, self._host, self._memory, where, neighbours=self._neighbours
-        )
+        connection = Outgoing(*streams, self._outgoing_gone, self._host, self._memory, where, neighbours=neighbours)
         self._links.add(connection)
         try:
             await connection.greeted.wait()

@@ -139,18 +139,17 @@ async def test_auto_takes_nixl_where_it_works_and_says_how() -> None:
     await transport.close()
 
 
-async def test_without_permission_pages_of_one_machine_go_over_the_network(
-    network: Real, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_permission_pages_of_one_machine_go_over_the_network(network: Real) -> None:
     def forbidden(*_: object) -> None:
         raise ForbiddenError("not here")
 
     target, source = Pool(4), Pool(4, seed=1)
     receiver, sender = await network.open(target), await network.open(source)
-    assert (await sender.connect(receiver.address)).route == "memory"
-    monkeypatch.setattr(Neighbour, "_may_write", forbidden)
-    peer = await sender.connect(receiver.address)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Neighbour, "_may_write", forbidden)
+        peer = await sender.connect(receiver.address)
     assert peer.route == "network"
+    assert (await sender.connect(receiver.address)).route == "memory"  # each process is asked for
     landing = receiver.expect(1, 1, [2])
     async with asyncio.timeout(DEADLINE_S):
         await peer.push(ticket(receiver, 1, 1, [2]), [(3, 0)]).done()
