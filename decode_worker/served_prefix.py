@@ -62,13 +62,16 @@ class ServedPrefix(ServedFill):
     async def _run(self) -> pb.FillEvent:
         self._send_progress()
         try:
-            async with self._peers.use(self._address) as peer:
+            async with self._peers.use(self._address) as connecting:
+                peer = await self._unless_stopped(connecting)
                 await self._outlet.engine.call(lambda engine: engine.bring_back(self._hashes))
                 await self._outlet.engine.poll(lambda engine: None if engine.returning(self._hashes) else True)
                 self._pinned = await self._outlet.engine.call(lambda engine: engine.pin_cached(self._hashes))
                 if not self._pinned:
                     return self._refuse("nothing of it can be had from this cache")
                 return await self._serve(peer)
+        except FillStoppedError as stopped:
+            return self._release(0, str(stopped))
         except TransferError as error:
             return self._refuse(str(error))
 

@@ -2,7 +2,8 @@
 
 States, and what is held in each:
 
-    QUEUED      connects to the decode worker's pool, waits for its turn     a place in the queue
+    CONNECTING  connects to the decode worker's pool                         nothing
+    QUEUED      waits for its turn                                           a place in the queue
     READY       FillReady is out                                             a place in the queue
     COMPUTING   the prompt is in the engine; finished pages wait for the     a place, an engine request, pins of pages
                 landing and are pushed from then on                          that wait or are in flight
@@ -36,6 +37,7 @@ from worker.peers import Peers
 class State(Enum):
     """See the table above."""
 
+    CONNECTING = auto()
     QUEUED = auto()
     READY = auto()
     COMPUTING = auto()
@@ -110,7 +112,7 @@ class Fill(ServedFill):
     ) -> None:
         super().__init__(request.id, start, send, outlet)
         self.request = request
-        self.state = State.QUEUED
+        self.state = State.CONNECTING
         self._engine = outlet.engine
         self._peers = peers
         self._queue = queue
@@ -149,31 +151,33 @@ class Fill(ServedFill):
     # ---- the states ----
 
     async def _run(self) -> pb.FillEvent:
+        self._send_progress()  # says: it was taken
         try:
-            self._place = self._queue.enter(self._caller, terms_of(self.request), time.monotonic())
-        except QueueFullError as error:
-            return self._refuse(str(error), queue_full=True)
-        self._send_progress()  # says: it is in the queue
-        request = self.request
-        self._engine.call(lambda engine: engine.uncached_tokens(request)).add_done_callback(self._heard_uncached)
-        try:
-            async with self._peers.use(self._address) as peer:
-                self._peer = peer
-                await self._unless_stopped(self._place.turn)
-                self.state = State.READY
-                self._send(pb.FillEvent(ready=pb.FillReady()))
-                if not self._place.early:
-                    await self._unless_stopped(self.landing)
-                await self._engine.call(self._start)
-                return await self._compute_and_push()
+            async with self._peers.use(self._address) as connecting:
+                self._peer = await self._unless_stopped(connecting)
+                self._place = self._queue.enter(self._caller, terms_of(self.request), time.monotonic())
+                try:
+                    return await self._take_turn()
+                finally:
+                    self._queue.leave(self._place, time.monotonic())
         except FillStoppedError as error:
             return self._release(0, str(error))
         except QueueFullError as error:
             return self._refuse(str(error), queue_full=True)
         except (TransferError, ValueError) as error:
             return self._refuse(str(error))
-        finally:
-            self._queue.leave(self._place, time.monotonic())
+
+    async def _take_turn(self) -> pb.FillEvent:
+        self.state = State.QUEUED
+        request = self.request
+        self._engine.call(lambda engine: engine.uncached_tokens(request)).add_done_callback(self._heard_uncached)
+        await self._unless_stopped(self._place.turn)
+        self.state = State.READY
+        self._send(pb.FillEvent(ready=pb.FillReady()))
+        if not self._place.early:
+            await self._unless_stopped(self.landing)
+        await self._engine.call(self._start)
+        return await self._compute_and_push()
 
     def _heard_uncached(self, uncached: "asyncio.Future[int]") -> None:
         if self.state is State.QUEUED and uncached.exception() is None:

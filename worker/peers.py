@@ -17,10 +17,15 @@ class _Entry:
     users: int = 0
 
     @property
+    def works(self) -> bool:
+        """Whether there is a connection."""
+        task = self.connecting
+        return task.done() and not task.cancelled() and task.exception() is None and task.result().alive
+
+    @property
     def broken(self) -> bool:
         """Whether the connection did not come about or did not last."""
-        task = self.connecting
-        return task.done() and (task.cancelled() or task.exception() is not None or not task.result().alive)
+        return self.connecting.done() and not self.works
 
 
 class Peers:
@@ -35,12 +40,8 @@ class Peers:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
 
     @contextlib.asynccontextmanager
-    async def use(self, address: bytes) -> AsyncIterator[Peer]:
-        """The connection to the pool at `address`.
-
-        Raises:
-            TransferError: Nobody answers there.
-        """
+    async def use(self, address: bytes) -> AsyncIterator[asyncio.Future[Peer]]:
+        """The connection to the pool at `address`, or TransferError. It is shared: not to be cancelled."""
         entry = self._entries.get(address)
         if entry is None or entry.broken:
             entry = _Entry(asyncio.create_task(self._transport.connect(address), name="connect-pool"))
@@ -48,10 +49,10 @@ class Peers:
         self._entries.move_to_end(address)
         entry.users += 1
         try:
-            yield await asyncio.shield(entry.connecting)
+            yield entry.connecting
         finally:
             entry.users -= 1
-            if not entry.users and (entry.broken or self._entries.get(address) is not entry):
+            if not entry.users and (not entry.works or self._entries.get(address) is not entry):
                 if self._entries.get(address) is entry:
                     del self._entries[address]
                 await _close(entry)

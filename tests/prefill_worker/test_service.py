@@ -15,7 +15,7 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import Stream, connect
 from engine.types import Request
 from kvtransfer.base import Landing, PoolMemory
-from kvtransfer.local import LocalNetwork, LocalTransport
+from kvtransfer.local import LocalNetwork, LocalPeer, LocalTransport
 from tests.engine.fakes import expected, make_request, prompt, states_of
 from tests.waiting import eventually
 from tests.worker.client import Client
@@ -301,8 +301,8 @@ async def test_a_landing_that_does_not_fit_is_refused(redis_url: str) -> None:
         call = s.receiver.fill()
         await call.send(start=s.receiver.start(make_request("a", prompt(100))))
         await call.expect("ready")
-        await call.send(landing=pb.FillLanding(epoch=EPOCH, pages=[1, 2, 3]))
         await call.expect("first_tokens")
+        await call.send(landing=pb.FillLanding(epoch=EPOCH, pages=[1, 2, 3]))
         assert "3 pages" in (await call.expect("released")).error
         await s.view.balanced()
 
@@ -405,6 +405,34 @@ async def test_a_fill_can_be_ended_in_every_state(redis_url: str, state: str, ho
             assert last.released.error or all_pushed
         await s.view.balanced()
         assert (s.receiver.memory[list(message.pages)] == -7).all() or state in ("computing", "computed")
+
+
+async def test_whose_pool_cannot_be_reached_holds_nobody_back(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+    connect_to = LocalTransport.connect
+
+    async def connect(self: LocalTransport, address: bytes) -> LocalPeer:
+        if address == b"silent":
+            await asyncio.Event().wait()
+        return await connect_to(self, address)
+
+    monkeypatch.setattr(LocalTransport, "connect", connect)
+    request = make_request("a", prompt(200))
+    async with setup(redis_url) as s:
+        silent = s.receiver.fill()
+        start = s.receiver.start(make_request("b", prompt(900)), decode_worker_id="silent", transport_address=b"silent")
+        await silent.send(start=start)
+        await eventually(lambda: s.worker.worker._service.busy)
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        message, landing = s.landing(request)
+        await call.send(landing=message)
+        await call.expect("first_tokens")
+        await call.expect("released")
+        await landing.done()
+        silent.cancel()
+        await eventually(lambda: dict(s.view.load.fills) == {"completed": 1, "cancelled": 1})
+        await s.view.balanced()
 
 
 async def test_those_who_wait_hear_that_they_are_not_forgotten(redis_url: str) -> None:

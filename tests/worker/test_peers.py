@@ -20,8 +20,8 @@ async def test_fills_share_a_connection_also_while_it_is_made() -> None:
     peers, there = Peers(transport(network)), transport(network)
 
     async def use() -> object:
-        async with peers.use(there.address) as peer:
-            return peer
+        async with peers.use(there.address) as connecting:
+            return await connecting
 
     assert len(set(await asyncio.gather(*(use() for _ in range(5))))) == 1
     await peers.close()
@@ -31,13 +31,15 @@ async def test_fills_share_a_connection_also_while_it_is_made() -> None:
 async def test_a_broken_connection_is_replaced_for_the_next_one() -> None:
     network = LocalNetwork()
     peers, there = Peers(transport(network)), transport(network)
-    async with peers.use(there.address) as old:
+    async with peers.use(there.address) as first:
+        old = await first
         await old.close()
-        async with peers.use(there.address) as new:
+        async with peers.use(there.address) as second:
+            new = await second
             assert new is not old
             assert new.alive
-    async with peers.use(there.address) as again:
-        assert again is new
+    async with peers.use(there.address) as third:
+        assert await third is new
     await peers.close()
 
 
@@ -45,8 +47,28 @@ async def test_an_address_where_nobody_answers_is_tried_again_next_time() -> Non
     peers = Peers(transport(LocalNetwork()))
     for _ in range(2):
         with pytest.raises(TransferError):
-            async with peers.use(b"nobody"):
-                pass
+            async with peers.use(b"nobody") as connecting:
+                await connecting
+    assert not peers._entries
+
+
+async def test_what_nobody_waits_for_any_more_is_not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, given_up = asyncio.Event(), asyncio.Event()
+
+    async def connect(self: LocalTransport, address: bytes) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    monkeypatch.setattr(LocalTransport, "connect", connect)
+    peers = Peers(transport(LocalNetwork()))
+    async with peers.use(b"silent"):
+        async with peers.use(b"silent"):
+            await begun.wait()
+        assert not given_up.is_set()
+    assert given_up.is_set()
     assert not peers._entries
 
 
@@ -55,8 +77,8 @@ async def test_the_longest_idle_connections_are_closed(monkeypatch: pytest.Monke
     network = LocalNetwork()
     peers, first, second = Peers(transport(network)), transport(network), transport(network)
     for there in (first, second):
-        async with peers.use(there.address):
-            pass
+        async with peers.use(there.address) as connecting:
+            await connecting
     assert not first.connections
     assert second.connections
     await peers.close()
