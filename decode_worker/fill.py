@@ -144,7 +144,13 @@ class Fill:
         """Runs the fill to its outcome, and on until no page of it is in danger."""
         try:
             with self._node.channels.fill(self._candidate.address, self._inbox.put_nowait) as self._send:
-                await self._until_decided()
+                try:
+                    await self._until_decided()
+                except EngineDiedError:
+                    raise
+                except Exception as error:
+                    log.exception("fill of %s by %s failed unexpectedly", self._request.id, self._candidate.worker_id)
+                    await self._fail(Failure.INTERNAL, repr(error))
                 if self._reservation is not None:
                     await self._settle(self._reservation)
                 elif self.outcome.result().status is Status.COMPLETE:
@@ -152,8 +158,7 @@ class Fill:
         except EngineDiedError as error:
             self._decide(Outcome(Status.FAILED, str(error), Failure.INTERNAL, self._first))
         except Exception as error:
-            log.exception("fill of %s by %s failed unexpectedly", self._request.id, self._candidate.worker_id)
-            self._abandon()
+            log.exception("fill of %s by %s can't be ended in order", self._request.id, self._candidate.worker_id)
             self._decide(Outcome(Status.FAILED, repr(error), Failure.INTERNAL, self._first))
         finally:
             for watcher in self._watchers:
@@ -355,13 +360,6 @@ class Fill:
             if safe:
                 self._reservation = None
         self._decide(Outcome(status, reason, failure, self._first))
-
-    def _abandon(self) -> None:
-        """Nothing is known any more: pages that can't be proven safe stay out of use."""
-        reservation = self._reservation
-        if reservation is not None and not self.outcome.done():
-            safe = self._landing is None or self._landing.revoke()
-            self._node.engine.post(lambda engine: engine.cancel(reservation, quarantine=not safe))
 
     async def _withdraw(self) -> Reservation | None:
         assert self._reserving is not None

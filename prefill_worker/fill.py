@@ -203,8 +203,7 @@ class Fill(ServedFill):
             self.stop(error)
             # When it returns, what the engine had finished before has been handed to `push`.
             await self._engine.call(self._abort)
-            for chunk in self._unlanded:
-                self._outlet.unpin(chunk.pages)
+            self._unpin_unlanded()
         self._queue.leave(self._place, time.monotonic())
         self.state = State.PUSHING
         return await self._finish(self._delivery, error) if self._delivery else self._release(0, error)
@@ -232,6 +231,12 @@ class Fill(ServedFill):
 
     def _clear_up(self) -> None:
         self._engine.post(self._abort)
+        self._unpin_unlanded()
+
+    def _unpin_unlanded(self) -> None:
+        unlanded, self._unlanded = self._unlanded, []
+        for chunk in unlanded:
+            self._outlet.unpin(chunk.pages)
 
     def _ended(self) -> None:
         self.state = State.ENDED

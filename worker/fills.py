@@ -76,6 +76,7 @@ class ServedFill(ABC):
         except Exception:
             log.exception("fill %s failed unexpectedly", self.name)
             self.outcome = "failed"
+            self.stop("it failed unexpectedly")
             self._clear_up()
         finally:
             self._ended()

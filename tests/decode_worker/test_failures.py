@@ -204,6 +204,23 @@ async def test_whoever_waits_for_a_failed_fill_goes_on_by_itself(redis_url: str)
         await p.router.balanced()
 
 
+@pytest.mark.parametrize("stage", [Stage.RESERVING, Stage.LANDED])
+async def test_an_unexpected_error_keeps_no_pages(
+    monkeypatch: pytest.MonkeyPatch, redis_url: str, stage: Stage
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with reached(redis_url, stage) as (p, answer):
+        monkeypatch.setattr("decode_worker.fill.first_outputs_from_wire", fail)
+        p.prefill_gate.open()
+        await p.router.done(answer)
+        assert answer.refusal is not None
+        assert "a bug" in answer.refusal.message
+        p.transfer_gate.set()
+        await p.balanced()
+
+
 def _closed_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -17,7 +17,7 @@ from engine.types import Request
 from kvtransfer.base import Landing, PoolMemory
 from kvtransfer.local import LocalNetwork, LocalPeer, LocalTransport
 from tests.engine.fakes import expected, make_request, prompt, states_of
-from tests.waiting import eventually
+from tests.waiting import DEADLINE_S, eventually
 from tests.worker.client import Client
 from tests.worker.cluster import Running, running
 from tests.worker.fakes import FINGERPRINT, MAX_MODEL_LEN, Gate, fake_loader
@@ -433,6 +433,29 @@ async def test_whose_pool_cannot_be_reached_holds_nobody_back(monkeypatch: pytes
         silent.cancel()
         await eventually(lambda: dict(s.view.load.fills) == {"completed": 1, "cancelled": 1})
         await s.view.balanced()
+
+
+async def test_an_unexpected_error_ends_one_fill_and_keeps_no_pages(
+    monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("prefill_worker.fill.Fill._land", fail)
+    async with setup(redis_url) as s:
+        s.gate.close()
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(make_request("a", prompt(200))))
+        await call.expect("ready")
+        for _ in range(2):
+            await eventually(lambda: s.gate.held)
+            s.gate.open_once()
+        await eventually(lambda: s.gate.held)
+        await call.send(landing=pb.FillLanding())
+        assert await call.next() is None
+        s.gate.open()
+        async with asyncio.timeout(DEADLINE_S):
+            await s.worker.worker._engine.poll(lambda engine: engine.stats().pages.used == 0 or None)
 
 
 async def test_those_who_wait_hear_that_they_are_not_forgotten(redis_url: str) -> None:
