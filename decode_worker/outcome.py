@@ -19,8 +19,8 @@ class Status(Enum):
 class Failure(Enum):
     """Why a fill failed. The values are labels in the metrics (docs/metrics.md)."""
 
-    UNREACHABLE = "unreachable"  # the call ended before anything was heard
-    LOST = "lost"  # the call ended
+    UNREACHABLE = "unreachable"  # the stream ended before anything was heard
+    LOST = "lost"  # the stream ended
     SILENT = "silent"  # nothing was heard for longer than a running process is silent
     STALLED = "stalled"  # the process runs, but nothing moves
     REFUSED = "refused"

@@ -180,7 +180,7 @@ class Fill(ServedFill):
         return await self._compute_and_push()
 
     def _heard_uncached(self, uncached: "asyncio.Future[int]") -> None:
-        if self.state is State.QUEUED and uncached.exception() is None:
+        if uncached.exception() is None and self.state is State.QUEUED:
             self._queue.computed(self._place, uncached.result(), time.monotonic())
 
     def _start(self, engine: Engine) -> None:
