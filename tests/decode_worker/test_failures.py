@@ -107,11 +107,11 @@ async def test_a_step_that_takes_long_is_no_hanging_engine(monkeypatch: pytest.M
         return layers
 
     request = make_request("a", prompt(200), max_tokens=20)
-    async with pair(redis_url, prefill={"progress": progress}, fill_progress_s=0.5) as p:
+    async with pair(redis_url, prefill={"progress": progress}, fill_progress_s=2.0) as p:
         p.prefill_gate.close()
         answer = await p.submit(request, 1)
         await eventually(lambda: p.prefill_gate.held)
-        await eventually(lambda: layers > 3 * 10)  # three times as long as an engine may hang
+        await eventually(lambda: layers > 3.0 / 0.05)  # heartbeats: for longer than an engine may hang
         p.prefill_gate.open()
         await p.router.done(answer)
         assert_right(request, answer)
