@@ -122,8 +122,10 @@ class Delivery:
 
     async def _finish(self, transfer: Transfer, told: asyncio.Task[None], pages: list[int]) -> None:
         try:
-            await told  # it reads the pages, too
-            await transfer.done()
+            try:
+                await told  # it reads the pages, too
+            finally:
+                await transfer.done()
         except TransferError as error:
             self._failed(str(error))
         else:
