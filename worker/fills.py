@@ -124,8 +124,9 @@ class ServedFill(ABC):
 
     async def _unless_stopped(self, future: asyncio.Future[T]) -> T:
         """Raises FillStoppedError when the fill is stopped before the future is resolved."""
-        waiting: list[asyncio.Future[Any]] = [future, self._stopped]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            waiting: list[asyncio.Future[Any]] = [future, self._stopped]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if self._stopped.done():
             raise FillStoppedError(self._stopped.result())
         return future.result()
