@@ -12,7 +12,10 @@ from cpd.config import ClusterSettings
 from cpd.errors import CheckpointError, CPDError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-_ASKED = {"simulate", "dtype", "device", "kv_memory", "host_kv_memory", "max_model_len", "ray_address"}
+_ASKED = {
+    *("simulate", "dtype", "device", "kv_memory", "host_kv_memory", "max_model_len"),
+    *("ray_address", "prefill", "combined"),
+}
 """What there is to check about a model's settings."""
 
 
@@ -107,7 +110,9 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> None:
     if settings.host_kv_memory:
         count_slots(settings.host_kv_memory, fitted.page_bytes)
     if not settings.ray_address:
-        check_memory(resolve_device(settings.device), fitted.weight_bytes, settings.kv_bytes)
+        device = resolve_device(settings.device)
+        workers = settings.prefill + settings.combined if device.type == "cpu" else 1  # Ray says how many share a GPU
+        check_memory(device, fitted.weight_bytes, settings.kv_bytes, workers)
 
 
 if __name__ == "__main__":

@@ -171,14 +171,15 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int) -> None:
-    """Raises ConfigError where the device has too little free memory for them."""
+def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers: int = 1) -> None:
+    """Raises ConfigError where the device has too little free memory for the weights and pools of so many workers."""
     available = _available_memory(device)
-    if available is not None and weight_bytes + kv_bytes > available:
+    if available is not None and workers * (weight_bytes + kv_bytes) > available:
         gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
+        times, fewer = (f" for each of {workers} workers", ", start fewer workers") if workers > 1 else ("", "")
         raise ConfigError(
-            f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB do not fit into the {gib[2]} GiB of free memory; "
-            "lower --kv-memory or take a smaller model"
+            f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB{times} do not fit into the {gib[2]} GiB of free "
+            f"memory; lower --kv-memory{fewer} or take a smaller model"
         )
 
 

@@ -88,6 +88,13 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(
         inspect(checkpoint, **settings)
 
 
+def test_workers_of_one_machine_share_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.runner._available_memory", lambda device: 10 << 30)
+    inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=1)
+    with pytest.raises(CPDError, match="for each of 3 workers do not fit"):
+        inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=2)
+
+
 def test_what_other_machines_have_is_not_known_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     inspect(checkpoint, device="cuda", kv_memory=1 << 60, ray_address="10.0.0.5:6379")
