@@ -88,7 +88,8 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> None:
     """
     from engine.config import load_config
     from engine.fit import count_slots, fit
-    from engine.runner import check_memory, resolve_device
+    from engine.memory import check_memory
+    from engine.runner import resolve_device
     from engine.weights import Checkpoint
     from router.checkpoint import load_checkpoint
     from simulated_workers.engine import count_pages

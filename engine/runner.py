@@ -15,6 +15,7 @@ from engine.config import load_config
 from engine.cpu_lanes import CallerLane, make_splits
 from engine.fit import count_slots, fit
 from engine.host_memory import CpuHostMemory, TorchHostMemory
+from engine.memory import available_memory, check_memory
 from engine.model import Decoder
 from engine.ops import make_ops
 from engine.ops.base import Heads
@@ -140,7 +141,7 @@ class TorchRunner:
             ConfigError: It would hold no page, or there is not so much memory.
         """
         num_slots = count_slots(host_bytes, self.page_bytes)
-        available = _available_memory(torch.device("cpu"))
+        available = available_memory(torch.device("cpu"))
         if available is not None and host_bytes > available:
             raise ConfigError(
                 f"{host_bytes / 2**30:.1f} GiB of host memory for KV pages do not fit into the "
@@ -171,18 +172,6 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers: int = 1) -> None:
-    """Raises ConfigError where the device has too little free memory for the weights and pools of so many workers."""
-    available = _available_memory(device)
-    if available is not None and workers * (weight_bytes + kv_bytes) > available:
-        gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
-        times, fewer = (f" for each of {workers} workers", ", start fewer workers") if workers > 1 else ("", "")
-        raise ConfigError(
-            f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB{times} do not fit into the {gib[2]} GiB of free "
-            f"memory; lower --kv-memory{fewer} or take a smaller model"
-        )
-
-
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU the memory is page-aligned and all there from now on: the first write to a page would hold up a step."""
     if device.type != "cpu":
@@ -191,15 +180,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     with contextlib.suppress(AttributeError, OSError):  # systems that have no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()
-
-
-def _available_memory(device: torch.device) -> int | None:
-    """Bytes that can be had without swapping, as far as the system tells."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as meminfo:
-            fields = dict(line.split(":", 1) for line in meminfo)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None

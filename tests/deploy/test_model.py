@@ -89,7 +89,7 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(
 
 
 def test_workers_of_one_machine_share_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runner._available_memory", lambda device: 10 << 30)
+    monkeypatch.setattr("engine.memory.available_memory", lambda device: 10 << 30)
     inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=1)
     with pytest.raises(CPDError, match="for each of 3 workers do not fit"):
         inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=2)

@@ -1,0 +1,53 @@
+"""How much memory a device has left."""
+
+from pathlib import Path
+
+import torch
+
+from cpd.errors import ConfigError
+
+_MEMINFO = Path("/proc/meminfo")
+
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of the two versions: where a container sees its own, what it may use, what it uses, and which of that is files that
+nobody has looked at lately, which the kernel gives up first. https://docs.kernel.org/admin-guide/cgroup-v2.html"""
+
+
+def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers: int = 1) -> None:
+    """Raises ConfigError where the device has too little free memory for the weights and pools of so many workers."""
+    available = available_memory(device)
+    if available is not None and workers * (weight_bytes + kv_bytes) > available:
+        gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
+        times, fewer = (f" for each of {workers} workers", ", start fewer workers") if workers > 1 else ("", "")
+        raise ConfigError(
+            f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB{times} do not fit into the {gib[2]} GiB of free "
+            f"memory; lower --kv-memory{fewer} or take a smaller model"
+        )
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can be had without swapping, and within a container's limit; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min((left for left in (_left_in_system(), *map(_left_in_group, _CGROUPS)) if left is not None), default=None)
+
+
+def _left_in_system() -> int | None:
+    try:
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+
+
+def _left_in_group(group: tuple[Path, str, str, str]) -> int | None:
+    """None: it has no limit."""
+    folder, most, used, idle = group
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int((folder / most).read_text()) - int((folder / used).read_text()) + int(stat[idle])
+    except (OSError, KeyError, ValueError):  # without a limit, "max" is what version 2 says
+        return None
