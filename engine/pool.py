@@ -135,9 +135,11 @@ class BlockPool:
                 if count < 0:
                     raise AssertionError(f"page {page} was released more often than held")
                 (free if hashes[page] is None else cached).append(page)
-        self._free(free, Owner.USED)
-        self._move(cached, Owner.USED, Owner.CACHED)
-        self._enqueue(cached)
+        if free:
+            self._free(free, Owner.USED)
+        if cached:
+            self._move(cached, Owner.USED, Owner.CACHED)
+            self._enqueue(cached)
 
     def publish(self, pages: Sequence[int], block_hashes: Sequence[bytes]) -> int:
         """Makes used pages, whose content is complete, findable; but not those whose block another page has already.

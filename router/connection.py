@@ -1,56 +1,70 @@
-"""uvicorn's connections, but that a response's head may go out with the first of its body, in one write.
+"""uvicorn's connections, which can write the head of a response with the first of its body.
 
-uvicorn writes them one after the other, so that a client wakes up for the head and again for what it waits for.
+uvicorn writes one after the other, so that a client wakes up for the head and again for what it waits for.
 """
 
 import asyncio
 from typing import Any, cast
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HOLD = "cpd.hold"
-"""What a request's state has to be called before the start of a response that a body follows."""
+_STATE = "connection"
+"""Its name in the state of a request."""
 
 
 class Connection(HttpToolsProtocol):
     """One connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._held = HoldingTransport(transport)
-        super().connection_made(cast(asyncio.Transport, self._held))
+        self._writes = HoldingTransport(transport)
+        super().connection_made(cast(asyncio.Transport, self._writes))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][HOLD] = self._held.hold
+        self.scope["state"][_STATE] = self
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all of the last request has come, and so of those before it."""
+        return not self.cycle.more_body
+
+    def hold(self) -> None:
+        """The next write is to go out with the one after it."""
+        self._writes.hold = True
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """The connection that a request came on; None where another server serves it."""
+    connection: Connection | None = scope.get("state", {}).get(_STATE)
+    return connection
 
 
 class HoldingTransport:
-    """A transport on which a write can be held until the one after it."""
+    """A transport on which a write can be held until the one after it.
 
-    __slots__ = ("_hold", "_part", "_transport")
+    Attributes:
+        hold: The next one is.
+    """
+
+    __slots__ = ("_held", "_transport", "hold")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._hold = False
-        self._part = b""
-
-    def hold(self) -> None:
-        """The next write goes out with the one after it."""
-        self._hold = True
+        self._held = b""
+        self.hold = False
 
     def write(self, data: bytes) -> None:
-        """Writes what was held and `data`, or holds it."""
-        if self._hold:
-            self._hold, self._part = False, self._part + data
-        elif self._part:
-            part, self._part = self._part, b""
-            self._transport.write(part + data)
+        """Writes what was held, and `data`; or holds it."""
+        data, self._held = self._held + data, b""
+        if self.hold:
+            self._held, self.hold = data, False
         else:
             self._transport.write(data)
 
     def close(self) -> None:
         """Closes the connection when everything has been written."""
-        self._hold = False
+        self.hold = False
         self.write(b"")
         self._transport.close()
 

@@ -215,14 +215,16 @@ def place(
             options.append((decoder.local(), decoder, None))
         if source is not None and decoder.held.tokens < request.held(source).tokens:
             options.append((decoder.local(source), decoder, None))
-    leaving = [(decoder, helper) for decoder in decoders if request.may_be_remote(decoder.worker) for helper in helpers]
+    leaving = [decoder for decoder in decoders if request.may_be_remote(decoder.worker)] if helpers else []
     others: Callable[[], Iterable[Option]] = tuple
     near_ms = _near_ms(options) if options else inf
-    if leaving and min(map(_least_remote_ms, leaving)) > near_ms:
-        others = partial(_remote, leaving)
-    elif leaving:
-        options += [(decoder.remote(helper), decoder, helper) for decoder, helper in leaving]
-        near_ms = _near_ms(options)
+    if leaving:
+        least_ms = min([decoder.decode_ms for decoder in leaving]) + min([helper.least_ms for helper in helpers])
+        if least_ms > near_ms:
+            others = partial(_remote, leaving, helpers)
+        else:
+            options += [(decoder.remote(helper), decoder, helper) for decoder in leaving for helper in helpers]
+            near_ms = _near_ms(options)
     options.sort(key=lambda option: option[0].cost_ms)
     near = [option for option in options if option[0].cost_ms <= near_ms]
     simplest = min(_effort(option[0]) for option in near)
@@ -252,14 +254,8 @@ def _near_ms(options: "Iterable[tuple[Option, _Decode, _Prefill | None]]") -> fl
     return best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
 
 
-def _least_remote_ms(pair: "tuple[_Decode, _Prefill]") -> float:
-    """What a remote option costs at least, found in a tenth of the time."""
-    decoder, helper = pair
-    return decoder.decode_ms + helper.queue_ms + REMOTE_MS + (1 + BEHIND) * helper.ms
-
-
-def _remote(pairs: "Iterable[tuple[_Decode, _Prefill]]") -> list[Option]:
-    return [decoder.remote(helper) for decoder, helper in pairs]
+def _remote(decoders: "Sequence[_Decode]", helpers: "Sequence[_Prefill]") -> list[Option]:
+    return [decoder.remote(helper) for decoder in decoders for helper in helpers]
 
 
 def _effort(option: Option) -> tuple[int, bool]:
@@ -365,6 +361,7 @@ class _Prefill:
         uncached: Tokens to compute.
         host_tokens: Those that come back from its host memory.
         tail: Pages of the last chunk.
+        least_ms: What a remote option costs at least, beside `_Decode.decode_ms`.
     """
 
     def __init__(self, request: _Request, worker: Candidate) -> None:
@@ -375,6 +372,7 @@ class _Prefill:
         self.queue_ms = worker.wait_ms(self.uncached, request.now) + held.copy_ms
         self.ms = worker.prefill(self.uncached, held.tokens).ms
         self.tail = blocks_for(min(self.uncached, worker.token_budget))
+        self.least_ms = self.queue_ms + REMOTE_MS + (1 + BEHIND) * self.ms
 
 
 class _Decode:

@@ -201,6 +201,8 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Known fields that are refused, with the values that ask for nothing and pass."""
 
+_NOT_HONOURED = _HARMLESS | _UNSUPPORTED.keys()
+
 
 def parse(body: bytes, kind: type[R], *, max_n: int) -> R:
     """The request in `body`, valid in itself.
@@ -216,19 +218,25 @@ def parse(body: bytes, kind: type[R], *, max_n: int) -> R:
         raise invalid(None, "The body must be a JSON object.", code="invalid_type")
     if b"\\u0000" in body and (path := _find_nul(data)) is not None:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
-    fields = _drop_nulls(data)
-    for name in _UNSUPPORTED.keys() & fields.keys():
-        value = fields.pop(name)
-        if not any(value is passing or value == passing for passing in _passing(name, fields)):
-            raise unsupported(name)
-    for name in _HARMLESS & fields.keys():
-        del fields[name]
+    fields = _drop_nulls(data) if b"null" in body else data
+    if not _NOT_HONOURED.isdisjoint(fields):
+        _take_out(fields)
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
         raise _explain(error) from None
     _check(request, max_n)
     return request
+
+
+def _take_out(fields: dict[str, Any]) -> None:
+    """Takes out what is not honoured; raises ApiError where it asks for something."""
+    for name in _UNSUPPORTED.keys() & fields.keys():
+        value = fields.pop(name)
+        if not any(value is passing or value == passing for passing in _passing(name, fields)):
+            raise unsupported(name)
+    for name in _HARMLESS & fields.keys():
+        del fields[name]
 
 
 def _passing(name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -107,7 +107,12 @@ class Service:
         for prompt in prompts:
             self._check_prompt(prompt, request.output_limit, param)
         # what follows from the workers, before any of them can go or come
-        sampling, context, fingerprint = self._sampling(request), self.workers.max_model_len, self.workers.fingerprint
+        context, fingerprint = self.workers.max_model_len, self.workers.fingerprint
+        seed = secrets.randbits(63) if request.seed is None else request.seed & ((1 << 63) - 1)
+        samplings = [
+            self._sampling(request, seed, request.output_limit or context - len(prompt) // TOKEN_BYTES)
+            for prompt in prompts
+        ]
         root = hash_root(fingerprint, caller.tenant.salt)
         hashes = [await _hash(root, prompt) for prompt in prompts]
         choices = [
@@ -117,9 +122,6 @@ class Service:
         completion = Completion(self.dispatcher, self.metrics, choices, eager=request.stream, started=caller.started)
         try:
             for position, prompt in enumerate(prompts):
-                limited = pb.Sampling()
-                limited.CopyFrom(sampling)
-                limited.max_tokens = request.output_limit or context - len(prompt) // TOKEN_BYTES
                 own = choices[position * request.n : (position + 1) * request.n]
                 completion.start(
                     Request(
@@ -129,7 +131,7 @@ class Service:
                         fingerprint=fingerprint,
                         hash_root=root,
                         block_hashes=hashes[position],
-                        sampling=limited,
+                        sampling=samplings[position],
                         n=request.n,
                         consumer=PromptConsumer(completion, self.metrics, own),
                         priority=-request.priority,
@@ -159,14 +161,13 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def _sampling(self, request: GenerateRequest) -> pb.Sampling:
-        """The request's sampling as on the wire, but for max_tokens."""
+    def _sampling(self, request: GenerateRequest, seed: int, max_tokens: int) -> pb.Sampling:
+        """The request's sampling as on the wire."""
         vocab_size = self.workers.vocab_size
         bias = {int(token_id): value for token_id, value in request.logit_bias.items()}
         if bias and max(bias) >= vocab_size:
             message = f"'logit_bias' has token id {max(bias)}, but the model's vocabulary has {vocab_size}."
             raise invalid("logit_bias", message)
-        seed = secrets.randbits(63) if request.seed is None else request.seed & ((1 << 63) - 1)
         return pb.Sampling(
             temperature=request.temperature,
             top_p=max(request.top_p, _LEAST_TOP_P),
@@ -178,6 +179,7 @@ class Service:
             logit_bias=bias,
             seed=seed,
             top_logprobs=request.alternatives,
+            max_tokens=max_tokens,
             min_tokens=request.min_tokens,
             stop_token_ids=() if request.ignore_eos else self.checkpoint.eos_ids,
         )

@@ -96,6 +96,8 @@ class Session:
         greeted: Called whenever `hello` has changed.
 
     Attributes:
+        id: The worker's name.
+        role: What the worker does: `prefill` or `combined`.
         hello: What the worker said of itself; None while not connected.
         load: Its last report; empty while there is none.
         reason: Why the session is not up, for people.
@@ -114,6 +116,7 @@ class Session:
         greeted: Callable[[], None],
     ) -> None:
         self.member = member
+        self.id, self.role = member.id, member.kind
         self.hello: pb.Hello | None = None
         self.load = pb.Load()
         self.reason = ""
@@ -133,16 +136,6 @@ class Session:
         self._handled = 0
         self._wire: Wire | None = None
         self._fault: NonsenseError | None = None
-
-    @property
-    def id(self) -> str:
-        """The worker's name."""
-        return self.member.id
-
-    @property
-    def role(self) -> str:
-        """What the worker does: `prefill` or `combined`."""
-        return self.member.kind
 
     @property
     def state(self) -> State:

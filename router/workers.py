@@ -116,17 +116,14 @@ class Workers:
         """The live workers of a role that can take prompt and output of so many tokens together, without those named;
         silent ones only where there are no others."""
         now = asyncio.get_running_loop().time()
-        live = [
-            session
-            for session in self._sessions.values()
-            if session.live
-            and session.role == role
-            and session.view is not None
-            and session.view.max_model_len >= tokens
-            and session.id not in but
-        ]
-        heard = [session for session in live if not session.silent(now)]
-        return [session.view.candidate for session in heard or live if session.view is not None]
+        heard: list[Candidate] = []
+        silent: list[Candidate] = []
+        for session in self._sessions.values():
+            if session.role == role and session.live and session.id not in but:
+                view = session.view
+                if view is not None and view.max_model_len >= tokens:
+                    (silent if session.silent(now) else heard).append(view.candidate)
+        return heard or silent
 
     async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
         """Follows the cluster's membership until `ended` is set; then closes all sessions."""

@@ -6,7 +6,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from router.connection import HOLD, Connection
+from router.connection import Connection, connection_of
 
 Ask = Callable[[str], Awaitable[list[bytes]]]
 
@@ -26,7 +26,9 @@ class Client(asyncio.Protocol):
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    scope["state"][HOLD]()
+    connection = connection_of(scope)
+    assert connection is not None
+    connection.hold()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
     if scope["path"] == "/breaks":
         raise RuntimeError("a bug")
