@@ -34,7 +34,7 @@ _MOST_WORDS = 1 << 16
 """What is remembered of long texts, in 9 MB at most."""
 
 _MOST_SHORT = 1 << 14
-"""And of short ones, in 3 MB for words of usual lengths."""
+"""And of short ones, in 4 MB at most."""
 
 _PATTERNS = frozenset(
     {
@@ -82,7 +82,7 @@ class Words:
             known |= new
             if len(self._short) + len(new) > _MOST_SHORT:
                 self._short.clear()
-            self._short |= new
+            self._short |= {word: tokens for word, tokens in new.items() if len(word) <= MOST_BYTES}
         return b"".join([known[word] for word in words])
 
     async def _encode_long(self, text: str) -> bytes:
