@@ -22,9 +22,6 @@ from worker.delivery import Outlet
 from worker.fills import FillStoppedError, Send, ServedFill
 from worker.peers import Peers
 
-RUN_PAGES = 32
-"""Sent together: when they have arrived, the caller hears that something moves, and nobody holds them any more."""
-
 
 class State(Enum):
     """See the table above."""
@@ -85,8 +82,7 @@ class ServedPrefix(ServedFill):
             return self._release(0, str(stopped))
         self.state = State.PUSHING
         pages, self._pinned = self._pinned, []
-        for first in range(0, len(pages), RUN_PAGES):
-            delivery.push(first, pages[first : first + RUN_PAGES])
+        delivery.push(0, pages)
         return await self._finish(delivery)
 
     @property

@@ -1,7 +1,7 @@
 """Pools of one process, for tests and simulated workers: the rules of the real transports, a memcpy for a wire.
 
 Pages are under way for as long as the network says. A sender's pages go out one batch after the other, whatever
-transfers they belong to, as over one link.
+transfers they belong to, as over one link; those of one connection in the order of the pushes.
 """
 
 import asyncio
@@ -98,6 +98,7 @@ class LocalPeer:
         self._sender = sender
         self._receiver = receiver
         self._tasks: dict[asyncio.Task[None], PushedTransfer] = {}
+        self._last: asyncio.Task[None] | None = None
         sender.connections.add(self)
         receiver.connections.add(self)
 
@@ -106,7 +107,7 @@ class LocalPeer:
         loop = asyncio.get_running_loop()
         transfer = PushedTransfer(loop, ticket, merge(ticket, pages, most=BATCH_PAGES), self._cancel)
         if self.alive:
-            task = loop.create_task(self._carry(transfer))
+            self._last = task = loop.create_task(self._carry(transfer, after=self._last))
             self._tasks[task] = transfer
             task.add_done_callback(self._tasks.pop)
         else:
@@ -129,10 +130,12 @@ class LocalPeer:
     def _cancel(self, transfer: PushedTransfer) -> None:
         transfer.stop(TransferError("the transfer was cancelled"))
 
-    async def _carry(self, transfer: PushedTransfer) -> None:
+    async def _carry(self, transfer: PushedTransfer, after: asyncio.Task[None] | None) -> None:
         ticket, book, sender = transfer.ticket, self._receiver.book, self._sender
         clock = asyncio.get_running_loop().time
         arrival_s, pages, taken_ms = clock(), 0, 0.0
+        if after is not None and not after.done():
+            await asyncio.wait([after])
         while transfer.waiting:
             runs = transfer.take_batch(max_runs=BATCH_PAGES, max_pages=BATCH_PAGES)
             count = sum(run.count for run in runs)

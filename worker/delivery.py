@@ -14,6 +14,9 @@ from kvtransfer.checksums import page_checksums
 from worker.convert import InvalidRequestError
 from worker.engine_bridge import EngineBridge
 
+RUN_PAGES = 64
+"""Sent together: when they have arrived, the caller hears that something moves, and nobody holds them any more."""
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -85,8 +88,8 @@ class Delivery:
         """Sends pinned pages with the blocks from `first_block` on; the receiver may have the first of them."""
         there = min(max(self._first_block - first_block, 0), len(pages))
         self._outlet.unpin(pages[:there])
-        if wanted := pages[there:]:
-            self._push_run(first_block + there - self._first_block, wanted)
+        for start in range(there, len(pages), RUN_PAGES):
+            self._push_run(first_block + start - self._first_block, pages[start : start + RUN_PAGES])
 
     def cancel(self) -> None:
         """Stops as soon as possible."""
