@@ -7,9 +7,9 @@ Who runs what:
     steps while there is work                       gets what a pass brought, in order:
     runs the hook and the polls after every pass      command results, then the hook's deliveries, then the Updates
 
-There are at most three `call_soon_threadsafe` a pass, however many requests there are, and none while the event loop has
-not come to what was handed over before. Without commands and work the thread sleeps until there are some; the prefill
-lane and the host tier wake it, too.
+There are at most three `call_soon_threadsafe` a pass, however many requests there are, and none while the event loop
+has not come to what was handed over before. Without commands and work the thread sleeps until there are some; the
+prefill lane and the host tier wake it, too.
 """
 
 import asyncio
