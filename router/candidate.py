@@ -48,6 +48,7 @@ class Candidate:
         passed_ms: What those take then: a prompt that can be in time passes them.
         requests: Sequences, running and waiting.
         max_num_seqs: Those of them that run at a time, at most; 0: as many as there are.
+        stretch: Its decode steps lately took so many times as long as without the prompts beside them.
         late: Its first tokens come so many times later than predicted; its steps are reckoned with as so much longer.
     """
 
@@ -63,6 +64,7 @@ class Candidate:
     passed_ms: float = 0.0
     requests: int = 0
     max_num_seqs: int = 0
+    stretch: float = 1.0
     late: float = 1.0
 
     @property
@@ -103,7 +105,7 @@ class Candidate:
     @cached_property
     def crowded_ms(self) -> float:
         """A decode step when all requests decode."""
-        return self.beside.step_ms(Work.decode(self.requests, self._crowded_context))
+        return self.grown_ms(0, 0)
 
     @cached_property
     def stream_ms(self) -> float:
@@ -120,7 +122,7 @@ class Candidate:
     def grown_ms(self, context: int, streams: int = 1) -> float:
         """A decode step when all requests decode, and some more streams of so many tokens each."""
         together = self._crowded_context + context * streams
-        return self.beside.step_ms(Work.decode(self.requests + streams, together))
+        return self.stretch * self.beside.step_ms(Work.decode(self.requests + streams, together))
 
     @property
     def _late_ms(self) -> float:

@@ -5,7 +5,8 @@ before, or one with a prefill worker that computes it) has a cost in ms, and the
 request makes people wait, this user and all others, summed up:
 
     own wait      queue, until there is a seat among the sequences that run, what comes back from host memory, prefill,
-                  and what the pages' way adds to the first gap; then a decode step a token
+                  and what the pages' way adds to the first gap; then a decode step a token,
+                  as long as prompts beside the streams lately made it
     stutter       of each stream beside a prefill, what its tokens are late when that is over
     crowding      of each stream there, what one more stream adds to every step
     those behind  of who comes next, the prefill's time, and that of pages from another cache

@@ -113,6 +113,7 @@ class WorkerView:
         self._idle_at = 0.0
         self._passed_ms = 0.0
         self._others = 0
+        self._stretch = 1.0
         self._late = 1.0
         self._sent: dict[int, tuple[float, float]] = {}  # when, and for how long: those that were not answered
         self._candidate: Candidate | None = None
@@ -135,6 +136,7 @@ class WorkerView:
                 passed_ms=self._passed_ms,
                 requests=self._others + self.sequences,
                 max_num_seqs=self._hello.max_num_seqs,
+                stretch=self._stretch,
                 late=self._late,
             )
         return self._candidate
@@ -155,6 +157,8 @@ class WorkerView:
         if self._hello.profile:
             prefill_ms = self._beside.slower * (load.prefill_ms - load.late_ms)
             self._passed_ms = self._beside.slower * load.late_ms
+            alone_ms = self._beside.alone_ms
+            self._stretch = min(max(load.step_ms / alone_ms, 1.0), MOST_SLOWER) if alone_ms else 1.0
         else:
             prefill_ms = load.waiting_tokens * self._beside.token_ms
         seen = set(load.unanswered)

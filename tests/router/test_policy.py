@@ -321,6 +321,12 @@ class TestPrefix:
         assert _place(1024, workers, [_worker("p")], {"home": 60}, long_prefill_tokens=63).route == "remote"
 
 
+def test_a_stream_goes_where_prompts_make_steps_less_long() -> None:
+    busy, calm = _worker("busy", streams=8, stretch=2.5), _worker("calm", streams=12)
+    assert _decode(_place(16, [busy, calm])) == "calm"
+    assert _decode(_place(16, [replace(busy, stretch=1.0), calm])) == "busy"
+
+
 def test_equals_are_chosen_at_random() -> None:
     workers = [_worker(f"w{i}") for i in range(40)]
     assert len({_decode(_place(100, workers, seed=seed)) for seed in range(400)}) == 40

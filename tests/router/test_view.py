@@ -129,6 +129,41 @@ def test_one_that_was_very_slow_for_a_while_is_not_avoided_for_ever() -> None:
     assert view.candidate.beside.slower == MOST_SLOWER
 
 
+def test_steps_are_expected_to_be_as_much_longer_beside_prompts_as_they_lately_were() -> None:
+    view = _view()
+    streams = pb.Load(running=2, decodes=2, decode_context=500)
+    view.reported(streams, 1.0)
+    alone = view.candidate
+    streams.step_ms = 2.5 * alone.crowded_ms
+    view.reported(streams, 1.0)
+    stretched = view.candidate
+    assert stretched.crowded_ms == pytest.approx(2.5 * alone.crowded_ms)
+    assert stretched.grown_ms(1000) == pytest.approx(2.5 * alone.grown_ms(1000))
+    assert stretched.beside.alone_ms == alone.beside.alone_ms
+    streams.slower = 2.5  # all its steps take longer, not only those beside prompts
+    view.reported(streams, 1.0)
+    assert view.candidate.crowded_ms == pytest.approx(stretched.crowded_ms)
+
+
+@pytest.mark.parametrize(
+    ("hello", "load", "stretch"),
+    [
+        ({}, pb.Load(decodes=2, step_ms=0.01), 1.0),
+        ({}, pb.Load(decodes=2, step_ms=1e6), MOST_SLOWER),
+        ({}, pb.Load(step_ms=1e6), 1.0),
+        ({"profile": b""}, pb.Load(decodes=2, step_ms=1e6), 1.0),
+        ({"profile": Profile.instant().model_dump_json(by_alias=True).encode()}, pb.Load(decodes=2, step_ms=10), 1.0),
+    ],
+    ids=["shorter", "bounded", "long ago", "no profile", "no time"],
+)
+def test_steps_that_say_nothing_of_prompts_stretch_nothing(
+    hello: dict[str, Any], load: pb.Load, stretch: float
+) -> None:
+    view = _view(**hello)
+    view.reported(load, 1.0)
+    assert view.candidate.stretch == stretch
+
+
 @pytest.mark.parametrize("shares", [[0.0], [1.0], [float("nan")], [0.5] * 65])
 def test_shares_that_no_lane_can_have_are_refused(shares: list[float]) -> None:
     with pytest.raises(NonsenseError, match="shares of the device"):
