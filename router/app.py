@@ -110,7 +110,7 @@ def create_app(service: Service, keys: Keys, siblings: Siblings | None) -> ASGIA
         return _json(await overview.placements(_caller(request).tenant, _authorization(request), request_id))
 
     def refuse(error: ApiError) -> Response:
-        service.metrics.errors.labels(error.code).inc()
+        service.metrics.errors(error.code).inc()
         return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
 
     async def on_api_error(request: Request, error: Exception) -> Response:

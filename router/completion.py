@@ -104,12 +104,12 @@ class Completion:
     def account(self, outcome: str) -> None:
         """Counts the call in the metrics, once, when it is over."""
         metrics, route = self._metrics, self.route.kind if self.route is not None else "none"
-        metrics.requests.labels(outcome, route).inc()
+        metrics.requests(outcome, route).inc()
         metrics.prompt_tokens.inc(self.prompt_tokens)
         metrics.cached_tokens.inc(self.cached_tokens)
         metrics.output_tokens.inc(self.output_tokens)
         if outcome == "completed":
-            metrics.e2e.labels(route).observe(self._loop.time() - self._started)
+            metrics.e2e(route).observe(self._loop.time() - self._started)
 
     # ---- for the prompts ----
 
@@ -120,7 +120,7 @@ class Completion:
             self.route = route
             if self._eager:
                 self._wake()
-            ttft = self._metrics.ttft.labels(route.kind)
+            ttft = self._metrics.ttft(route.kind)
             self._loop.call_soon(ttft.observe, self._loop.time() - self._started)  # when it is on its way
 
     def prompt_failed(self, error: ApiError) -> None:

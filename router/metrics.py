@@ -1,6 +1,7 @@
 """The router's Prometheus metrics (docs/metrics.md describes them)."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -38,6 +39,8 @@ def pages(load: pb.Load) -> dict[str, int]:
 class Metrics:
     """All metrics of one router process, in a registry of its own.
 
+    One with labels is called with their values. What the library finds then is kept: looking takes microseconds.
+
     Args:
         router_id: Stands with what this router reports on workers.
         workers: The workers to report on, asked at every scrape.
@@ -45,33 +48,49 @@ class Metrics:
 
     def __init__(self, router_id: str, workers: Callable[[], Iterable[WorkerReport]]) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "cpd_requests", "Requests to the API, by how they ended.", ["outcome", "route"], registry=self.registry
+        self.requests = cache(
+            Counter(
+                "cpd_requests", "Requests to the API, by how they ended.", ["outcome", "route"], registry=self.registry
+            ).labels
         )
-        self.errors = Counter(
-            "cpd_request_errors", "Requests that ended in an error, by its code.", ["code"], registry=self.registry
+        self.errors = cache(
+            Counter(
+                "cpd_request_errors", "Requests that ended in an error, by its code.", ["code"], registry=self.registry
+            ).labels
         )
-        self.ttft = Histogram(
-            "cpd_ttft_seconds", "Request read to first token.", ["route"], buckets=_LATENCY_S, registry=self.registry
+        self.ttft = cache(
+            Histogram(
+                "cpd_ttft_seconds",
+                "Request read to first token.",
+                ["route"],
+                buckets=_LATENCY_S,
+                registry=self.registry,
+            ).labels
         )
         self.itl = Histogram(
             "cpd_itl_seconds", "Gap between tokens of one output.", buckets=_GAP_S, registry=self.registry
         )
-        self.e2e = Histogram(
-            "cpd_e2e_seconds", "Request read to last token.", ["route"], buckets=_LATENCY_S, registry=self.registry
+        self.e2e = cache(
+            Histogram(
+                "cpd_e2e_seconds", "Request read to last token.", ["route"], buckets=_LATENCY_S, registry=self.registry
+            ).labels
         )
-        self.queue = Histogram(
-            "cpd_queue_seconds",
-            "Time that prompts waited in a worker's queue.",
-            ["tenant"],
-            buckets=_LATENCY_S,
-            registry=self.registry,
+        self.queue = cache(
+            Histogram(
+                "cpd_queue_seconds",
+                "Time that prompts waited in a worker's queue.",
+                ["tenant"],
+                buckets=_LATENCY_S,
+                registry=self.registry,
+            ).labels
         )
-        self.tenant_tokens = Counter(
-            "cpd_tenant_prompt_tokens",
-            "Tokens of prompts that have got their first token.",
-            ["tenant"],
-            registry=self.registry,
+        self.tenant_tokens = cache(
+            Counter(
+                "cpd_tenant_prompt_tokens",
+                "Tokens of prompts that have got their first token.",
+                ["tenant"],
+                registry=self.registry,
+            ).labels
         )
         self.prompt_tokens = Counter("cpd_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.cached_tokens = Counter("cpd_cached_tokens", "Tokens of prompts from a cache.", registry=self.registry)
@@ -79,14 +98,18 @@ class Metrics:
         self.replays = Counter(
             "cpd_replays", "Requests placed again because their worker was lost.", registry=self.registry
         )
-        self.refusals = Counter(
-            "cpd_refusals", "Requests that a worker gave back, by reason.", ["reason"], registry=self.registry
+        self.refusals = cache(
+            Counter(
+                "cpd_refusals", "Requests that a worker gave back, by reason.", ["reason"], registry=self.registry
+            ).labels
         )
-        self.placements = Counter(
-            "cpd_placements",
-            "Decisions where a prompt goes, by route; replicated: another combined worker had more of it cached.",
-            ["route", "replicated"],
-            registry=self.registry,
+        self.placements = cache(
+            Counter(
+                "cpd_placements",
+                "Decisions where a prompt goes, by route; replicated: another combined worker had more of it cached.",
+                ["route", "replicated"],
+                registry=self.registry,
+            ).labels
         )
         self.registry.register(_Workers(router_id, workers))
 

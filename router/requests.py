@@ -128,7 +128,7 @@ class Dispatcher:
         retry_after_s, message = _retry_after_s(refusal), one_line(refusal.message)
         reason = _reason(refusal)
         leg.detach(f"{reason}: {message}")
-        self._metrics.refusals.labels(reason).inc()
+        self._metrics.refusals(reason).inc()
         leg.refused_by.add(session.id)
         if refusal.kind == pb.Refusal.KIND_QUEUE_FULL:
             leg.full.append(refusal)
@@ -203,8 +203,8 @@ class Dispatcher:
             self._choice_done(leg, choice)
 
     def _count_first(self, request: Request, queue_ms: float) -> None:
-        self._metrics.queue.labels(request.tenant).observe(queue_ms / 1e3)
-        self._metrics.tenant_tokens.labels(request.tenant).inc(request.prompt_len)
+        self._metrics.queue(request.tenant).observe(queue_ms / 1e3)
+        self._metrics.tenant_tokens(request.tenant).inc(request.prompt_len)
 
     def _place(self, leg: Leg) -> bool:
         """Sends the leg to the best worker; False where there is none."""
@@ -252,7 +252,7 @@ class Dispatcher:
         )
         session.submit(submit)  # first: the worker begins while the rest is done
         self.history.add(leg.attach(placement, session, computes, now))
-        self._metrics.placements.labels(placement.route, "yes" if placement.replicated else "no").inc()
+        self._metrics.placements(placement.route, "yes" if placement.replicated else "no").inc()
         return True
 
     def _deadline_ms(self, request: Request, now: float) -> int:
