@@ -22,12 +22,13 @@ from random import Random
 from cpd.blocks import TOKEN_BYTES
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import NonsenseError
+from router.costs import PolicySettings, Prompt
 from router.errors import ApiError, failed, one_line, too_many, unavailable
 from router.history import History
 from router.index import Prefixes
 from router.legs import Leg, Request, Route
 from router.metrics import Metrics
-from router.policy import Placement, PolicySettings, Prompt, place
+from router.policy import Placement, place
 from router.sessions import Session
 from router.turns import Turns
 from router.workers import Workers

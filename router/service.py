@@ -10,12 +10,12 @@ from cpd.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.checkpoint import Checkpoint
 from router.completion import Completion, PromptConsumer
+from router.costs import PolicySettings
 from router.errors import invalid, unavailable
 from router.legs import Request
 from router.metrics import Metrics
 from router.openai import ChatFormat, CompletionFormat, Format, Shape
 from router.output import Choice
-from router.policy import PolicySettings
 from router.requests import RETRY_S, Dispatcher
 from router.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.tenants import Tenant

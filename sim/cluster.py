@@ -10,7 +10,7 @@ from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import StepOutput
-from router.policy import PolicySettings
+from router.costs import PolicySettings
 from sim.events import Events
 from sim.fills import DecodeSide, Links, PrefillSide
 from sim.policies import PolicyName, policy

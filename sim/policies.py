@@ -20,8 +20,9 @@ from typing import Literal
 from cpd.blocks import BLOCK_SIZE
 from cpd.colocation import Beside, Mode
 from router.candidate import Candidate
+from router.costs import PolicySettings, Prompt
 from router.index import Prefixes
-from router.policy import Placement, PolicySettings, Prompt, place
+from router.policy import Placement, place
 
 PolicyName = Literal[
     "cpd",

@@ -8,8 +8,9 @@ from cpd.blocks import BLOCK_SIZE, short_hashes
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent, Finish, Output, Request
 from router.candidate import Candidate
+from router.costs import PolicySettings, Prompt
 from router.index import PrefixIndex
-from router.policy import Placement, PolicySettings, Prompt
+from router.policy import Placement
 from router.view import WorkerView
 from sim.events import Events
 from sim.fills import DecodeSide, Order

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from cpd.rpc import cpd_pb2 as pb
 from router.candidate import NOMINAL
 from router.checks import NonsenseError, check_hello, check_load, check_refusal
+from router.costs import PolicySettings, Prompt
 from router.index import Prefixes
-from router.policy import PolicySettings, Prompt, place
+from router.policy import place
 from router.view import WorkerView
 from tests.router.nonsense import anything, corrupt
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from cpd.rpc import cpd_pb2 as pb
 from router.candidate import Candidate
+from router.costs import PolicySettings, Prompt
 from router.history import KEPT, History, Record
 from router.index import Prefixes
-from router.policy import Placement, PolicySettings, Prompt, place
+from router.policy import Placement, place
 from tests.router.conftest import Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer
 

@@ -12,8 +12,9 @@ from cpd.colocation import Beside, Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
 from cpd.split import LaneSplit
 from router.candidate import Candidate
+from router.costs import PolicySettings, Prompt
 from router.index import Prefixes
-from router.policy import Placement, PolicySettings, Prompt, place
+from router.policy import Placement, place
 
 
 def _model(ms_per_token: float = 0.05, base_ms: float = 8.0) -> PerfModel:

@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 from cpd.blocks import pack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from router.completion import Completion, PromptConsumer
+from router.costs import PolicySettings
 from router.detokenize import Vocabulary
 from router.errors import ApiError, failed
 from router.legs import Route
 from router.metrics import Metrics
 from router.openai import ChatFormat, Shape
 from router.output import Choice
-from router.policy import PolicySettings
 from router.requests import Dispatcher
 from router.respond import CompletionResponse
 from router.workers import Workers
