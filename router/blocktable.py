@@ -67,12 +67,12 @@ class BlockTable:
         keys, values = self._views()
         matches = keys.take(buckets, axis=0) == hashes[:, None]
         found: list[int] = (values.take(buckets, axis=0) * matches).max(axis=1).tolist()
-        for position, value in enumerate(found):
-            if value == 0:
-                overflow = self._overflow.get(int(buckets[position]), {})
-                found[position] = overflow.get(int(hashes[position]), 0)
-                if found[position] == 0:
-                    return found[:position]
+        while 0 in found:
+            position = found.index(0)
+            overflow = self._overflow.get(int(buckets[position]), {})
+            found[position] = overflow.get(int(hashes[position]), 0)
+            if found[position] == 0:
+                return found[:position]
         return found
 
     def update(self, hashes: bytes, change: Mapping[int, int]) -> list[int]:
