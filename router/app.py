@@ -58,9 +58,8 @@ def create_app(service: Service, keys: Keys, siblings: Siblings | None) -> ASGIA
 
     def generate(kind: type[R], start: Start[R]) -> ASGIApp:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            connection = connection_of(scope)
             try:
-                async with asyncio.timeout(None if connection is not None and connection.has_all else BODY_S):
+                async with asyncio.timeout(None if connection_of(scope).has_all else BODY_S):
                     body = await _read_body(scope, receive, settings.max_body)
             except TimeoutError:
                 message = f"The body did not come within {BODY_S:g} s."
@@ -182,14 +181,13 @@ class _Gate:
         request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
 
         started = False
-        connection = connection_of(scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                if connection is not None and scope["method"] == "POST":  # so that a body follows
-                    connection.hold()
+                if scope["method"] == "POST":  # so that a body follows
+                    connection_of(scope).hold()
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 

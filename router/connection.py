@@ -1,9 +1,12 @@
-"""uvicorn's connections, which can write the head of a response with the first of its body.
+"""uvicorn's connections, which can write the head of a response with the first of its body, and tell of a hang-up.
 
-uvicorn writes one after the other, so that a client wakes up for the head and again for what it waits for.
+uvicorn writes one after the other, so that a client wakes up for the head and again for what it waits for; and to learn
+from it that a client is gone takes a task that waits for that.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from starlette.types import Scope
@@ -18,7 +21,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._writes = HoldingTransport(transport)
+        self._hang_up: Callable[[], None] | None = None
         super().connection_made(cast(asyncio.Transport, self._writes))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self._hang_up is not None:
+            self._hang_up()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -33,10 +42,22 @@ class Connection(HttpToolsProtocol):
         """The next write is to go out with the one after it."""
         self._writes.hold = True
 
+    @contextlib.contextmanager
+    def on_hang_up(self, call: Callable[[], None]) -> Iterator[None]:
+        """Meanwhile `call` is called when the client hangs up; at once, if it has."""
+        self._hang_up = call
+        self.flow.resume_reading()  # a long request may have paused it, and then the end isn't seen
+        if self.transport.is_closing():
+            call()
+        try:
+            yield
+        finally:
+            self._hang_up = None
 
-def connection_of(scope: Scope) -> Connection | None:
-    """The connection that a request came on; None where another server serves it."""
-    connection: Connection | None = scope.get("state", {}).get(_STATE)
+
+def connection_of(scope: Scope) -> Connection:
+    """The connection that a request came on."""
+    connection: Connection = scope["state"][_STATE]
     return connection
 
 

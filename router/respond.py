@@ -5,12 +5,12 @@ tokens at a time, and one that keeps up gets each as it comes. Each is an event 
 go out with the first output, when it is known how the request went.
 """
 
-import asyncio
 from collections.abc import Iterator
 
 from starlette.types import Receive, Scope, Send
 
 from router.completion import Completion
+from router.connection import connection_of
 from router.errors import error_event
 from router.legs import Route
 from router.openai import DONE, Format, Usage
@@ -42,14 +42,13 @@ class CompletionResponse:
             ApiError: The call failed before anything was sent.
         """
         completion = self._completion
-        watching = asyncio.create_task(_watch(receive, completion))
         outcome = "error"
         try:
-            await (self._send_stream(send) if self._stream else self._send_whole(send))
+            with connection_of(scope).on_hang_up(completion.hang_up):
+                await (self._send_stream(send) if self._stream else self._send_whole(send))
             if completion.error is None:
                 outcome = "completed" if completion.done else "client_gone"
         finally:
-            watching.cancel()
             completion.cancel()
             completion.account(outcome)
 
@@ -117,10 +116,3 @@ def _route_headers(route: Route) -> Headers:
     if route.prefill_worker:
         headers.append((b"x-cpd-prefill-worker", route.prefill_worker.encode()))
     return headers
-
-
-async def _watch(receive: Receive, completion: Completion) -> None:
-    """Hangs up when the client closes the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    completion.hang_up()

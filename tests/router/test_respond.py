@@ -1,7 +1,9 @@
 """What a response writes, and when: driven through ASGI, with a client that reads as the test says."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -27,6 +29,25 @@ from tests.router.conftest import eventually
 SHAPE = Shape(id="x", model="m", fingerprint="f", include_usage=False, logprobs=False, token_ids=False, n=1)
 
 
+class Client:
+    """Stands for its connection.
+
+    Attributes:
+        scope: Of a request that came on it.
+        hang_up: What is to be called when it hangs up.
+    """
+
+    def __init__(self) -> None:
+        self.scope: dict[str, Any] = {"type": "http", "state": {"connection": self}}
+        self.hang_up: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def on_hang_up(self, call: Callable[[], None]) -> Iterator[None]:
+        self.hang_up = call
+        yield
+        self.hang_up = None
+
+
 class Exchange:
     """A response whose tokens and whose client are the test's.
 
@@ -47,15 +68,14 @@ class Exchange:
         self.sent: list[Message] = []
         self.may_read = asyncio.Event()
         self.may_read.set()
-        self.gone = asyncio.Event()
+        self.client = Client()
         response = CompletionResponse(
             self.completion, ChatFormat(SHAPE, vocabulary), stream=stream, include_usage=False, n=1
         )
-        self.running = asyncio.ensure_future(response({"type": "http"}, self._receive, self._send))
+        self.running = asyncio.ensure_future(response(self.client.scope, self._receive, self._send))
 
     async def _receive(self) -> Message:
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
+        raise AssertionError("the request has been read")
 
     async def _send(self, message: Message) -> None:
         await self.may_read.wait()
@@ -125,9 +145,12 @@ async def test_nothing_is_sent_before_a_failure_is_known(tokenizer: Tokenizer) -
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_hangs_up_ends_the_response(tokenizer: Tokenizer, stream: bool) -> None:
     exchange = Exchange(tokenizer, stream=stream)
-    exchange.gone.set()
+    await asyncio.sleep(0)
+    assert exchange.client.hang_up is not None
+    exchange.client.hang_up()
     await exchange.running
     assert exchange.completion.gone
+    assert exchange.client.hang_up is None
 
 
 async def test_without_a_stream_the_response_waits_for_the_end(tokenizer: Tokenizer) -> None:
