@@ -45,7 +45,7 @@ class Update:
         output: The step's tokens; None when there was no step.
         events: Cache events of the pass, None when there were none.
         number: The events' number; they are counted from 1 without gaps.
-        stats: By themselves, at most every STATS_INTERVAL_S, and when work ends that the last ones showed.
+        stats: By themselves, at most every STATS_INTERVAL_S while busy, and always when work ends.
     """
 
     output: StepOutput | None
@@ -81,9 +81,7 @@ class EngineBridge(ABC):
         self._deliveries: list[Callable[[], None]] = []
         self._polls: list[_Poll] = []
         self._number = 0
-        self._stats_at = -STATS_INTERVAL_S
-        self._showed_work = False  # the last stats did
-        self._stats_asked = False  # for when they may be told again
+        self._stats_at = 0.0
         self._checked_at = -CHECK_INTERVAL_S
         self._settled = True  # idle and checked
 
@@ -201,26 +199,13 @@ class EngineBridge(ABC):
         self._polls = [poll for poll in self._polls if not poll.attempt(engine)]
         self._report(engine, output)
         self._flush()
-        idle = not engine.has_work
-        if now - self._stats_at >= STATS_INTERVAL_S or (idle and self._showed_work):
+        if now - self._stats_at >= STATS_INTERVAL_S or not engine.has_work:
             self._stats_at = now
             self._tell_stats(engine, now)
-        elif idle and not self._stats_asked:
-            self._stats_asked = True
-            self.deliver(self._ask_for_stats)
-            self._flush()
 
     def _tell_stats(self, engine: Engine, now: float) -> None:
-        stats = engine.stats(now)
-        self._showed_work = stats.running > 0 or stats.waiting > 0
-        self._deliver_update(Update(None, None, self._number, stats))
+        self._deliver_update(Update(None, None, self._number, engine.stats(now)))
         self._flush()
-
-    def _ask_for_stats(self) -> None:
-        self._loop.call_later(STATS_INTERVAL_S, self.post, self._stats_due)
-
-    def _stats_due(self, engine: Engine) -> None:
-        self._stats_at, self._stats_asked = -STATS_INTERVAL_S, False
 
     def _settles_in_s(self, now: float) -> float:
         """If there is nothing to do for so long, it is time to settle."""

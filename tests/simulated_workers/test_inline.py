@@ -18,7 +18,7 @@ from engine.types import StepOutput
 from simulated_workers.inline import InlineEngine
 from tests.engine.fakes import make_request, prompt
 from tests.jumping import run_jumping
-from worker.engine_bridge import CHECK_INTERVAL_S, STATS_INTERVAL_S, EngineDiedError, Update
+from worker.engine_bridge import CHECK_INTERVAL_S, EngineDiedError, Update
 
 STEP_MS = 10.0
 VOCAB = 1000
@@ -187,37 +187,6 @@ async def test_after_closing_nothing_can_be_asked() -> None:
     for future in (waiting, b.inline.call(lambda engine: None)):
         with pytest.raises(EngineDiedError):
             await future
-
-
-def test_stats_of_many_short_requests_come_now_and_then_and_the_last_ones_show_all() -> None:
-    async def main() -> list[tuple[float, int]]:
-        async with bridge(Profile.instant()) as b:
-            for index in range(50):
-                name = f"r{index}"
-                b.inline.post(partial(Engine.add, request=make_request(name, prompt(30, index), max_tokens=1)))
-                await b.done((name, 1))
-            await asyncio.sleep(1.0)
-            return [
-                (ms, stats.prefill_tokens + stats.cached_tokens) for ms, update in b.brought if (stats := update.stats)
-            ]
-
-    told, total_ms = run_jumping(main())
-    assert told[-1][1] == 50 * 30
-    assert len(told) <= 1 + total_ms / (STATS_INTERVAL_S * 1e3)
-    assert min(after - before for (before, _), (after, _) in pairwise(told)) >= STATS_INTERVAL_S * 1e3
-
-
-def test_stats_of_work_and_of_its_end_come_at_once() -> None:
-    async def main() -> list[tuple[float, int]]:
-        async with bridge() as b:
-            b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=3)))
-            await b.done(("r", 3))
-            await asyncio.sleep(0)
-            return [(ms, update.stats.running) for ms, update in b.brought if update.stats]
-
-    (first_ms, first), (last_ms, last) = run_jumping(main())[0]
-    assert (first, last) == (1, 0)
-    assert (first_ms, last_ms) == pytest.approx((STEP_MS, 3 * STEP_MS), abs=2.0)
 
 
 def test_an_idle_engines_accounts_are_checked() -> None:
