@@ -13,8 +13,15 @@ from cpd.errors import CheckpointError, CPDError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 _ASKED = {
-    *("simulate", "dtype", "device", "kv_memory", "host_kv_memory", "max_model_len"),
-    *("ray_address", "prefill", "combined"),
+    "simulate",
+    "dtype",
+    "device",
+    "kv_memory",
+    "host_kv_memory",
+    "max_model_len",
+    "ray_address",
+    "prefill",
+    "combined",
 }
 """What there is to check about a model's settings."""
 
