@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -46,11 +46,12 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.communicate()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that routers may listen on, and that nobody else is given before they do: it is bound, as theirs are."""
+    with listen("127.0.0.1", 0) as held:
+        number: int = held.getsockname()[1]
+        yield number
 
 
 async def _is_ready(url: str) -> bool:
@@ -63,10 +64,10 @@ async def _is_ready(url: str) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_it_serves_and_ends_in_order_when_told(
-    start_process: StartProcess, start_worker: StartWorker, says: Says, number: signal.Signals, cluster: str
+    start_process: StartProcess, start_worker: StartWorker, says: Says, number: signal.Signals, cluster: str, port: int
 ) -> None:
     await start_worker(says("the fox"))
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    url = f"http://127.0.0.1:{port}"
     process = await start_process("--port", str(port), "--router-id", "router-x")
     await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "messages": [{"role": "user", "content": "Hi"}]}
@@ -85,10 +86,10 @@ async def test_it_serves_and_ends_in_order_when_told(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_running_request_is_told_that_the_router_ends(
-    start_process: StartProcess, start_worker: StartWorker, stream: bool
+    start_process: StartProcess, start_worker: StartWorker, stream: bool, port: int
 ) -> None:
     worker = await start_worker()
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    url = f"http://127.0.0.1:{port}"
     process = await start_process("--port", str(port))
     await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "prompt": "x", "stream": stream}
@@ -106,9 +107,11 @@ async def test_a_running_request_is_told_that_the_router_ends(
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
-async def test_routers_share_a_port(start_process: StartProcess, start_worker: StartWorker, says: Says) -> None:
+async def test_routers_share_a_port(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, port: int
+) -> None:
     await start_worker(says("the fox"))
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    url = f"http://127.0.0.1:{port}"
     processes = [await start_process("--port", str(port), "--router-id", f"router-{name}") for name in "ab"]
 
     async def both() -> bool:
