@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, one step at a time.
 
-    add ──▶ scheduler ──plan──▶ build_batch ──▶ lane.launch … collect ──▶ tokens appended, blocks published, outputs
+    add ──▶ admission ──▶ scheduler ──plan──▶ build_batch ──▶ lane.launch … collect ──▶ tokens, blocks, outputs
 
 A step's batch runs on the whole device, or on the decode lane while the prefill lane computes something else
 (`engine/aside.py`); what goes where is `cpd/colocation.py`'s to say.
@@ -20,12 +20,14 @@ import numpy as np
 from cpd.blocks import BLOCK_SIZE, Tier, blocks_for
 from cpd.colocation import Colocation
 from cpd.perfmodel import Work
+from engine.admission import Admission
 from engine.aside import Aside
 from engine.backlog import Backlog
 from engine.batch import Lane, Ran, Runner
 from engine.fair_queue import passed
 from engine.flight import Flight
 from engine.host_tier import HostMemory, HostTier
+from engine.live import LiveSequences
 from engine.plan import BuildBatch, Plan, build_batch
 from engine.pool import BlockPool
 from engine.quiet import Choose, QuietRun
@@ -82,23 +84,24 @@ class Engine:
         self.host_page_ms = host.slot_ms if host is not None else 0.0
         self._pool = BlockPool(runner.num_pages)
         self._host = HostTier(self._pool, host, lambda work: colocation.prefill_ms(work, Work())) if host else None
-        self._scheduler = Scheduler(
+        self._live = LiveSequences(
             self._pool,
             max_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             copy_page=runner.copy_page,
             backlog=Backlog(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
-            step_ms=colocation.model.step_ms,
-            host=self._host,
-            on_returned=lambda: self._on_work(),
         )
+        self._admission = Admission(
+            self._live, step_ms=colocation.model.step_ms, host=self._host, on_returned=lambda: self._on_work()
+        )
+        self._scheduler = Scheduler(self._live, self._admission)
         self.colocation = colocation
         self._splits = {split.shares: split for split in runner.splits}
         self._build = build
-        self._aside = Aside(self._pool, self._scheduler.table, build)
+        self._aside = Aside(self._pool, self._live.table, build)
         self._on_work: Callable[[], None] = lambda: None
-        self._reservations = Reservations(self._scheduler)
-        self._requests = LiveRequests(self._scheduler, self.max_model_len, self._release)
+        self._reservations = Reservations(self._live)
+        self._requests = LiveRequests(self._live, self.max_model_len, self._release)
         self._flight: Flight | None = None
         self.trace = StepTrace()
         self._pins: Counter[int] = Counter()
@@ -114,10 +117,10 @@ class Engine:
             ValueError: The request can never be served here.
         """
         self._requests.check(request)
-        self._scheduler.backlog.check(request.tenant, len(request.token_ids), self._max_queue_tokens, request.received)
+        self._live.backlog.check(request.tenant, len(request.token_ids), self._max_queue_tokens, request.received)
         self._stalled = False
         choices = list(range(request.first_choice, request.first_choice + request.n))
-        self._scheduler.add(self._requests.open(request, choices))
+        self._admission.add(self._requests.open(request, choices))
 
     def abort(self, request_id: str, choices: Sequence[int] | None = None) -> None:
         """Ends these choices of a request (None: all) in whatever state they are. Unknown ones are ignored.
@@ -149,7 +152,7 @@ class Engine:
         self._requests.release_shown()
         if self._host is not None and self._host.done:
             self._stalled = False
-            self._scheduler.take_returned()
+            self._admission.take_returned()
         output = StepOutput()
         if self._flight is None:
             self._start(output, now)
@@ -182,7 +185,7 @@ class Engine:
     @property
     def decoding(self) -> Work:
         """What the first of the `quiet_steps` computes."""
-        seqs = self._scheduler.decoding
+        seqs = self._live.decoding
         return Work.decode(len(seqs), sum([seq.num_tokens for seq in seqs]))
 
     @property
@@ -197,7 +200,7 @@ class Engine:
             steps: So many at most.
             choose: Says which tokens come out.
         """
-        return QuietRun(self._scheduler, steps, choose)
+        return QuietRun(self._live, steps, choose)
 
     def fast_forward(self, ms: Sequence[float], run: QuietRun) -> StepOutput:
         """Makes the first steps of a quiet run, with the effect that one after the other has, and ends it.
@@ -228,12 +231,12 @@ class Engine:
     def uncached_tokens(self, request: Request) -> int:
         """Tokens that a prefill of this request would compute now."""
         num_tokens = len(request.token_ids)
-        return max(1, num_tokens - self._scheduler.cached_blocks(request.block_hashes, num_tokens) * BLOCK_SIZE)
+        return max(1, num_tokens - self._admission.cached_blocks(request.block_hashes, num_tokens) * BLOCK_SIZE)
 
     def pending(self, request: Request) -> bool:
         """Whether the first block that the cache lacks is being computed or received right now."""
         found = len(self._pool.find(request.block_hashes))
-        return self._scheduler.pending.last_shared(request.block_hashes, found) is not None
+        return self._live.pending.last_shared(request.block_hashes, found) is not None
 
     def reserve(self, request: Request, blocks: int | None = None) -> Reservation | None:
         """Holds the cached prefix and sets pages aside for the rest of the prompt; None: not now, try later.
@@ -268,8 +271,8 @@ class Engine:
         going_on = {output.choice: output.token_ids for output in first if output.finish is None}
         seq = self._requests.open(request, list(going_on))
         seq.reported = True
-        self._scheduler.start(seq, pages, seq.num_tokens, reservation.first_block)
-        self._scheduler.publish(seq)
+        self._live.start(seq, pages, seq.num_tokens, reservation.first_block)
+        self._live.publish(seq)
         ended = []
         for choice, token_ids in tuple(going_on.items()):
             finish = self._requests.finish_of(request, seq.num_tokens + len(token_ids), token_ids[-1])
@@ -287,7 +290,7 @@ class Engine:
         """
         pages = self._reservations.finish(reservation)
         self._stalled = False
-        self._scheduler.publish_pages(pages, request.block_hashes, reservation.first_block)
+        self._live.publish_pages(pages, request.block_hashes, reservation.first_block)
         self._pool.release(pages)
 
     def cancel(self, reservation: Reservation, *, quarantine: bool) -> None:
@@ -317,7 +320,7 @@ class Engine:
         """Pins the pages of the longest prefix of a hash chain that is in the cache; none if what runs needs them."""
         pages = self._pool.find(hashes)
         self.pin(pages)
-        if self._pool.available < self._scheduler.headroom:
+        if self._pool.available < self._live.headroom:
             self.unpin(pages)
             return []
         return pages
@@ -325,7 +328,7 @@ class Engine:
     def bring_back(self, hashes: Sequence[bytes]) -> None:
         """Has the first blocks of a chain come back from host memory, those that only it has, if that is worth it."""
         if self._host is not None:
-            self._scheduler.bring_back(hashes, self._pool.find(hashes), len(hashes) * BLOCK_SIZE)
+            self._admission.bring_back(hashes, self._pool.find(hashes), len(hashes) * BLOCK_SIZE)
 
     def returning(self, hashes: Sequence[bytes]) -> bool:
         """Whether the first block of a chain that is not in the cache is on its way back from host memory."""
@@ -354,22 +357,22 @@ class Engine:
 
     def stats(self, now: float = 0.0) -> EngineStats:
         """Where the engine stands at the time `now`, as in `step`."""
-        scheduler = self._scheduler
-        decodes, lacking = scheduler.running_work()
+        live = self._live
+        decodes, lacking = live.running_work()
         begin = now + self.colocation.prefill_ms(lacking, decodes) / 1e3
-        late_ms = self.colocation.prefill_ms(scheduler.line.late_work(begin), decodes)
-        lacking += scheduler.queued_work
+        late_ms = self.colocation.prefill_ms(live.line.late_work(begin), decodes)
+        lacking += live.queued_work
         prefill_ms = self.colocation.prefill_ms(lacking, decodes)
         return EngineStats(
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
+            running=len(live.running),
+            waiting=live.num_waiting,
             waiting_tokens=lacking.tokens,
             pages=self._pool.counts(),
-            preemptions=self._scheduler.preemptions,
+            preemptions=live.preemptions,
             prefill_tokens=self._requests.prefill_tokens,
             decode_tokens=self._requests.decode_tokens,
-            cached_tokens=self._scheduler.cached_tokens,
-            queued_tokens=scheduler.backlog.tokens,
+            cached_tokens=self._admission.cached_tokens,
+            queued_tokens=live.backlog.tokens,
             decodes=decodes.seqs,
             decode_context=decodes.context,
             prefill_ms=prefill_ms,
@@ -394,9 +397,9 @@ class Engine:
         For idle moments and tests: takes about 10 ms for 100,000 pages.
         """
         self._pool.check_integrity()
-        self._scheduler.check_integrity()
+        self._live.check_integrity()
         self._reservations.check_integrity()
-        held = self._scheduler.held_pages() + self._reservations.held_pages() + self._requests.shown
+        held = self._live.held_pages() + self._reservations.held_pages() + self._requests.shown
         held += self._aside.held_pages()
         held += self._flight.freed if self._flight else []
         held += self._pins.elements()
@@ -407,8 +410,8 @@ class Engine:
         if (holders != self._pool.refcounts()).any():
             wrong = int(np.flatnonzero(holders != self._pool.refcounts())[0])
             raise AssertionError(f"page {wrong} has {holders[wrong]} known holders, not as many as the pool counts")
-        if {id(seq) for seq in self._requests.seqs()} != {id(seq) for seq in self._scheduler.seqs()}:
-            raise AssertionError("the scheduler and the live requests have different sequences")
+        if {id(seq) for seq in self._requests.seqs()} != {id(seq) for seq in self._live.seqs()}:
+            raise AssertionError("the live requests have other sequences than those that are live")
 
     @property
     def _to_collect(self) -> bool:
@@ -443,7 +446,7 @@ class Engine:
 
     def _launch(self, plan: Plan) -> Flight:
         lane, aside, work = self._lane, self._aside, plan.work
-        batch = self._build(plan, self._scheduler.table)
+        batch = self._build(plan, self._live.table)
         predicted_ms = self.colocation.model.step_ms(work, lane.share, aside.work)
         lane.launch(batch)
         return Flight(lane, "decode" if aside.split else "full", plan, work, predicted_ms)
@@ -471,14 +474,14 @@ class Engine:
         last = self._aside.last
         if last is None:
             return
-        room, shares = self.colocation.room(self._scheduler.running_work()[0], None)
+        room, shares = self.colocation.room(self._live.running_work()[0], None)
         if shares == last.split.shares and (plan := self._scheduler.prefill_after(last.plan, room)):
             self._aside.launch(last.split, plan, self._on_work)
 
     def _record(self, name: LaneName, lane: Lane, plan: Plan, work: Work, ran: Ran) -> None:
         if plan.singles and name != "prefill":
             self._step_ms.append(ran.ms)
-        waiting, tokens = self._scheduler.num_waiting, self._scheduler.backlog.tokens
+        waiting, tokens = self._live.num_waiting, self._live.backlog.tokens
         self.trace.add(name, lane.share, plan, work, ran, waiting, tokens)
 
     def _without_plan(self, output: StepOutput, now: float) -> None:

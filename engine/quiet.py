@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection
 
 from cpd.blocks import BLOCK_SIZE
 from cpd.perfmodel import Work
-from engine.scheduler import Scheduler
+from engine.live import LiveSequences
 
 Choose = Callable[[int, int, Collection[int], int], list[int]]
 """A sequence's last token, its length, its stop tokens and a number of steps -> its next tokens, no stop tokens."""
 
 
 class QuietRun:
-    """The next steps of a scheduler, `Scheduler.quiet_steps` at most.
+    """The next steps of these sequences, `Scheduler.quiet_steps` at most.
 
-    The scheduler's pages and cached blocks are as of the last step made, its sequences only at the `end`.
+    Their pages and cached blocks are as of the last step made, they themselves only at the `end`.
 
     Args:
         steps: So many at most.
@@ -27,10 +27,10 @@ class QuietRun:
         chosen: The tokens of each that are chosen so far.
     """
 
-    def __init__(self, scheduler: Scheduler, steps: int, choose: Choose) -> None:
-        self._scheduler = scheduler
+    def __init__(self, live: LiveSequences, steps: int, choose: Choose) -> None:
+        self._live = live
         self._choose = choose
-        self.seqs = scheduler.decoding
+        self.seqs = live.decoding
         self.chosen: list[list[int]] = [[] for _ in self.seqs]
         self._lengths = [seq.num_tokens for seq in self.seqs]
         self.work = Work.decode(len(self.seqs), sum(self._lengths))
@@ -53,10 +53,10 @@ class QuietRun:
             if complete:
                 self._choose_until(step, column)
                 seq.num_computed = known
-                self._scheduler.publish(seq)
+                self._live.publish(seq)
             else:
                 seq.num_tokens = known
-                self._scheduler.grow(seq)
+                self._live.grow(seq)
 
     def end(self, steps: int) -> None:
         """So many steps have been made, and no more of them will be in this way."""
@@ -71,7 +71,7 @@ class QuietRun:
         chosen, seq = self.chosen[column], self.seqs[column]
         made = len(chosen)
         if made < steps:
-            tokens, length = self._scheduler.table.rows[seq.row], self._lengths[column]
+            tokens, length = self._live.table.rows[seq.row], self._lengths[column]
             last = chosen[-1] if chosen else int(tokens[length - 1])
             more = self._choose(last, length + made, seq.request.params.stop_token_ids, steps - made)
             tokens[length + made : length + steps] = more

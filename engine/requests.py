@@ -7,8 +7,8 @@ import numpy as np
 
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from engine.batch import Sampled
+from engine.live import LiveSequences
 from engine.plan import Chunk, Plan
-from engine.scheduler import Scheduler
 from engine.sequence import Seq
 from engine.types import Computed, Finish, Output, Request, StepOutput
 
@@ -27,8 +27,8 @@ class LiveRequests:
         decode_tokens: Computed one a step so far, after a choice's first output.
     """
 
-    def __init__(self, scheduler: Scheduler, max_model_len: int, release: Callable[[list[int]], None]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, live: LiveSequences, max_model_len: int, release: Callable[[list[int]], None]) -> None:
+        self._live = live
         self._release = release
         self._max_model_len = max_model_len
         self._seqs: dict[str, list[Seq]] = {}
@@ -106,13 +106,13 @@ class LiveRequests:
                 chosen = [pair for pair in chosen if pair[0] in seq.choices]
                 if not seq.choices:
                     continue
-            self._scheduler.advance(chunk)
+            self._live.advance(chunk)
             if seq.reported and chunk.count == 1:
                 self.decode_tokens += 1
             else:
                 self.prefill_tokens += chunk.count
             if seq.request.prefill_only:
-                pages = self._scheduler.table.pages_of(seq)[: blocks_for(seq.num_computed)]
+                pages = self._live.table.pages_of(seq)[: blocks_for(seq.num_computed)]
                 step.computed.append(Computed(seq.request.id, seq.num_computed, pages))
             if chunk.samples:
                 step.outputs += self._continue(seq, chosen)
@@ -131,10 +131,10 @@ class LiveRequests:
             return
         own, *others = token_ids
         for choice in others:
-            self._seqs[seq.request.id].append(self._scheduler.fork(seq, choice, token_ids[choice]))
+            self._seqs[seq.request.id].append(self._live.fork(seq, choice, token_ids[choice]))
         seq.choices = [own]
         for token_id in token_ids[own]:
-            self._scheduler.table.add_token(seq, token_id)
+            self._live.table.add_token(seq, token_id)
 
     def finish_of(self, request: Request, num_tokens: int, token_id: int) -> Finish | None:
         """Whether a choice ends with this token, its number `num_tokens` (prompt included)."""
@@ -151,20 +151,20 @@ class LiveRequests:
 
     def release_shown(self) -> None:
         """The caller had its chance."""
-        self._scheduler.pool.release(self._shown)
+        self._live.pool.release(self._shown)
         self._shown = []
 
     def _next(self, chunk: Chunk, sampled: Sampled, step: StepOutput) -> None:
         """The next token of a sequence with one choice, which is not its first one."""
         seq, token_id = chunk.seq, sampled.token_id
         request = seq.request
-        self._scheduler.advance(chunk)
+        self._live.advance(chunk)
         self.decode_tokens += 1
         finish = self.finish_of(request, seq.num_tokens + 1, token_id)
         logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
         step.outputs.append(Output(request.id, seq.choices[0], [token_id], logprobs, finish))
         if finish is None:
-            self._scheduler.table.add_token(seq, token_id)
+            self._live.table.add_token(seq, token_id)
         else:
             self.branch(seq, {})
 
@@ -188,4 +188,4 @@ class LiveRequests:
         siblings.remove(seq)
         if not siblings:
             del self._seqs[seq.request.id]
-        return self._scheduler.finish(seq)
+        return self._live.finish(seq)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from cpd.blocks import blocks_for
-from engine.scheduler import Scheduler
+from engine.live import LiveSequences
 from engine.types import Request, Reservation
 
 
@@ -26,9 +26,9 @@ class _Landing:
 class Reservations:
     """Which pages are set aside, for what."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._pool = scheduler.pool
+    def __init__(self, live: LiveSequences) -> None:
+        self._live = live
+        self._pool = live.pool
         self._landings: dict[int, _Landing] = {}
         self._generations = count(1)
 
@@ -44,8 +44,8 @@ class Reservations:
             blocks: For the first so many full blocks only; None: for the whole prompt. None is returned, too, where
                 they are all in the cache.
         """
-        scheduler = self._scheduler
-        if not (scheduler.rows_left and scheduler.line.may_be_overtaken):
+        live = self._live
+        if not (live.rows_left and live.line.may_be_overtaken):
             return None
         hashes = request.block_hashes[:blocks]
         prefix = self._pool.find(hashes)
@@ -53,16 +53,16 @@ class Reservations:
         if blocks is not None and not need:
             return None
         self._pool.hold(prefix)
-        pages = self._pool.reserve(need) if self._pool.available >= need + scheduler.headroom else None
+        pages = self._pool.reserve(need) if self._pool.available >= need + live.headroom else None
         if pages is None:
             self._pool.release(prefix)
             return None
         number = next(i for i in count() if i not in self._landings)
         landing = _Landing(Reservation(number, next(self._generations), len(prefix), pages), prefix)
         self._landings[number] = landing
-        scheduler.pending.claim(landing, hashes[len(prefix) :])
-        scheduler.reserved_rows += 1
-        scheduler.line.overtake()
+        live.pending.claim(landing, hashes[len(prefix) :])
+        live.reserved_rows += 1
+        live.line.overtake()
         return landing.reservation
 
     def finish(self, reservation: Reservation) -> list[int]:
@@ -94,8 +94,8 @@ class Reservations:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless exactly the landings' pages are reserved or quarantined."""
-        counts, live = self._pool.counts(), self._sizes(lambda landing: not landing.quarantined)
-        if counts.reserved != sum(live) or self._scheduler.reserved_rows != len(live):
+        counts, sizes = self._pool.counts(), self._sizes(lambda landing: not landing.quarantined)
+        if counts.reserved != sum(sizes) or self._live.reserved_rows != len(sizes):
             raise AssertionError("pages or rows are reserved for no landing")
         if counts.quarantined != sum(self._sizes(lambda landing: landing.quarantined)):
             raise AssertionError("pages are quarantined for no landing")
@@ -117,6 +117,6 @@ class Reservations:
         """Takes a live reservation out. Those who wait for its blocks find what is published by their next turn."""
         landing = self._get(reservation, quarantined=False)
         del self._landings[reservation.id]
-        self._scheduler.reserved_rows -= 1
-        self._scheduler.wake(self._scheduler.pending.give_up(landing))
+        self._live.reserved_rows -= 1
+        self._live.wake(self._live.pending.give_up(landing))
         return landing
