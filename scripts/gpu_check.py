@@ -24,12 +24,13 @@ from typing import Any
 
 from scripts.gpu.carried import KERNELS, KERNELS_INSIDE, unpack_kernels, unpack_wheels, wheels_for_this_python
 from scripts.gpu.parts import Outcome, Part, run_all
-from scripts.gpu.results import Exit, number, text_table
+from scripts.gpu.results import TARGETS_FOR, Exit, heading, number, text_table
 from scripts.gpu.toolchain import compile_environment
 
 ROOT = Path(__file__).parents[1]
-TESTS = "tests"
 COMPILE = "compile_time"
+PATIENCE_S = 120.0
+"""For importing torch and finding the device, on a machine that does so for the first time."""
 _LOAD = """
 import sys, torch, tvm_ffi  # torch loads the CUDA libraries that the kernels need
 for path in sys.argv[1:]:
@@ -41,31 +42,37 @@ def _experiment(name: str, seconds: float, about: str) -> Part:
     return Part(name, ("-m", f"scripts.gpu.{name}"), seconds, about)
 
 
+def _tests(what: str, file: str, seconds: float, about: str) -> Part:
+    """A file of tests in a process of its own: after an illegal access nothing else in a process works.
+
+    Options of pyproject.toml whose plugins may not be here, and other people's warnings, must not stop the tests. The
+    log names each test as it begins, and shows where one is that takes too long.
+    """
+    name = f"tests_{what}"
+    options = ("-o", "addopts=--import-mode=importlib", "-o", "faulthandler_timeout=40", "-W", "default")
+    report = ("-p", "no:cacheprovider", f"--junitxml={{results}}/{name}.xml")
+    return Part(name, ("-m", "pytest", "-m", "gpu", f"tests/gpu/{file}", "-v", *options, *report), seconds, about)
+
+
 PARTS = (
-    Part(
-        TESTS,
-        # Options of pyproject.toml whose plugins may not be here, and other people's warnings, must not stop the tests.
-        (
-            *("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-o", "addopts=--import-mode=importlib", "-W", "default"),
-            *("-p", "no:cacheprovider", f"--junitxml={{results}}/{TESTS}.xml"),
-        ),
-        150,
-        "Is what the engine computes on a GPU right?",
-    ),
+    _tests("ops", "test_cuda_ops.py", 100, "Do the kernels compute what torch does?"),
     _experiment("attention_layout", 90, "FlashInfer on the page layout"),
+    _experiment("decode_floor", 120, "Decode steps against the bandwidth floor"),
+    _tests("partitions", "test_greenctx.py", 45, "Can the SMs be divided?"),
     _experiment("partition", 60, "Do streams and graphs stay in their SMs?"),
-    _experiment("two_kernels", 90, "Green Contexts against one and two streams"),
-    _experiment("decode_floor", 150, "Decode steps against the bandwidth floor"),
+    _tests("engine", "test_cuda_engine.py", 120, "Are the engine's tokens right, with graphs and lanes?"),
+    _experiment("two_kernels", 110, "Green Contexts against one and two streams"),
     _experiment("serving", 300, "Conversations, with lanes and with mixed batches"),
     _experiment("interference", 240, "What bursts of prompts cost the streams beside them"),
     _experiment("transformers_batching", 150, "Throughput against Hugging Face transformers"),
     _experiment("mixed_regime", 120, "What a prefill chunk costs the decodes beside it"),
+    _experiment("evict_first", 90, "Do evict-first loads help the GEMM beside them?"),
     _experiment("sanitizer", 240, "compute-sanitizer on the small GPU tests"),
-    _experiment("evict_first", 60, "Do evict-first loads help the GEMM beside them?"),
     _experiment("page_transfer", 120, "NIXL and ucxx between two processes"),
     _experiment(COMPILE, 180, "Compiling FlashInfer's kernels"),
 )
-"""The most valuable first."""
+"""The most valuable first, and what needs no Green Contexts before what does: a process that hangs in the driver can't
+always be ended, and then keeps the device busy for all that come after it."""
 
 
 def selected(only: Sequence[str], kernels: bool) -> list[Part]:
@@ -128,13 +135,16 @@ def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
     print(f"{device['device']}, driver {device['driver']}, torch {device['packages'].get('torch')}, {device['commit']}")
     outcomes: list[Outcome] = []
     seconds = args.minutes * 60 - (time.monotonic() - started)
-    for outcome in run_all(chosen, work, ROOT, environment, seconds):
-        outcomes.append(outcome)
-        print(f"{time.monotonic() - started:4.0f} s  {outcome.name}: {outcome.status}  {outcome.note}", flush=True)
-        if outcome.name == COMPILE:
-            unpack_kernels(sorted((work / "results").glob(KERNELS)), device["capability"], site)
-        hand_in(args.out, work, device, outcomes)
-    print(f"\n{tables(outcomes)}")
+    try:
+        for outcome in run_all(chosen, work, ROOT, environment, seconds):
+            outcomes.append(outcome)
+            print(f"{time.monotonic() - started:4.0f} s  {outcome.name}: {outcome.status}  {outcome.note}", flush=True)
+            if outcome.name == COMPILE:
+                unpack_kernels(sorted((work / "results").glob(KERNELS)), device["capability"], site)
+            hand_in(args.out, work, device, outcomes)
+    finally:
+        hand_in(args.out, work, device, outcomes)  # with what a part had found that was cut short
+    print(f"\n{tables(outcomes, device['device'])}")
     return Exit.OK if all(outcome.status in ("ok", "missing", "not run") for outcome in outcomes) else Exit.FAILED
 
 
@@ -146,8 +156,10 @@ def child_environment(site: Path, work: Path) -> dict[str, str]:
 
 def find_device(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
     """The `Environment` that the parts will run in, or why there is none."""
-    command = [sys.executable, "-m", "scripts.gpu.common"]
-    ran = subprocess.run(command, capture_output=True, text=True, env=dict(environment), timeout=120)
+    try:
+        ran = _python(["-m", "scripts.gpu.common"], environment)
+    except subprocess.TimeoutExpired as error:
+        return None, f"no CUDA device: it did not answer within {error.timeout:.0f} s"
     if ran.returncode != Exit.OK:
         return None, (ran.stderr.strip().splitlines() or ["no CUDA device"])[-1]
     return json.loads(ran.stdout.strip().splitlines()[-1]), ""
@@ -159,22 +171,40 @@ def kernels_load(site: Path, environment: Mapping[str, str]) -> bool:
     libraries = [str(path) for path in folder.glob("*/*.so")]
     if not libraries:
         return False
-    command = [sys.executable, "-c", _LOAD, *libraries]
-    ran = subprocess.run(command, capture_output=True, text=True, env=dict(environment), timeout=120)
-    if ran.returncode != 0:
-        print(f"the carried kernels do not load here, and are compiled again: {(ran.stderr.strip() or '?')[-200:]}")
+    try:
+        ran = _python(["-c", _LOAD, *libraries], environment)
+        loaded, error = ran.returncode == 0, ran.stderr.strip() or "?"
+    except subprocess.TimeoutExpired as late:
+        loaded, error = False, f"nothing happened within {late.timeout:.0f} s"
+    if not loaded:
+        print(f"the carried kernels do not load here, and are compiled again: {error[-200:]}")
         shutil.rmtree(folder)
-    return ran.returncode == 0
+    return loaded
+
+
+def _python(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a few lines of Python as a part would. Raises `subprocess.TimeoutExpired` after `PATIENCE_S`."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=dict(environment), timeout=PATIENCE_S)
 
 
 def hand_in(out: Path, work: Path, device: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Writes the files under --out anew; after every part, so that nothing is lost if the run is cut short."""
     out.mkdir(parents=True, exist_ok=True)
-    content = {"schema": 1, "name": "gpu_check", "environment": device, "parts": [part.to_json() for part in outcomes]}
+    content = {
+        "schema": 1,
+        "name": "gpu_check",
+        "environment": device,
+        "targets_for": TARGETS_FOR,
+        "parts": [part.to_json() for part in outcomes],
+    }
     (out / "gpu_check.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     with tarfile.open(out / "details.tar.gz", "w:gz") as archive:
         for folder in ("logs", "results"):
-            archive.add(work / folder, folder, filter=lambda info: None if "flashinfer-kernels" in info.name else info)
+            if (work / folder).is_dir():
+                archive.add(
+                    work / folder, folder, filter=lambda file: None if "flashinfer-kernels" in file.name else file
+                )
     for kernels in (work / "results").glob(KERNELS):
         (out / kernels.name).write_bytes(kernels.read_bytes())
 
@@ -183,8 +213,8 @@ def _stop(number: int, _frame: object) -> None:
     sys.exit(128 + number)
 
 
-def tables(outcomes: Sequence[Outcome]) -> str:
-    """Every figure that has a target, then how the parts ended."""
+def tables(outcomes: Sequence[Outcome], device: str) -> str:
+    """Every figure that has a target, then how the parts ended. `device`: what it all ran on."""
     rows = []
     for outcome in outcomes:
         for figure in outcome.figures:
@@ -195,7 +225,7 @@ def tables(outcomes: Sequence[Outcome]) -> str:
                 rows.append([figure["name"], number(figure["value"]), figure["unit"], bound, met])
     ends = [[outcome.name, outcome.status, f"{outcome.seconds:.0f} s", outcome.note[:80]] for outcome in outcomes]
     figures = text_table(("figure", "value", "unit", "target", "met"), rows)
-    return f"{figures}\n\n{text_table(('part', 'ended', 'took', 'note'), ends)}"
+    return f"{heading(device)}\n\n{figures}\n\n{text_table(('part', 'ended', 'took', 'note'), ends)}"
 
 
 if __name__ == "__main__":

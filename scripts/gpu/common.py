@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu.results import Ceilings, Environment, Exit, Report, table
+from scripts.gpu.results import Ceilings, Environment, Exit, Report, heading, table
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "cuda-bindings", "nixl-cu13", "ucxx-cu13")
 """Whose versions a result names."""
@@ -87,7 +87,7 @@ def run_experiment(
         traceback.print_exc()
         status, report.error = Exit.FAILED, f"{type(error).__name__}: {error}"
     report.write()
-    print(f"\n{name} on {report.environment.device}: {question}")
+    print(f"\n{name}: {question}\n{heading(report.environment.device)}")
     print(table(report.figures))
     if report.error:
         print(f"{name} ended early: {report.error}", file=sys.stderr)

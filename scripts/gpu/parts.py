@@ -94,11 +94,12 @@ def run_part(part: Part, work: Path, root: Path, environment: Mapping[str, str],
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _kill_group(process)
+            ended = _kill_group(process)
     result = _read(results / f"{part.name}.json") or tests_result(part, results / f"{part.name}.xml")
     outcome = Outcome(part.name, "ok", time.monotonic() - started, result=result)
     if status is None:
-        return replace(outcome, status="timed out", note=f"stopped after {seconds:.0f} s")
+        left = "" if ended else "; its process can't be ended, and may keep the device busy"
+        return replace(outcome, status="timed out", note=f"stopped after {seconds:.0f} s{left}")
     if status == Exit.OK:
         return outcome
     names = {int(Exit.NO_DEVICE): "no device", int(Exit.MISSING): "missing"}
@@ -117,9 +118,9 @@ def tests_result(part: Part, report: Path) -> dict[str, Any] | None:
     bad = {"failure", "error"}
     names = [case.get("name", "?") for case in suite.iter("testcase") if bad & {child.tag for child in case}]
     figures = [
-        Figure("GPU tests that passed", passed, "tests", target=Target(at_least=1)),
-        Figure("GPU tests that failed", failed, "tests", target=Target(at_most=0), note=", ".join(names)),
-        Figure("GPU tests that were skipped", count["skipped"], "tests"),
+        Figure(f"{part.name}: passed", passed, "tests", target=Target(at_least=1)),
+        Figure(f"{part.name}: failed", failed, "tests", target=Target(at_most=0), note=", ".join(names)),
+        Figure(f"{part.name}: skipped", count["skipped"], "tests"),
     ]
     return {"schema": 1, "name": part.name, "question": part.about, "figures": [figure.to_json() for figure in figures]}
 
@@ -137,13 +138,14 @@ def run_all(
             yield run_part(part, work, root, environment, min(part.seconds, left))
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a part's processes. A process that hangs in the driver is left behind."""
+def _kill_group(process: subprocess.Popen[bytes]) -> bool:
+    """Ends what is left of a part's processes. False: the first one hangs in the driver, and is left behind."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_GRACE_SECONDS)
+    return process.returncode is not None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -64,6 +64,17 @@ class Ceilings:
         return flop / self.matmul_tflop_s / 1e9
 
 
+TARGETS_FOR = "NVIDIA H200"
+"""The device that the project set its targets for."""
+
+
+def heading(device: str) -> str:
+    """What stands above a table of figures: whose they are, and whether the targets were set for that device."""
+    if TARGETS_FOR in device:
+        return f"on one {device}"
+    return f"on one {device}; targets were set for one {TARGETS_FOR}, floors are what this device reaches itself"
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a figure should reach. One of both is given."""

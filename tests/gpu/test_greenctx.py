@@ -6,6 +6,8 @@ import torch
 from cpd.split import lane_splits
 from engine.cuda.driver import CudaDriver
 from engine.cuda.greenctx import GreenContexts, Partition
+from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_ops import TritonOps
 from scripts.gpu.partition import capture_on, replayed_sms, sms_of_both
 from scripts.gpu.probes import Probes
 from scripts.gpu.toolchain import cuda_root
@@ -33,6 +35,22 @@ def test_both_parts_compute_what_the_whole_device_does() -> None:
         for pair in contexts.prepare(SHARES):
             for part in (pair.prefill, pair.decode):
                 got = on_part(part, left, right)
+                torch.cuda.synchronize()
+                torch.testing.assert_close(got, wanted)
+                del got
+
+
+def test_the_engines_own_kernels_run_on_both_parts() -> None:
+    """Triton loads them into the device's own context, and only their stream is a part's."""
+    pytest.importorskip("triton")
+    x, weight = torch.randn(300, 512, device="cuda"), torch.randn(512, device="cuda")
+    wanted, ops = TorchOps().rms_norm(x, weight, 1e-5), TritonOps()
+    with GreenContexts(CudaDriver()) as contexts:
+        for pair in contexts.prepare(SHARES):
+            for part in (pair.prefill, pair.decode):
+                torch.cuda.synchronize()
+                with torch.cuda.stream(part.stream()):
+                    got = ops.rms_norm(x, weight, 1e-5)
                 torch.cuda.synchronize()
                 torch.testing.assert_close(got, wanted)
                 del got

@@ -1,7 +1,9 @@
 import io
 import json
 import os
+import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,11 +40,11 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_most_valuable_parts_come_first_and_compiling_before_them_if_nothing_is_carried() -> None:
     names = [part.name for part in gpu_check.PARTS]
-    assert names[:2] == ["tests", "attention_layout"]
+    assert names[:2] == ["tests_ops", "attention_layout"]
     assert [part.name for part in gpu_check.selected([], kernels=True)] == names
     assert [part.name for part in gpu_check.selected([], kernels=False)] == ["compile_time", *names[:-1]]
-    only = gpu_check.selected(["page_transfer", "tests"], kernels=False)
-    assert [part.name for part in only] == ["tests", "page_transfer"]
+    only = gpu_check.selected(["page_transfer", "tests_ops"], kernels=False)
+    assert [part.name for part in only] == ["tests_ops", "page_transfer"]
 
 
 def test_every_experiment_is_a_module_with_a_question() -> None:
@@ -74,6 +76,30 @@ def test_a_run_hands_in_one_summary_and_one_archive(
     assert any(line.split() == ["error", "0.5", "relative", "≤", "0.01", "NO"] for line in printed)
     assert not any("beside" in line for line in printed)
     assert printed[-1].startswith("good")
+    assert any(line.startswith("on one a device; targets were set for one NVIDIA H200") for line in printed)
+
+
+def test_every_gpu_test_has_a_part_of_its_own() -> None:
+    run = {argument for part in gpu_check.PARTS for argument in part.command if argument.startswith("tests/")}
+    assert run == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+
+
+@pytest.mark.usefixtures("pretend_device")
+def test_what_a_part_found_before_the_check_was_ended_is_handed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(work: Path) -> Iterator[Outcome]:
+        yield Outcome("first", "ok", 1.0)
+        (work / "results").mkdir()
+        (work / "results" / "second.json").write_text("{}")
+        sys.exit(143)
+
+    monkeypatch.setattr(gpu_check, "run_all", lambda chosen, work, *_: ended(work))
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--out", str(tmp_path)])
+    with tarfile.open(tmp_path / "details.tar.gz") as archive:
+        assert "results/second.json" in archive.getnames()
+    assert [one["name"] for one in json.loads((tmp_path / "gpu_check.json").read_text())["parts"]] == ["first"]
 
 
 @pytest.mark.usefixtures("pretend_device")
@@ -117,6 +143,18 @@ def test_carried_kernels_that_do_not_load_are_removed(tmp_path: Path, capsys: py
     assert gpu_check.kernels_load(tmp_path, os.environ) is False
 
 
+def test_a_machine_that_does_not_answer_is_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "PATIENCE_S", 0.01)
+    library = tmp_path / "flashinfer" / "data" / "aot" / "attention" / "attention.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert gpu_check.kernels_load(tmp_path, os.environ) is False
+    assert not library.exists()
+    device, error = gpu_check.find_device(os.environ)
+    assert device is None
+    assert "did not answer" in error
+
+
 def test_a_dry_run_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--dry-run", "--only", "decode_floor"]) == Exit.OK
     printed = capsys.readouterr().out
@@ -143,4 +181,4 @@ def test_the_device_is_described_as_in_every_result() -> None:
 
 
 def test_the_table_survives_a_part_without_a_result() -> None:
-    assert "timed out" in gpu_check.tables([Outcome("x", "timed out", 60.0, "stopped after 60 s")])
+    assert "timed out" in gpu_check.tables([Outcome("x", "timed out", 60.0, "stopped after 60 s")], "a device")

@@ -103,7 +103,16 @@ def test_what_no_time_is_left_for_is_not_run(tmp_path: Path, monkeypatch: pytest
     assert [outcome.status for outcome in run_all(chosen, tmp_path, tmp_path, {}, 10)] == ["not run", "not run"]
 
 
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={results}/tests.xml", "test_it.py")
+def test_a_process_that_cannot_be_ended_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that hangs in the driver."""
+    kill = parts._kill_group
+    monkeypatch.setattr(parts, "_kill_group", lambda process: not kill(process))
+    outcome = run(program("hangs", "import time; time.sleep(1000)"), tmp_path, seconds=0.5)
+    assert outcome.status == "timed out"
+    assert "can't be ended" in outcome.note
+
+
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={results}/tests_it.xml", "test_it.py")
 
 
 def test_the_tests_are_figures_too(tmp_path: Path) -> None:
@@ -114,12 +123,12 @@ def test_the_tests_are_figures_too(tmp_path: Path) -> None:
         "@pytest.mark.skip\n"
         "def test_other(): pass\n"
     )
-    outcome = run(Part("tests", PYTEST, PATIENCE_S, "about"), tmp_path)
+    outcome = run(Part("tests_it", PYTEST, PATIENCE_S, "about"), tmp_path)
     assert outcome.status == "failed"
     figures = {figure["name"]: figure for figure in outcome.figures}
-    assert figures["GPU tests that passed"]["value"] == 1
-    assert figures["GPU tests that passed"]["met"]
-    assert figures["GPU tests that failed"]["value"] == 1
-    assert figures["GPU tests that failed"]["note"] == "test_bad"
-    assert not figures["GPU tests that failed"]["met"]
-    assert figures["GPU tests that were skipped"]["value"] == 1
+    assert figures["tests_it: passed"]["value"] == 1
+    assert figures["tests_it: passed"]["met"]
+    assert figures["tests_it: failed"]["value"] == 1
+    assert figures["tests_it: failed"]["note"] == "test_bad"
+    assert not figures["tests_it: failed"]["met"]
+    assert figures["tests_it: skipped"]["value"] == 1
