@@ -118,7 +118,7 @@ class Attention:
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """q: [T, Hq, D]. The result is overwritten by the next call. [T, Hq, D]"""
-        self._run(q, kv, out=self._out)
+        self._run(q, kv, out=self._out, enable_pdl=False)  # as the engine
         return self._out
 
     def run_layer(self, q: torch.Tensor, layers: Sequence[torch.Tensor], index: int) -> None:

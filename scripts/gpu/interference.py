@@ -144,7 +144,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
     """Every figure, for a model of this config.json."""
     most = DECODES + max(PROMPTS)
     tokens = DECODES * CONTEXT * 4 + max(PROMPTS) * (max(LENGTHS) + 64)
-    runner = random_runner(fields, tokens=tokens, graph_decodes=most, device=device)
+    runner = random_runner(fields, tokens=tokens, graph_decodes=most, lanes=True, device=device)
     model = device_model(report, runner, MODEL, most_seqs=most)
 
     def streams(cut: Cut, rule: Colocation) -> Streams:

@@ -50,30 +50,39 @@ class _RandomCheckpoint(Checkpoint):
 
 
 def random_runner(
-    fields: Mapping[str, object], *, tokens: int, graph_decodes: int, device: str = "cuda"
+    fields: Mapping[str, object], *, tokens: int, graph_decodes: int, lanes: bool = False, device: str = "cuda"
 ) -> TorchRunner:
-    """The engine's runner over a model with random weights.
+    """The engine's runner over a model with random weights, on a GPU with the fastest kernels or not at all.
 
     Args:
         fields: Of its config.json, see `models.MODELS`.
         tokens: Room in the KV pool.
         graph_decodes: CUDA graphs are captured for up to so many decodes; 0: steps are eager.
+        lanes: Whether to prepare splits. What needs none runs without Green Contexts, and on drivers that lack them.
+
+    Raises:
+        RuntimeError: Kernels or lanes don't work on the GPU, where a worker would do without them.
     """
     pages = blocks_for(tokens) + 1
     with (
         tempfile.TemporaryDirectory() as folder,
         patch("engine.runner.Checkpoint", _RandomCheckpoint),
         patch("engine.runner.model_fingerprint", return_value=bytes(16)),
+        patch("engine.ops._CANNOT_BUILD", ()),  # figures of a slower back end would be taken for the fastest one's
     ):
         Path(folder, "config.json").write_text(json.dumps(fields))
-        return TorchRunner(
+        runner = TorchRunner(
             Path(folder),
             dtype="bfloat16",
             device=device,
             kv_bytes=pages * load_config(Path(folder)).page_bytes("bfloat16"),
             max_model_len=0,
             max_num_seqs=graph_decodes,
+            lanes=lanes,
         )
+    if lanes and runner.pool.is_cuda and not runner.splits:
+        raise RuntimeError("the device can't be divided into lanes; the log says why")
+    return runner
 
 
 def step_ms(lane: Lane, batch: Batch, *, warmup: int = 3, repeats: int = 20) -> Timing:

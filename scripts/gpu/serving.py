@@ -151,7 +151,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
     """Every figure, for a model of this config.json."""
     most = max(CONCURRENCIES)
     tokens = most * (max(talk.tokens for talk in TALKS) + 64)
-    runner = random_runner(fields, tokens=tokens, graph_decodes=most, device=device)
+    runner = random_runner(fields, tokens=tokens, graph_decodes=most, lanes=True, device=device)
     model = device_model(report, runner, MODEL, most_seqs=most)
     _measure(report, runner, model, Talk("warm-up", 64, 32, 8, turns=2), 4, "lanes")
     mixed = {}

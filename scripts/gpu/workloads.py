@@ -161,7 +161,7 @@ class PagedDecode:
         )
 
     def __call__(self) -> None:
-        self._wrapper.run(self._q, self._kv, out=self.out)
+        self._wrapper.run(self._q, self._kv, out=self.out, enable_pdl=False)  # as the engine
 
     def reference(self) -> torch.Tensor:
         """What `out` should be, in float64."""

@@ -31,7 +31,7 @@ class _Wrapper:
         assert indptr.dtype == indices.dtype == last.dtype == torch.int32
         self._plan = counts, indptr.tolist(), indices.tolist(), last.tolist()
 
-    def run(self, q: torch.Tensor, kv: torch.Tensor, *, out: torch.Tensor) -> None:
+    def run(self, q: torch.Tensor, kv: torch.Tensor, *, out: torch.Tensor, enable_pdl: bool) -> None:
         keys_values = kv if self._layout == "HND" else kv.transpose(2, 3)  # [pages, 2, Hkv, block, D]
         counts, indptr, indices, last = self._plan
         begin = 0

@@ -1,9 +1,23 @@
 """The experiments that run the engine, with a small model on a CPU."""
 
-import pytest
+import math
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
 
-from scripts.gpu import decode_floor, mixed_regime
+import pytest
+import torch
+
+from engine.weights import expected_tensors
+from scripts.gpu import (
+    attention_layout,
+    decode_floor,
+    interference,
+    mixed_regime,
+    serving,
+    transformers_batching,
+)
 from scripts.gpu.common import Timing
+from scripts.gpu.models import MODELS, kv_bytes, model_config
 from scripts.gpu.random_model import random_runner
 from scripts.gpu.results import Report
 from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
@@ -42,6 +56,58 @@ def test_a_runner_has_room_for_what_was_asked() -> None:
     runner = random_runner(SMALL, tokens=64, graph_decodes=0, device="cpu")
     assert runner.config.vocab_size == 96
     assert runner.num_pages == 5  # page 0 stays empty
+
+
+def test_on_a_gpu_slower_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker would go on with them. Their figures would be taken for those of the fastest ones."""
+
+    def broken() -> None:
+        raise OSError("no C compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("engine.runner.check_memory", lambda *_: None)
+    monkeypatch.setattr("engine.ops.TritonOps", broken)
+    with pytest.raises(OSError, match="no C compiler"):
+        random_runner(SMALL, tokens=64, graph_decodes=0)
+
+
+def test_a_gpu_without_lanes_is_an_error_where_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runner(*_: object, lanes: bool, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(pool=SimpleNamespace(is_cuda=True), splits=[])
+
+    monkeypatch.setattr("scripts.gpu.random_model.TorchRunner", runner)
+    random_runner(SMALL, tokens=64, graph_decodes=0)
+    with pytest.raises(RuntimeError, match="lanes"):
+        random_runner(SMALL, tokens=64, graph_decodes=0, lanes=True)
+
+
+GIB = 2**30
+H100_GIB = 78.0
+BESIDE_GIB = 8.0
+"""For the context, kernels, workspaces, activations of the longest chunk, and captured graphs."""
+
+
+@pytest.mark.parametrize("experiment", [decode_floor, serving, interference, transformers_batching, mixed_regime])
+def test_weights_and_pages_of_every_experiment_fit_into_an_h100(
+    report: Report, monkeypatch: pytest.MonkeyPatch, experiment: ModuleType
+) -> None:
+    made: list[float] = []
+
+    def runner(fields: Mapping[str, object], *, tokens: int, **_: object) -> None:
+        config = model_config(fields)
+        weights = 2 * sum(math.prod(shape) for shape in expected_tensors(config).values())
+        made.append((weights + tokens * kv_bytes(config)) / GIB)
+        raise StopIteration
+
+    monkeypatch.setattr(experiment, "random_runner", runner)
+    with pytest.raises(StopIteration):
+        experiment.measure_all(report, MODELS[experiment.MODEL])
+    assert 10 < made[0] < H100_GIB - BESIDE_GIB
+
+
+def test_three_layouts_of_the_attentions_pool_fit_into_an_h100() -> None:
+    pages = [model_config(fields).page_bytes("bfloat16") for fields in MODELS.values()]
+    assert 3 * attention_layout.POOL_PAGES * max(pages) / GIB < H100_GIB - BESIDE_GIB
 
 
 def test_decode_floor_compares_graphs_with_eager_and_an_outlier_with_uniform_lengths(

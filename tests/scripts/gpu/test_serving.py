@@ -23,9 +23,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the profile of the small model, as the first experiment leaves it."""
     use_threads(own_cores())
     report = Report("first", "?", ENVIRONMENT, CEILINGS, tmp_path_factory.mktemp("profile"))
-    device_model(
-        report, random_runner(SMALL, tokens=2048, graph_decodes=0, device="cpu"), "Qwen3-4B", most_seqs=4, seconds=2
-    )
+    runner = random_runner(SMALL, tokens=2048, graph_decodes=0, lanes=True, device="cpu")
+    device_model(report, runner, "Qwen3-4B", most_seqs=4, seconds=2)
     assert report.out is not None
     return report.out
 

@@ -36,7 +36,7 @@ class FakeWrapper:
         self._rows = [indices[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
         self._last = last_page_len.tolist()
 
-    def run(self, q: torch.Tensor, kv: torch.Tensor, *, out: torch.Tensor) -> None:
+    def run(self, q: torch.Tensor, kv: torch.Tensor, *, out: torch.Tensor, enable_pdl: bool) -> None:
         heads, kv_heads, dim, block = self._shape
         assert q.shape[1:] == (heads, dim)
         assert kv.shape[1:] == (2, kv_heads, block, dim)
