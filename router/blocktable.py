@@ -1,15 +1,16 @@
 """A map from 64-bit block hashes to small numbers, in flat memory.
 
 What a dict would cost at ten million entries: 80 bytes each, half a second without an answer when it grows, and three
-waits for memory a look-up, one after the other. Here it is 28 bytes; growing takes place in pieces; and numpy looks up
+waits for memory a look-up, one after the other. Here it is 34 bytes; growing takes place in pieces; and numpy looks up
 a whole chain at once, so that the waits overlap.
 
 It is linear hashing (W. Litwin, VLDB 1980). A bucket has 8 slots. A round begins with `round` buckets, a power of two;
 bucket after bucket, its half with the next bit of the hash set moves to a new bucket at the end, until there are
-twice as many. What a full bucket can't take is in `_overflow`, some hundredths of all.
+twice as many. What a full bucket can't take is in `_overflow`, less than a hundredth of all.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ KEY_BYTES = 8
 _SLOTS = 8
 _BUCKET_BYTES = _SLOTS * KEY_BYTES
 _FIRST_ROUND = 64
-_MEAN_LOAD = 4
+_MEAN_LOAD = 3
 """Entries a bucket, above which buckets are split."""
 
 _SPLIT_BUCKETS = 256
@@ -29,21 +30,27 @@ _SPLIT_BUCKETS = 256
 _ERASE_BUCKETS = 4096
 """Looked through at a time, in about 0.2 ms."""
 
-_TOGETHER = 32
+_TOGETHER = 24
 """So many changes are made by array operations: with fewer of them it takes longer than one after the other."""
 
-_NO_KEY = bytes(KEY_BYTES)
+NO_KEY = bytes(KEY_BYTES)
+"""Of an empty slot. It is no hash of a block."""
 
 Hashes = npt.NDArray[np.uint64]
+Values = npt.NDArray[np.uint32]
 
 
 class BlockTable:
-    """Numbers from 1 to 2**32 - 1 by hash; 0 stands for no entry. The memory is that of the most entries there were."""
+    """Numbers from 1 to 2**32 - 1 by hash, which is not 0; the number 0 stands for no entry.
+
+    The memory is that of the most entries there were.
+    """
 
     def __init__(self) -> None:
         # An empty slot has no key and the value 0.
-        self._keys = bytearray(_FIRST_ROUND * _BUCKET_BYTES)
-        self._values = array("I", [0]) * (_FIRST_ROUND * _SLOTS)
+        self._key_bytes = bytearray(_FIRST_ROUND * _BUCKET_BYTES)
+        self._value_array = array("I", [0]) * (_FIRST_ROUND * _SLOTS)
+        self._keys, self._values = self._views()
         self._overflow: dict[int, dict[int, int]] = {}  # by bucket and hash
         self._round = _FIRST_ROUND
         self._split = 0  # buckets of this round that are split by now
@@ -59,27 +66,26 @@ class BlockTable:
         if bucket < self._split:
             bucket = number & (2 * self._round - 1)
         start, end = bucket * _BUCKET_BYTES, (bucket + 1) * _BUCKET_BYTES
-        return self._keys.find(key, start, end) < 0 and bucket not in self._overflow
+        return self._key_bytes.find(key, start, end) < 0 and bucket not in self._overflow
 
     def leading(self, hashes: Hashes) -> list[int]:
         """The values of these hashes, up to the first one that has no entry."""
         buckets = self._buckets(hashes)
-        keys, values = self._views()
-        matches = keys.take(buckets, axis=0) == hashes[:, None]
-        found: list[int] = (values.take(buckets, axis=0) * matches).max(axis=1).tolist()
-        while 0 in found:
-            position = found.index(0)
-            overflow = self._overflow.get(int(buckets[position]), {})
-            found[position] = overflow.get(int(hashes[position]), 0)
-            if found[position] == 0:
-                return found[:position]
+        same = self._keys.take(buckets, axis=0) == hashes[:, None]
+        found: list[int] = self._values.take(buckets * _SLOTS + same.argmax(axis=1)).tolist()
+        if np.count_nonzero(same) < len(found):
+            for position in (~_any(same)).nonzero()[0].tolist():
+                overflow = self._overflow.get(int(buckets[position]), {})
+                found[position] = value = overflow.get(int(hashes[position]), 0)
+                if value == 0:
+                    return found[:position]
         return found
 
-    def update(self, hashes: bytes, change: Mapping[int, int]) -> list[int]:
+    def update(self, hashes: bytes, change: Mapping[int, int]) -> Counter[int]:
         """Sets the value of every hash (8 bytes each) to `change[value]`; 0 before or after means no entry.
 
         Returns:
-            The values before, one a hash.
+            How many of the hashes had which value before.
         """
         if len(hashes) < _TOGETHER * KEY_BYTES:
             before = self._update_each(hashes, change)
@@ -89,37 +95,46 @@ class BlockTable:
             self._split_some()
         return before
 
-    def _update_together(self, hashes: Hashes, change: Mapping[int, int]) -> list[int]:
+    def _update_together(self, hashes: Hashes, change: Mapping[int, int]) -> Counter[int]:
         """As `_update_each`, by array operations where that gives the same."""
         buckets = self._buckets(hashes)
-        keys, values = self._views()
-        empty = values.take(buckets, axis=0) == 0
-        known = (keys.take(buckets, axis=0) == hashes[:, None]) > empty
+        keys, values = self._keys.reshape(-1), self._values
+        there = self._keys.take(buckets, axis=0)
+        same = there == hashes[:, None]
+        known = _any(same)
         # its own slot, or an empty one; where the bucket has neither, its first one
-        slots = buckets * _SLOTS + (2 * known.view(np.uint8) + empty).argmax(axis=1)
-        keys, values = keys.reshape(-1), values.reshape(-1)
+        slots = buckets * _SLOTS + np.where(known, same.argmax(axis=1), (there == 0).argmax(axis=1))
         before = values.take(slots)
         # not what comes after another one that takes its slot, finds its bucket full, or is in the overflow
         order = np.arange(len(hashes), dtype=np.uint32)
         values[slots[::-1]] = order[::-1]  # the first one of a slot comes last
-        alone = (values.take(slots) == order) & ((before == 0) | (keys.take(slots) == hashes))
+        alone = (values.take(slots) == order) & (known | (before == 0))
         values[slots] = before
         overflow = self._overflow
         for position in [position for position, bucket in enumerate(buckets.tolist()) if bucket in overflow]:
             if int(hashes[position]) in overflow[int(buckets[position])]:
                 alone[position] = False
-        slots, old = slots[alone], before[alone]
-        after = np.fromiter(map(change.__getitem__, old.tolist()), dtype=np.uint32, count=len(old))
-        keys[slots], values[slots] = np.where(after, hashes[alone], 0), after
-        self._len += int(np.count_nonzero(after)) - int(np.count_nonzero(old))
-        if len(old) < len(hashes):
-            before[~alone] = self._update_each(hashes[~alone].tobytes(), change)
-        result: list[int] = before.tolist()
-        return result
+        others = b""
+        if not alone.all():
+            others = hashes[~alone].tobytes()
+            hashes, slots, before = hashes[alone], slots[alone], before[alone]
+        old = before.tolist()
+        counts = Counter(old)
+        if len(counts) == 1:
+            new = change[old[0]]
+            keys[slots], values[slots] = hashes if new else 0, new
+            self._len += (bool(new) - bool(old[0])) * len(old)
+        else:
+            after = np.fromiter(map(change.__getitem__, old), dtype=np.uint32, count=len(old))
+            keys[slots], values[slots] = np.where(after, hashes, 0), after
+            self._len += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        if others:
+            counts += self._update_each(others, change)
+        return counts
 
-    def _update_each(self, hashes: bytes, change: Mapping[int, int]) -> list[int]:
+    def _update_each(self, hashes: bytes, change: Mapping[int, int]) -> Counter[int]:
         before = []
-        keys, values, overflow = self._keys, self._values, self._overflow
+        keys, values, overflow = self._key_bytes, self._value_array, self._overflow
         low_bits, high_bits, split = self._round - 1, 2 * self._round - 1, self._split
         for position, number in enumerate(memoryview(hashes).cast("Q")):
             bucket = number & low_bits
@@ -128,14 +143,14 @@ class BlockTable:
             key = hashes[position * KEY_BYTES : (position + 1) * KEY_BYTES]
             start, end = bucket * _BUCKET_BYTES, (bucket + 1) * _BUCKET_BYTES
             at = keys.find(key, start, end)
-            while at >= 0 and (at % KEY_BYTES or not values[at // KEY_BYTES]):  # bytes of two slots, or an empty one
+            while at >= 0 and at % KEY_BYTES:  # bytes of two slots
                 at = keys.find(key, at + 1, end)
             if at >= 0:
                 slot = at // KEY_BYTES
                 old = values[slot]
                 values[slot] = new = change[old]
                 if new == 0:
-                    keys[at : at + KEY_BYTES] = _NO_KEY
+                    keys[at : at + KEY_BYTES] = NO_KEY
                     self._len -= 1
             else:
                 old = self._take_overflow(bucket, number) if bucket in overflow else 0
@@ -143,7 +158,7 @@ class BlockTable:
                 if new:
                     self._insert(bucket, number, new)
             before.append(old)
-        return before
+        return Counter(before)
 
     def erase(self, values: Sequence[int]) -> Iterator[None]:
         """Takes out all entries with these values, a piece a step; no new ones may be made meanwhile."""
@@ -153,7 +168,7 @@ class BlockTable:
         # what a split moves between the steps goes up, to where this comes later
         while end < self._round + self._split:
             start, end = end, min(end + _ERASE_BUCKETS, self._round + self._split)
-            keys, found = (view[start:end] for view in self._views())
+            keys, found = self._keys[start:end], self._values.reshape(-1, _SLOTS)[start:end]
             gone = doomed.take(found, mode="clip")
             keys[gone], found[gone] = 0, 0
             self._len -= int(np.count_nonzero(gone))
@@ -166,22 +181,23 @@ class BlockTable:
                 yield
 
     def _buckets(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        low = hashes & (self._round - 1)
-        return np.where(low < self._split, hashes & (2 * self._round - 1), low).astype(np.int64)
+        buckets = hashes.view(np.int64) & (2 * self._round - 1)
+        buckets -= (buckets >= self._round + self._split) * self._round
+        return buckets
 
-    def _views(self) -> tuple[Hashes, npt.NDArray[np.uint32]]:
-        """Keys and values. [buckets, slots] Neither can grow while the views exist."""
-        keys = np.frombuffer(self._keys, dtype="<u8").reshape(-1, _SLOTS)
-        return keys, np.frombuffer(self._values, dtype=np.uint32).reshape(-1, _SLOTS)
+    def _views(self) -> tuple[Hashes, Values]:
+        """Keys [buckets, slots] and values [buckets · slots]. Neither can grow while the views exist."""
+        keys = np.frombuffer(self._key_bytes, dtype="<u8").reshape(-1, _SLOTS)
+        return keys, np.frombuffer(self._value_array, dtype=np.uint32)
 
     def _insert(self, bucket: int, number: int, value: int) -> None:
         try:
-            slot = self._values.index(0, bucket * _SLOTS, (bucket + 1) * _SLOTS)
+            slot = self._value_array.index(0, bucket * _SLOTS, (bucket + 1) * _SLOTS)
         except ValueError:
             self._overflow.setdefault(bucket, {})[number] = value
         else:
-            self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = number.to_bytes(KEY_BYTES, "little")
-            self._values[slot] = value
+            self._key_bytes[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = number.to_bytes(KEY_BYTES, "little")
+            self._value_array[slot] = value
         self._len += 1
 
     def _take_overflow(self, bucket: int, number: int) -> int:
@@ -195,9 +211,11 @@ class BlockTable:
 
     def _split_some(self) -> None:
         first, last = self._split, min(self._split + _SPLIT_BUCKETS, self._round)
-        self._keys += bytes((last - first) * _BUCKET_BYTES)
-        self._values.frombytes(bytes((last - first) * _SLOTS * self._values.itemsize))
-        keys, values = self._views()
+        del self._keys, self._values
+        self._key_bytes += bytes((last - first) * _BUCKET_BYTES)
+        self._value_array.frombytes(bytes((last - first) * _SLOTS * self._value_array.itemsize))
+        self._keys, self._values = self._views()
+        keys, values = self._keys, self._values.reshape(-1, _SLOTS)
         target = slice(self._round + first, self._round + last)
         moves = (keys[first:last] & self._round) != 0
         for slots in (keys, values):
@@ -211,3 +229,9 @@ class BlockTable:
         self._split = last
         if last == self._round:
             self._round, self._split = 2 * self._round, 0
+
+
+def _any(slots: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Whether there is one, for each bucket. [buckets, slots] -> [buckets]"""
+    some: npt.NDArray[np.bool_] = slots.view(np.uint64).ravel() != 0
+    return some

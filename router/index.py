@@ -9,7 +9,6 @@ A forgotten worker's bits count no more at once. Its traces are cleared up in pi
 can have its bits.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -20,7 +19,7 @@ import numpy as np
 
 from cpd.blocks import Tier
 from cpd.errors import CPDError
-from router.blocktable import KEY_BYTES, BlockTable
+from router.blocktable import KEY_BYTES, NO_KEY, BlockTable
 from router.holders import HolderSets, Moving
 from router.lru import LRU
 
@@ -131,7 +130,7 @@ class PrefixIndex:
             most = worker.capacity[tier]
             raise InvalidEventError(f"it announced {size} blocks in {_PLACES[tier]}, but it has room for only {most}")
         change = Moving(self._sets, self._live, worker.all_bits, worker.bits[tier])
-        holders = Counter(self._table.update(hashes, change))
+        holders = self._table.update(hashes, change)
         faults = 0
         for old, count in holders.items():
             before = worker.tiers[self._sets.masks[old] & worker.all_bits]
@@ -162,18 +161,16 @@ class PrefixIndex:
         shorts = np.frombuffer(b"".join(block_hashes), dtype="<u8")[::2]
         masks = self._sets.masks
         leaving: list[tuple[int, int]] = []  # the number of blocks, and the bits that no more than these have
-        depth, alive, same = 0, self._live, 0
+        depth, alive = 0, self._live
         for start in range(0, len(shorts), _LOOKUP_BLOCKS):
             part = shorts[start : start + _LOOKUP_BLOCKS]
             found = self._table.leading(part)
-            for number in found:
-                if number != same:
-                    rest = alive & masks[number]
-                    if rest != alive:
-                        leaving.append((depth, alive ^ rest))
-                        alive = rest
-                    same = number
-                depth += 1
+            for number in dict.fromkeys(found):
+                rest = alive & masks[number]
+                if rest != alive:
+                    leaving.append((start + found.index(number), alive ^ rest))
+                    alive = rest
+            depth = start + len(found)
             if not alive or len(found) < len(part):
                 break
         leaving.append((depth, alive))
@@ -235,4 +232,6 @@ def _bits(mask: int) -> Iterator[int]:
 def _count(hashes: bytes) -> int:
     if len(hashes) % KEY_BYTES:
         raise InvalidEventError(f"it sent {len(hashes)} bytes of block hashes, which have {KEY_BYTES} each")
+    if NO_KEY in hashes and 0 in memoryview(hashes).cast("Q"):
+        raise InvalidEventError("it sent zeros in the place of a block's hash")
     return len(hashes) // KEY_BYTES

@@ -1,5 +1,6 @@
 """The table behaves like a dict."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from router import blocktable
 from router.blocktable import BlockTable, Hashes
 
-# few low bits, so that buckets overflow; with 0, which is also what an empty slot holds
-keys = st.one_of(st.integers(0, 40), st.integers(0, 40).map(lambda key: key << 48), st.integers(0, 2**64 - 1))
+# few low bits, so that buckets overflow
+keys = st.one_of(st.integers(1, 40), st.integers(1, 40).map(lambda key: key << 48), st.integers(1, 2**64 - 1))
 batches = st.lists(st.tuples(st.lists(keys, max_size=60), st.integers(0, 3)), max_size=30)
 
 
@@ -47,9 +48,9 @@ def _check(table: BlockTable, model: dict[int, int]) -> None:
 def test_updates_like_a_dict(batches: list[tuple[list[int], int]]) -> None:
     table, model = BlockTable(), dict[int, int]()
     for batch, value in batches:
-        before = []
+        before = Counter[int]()
         for key in batch:
-            before.append(model.get(key, 0))
+            before[model.get(key, 0)] += 1
             model[key] = value
         assert table.update(_hashes(*batch).tobytes(), _To(value)) == before
         model = {key: value for key, value in model.items() if value}
@@ -74,7 +75,7 @@ def test_erases_values_while_it_grows(seed: int, doomed: set[int]) -> None:
 
     def put(value: int) -> None:
         some = rng.integers(0, 2**64, 2_000, dtype=np.uint64)
-        some[:200] &= np.uint64(0xFFF << 40)  # one bucket
+        some[:200] = some[:200] & np.uint64(0xFFF << 40) | np.uint64(1 << 52)  # one bucket
         some = np.unique(some)
         table.update(some.tobytes(), _To(value))
         model.update(dict.fromkeys(some.tolist(), value))
@@ -93,4 +94,4 @@ def test_grows_in_small_steps_and_keeps_most_entries_in_its_buckets() -> None:
     for _ in range(100):
         table.update(rng.bytes(8_000), _To(1))
     assert len(table) == 100_000
-    assert sum(map(len, table._overflow.values())) < 0.05 * len(table)
+    assert sum(map(len, table._overflow.values())) < 0.02 * len(table)

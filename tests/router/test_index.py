@@ -85,6 +85,7 @@ class TestWhatCannotBeTrue:
             (_short(2, 3, 4), "5 blocks in pages, but it has room for only 4"),
             (_short(2, 2), "stored 1 blocks in pages that it had stored there"),
             (b"odd", "3 bytes of block hashes"),
+            (_short(3) + bytes(8), "zeros in the place of a block's hash"),
         ],
     )
     def test_is_refused_when_it_is_added(self, index: PrefixIndex, hashes: bytes, message: str) -> None:
