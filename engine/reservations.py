@@ -38,22 +38,25 @@ class Reservations:
         return any(not landing.quarantined for landing in self._landings.values())
 
     def reserve(self, request: Request, blocks: int | None = None) -> Reservation | None:
-        """Sets pages aside, beside the headroom for what runs. None if there are too few, or it is others' turn.
+        """Sets pages aside, beside the headroom for what runs, and what those need who come back to run: they may wait
+        for no more than the prefill lane. None if there are too few, or it is others' turn.
 
         Args:
             blocks: For the first so many full blocks only; None: for the whole prompt. None is returned, too, where
                 they are all in the cache.
         """
         live = self._live
-        if not (live.rows_left and live.line.may_be_overtaken):
+        returning = live.line.returning
+        if live.table.free_rows - live.reserved_rows <= len(returning) or not live.line.may_be_overtaken:
             return None
         hashes = request.block_hashes[:blocks]
         prefix = self._pool.find(hashes)
         need = (blocks_for(len(request.token_ids)) if blocks is None else blocks) - len(prefix)
         if blocks is not None and not need:
             return None
+        others = live.headroom + sum(blocks_for(seq.num_tokens) + 1 for seq in returning)
         self._pool.hold(prefix)
-        pages = self._pool.reserve(need) if self._pool.available >= need + live.headroom else None
+        pages = self._pool.reserve(need) if self._pool.available >= need + others else None
         if pages is None:
             self._pool.release(prefix)
             return None

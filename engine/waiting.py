@@ -33,7 +33,8 @@ class Line:
     """The whole line: those who come back (preempted, without a page at their start, or woken), then the queue.
 
     It also keeps reservations, which come from outside the line, from starving it: while the first one is short of
-    pages or rows, one reservation may overtake it, and no further one before it has been admitted.
+    pages or rows, one reservation may overtake it, and no further one before it has been admitted. Those who come back
+    are left all that they need (`engine/reservations.py`).
 
     Attributes:
         queue: Sequences that have not had their turn.
@@ -97,8 +98,8 @@ class Line:
 
     @property
     def may_be_overtaken(self) -> bool:
-        """Whether a reservation may take pages now."""
-        return not self.returning and (self._shortage is None or not self._shortage.overtaken)
+        """Whether a reservation may take pages that the first one may be short of."""
+        return self._shortage is None or not self._shortage.overtaken
 
     def overtake(self) -> None:
         """A reservation was made."""

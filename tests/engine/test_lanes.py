@@ -159,6 +159,36 @@ def test_a_request_may_come_again_while_its_aborted_chunk_runs() -> None:
     assert_as_expected(served, engine, request)
 
 
+def one_waits_for_the_lane_that_was_parked(max_num_seqs: int = 8) -> Engine:
+    """Two prompts begin with the same 64 tokens, and the lane goes on with the first one."""
+    engine, runner = make_engine(num_pages=80, colocate="lanes", max_num_seqs=max_num_seqs)
+    decoding(engine)
+    for i in range(2):
+        engine.add(make_request(f"long {i}", prompt(64, 1) + prompt(400, 2 + i)))
+        engine.step()
+    runner.prefill_lane.finish()
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (3, 1)
+    return engine
+
+
+def test_landings_do_not_wait_for_the_lane_because_a_woken_prompt_does() -> None:
+    engine = one_waits_for_the_lane_that_was_parked()
+    assert engine.reserve(make_request("remote", prompt(64, 7))) is not None
+
+
+def test_a_landing_leaves_a_woken_prompt_its_pages() -> None:
+    engine = one_waits_for_the_lane_that_was_parked()
+    spared = engine.stats().pages.free - (464 // 16) - (3 + 1)  # and a page for each to grow by
+    assert engine.reserve(make_request("remote", prompt(spared * 16 + 1, 7))) is None
+    assert engine.reserve(make_request("remote", prompt(spared * 16, 7))) is not None
+
+
+def test_a_landing_leaves_a_woken_prompt_its_row() -> None:
+    engine = one_waits_for_the_lane_that_was_parked(max_num_seqs=4)
+    assert engine.reserve(make_request("remote", prompt(64, 7))) is None
+
+
 @pytest.mark.parametrize("ended", [[0], [1, 2], [3]])
 def test_some_choices_are_ended_while_the_prompt_is_computed(ended: list[int]) -> None:
     engine, runner = make_engine(colocate="lanes")
