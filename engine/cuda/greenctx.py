@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_VERSION = 12040
 _CLUSTER_CAPABILITY = 9
+_REFUSED = ("CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION", "CUDA_ERROR_INVALID_VALUE")
+"""What a driver says to a part that it does not make: chips with as many SMs differ in which are neighbours."""
 _MAX_CLUSTER = 8
 """Blocks of the largest thread-block cluster that a kernel may count on (CUDA programming guide)."""
 
@@ -158,7 +160,14 @@ class GreenContexts:
                 f"multiple of {step}"
             )
         asked = prefill_sms if decode_sms % step else decode_sms
-        group, rest = self._driver.split(self._resource, asked)
+        try:
+            group, rest = self._driver.split(self._resource, asked)
+        except CudaError as error:
+            if error.code in _REFUSED:
+                raise UnusablePartitionError(
+                    f"the driver splits off no {asked} of {units} SMs ({error.code})"
+                ) from error
+            raise
         if (group.sms, rest.sms) != (asked, units - asked):
             raise UnusablePartitionError(
                 f"the driver splits off {group.sms} of {units} SMs and leaves {rest.sms} where {asked} were asked for"

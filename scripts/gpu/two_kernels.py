@@ -8,6 +8,7 @@ on one stream, on two plain streams, on the best split of the sweep, and as plan
 Usage: `python -m scripts.gpu.two_kernels [--out DIR]`
 """
 
+import contextlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cpd.split import Curve, Device, Workload, lane_splits, plan_split
+from cpd.split import Curve, Device, LaneSplit, Workload, lane_splits, plan_split
 from engine.cuda.driver import CudaDriver, Driver
 from engine.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
 from scripts.gpu.common import require_cuda, run_experiment
@@ -70,11 +71,12 @@ class Plan:
     """What the planner chooses.
 
     Attributes:
-        second_sms: SMs of the second kind, the first gets the rest; None: one kind after the other, on all of them.
-        ms: How long it is to take.
+        second_sms: SMs of the second kind, the first gets the rest: what is best, then what would be if that can't be
+            had. Empty: one kind after the other, on all of them.
+        ms: How long the best is to take.
     """
 
-    second_sms: int | None
+    second_sms: Sequence[int]
     ms: float
 
 
@@ -89,8 +91,8 @@ def study(report: Report, driver: Driver, pair: Pair, pieces: int) -> None:
         planned = plan(points, whole, contexts.units, pieces)
         one_stream = [Load(stream, pair.first), Load(stream, pair.second)]
         as_planned, note = one_stream, "one after the other"
-        if planned.second_sms is not None:
-            parts = contexts.open(planned.second_sms)
+        if planned.second_sms:
+            parts = open_first(contexts, planned.second_sms)
             as_planned, note = loads(pair, parts), f"{parts.prefill.sms} + {parts.decode.sms} SMs"
         # Measured anew, in turns: the least of many measurements is too good, and clocks change.
         times = in_turns(
@@ -170,13 +172,26 @@ def plan(points: Sequence[Point], whole: tuple[float, float], device: Device, pi
     )
     chosen = plan_split([first, second], device)
     if len(chosen.stages) > 1:
-        return Plan(None, chosen.ms)
+        return Plan((), chosen.ms)
     least = chosen.stages[0].units  # the planner may leave SMs to nobody: here somebody gets them
-    full = min(
-        (s for s in lane_splits(device) if s.prefill >= least["first"] and s.decode >= least["second"]),
-        key=lambda s: max(first.total_ms(int(s.prefill), together=True), second.total_ms(int(s.decode), together=True)),
-    )
-    return Plan(int(full.decode), chosen.ms)
+
+    def cost(split: LaneSplit) -> tuple[bool, float]:
+        total_ms = first.total_ms(int(split.prefill), together=True), second.total_ms(int(split.decode), together=True)
+        return split.prefill < least["first"] or split.decode < least["second"], max(total_ms)
+
+    return Plan([int(split.decode) for split in sorted(lane_splits(device), key=cost)], chosen.ms)
+
+
+def open_first(contexts: GreenContexts, sizes: Sequence[int]) -> PartitionPair:
+    """The first of these splits that this device has.
+
+    Raises:
+        UnusablePartitionError: It has none of them.
+    """
+    for size in sizes[:-1]:
+        with contextlib.suppress(UnusablePartitionError):
+            return contexts.open(size)
+    return contexts.open(sizes[-1])
 
 
 def curve(times: Mapping[int, float]) -> Curve:

@@ -15,6 +15,7 @@ class FakeDriver:
         calls: Names of the calls so far.
         fail_at: Which call fails, counted from 0. A teardown call that fails has done its work.
         no_clusters_on: A part of so many SMs has no neighbours.
+        most: SMs that can be split off.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class FakeDriver:
         self.calls: list[str] = []
         self.fail_at = math.inf
         self.no_clusters_on: int | None = None
+        self.most = sms
         self._all = frozenset(range(sms))
         self._step, self._minimum = step, minimum
         self._version, self._major, self._rounds = version, major, rounds
@@ -57,6 +59,8 @@ class FakeDriver:
     def split(self, resource: SmResource, sms: int) -> tuple[SmResource, SmResource]:
         self._called("cuDevSmResourceSplitByCount")
         assert resource.handle == self._all, "only a device's own resource can be split"
+        if sms > self.most:
+            raise CudaError("cuDevSmResourceSplitByCount", "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION")
         taken = sms + self._step if self._rounds else sms
         ids = sorted(self._all)
         return self._resource(frozenset(ids[:taken])), self._resource(frozenset(ids[taken:]))

@@ -87,6 +87,16 @@ def test_a_split_that_the_driver_rounds_is_refused() -> None:
     assert not driver.contexts
 
 
+def test_a_split_that_this_chip_does_not_have_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    driver = FakeDriver()
+    driver.most = 112
+    with GreenContexts(driver) as contexts:
+        with pytest.raises(UnusablePartitionError, match="no 120 of 132 SMs"):
+            contexts.open(12)
+        assert [pair.decode.sms for pair in contexts.prepare([12 / 132, 1 / 4])] == [32]
+    assert "12 of 132 SMs" in caplog.text
+
+
 def calls_of_open() -> list[str]:
     driver = FakeDriver()
     with GreenContexts(driver) as contexts:

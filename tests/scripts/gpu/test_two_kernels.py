@@ -67,10 +67,20 @@ def test_a_split_that_clusters_do_not_fit_is_left_out(
     assert "12 SMs" in capsys.readouterr().out
 
 
+def test_a_split_that_the_device_does_not_have_is_planned_around(gpu: FakeGpu, experiment_report: Report) -> None:
+    """The best one has 32 SMs for the second kind: here 72 at most can be split off, or are what is left."""
+    gpu.driver.most = 72
+    gpu.driver.no_clusters_on = 32
+    study(experiment_report, gpu.driver, compute_and_memory(gpu), pieces=2)
+    planned = next(figure for figure in experiment_report.figures if figure.name == "compute | memory: as planned")
+    opened = {point["second_sms"] for point in experiment_report.series["compute | memory"]}
+    assert int(planned.note.split(" + ")[1].split()[0]) in opened - {32}
+
+
 def test_the_planner_uses_times_beside_the_other_work() -> None:
     points = [Point(132 - size, size, 1.0, 1.0, 1.0 if size == 64 else 5.0, 1.0, 0.0) for size in range(8, 128, 8)]
     chosen = plan(points, (3.0, 3.0), Device(132, 8, 8), pieces=10)
-    assert chosen.second_sms == 64
+    assert chosen.second_sms[0] == 64
     assert chosen.ms == pytest.approx(10.0)
 
 
