@@ -193,21 +193,6 @@ def measure_ms(
     return Timing.of([start.elapsed_time(end) for start, end in events])
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Captures work into a CUDA graph, after three runs on a side stream that settle what is chosen at run time."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def measure_ceilings() -> Ceilings:
     """Measures `Ceilings`; takes about a second and 9 GB, which are given back."""
     ceilings = Ceilings(_copy_gb_s(2**32), _matmul_tflop_s(8192))
