@@ -148,10 +148,19 @@ def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
     return Exit.OK if all(outcome.status in ("ok", "missing", "not run") for outcome in outcomes) else Exit.FAILED
 
 
+_SETTINGS = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TRITON_INTERPRET": "0",  # the tests would have kernels interpreted where they see no `nvidia-smi`
+    "HF_HUB_OFFLINE": "1",  # a look for what nobody needs waits long where there is no network
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever plugins that machine has
+}
+"""Environment variables of every part."""
+
+
 def child_environment(site: Path, work: Path) -> dict[str, str]:
     """Environment variables of the parts: they find carried packages, and the toolkit."""
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, **compile_environment(work / "lib"), "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**os.environ, **compile_environment(work / "lib"), "PYTHONPATH": path, **_SETTINGS}
 
 
 def find_device(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:

@@ -179,7 +179,11 @@ def isolation(report: Report, parts: PartitionPair, gemm: Gemm, probes: Probes, 
     report.add(f"{name}: compute", beside_ms(load, beside) / compute_ms, "x alone", target=UNDISTURBED, note=note)
     both = together_ms([load, beside], PIECES) / (PIECES * max(compute_ms, gemm_ms))
     report.add(
-        f"{name}: both to the end", both, "x slower one", target=UNDISTURBED, note="2 if one waits for the other"
+        f"{name}: both to the end",
+        both,
+        "x slower one",
+        target=UNDISTURBED,
+        note="2 if one waits for the other: then see what CUDA_DEVICE_MAX_CONNECTIONS=32 does",
     )
 
 

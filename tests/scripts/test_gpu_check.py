@@ -79,6 +79,14 @@ def test_a_run_hands_in_one_summary_and_one_archive(
     assert any(line.startswith("on one a device; targets were set for one NVIDIA H200") for line in printed)
 
 
+def test_parts_compile_their_kernels_whatever_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    environment = gpu_check.child_environment(tmp_path / "site", tmp_path)
+    assert environment["TRITON_INTERPRET"] == "0"
+    assert environment["PYTHONPATH"] == f"{tmp_path}/site:{ROOT}:/elsewhere"
+
+
 def test_every_gpu_test_has_a_part_of_its_own() -> None:
     run = {argument for part in gpu_check.PARTS for argument in part.command if argument.startswith("tests/")}
     assert run == {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
