@@ -11,6 +11,7 @@ import typer
 
 from cpd.config import ModelSettings
 from cpd.options import clean_exit, command
+from cpd.process import switch_threads_often
 from engine.profile.settings import BudgetSettings, ProfileSettings, SplitSettings
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def show(
 def _checkpoint(settings: ModelSettings) -> Path:
     """The model to measure. Comes before torch is imported, which reads the variable when it loads."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers run
+    switch_threads_often()
     from deploy.model import resolve_model
     from models import tiny
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpd.errors import ConfigError
+from cpd.process import switch_threads_often
 from kvtransfer.bench.settings import TransferBenchSettings
 
 if TYPE_CHECKING:
@@ -27,13 +28,12 @@ def bench_transfer(settings: TransferBenchSettings) -> None:
     between the pushes as their ceiling.
     """
     import asyncio
-    import sys
 
     from rich.console import Console
 
     from kvtransfer.bench import far
 
-    sys.setswitchinterval(far.SWITCH_INTERVAL_S)
+    switch_threads_often()
     if settings.listen:
         host, _, port = settings.listen.rpartition(":")
         if not host or not port.isdigit():

@@ -4,19 +4,15 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 import uvloop
 
 from cpd.config import Role, WorkerSettings
-from cpd.process import collect_garbage_rarely, end_with_supervisor, setup_logging
+from cpd.process import collect_garbage_rarely, end_with_supervisor, setup_logging, switch_threads_often
 from worker.service import MakeService
 from worker.worker import Worker
-
-SWITCH_INTERVAL_S = 1e-4
-"""Other threads may hold the interpreter this long while the engine thread waits for it."""
 
 
 def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None:
@@ -41,7 +37,7 @@ def run_process(name: str, log_level: str, serve: Callable[[], Coroutine[Any, An
     Raises:
         CPDError: `serve` did.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_threads_often()
     setup_logging(log_level, name)
     end_with_supervisor()
     collect_garbage_rarely()

@@ -15,14 +15,13 @@ from asyncio import StreamReader, StreamWriter
 from typing import Any
 
 from cpd.errors import ConfigError, TransferError
+from cpd.process import switch_threads_often
 from kvtransfer.base import Landing, Transport
 from kvtransfer.bench import perftest
 from kvtransfer.bench.pool import FILLING, BenchPool
 from kvtransfer.factory import create
 
 READY = "listens on"
-SWITCH_INTERVAL_S = 1e-4
-"""Of Python's threads, as in a worker."""
 
 
 def machine() -> str:
@@ -117,7 +116,7 @@ async def serve(host: str, port: int) -> None:
 
 def main() -> None:
     """The command."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_threads_often()
     asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pydantic import ByteSize
 
 from cpd.errors import CPDError
-from kvtransfer.bench.far import SWITCH_INTERVAL_S
+from cpd.process import switch_threads_often
 from kvtransfer.bench.measure import measure
 from kvtransfer.bench.settings import TransferBenchSettings
 
@@ -37,7 +37,7 @@ async def trial(host: str) -> dict[str, object]:
 
 def main() -> None:
     """The command."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    switch_threads_often()
     try:
         answer = asyncio.run(trial(sys.argv[1]))
     except CPDError as error:

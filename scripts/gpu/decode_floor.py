@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.runner import TorchRunner
+from scripts.engine_driver import as_in_a_worker
 from scripts.gpu.common import Timing, require, run_experiment
 from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes
 from scripts.gpu.random_model import random_runner, step_ms
@@ -74,6 +75,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
 def run(report: Report) -> None:
     """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
     require("flashinfer", "flashinfer-python")
+    as_in_a_worker()
     measure_all(report, MODELS[MODEL])
 
 

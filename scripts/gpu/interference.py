@@ -21,7 +21,7 @@ from bench.interference.gaps import mean_gap_ms
 from cpd.colocation import Colocation
 from engine.batch import Lane, Split
 from engine.runner import TorchRunner
-from scripts.engine_driver import EngineDriver
+from scripts.engine_driver import EngineDriver, as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.device_model import device_model
 from scripts.gpu.models import MODELS
@@ -226,6 +226,7 @@ def _report(report: Report, name: str, cells: Mapping[tuple[int, int], Sequence[
 def run(report: Report) -> None:
     """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
     require("flashinfer", "flashinfer-python")
+    as_in_a_worker()
     measure_all(report, MODELS[MODEL])
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine.runner import TorchRunner
+from scripts.engine_driver import as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes, step_flop
 from scripts.gpu.random_model import random_runner, step_ms
@@ -62,6 +63,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
 def run(report: Report) -> None:
     """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
     require("flashinfer", "flashinfer-python")
+    as_in_a_worker()
     measure_all(report, MODELS[MODEL])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from cpd.colocation import Colocation, Mode
 from cpd.perfmodel import PerfModel
 from engine.runner import TorchRunner
-from scripts.engine_driver import EngineDriver
+from scripts.engine_driver import EngineDriver, as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.device_model import device_model
 from scripts.gpu.models import MODELS
@@ -205,6 +205,7 @@ def _compare(report: Report, name: str, served: Served, base: Served, *, targets
 def run(report: Report) -> None:
     """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
     require("flashinfer", "flashinfer-python")
+    as_in_a_worker()
     measure_all(report, MODELS[MODEL])
 
 

@@ -20,7 +20,7 @@ from cpd.colocation import Colocation
 from cpd.perfmodel import PerfModel
 from engine.profile.about import about
 from engine.profile.rough import time_a_few_steps
-from scripts.engine_driver import EngineDriver
+from scripts.engine_driver import EngineDriver, as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.models import MODELS
 from scripts.gpu.random_model import random_runner
@@ -102,6 +102,7 @@ def _transformers_tokens_s(fields: Mapping[str, object], device: str, cache_bloc
 def run(report: Report) -> None:
     """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
     require("flashinfer", "flashinfer-python")
+    as_in_a_worker()
     require("transformers", "transformers")
     measure_all(report, MODELS[MODEL])
 

@@ -1,6 +1,8 @@
 """The experiments that run the engine, with a small model on a CPU."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 
@@ -81,13 +83,36 @@ def test_a_gpu_without_lanes_is_an_error_where_they_are_measured(monkeypatch: py
         random_runner(SMALL, tokens=64, graph_decodes=0, lanes=True)
 
 
+ENGINES = [decode_floor, serving, interference, transformers_batching, mixed_regime]
+
+
+@pytest.mark.parametrize("experiment", ENGINES)
+def test_an_engine_is_measured_in_a_process_like_a_workers(
+    report: Report, monkeypatch: pytest.MonkeyPatch, experiment: ModuleType
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(experiment, "require", lambda *_: None)
+    monkeypatch.setattr(experiment, "as_in_a_worker", lambda: called.append("set up"))
+    monkeypatch.setattr(experiment, "measure_all", lambda *_: called.append("measured"))
+    experiment.run(report)
+    assert called == ["set up", "measured"]
+
+
+def test_a_process_like_a_workers_lets_nobody_wait_long() -> None:
+    code = (
+        "import gc, sys; from scripts.engine_driver import as_in_a_worker; as_in_a_worker();"
+        "print(sys.getswitchinterval() < 1e-3, gc.get_freeze_count() > 0)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["True", "True"]
+
+
 GIB = 2**30
 H100_GIB = 78.0
 BESIDE_GIB = 8.0
 """For the context, kernels, workspaces, activations of the longest chunk, and captured graphs."""
 
 
-@pytest.mark.parametrize("experiment", [decode_floor, serving, interference, transformers_batching, mixed_regime])
+@pytest.mark.parametrize("experiment", ENGINES)
 def test_weights_and_pages_of_every_experiment_fit_into_an_h100(
     report: Report, monkeypatch: pytest.MonkeyPatch, experiment: ModuleType
 ) -> None:
