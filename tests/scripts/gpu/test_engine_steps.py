@@ -3,12 +3,14 @@
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from engine.batch import Batch, Ran
 from engine.weights import expected_tensors
 from scripts.gpu import (
     attention_layout,
@@ -18,9 +20,8 @@ from scripts.gpu import (
     serving,
     transformers_batching,
 )
-from scripts.gpu.common import Timing
-from scripts.gpu.models import MODELS, kv_bytes, model_config
-from scripts.gpu.random_model import random_runner
+from scripts.gpu.models import MODELS, kv_bytes, model_config, random_pages, step
+from scripts.gpu.random_model import StepTime, ahead_ms, random_runner
 from scripts.gpu.results import Report
 from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
 
@@ -45,7 +46,7 @@ def report() -> Report:
 
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once(*args: object, **_: object) -> Timing:
+    def once(*args: object, **_: object) -> StepTime:
         from scripts.gpu.random_model import step_ms
 
         return step_ms(*args, warmup=0, repeats=1)  # type: ignore[arg-type]
@@ -152,6 +153,40 @@ def test_decode_floor_compares_graphs_with_eager_and_an_outlier_with_uniform_len
     assert step.value is not None
     assert share.value == pytest.approx(step.floor / step.value)
     assert names["Llama-3-8B: outlier / uniform"].target == decode_floor.MAX_OUTLIER
+
+
+class QueueingLane:
+    """Chooses token 7 for each sample, and checks who may be launched when. See `engine.batch.Lane`."""
+
+    share, queues = 1.0, True
+
+    def __init__(self) -> None:
+        self.fed: list[bool] = []
+        self._launched = 0
+
+    def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        assert self._launched <= (batch.fed is not None)
+        if batch.fed is not None:
+            assert batch.fed.tolist() == list(range(len(batch.samples)))
+        self.fed.append(batch.fed is not None)
+        self._launched += 1
+
+    def done(self) -> bool:
+        return self._launched > 0
+
+    def collect(self) -> Ran:
+        self._launched -= 1
+        return Ran([], 0.0, 0.0)
+
+
+def test_steps_that_are_launched_ahead_are_fed_by_the_one_before() -> None:
+    lane, rng = QueueingLane(), np.random.default_rng(0)
+    lens = [(1, 20)] * 3
+    batch = step(lens, random_pages(lens, 20, rng), 100, rng)
+    times = ahead_ms(lane, batch, warmup=1, repeats=2)
+    assert lane.fed == [False, True, True, True]
+    assert not lane.done()
+    assert times.launch.median <= times.whole.median
 
 
 def test_the_outlier_has_as_many_tokens_as_the_uniform_lengths() -> None:
