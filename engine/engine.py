@@ -118,7 +118,7 @@ class Engine:
         """
         self._requests.check(request)
         self._live.backlog.check(request.tenant, len(request.token_ids), self._max_queue_tokens, request.received)
-        self._stalled = False
+        self._look_again()
         choices = list(range(request.first_choice, request.first_choice + request.n))
         self._admission.add(self._requests.open(request, choices))
 
@@ -127,7 +127,7 @@ class Engine:
 
         A reservation for the request is the caller's to cancel.
         """
-        self._stalled = False
+        self._look_again()
         self._requests.end_choices(request_id, choices)
 
     @property
@@ -149,9 +149,11 @@ class Engine:
         Args:
             now: The time of the requests' `received` and `deadline`, in seconds.
         """
-        self._requests.release_shown()
+        if self._requests.shown:
+            self._look_again()
+            self._requests.release_shown()
         if self._host is not None and self._host.done:
-            self._stalled = False
+            self._look_again()
             self._admission.take_returned()
         output = StepOutput()
         if self._flight is None:
@@ -166,7 +168,7 @@ class Engine:
             self._record(flight.name, flight.lane, flight.plan, flight.work, ran)
         # Last, because the pages of `computed` must be as they are when the caller sees them.
         while self._aside.done:
-            self._stalled = False
+            self._look_again()
             aside, ran = self._aside.collect()
             self._requests.process(aside.plan, ran.sampled, output)
             self._record("prefill", aside.split.prefill, aside.plan, aside.work, ran)
@@ -267,7 +269,7 @@ class Engine:
             ValueError: The reservation is not live.
         """
         pages = self._reservations.finish(reservation)
-        self._stalled = False
+        self._look_again()
         going_on = {output.choice: output.token_ids for output in first if output.finish is None}
         seq = self._requests.open(request, list(going_on))
         seq.reported = True
@@ -289,7 +291,7 @@ class Engine:
             ValueError: The reservation is not live.
         """
         pages = self._reservations.finish(reservation)
-        self._stalled = False
+        self._look_again()
         self._live.publish_pages(pages, request.block_hashes, reservation.first_block)
         self._pool.release(pages)
 
@@ -299,7 +301,7 @@ class Engine:
         Raises:
             ValueError: The reservation is not live.
         """
-        self._stalled = False
+        self._look_again()
         self._reservations.cancel(reservation, quarantine=quarantine)
 
     def end_quarantine(self, reservation: Reservation) -> None:
@@ -308,7 +310,7 @@ class Engine:
         Raises:
             ValueError: The reservation is not in quarantine.
         """
-        self._stalled = False
+        self._look_again()
         self._reservations.end_quarantine(reservation)
 
     def pin(self, pages: Sequence[int]) -> None:
@@ -347,7 +349,7 @@ class Engine:
         left = [pins[page] - count for page, count in gone.items()]
         if min(left, default=0) < 0:
             raise ValueError(f"not all of the pages {list(pages)} are pinned")
-        self._stalled = False
+        self._look_again()
         for page, count in zip(gone, left, strict=True):
             if count:
                 pins[page] = count
@@ -413,6 +415,11 @@ class Engine:
         if {id(seq) for seq in self._requests.seqs()} != {id(seq) for seq in self._live.seqs()}:
             raise AssertionError("the live requests have other sequences than those that are live")
 
+    def _look_again(self) -> None:
+        """Somebody may go on or start who could not."""
+        self._stalled = False
+        self._scheduler.look_again()
+
     @property
     def _to_collect(self) -> bool:
         """Whether there is something that the next step collects or takes back, whatever else it does."""
@@ -453,6 +460,7 @@ class Engine:
 
     def _release(self, pages: list[int]) -> None:
         """Nobody holds these pages any more, but a step that is on its way may use them."""
+        self._look_again()
         if self._flight is not None:
             self._flight.freed.extend(pages)
         else:

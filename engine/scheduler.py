@@ -28,6 +28,7 @@ class Scheduler:
         self._live = live
         self._admission = admission
         self._behind: list[Seq] = []
+        self._nobody_else = False  # could start when that was last tried, and nothing has happened since
 
     def decodes(self) -> Plan:
         """Begins a step: one token of each running sequence that lacks just one. Preempts for the pages they need."""
@@ -54,7 +55,7 @@ class Scheduler:
         """
         if step.longer or any(not chunk.samples or len(chunk.choices) > 1 for chunk in step.singles):
             return None
-        if self._admission.next_in_line(now) is not None:
+        if self._admission.next_in_line(now) is not None and not self._nobody_else:
             return None
         running = [(index, chunk) for index, chunk in enumerate(step.singles) if chunk.seq.state is State.RUNNING]
         if len(running) != sum(not seq.aside for seq in self._live.running):  # somebody else is to come in
@@ -86,12 +87,14 @@ class Scheduler:
         Returns:
             What goes to the prefill lane.
         """
+        self._nobody_else = False
         aside = Plan()
         along, beside, left = room.along, room.beside, room.aside
         while along > 0 or left:
             longest = self._live.table.max_len if left or room.cut else along
             seq = self._next_behind(longest) or self._admission.admit_next(longest, now)
             if seq is None:
+                self._nobody_else = True
                 break
             count = seq.num_tokens - seq.num_computed
             if count <= along or room.cut:
@@ -105,6 +108,10 @@ class Scheduler:
                 aside.add(seq, seq.num_computed, count)
                 along, left = min(along, beside), left - count
         return aside
+
+    def look_again(self) -> None:
+        """Something has happened by which somebody may start who could not."""
+        self._nobody_else = False
 
     def prefill_after(self, step: Plan, room: Room) -> Plan:
         """The next chunk on the prefill lane after one that it computes: more of the same prompt.

@@ -505,6 +505,7 @@ def engine_of(
     token_budget: int = 64,
     max_num_seqs: int = 8,
     max_queue_tokens: int = 100_000,
+    itl_ms: float = 0.0,
     colocate: Mode = "mixed",
     host: FakeHostMemory | None = None,
 ) -> Engine:
@@ -513,7 +514,11 @@ def engine_of(
         runner,
         max_model_len=max_model_len,
         colocation=Colocation(
-            MODEL, token_budget=token_budget, mode=colocate, splits=[split.shares for split in runner.splits]
+            MODEL,
+            token_budget=token_budget,
+            mode=colocate,
+            splits=[split.shares for split in runner.splits],
+            itl_ms=itl_ms,
         ),
         max_num_seqs=max_num_seqs,
         max_queue_tokens=max_queue_tokens,

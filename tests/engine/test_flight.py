@@ -162,6 +162,67 @@ def test_other_lanes_begin_when_the_step_on_its_way_is_collected() -> None:
     assert_all_released(engine)
 
 
+class TestBehindTheLane:
+    """A prompt waits for the prefill lane, which computes another one."""
+
+    def engine(self, *decodes: Request, max_num_seqs: int = 8) -> tuple[Engine, FakeRunner, Served]:
+        engine, runner = make_engine(
+            num_pages=128, queues=True, colocate="auto", max_model_len=1000, max_num_seqs=max_num_seqs, itl_ms=40
+        )
+        served = decoding(engine, *decodes)
+        for number, name in enumerate(("on the lane", "behind it")):
+            engine.add(make_request(name, prompt(300, 10 + number), max_tokens=1))
+        for _ in range(4):
+            served.take(engine.step())
+        assert runner.prefill_lane.running
+        assert engine.stats().waiting == 1
+        return engine, runner, served
+
+    def decodes(self) -> list[Request]:
+        return [make_request(f"d{number}", prompt(20, number), max_tokens=100) for number in range(2)]
+
+    def passes(self, engine: Engine, served: Served, name: str) -> bool:
+        """Whether a request has its first token soon, while the others wait for the lane."""
+        for _ in range(3):
+            served.take(engine.step())
+        assert {"on the lane", "behind it"}.isdisjoint(served.finish)
+        return (name, 0) in served.token_ids
+
+    def test_it_does_not_keep_the_next_step_from_the_decodes(self) -> None:
+        requests = self.decodes()
+        engine, runner, served = self.engine(*requests)
+        fed = runner.decode_lane.fed
+        for _ in range(10):
+            served.take(engine.step())
+        assert runner.decode_lane.fed == fed + 10
+        while engine.has_work or runner.prefill_lane.running:
+            drain(engine, served)
+            if runner.prefill_lane.running:
+                runner.prefill_lane.finish()
+        assert_as_expected(served, engine, *requests)
+        assert {"on the lane", "behind it"} <= {name for name, _ in served.finish}
+        assert_all_released(engine)
+
+    def test_who_comes_may_pass(self) -> None:
+        engine, _, served = self.engine(*self.decodes())
+        engine.add(make_request("short", prompt(3, 20)))
+        assert self.passes(engine, served, "short")
+
+    def test_who_lacked_a_row_may_pass_when_a_stream_ends(self) -> None:
+        engine, _, served = self.engine(*self.decodes(), max_num_seqs=4)
+        engine.add(make_request("short", prompt(3, 20)))
+        assert not self.passes(engine, served, "short")
+        engine.abort("d0")
+        assert self.passes(engine, served, "short")
+
+    def test_who_needs_a_block_of_the_prompt_on_the_lane_may_pass_when_it_is_computed(self) -> None:
+        engine, runner, served = self.engine(*self.decodes())
+        engine.add(make_request("short", prompt(18, 10)))
+        assert not self.passes(engine, served, "short")
+        runner.prefill_lane.finish()
+        assert self.passes(engine, served, "short")
+
+
 def test_the_runner_notices_pages_that_change_too_early() -> None:
     """The fake is worth something."""
     engine, runner = make_engine(queues=True)
