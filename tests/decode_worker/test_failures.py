@@ -1,6 +1,5 @@
 """Prefill workers that refuse, hang or end: the request goes on elsewhere, or is placed anew."""
 
-import socket
 import time
 
 import pytest
@@ -16,7 +15,7 @@ from tests.worker.fakes import MAX_MODEL_LEN
 async def test_the_next_candidate_takes_over(redis_url: str) -> None:
     request = make_request("a", prompt(200), max_tokens=20)
     async with pair(redis_url) as p:
-        dead = pb.PrefillCandidate(worker_id="dead", address=f"127.0.0.1:{_closed_port()}")
+        dead = pb.PrefillCandidate(worker_id="dead", address="127.0.0.1:1")
         answer = await p.submit(request, 1, candidates=[dead, p.prefill.candidate])
         await p.router.done(answer)
         assert_right(request, answer)
@@ -27,7 +26,7 @@ async def test_the_next_candidate_takes_over(redis_url: str) -> None:
 
 async def test_without_another_candidate_the_request_is_placed_anew(redis_url: str) -> None:
     async with pair(redis_url) as p:
-        dead = pb.PrefillCandidate(worker_id="dead", address=f"127.0.0.1:{_closed_port()}")
+        dead = pb.PrefillCandidate(worker_id="dead", address="127.0.0.1:1")
         answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[dead])
         await p.router.done(answer)
         assert answer.refusal is not None
@@ -219,9 +218,3 @@ async def test_an_unexpected_error_keeps_no_pages(
         assert "a bug" in answer.refusal.message
         p.transfer_gate.set()
         await p.balanced()
-
-
-def _closed_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
