@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.blocks import blocks_for, extend_hashes, hash_root
 from cpd.colocation import Mode
 from engine.batch import SampleRow
 from engine.config import load_config
@@ -146,6 +146,26 @@ def test_a_copied_page_continues_alike(load: Load, directory: Path) -> None:
     for _ in range(8):
         pager.step([(first, 1), (second, 1)])
     assert first.output == second.output
+
+
+def test_pages_that_went_to_pinned_memory_come_back(load: Load, directory: Path) -> None:
+    """Eight prompts, each twice, of which the pool holds seven."""
+    root, comings = hash_root(b"model"), []
+    for number in range(16):
+        tokens = prompt_of(900, seed=number % 8)
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        request = Request(f"r{number}", tokens, len(tokens), params, root, extend_hashes(root, tokens))
+        comings.append(Arrival(request, 60 * number, -1, None))
+    runner = load(directory, "float32")
+    assert 7 * blocks_for(904) <= runner.num_pages < 8 * blocks_for(904)
+    host = runner.host_memory(8 * blocks_for(904) * runner.page_bytes, checksums=True)
+    outputs = serve(runner, "mixed", comings, LONGEST, host)
+    cached = [outputs[arrival.request.id, 0][0].cached_tokens for arrival in comings]
+    assert cached[:8] == [0] * 8
+    assert min(cached[8:]) > 800
+    for arrival in comings[8:]:
+        tokens = [token for output in outputs[arrival.request.id, 0] for token in output.token_ids]
+        assert_follows(directory, arrival.request.token_ids, tokens, 1e-3)
 
 
 # What needs Green Contexts comes last: the others have been answered if a driver fails there.

@@ -2,18 +2,22 @@
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from cpd.blocks import BLOCK_SIZE
+from engine.batch import SampleRow
 from engine.cuda.graphs import graph_sizes
 from engine.ops import make_ops
 from engine.ops.base import DeviceBatch, Heads
 from engine.ops.flashinfer_ops import FlashInferOps, PageBuffer
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_ops import TritonOps
+from engine.sampling import Sampler
+from engine.types import SamplingParams
 from tests.engine.ops.test_triton_ops import (
     ops,
     test_norms_equal_torch,
@@ -123,3 +127,30 @@ def test_what_flashinfer_cannot_do_is_left_to_torch() -> None:
     for dtype, dim in ((torch.float32, 128), (torch.bfloat16, 40)):
         made = make_ops(torch.device("cuda"), dtype, Heads(4, 2, dim))
         assert type(made) is TritonOps
+
+
+def test_the_device_chooses_the_tokens_that_a_cpu_does() -> None:
+    """Also after a migration from one to the other: the noise is the same numbers on both."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_k=40),
+        SamplingParams(temperature=1.3, top_p=0.9, min_p=0.01),
+        SamplingParams(temperature=0.9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
+        SamplingParams(temperature=0.0, min_tokens=99, stop_token_ids=frozenset([2]), logit_bias={7: 3.0}),
+        SamplingParams(temperature=1.0, top_logprobs=4),
+    ]
+    vocab_size, tokens = 50_000, np.random.default_rng(0).integers(50_000, size=90, dtype=np.int32)
+    rows = [
+        SampleRow(
+            row, replace(kinds[row % len(kinds)], seed=row**9), row % 3, 50 + row % 40, tokens[: 50 + row % 40], 30
+        )
+        for row in range(84)
+    ]
+    logits = 3 * torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(0))
+    wanted = Sampler(vocab_size).sample(logits.clone(), rows)
+    got = Sampler(vocab_size, "cuda").sample(logits.cuda(), rows)
+    assert [one.token_id for one in got] == [one.token_id for one in wanted]
+    for here, there in zip(got, wanted, strict=True):
+        if here.logprobs is not None and there.logprobs is not None:
+            assert here.logprobs.logprob == pytest.approx(there.logprobs.logprob, abs=1e-4)
