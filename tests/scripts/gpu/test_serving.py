@@ -131,6 +131,7 @@ def test_the_engine_is_compared_with_transformers(report: Report, monkeypatch: p
     own, theirs = (found[f"Qwen3-4B: 3 x 20 + 6, {name}"].value for name in ("engine", "transformers"))
     assert own is not None
     assert theirs is not None
+    assert found["Qwen3-4B: 3 x 20 + 6, transformers"].note.endswith("sdpa")
     ratio = found["Qwen3-4B: engine / transformers, throughput"]
     assert ratio.value == pytest.approx(own / theirs)
     assert ratio.target == transformers_batching.MIN_GAIN
