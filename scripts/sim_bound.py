@@ -17,6 +17,7 @@ from cpd.blocks import BLOCK_SIZE
 from cpd.perfmodel import PerfModel, Profile, Work
 from engine.simulated import SimulatedRunner, VirtualTime
 from sim.settings import CompareSettings
+from sim.work import DECODES, PROMPTS, decodes_s, prompts_s
 from sim.worker import VOCAB_SIZE
 from sim.workload import Mix
 
@@ -43,17 +44,9 @@ def needs(settings: CompareSettings, model: PerfModel, rate: float) -> Iterator[
             if settings.warmup <= due_s <= end_s:
                 prompt = Work(tokens - cached, pairs=Work.prefill(tokens - cached, cached).pairs)
                 decode = Work.decode(1, tokens + turn.output_len // 2)
-                yield _more_s(model, _PROMPTS, prompt), turn.output_len * _more_s(model, _DECODES, decode)
+                yield prompts_s(model, prompt), turn.output_len * decodes_s(model, decode)
             before = known = tokens + turn.output_len
             due_s += turn.output_len * TOKEN_S
-
-
-_PROMPTS, _DECODES = Work.prefill(8192), Work.decode(2, 1000)
-
-
-def _more_s(model: PerfModel, batch: Work, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
-    """What it adds to a batch."""
-    return (model.step_ms(batch + work, share, beside) - model.step_ms(batch, share, beside)) / 1e3
 
 
 def modes(model: PerfModel, *, lanes: bool) -> list[Mode]:
@@ -62,8 +55,8 @@ def modes(model: PerfModel, *, lanes: bool) -> list[Mode]:
     prompt, decode = Work(1024), Work.decode(1, 4096)
     for split in SimulatedRunner(1, model, VirtualTime(), VOCAB_SIZE).splits if lanes else ():
         shares = split.shares
-        prompts = _more_s(model, _PROMPTS, prompt) / _more_s(model, _PROMPTS, prompt, shares.prefill, _DECODES)
-        decodes = _more_s(model, _DECODES, decode) / _more_s(model, _DECODES, decode, shares.decode, _PROMPTS)
+        prompts = prompts_s(model, prompt) / prompts_s(model, prompt, shares.prefill, DECODES)
+        decodes = decodes_s(model, decode) / decodes_s(model, decode, shares.decode, PROMPTS)
         found.append((prompts, decodes))
     return found
 

@@ -31,13 +31,15 @@ class Outcome:
     Attributes:
         records: Of the measured requests.
         good: How many of them met both targets.
-        imbalance: Requests on the combined worker with most, on average over time, to the mean of all.
+        work_imbalance: Device time of what the worker with most computed (see `sim/work.py`), to the mean of all.
+        imbalance: Requests on the combined worker with most, on average over time, to their mean.
         step_imbalance: The same of how long their decode steps take; none takes no time.
         passed_s: Virtual time from the first session to the end.
     """
 
     records: list[Record]
     good: int
+    work_imbalance: float
     imbalance: float
     step_imbalance: float
     passed_s: float
@@ -88,7 +90,7 @@ class SimCluster:
         prefill = [worker("prefill", number) for number in range(prefill_workers)]
         combined = [worker("combined", number) for number in range(settings.workers - prefill_workers)]
         self.workers = prefill + combined
-        self._loads = _Loads(combined, self._events, self._window)
+        self._loads = _Loads(self.workers, self._events, self._window)
         network_s = settings.network_ms / 1e3
         self._router = SimRouter(
             chosen.place,
@@ -134,6 +136,7 @@ class SimCluster:
         return Outcome(
             records=self._users.records,
             good=self._users.good,
+            work_imbalance=self._loads.work_imbalance(),
             imbalance=self._loads.imbalance(lambda load: load.running + load.waiting),
             step_imbalance=self._loads.imbalance(lambda load: load.step_ms),
             passed_s=self._events.now,
@@ -164,11 +167,15 @@ class SimCluster:
 
 
 class _Loads:
-    """What the combined workers report over the measured time."""
+    """What the workers do in the measured time, and what the combined ones report of it."""
 
-    def __init__(self, combined: Sequence[SimWorker], events: Events, window: Window) -> None:
+    def __init__(self, workers: Sequence[SimWorker], events: Events, window: Window) -> None:
         self._events = events
         self._window = window
+        self._work_s: list[list[float]] = []  # of each worker, at the measured time's start and end
+        for time_s in (window.start_s, window.end_s):
+            events.at(time_s, lambda: self._work_s.append([one.device_s for one in workers]))
+        combined = [one for one in workers if one.role == "combined"]
         self._reports: dict[str, list[tuple[float, pb.Load]]] = {one.id: [(0.0, pb.Load())] for one in combined}
 
     def reported(self, worker: SimWorker, load: pb.Load) -> None:
@@ -176,6 +183,11 @@ class _Loads:
         now = self._events.now
         if worker.id in self._reports and now in self._window:
             self._reports[worker.id].append((now, load))
+
+    def work_imbalance(self) -> float:
+        """See `Outcome`."""
+        start_s, end_s = self._work_s
+        return _imbalance([after - before for before, after in zip(start_s, end_s, strict=True)])
 
     def imbalance(self, figure: Callable[[pb.Load], float]) -> float:
         """The largest of a figure's averages over time, to their mean."""
@@ -186,8 +198,12 @@ class _Loads:
             )
             for reports in self._reports.values()
         ]
-        mean = sum(sums) / len(sums)
-        return max(sums) / mean if mean else 1.0
+        return _imbalance(sums)
+
+
+def _imbalance(figures: Sequence[float]) -> float:
+    mean = sum(figures) / len(figures)
+    return max(figures) / mean if mean else 1.0
 
 
 def _decode_sides(

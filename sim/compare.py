@@ -35,7 +35,7 @@ class Row(BaseModel):
         max_rate: Rate of the workload, in requests a second; None: not even the lowest one that was tried.
         too_much: The lowest rate that it does not sustain.
         requests_per_s: Measured requests that came at the highest rate: fewer, while sessions are still young.
-        imbalance, step_imbalance: See `sim.cluster.Outcome`.
+        work_imbalance, imbalance, step_imbalance: See `sim.cluster.Outcome`.
     """
 
     policy: PolicyName
@@ -49,6 +49,7 @@ class Row(BaseModel):
     itl_p99_ms: float | None = None
     cached_token_rate: float | None = None
     remote_share: float | None = None
+    work_imbalance: float | None = None
     imbalance: float | None = None
     step_imbalance: float | None = None
 
@@ -144,16 +145,17 @@ def as_row(settings: CompareSettings, name: PolicyName, rate: float, outcome: Ou
         itl_p99_ms=summary.itl_ms.p99,
         cached_token_rate=summary.cached_token_rate,
         remote_share=sum(row.route == "remote" for row in rows) / len(rows) if rows else None,
+        work_imbalance=outcome.work_imbalance,
         imbalance=outcome.imbalance,
         step_imbalance=outcome.step_imbalance,
     )
 
 
-_COLUMNS = ("Long", "Policy", "Rate", "Ratio", "TTFT p99", "ITL p99", "Cached", "Remote", "Max/mean", "Of steps")
+_COLUMNS = ("Long", "Policy", "Rate", "Ratio", "TTFT p99", "ITL p99", "Cached", "Remote", "Work", "Requests", "Steps")
 _NOTE = (
     "Rate: the highest, in requests a second; ratio: to the first policy's. The rest is of the run at that rate, times "
-    "in ms; max/mean: requests on the combined worker with most, on average over time, to the mean of all; of steps: "
-    "the same of how long their decode steps take."
+    "in ms. The last three tell how uneven the load is, the most to the mean: of all workers' work (device time); of "
+    "requests, and of how long decode steps take, on average over time, of the combined ones."
 )
 
 
@@ -171,6 +173,7 @@ def _cells(found: Comparison) -> Iterator[list[str]]:
             number(row.itl_p99_ms),
             percent(row.cached_token_rate),
             percent(row.remote_share),
+            number(row.work_imbalance),
             number(row.imbalance),
             number(row.step_imbalance),
         ]

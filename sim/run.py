@@ -31,7 +31,11 @@ def run(settings: SimSettings) -> None:
         write_html([result], settings.html_file)
     console = Console()
     show(result, console)
-    console.print(f"Load imbalance of the combined workers (max/mean): {outcome.imbalance:.2f}")
+    work, requests, steps = outcome.work_imbalance, outcome.imbalance, outcome.step_imbalance
+    console.print(
+        f"Load, the most to the mean: {work:.2f} of the workers' work (device time); of the combined ones "
+        f"{requests:.2f} of their requests, {steps:.2f} of how long their decode steps take"
+    )
 
 
 def as_result(settings: SimSettings, outcome: Outcome) -> Result:

@@ -25,6 +25,7 @@ from engine.quiet import QuietRun
 from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline
 from engine.types import CacheEvent, StepOutput
 from sim.events import Events
+from sim.work import decodes_s, prompts_s
 from worker.load import INTERVAL_S, load_from_stats
 
 Command = Callable[[Engine], object]
@@ -109,6 +110,12 @@ class SimWorker:
         self._runs = 0
         self._idle = True
         self._reported_s = -INTERVAL_S
+
+    @property
+    def device_s(self) -> float:
+        """Device time of all it has computed (see `sim/work.py`)."""
+        prompts, decodes = self._runner.computed
+        return prompts_s(self.model, prompts) + decodes_s(self.model, decodes)
 
     def do(self, command: Command) -> None:
         """Runs `command` between two steps, as soon as possible."""
@@ -202,7 +209,7 @@ class SimWorker:
         self._run, self._ends_s = None, []
         self._runs += 1
         self._clock.time_s = ends_s[-1]
-        self._runner.jump(self._aside_ends_s[steps - 1])
+        self._runner.jump(run.work, steps, self._aside_ends_s[steps - 1])
         ms = [1e3 * (end_s - start_s) for start_s, end_s in pairwise([self._starts_s, *ends_s])]
         self.on_run(self.engine.fast_forward(ms, run), ends_s)
         self._passed()

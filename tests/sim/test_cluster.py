@@ -7,6 +7,7 @@ from cpd.errors import ConfigError
 from cpd.perfmodel import Work
 from sim.cluster import SimCluster
 from sim.policies import PolicyName
+from sim.work import decodes_s, prompts_s
 from sim.workload import Session, Turn, Workload, make_workload
 from tests.sim.clusters import MODEL, NETWORK_MS, one_turn, prompt, settings, simulate
 
@@ -161,6 +162,17 @@ def test_requests_may_be_even_where_their_steps_are_not() -> None:
     assert outcome.imbalance == pytest.approx(1.0, abs=0.02)
     long, short = (MODEL.step_ms(Work.decode(1, length)) for length in (30_500, 700))
     assert outcome.step_imbalance == pytest.approx(2 * long / (long + short), abs=0.02)
+
+
+def test_the_work_of_a_worker_is_that_of_its_prompts_and_decodes() -> None:
+    sessions = [one_turn(0.0, prompt(length, length), 50) for length in (3_000, 300)]
+    outcome, cluster = simulate("aggregated", *sessions, duration=2.0)
+    work_s = [
+        prompts_s(MODEL, Work.prefill(length)) + decodes_s(MODEL, Work.decode(49, 49 * (length + 25)))
+        for length in (3_000, 300)
+    ]
+    assert sorted(worker.device_s for worker in cluster.workers) == pytest.approx(sorted(work_s), rel=0.01)
+    assert outcome.work_imbalance == pytest.approx(2 * work_s[0] / sum(work_s), rel=0.01)
 
 
 def test_an_overload_is_seen_early() -> None:

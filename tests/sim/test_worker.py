@@ -17,24 +17,25 @@ from sim.workload import make_workload
 from tests.sim.clusters import MODEL, prompt, settings
 
 
-def _simulate(policy: PolicyName) -> Outcome:
+def _simulate(policy: PolicyName) -> tuple[Outcome, list[float]]:
     shape = settings(workers=3, duration=4.0, num_pages=8_000)
     cluster = SimCluster(shape, policy, make_workload(shape, 12.0))
     outcome = cluster.run()
     for worker in cluster.workers:
         worker.engine.check_integrity()
-    return outcome
+    return outcome, [worker.device_s for worker in cluster.workers]
 
 
 @pytest.mark.parametrize("policy", ["cpd", "aggregated", "static-pd"])
 def test_steps_at_once_and_one_by_one_have_the_same_results(policy: PolicyName) -> None:
     with patch.object(Engine, "fast_forward", autospec=True, side_effect=Engine.fast_forward) as forward:
-        at_once = _simulate(policy)
+        at_once, work_s = _simulate(policy)
     with patch.object(Engine, "quiet_steps", PropertyMock(return_value=0)):
-        one_by_one = _simulate(policy)
+        one_by_one, work_one_by_one_s = _simulate(policy)
     assert sum(len(call.args[1]) for call in forward.call_args_list) > 500
     assert at_once.records == one_by_one.records
     assert at_once.imbalance == one_by_one.imbalance
+    assert work_s == pytest.approx(work_one_by_one_s, rel=0.02)  # the last steps may run yet
 
 
 def test_a_command_that_comes_out_of_another_one_waits_for_one_step() -> None:
