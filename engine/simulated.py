@@ -103,15 +103,9 @@ class SimulatedRunner:
         """
         return self._device.ahead(work, share)
 
-    def jump(self, work: Work, steps: int, end_s: float | None) -> None:
-        """So many steps ahead have been made, the first one of `work`; `end_s` is when the step on the other lane will
-        end."""
-        self._device.jump(work, steps, end_s)
-
-    @property
-    def computed(self) -> tuple[Work, Work]:
-        """In steps with prompts, and in those of decodes alone, so far; a step that runs is in it."""
-        return self._device.prompts, self._device.decodes
+    def jump(self, end_s: float | None) -> None:
+        """Steps ahead have been made; `end_s` is when the step on the other lane will end."""
+        self._device.jump(end_s)
 
 
 class SimulatedLane:
@@ -163,7 +157,6 @@ class _Device:
 
     def __init__(self, model: PerfModel, clock: VirtualTime, vocab_size: int) -> None:
         self.clock = clock
-        self.prompts = self.decodes = Work()
         self._model = model
         self._vocab_size = vocab_size
         self._running: list[_Step] = []
@@ -172,7 +165,6 @@ class _Device:
     def start(self, batch: Batch, share: float, before: _Step | None = None) -> _Step:
         """Begins a step now, or when the one `before` ends. At most one may run on another lane."""
         step = _Step(work_of(batch), share, [self._choose(row) for row in batch.samples], self.clock.time_s)
-        self._count(step.work)
         if before is not None:
             self._queued = before, step
         else:
@@ -191,10 +183,8 @@ class _Device:
             yield now, other_end_s if other else None
             work = Work.decode(work.seqs, work.context + work.seqs)
 
-    def jump(self, work: Work, steps: int, end_s: float | None) -> None:
+    def jump(self, end_s: float | None) -> None:
         """See `SimulatedRunner`."""
-        seqs = steps * work.seqs
-        self._count(Work.decode(seqs, steps * work.context + seqs * (steps - 1) // 2))
         if end_s is not None:
             (other,) = self._running
             other.end_s = end_s
@@ -209,12 +199,6 @@ class _Device:
         self._begin_queued()
         self._running.remove(step)
         return Ran(step.sampled, step.start_s, 1e3 * (step.end_s - step.start_s))
-
-    def _count(self, work: Work) -> None:
-        if work.is_decode:
-            self.decodes += work
-        else:
-            self.prompts += work
 
     def _begin(self, step: _Step) -> None:
         now = step.start_s

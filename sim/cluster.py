@@ -34,7 +34,6 @@ class Outcome:
         work_imbalance: Device time of what the worker with most computed (see `sim/work.py`), to the mean of all.
         imbalance: Requests on the combined worker with most, on average over time, to their mean.
         step_imbalance: The same of how long their decode steps take; none takes no time.
-        passed_s: Virtual time from the first session to the end.
     """
 
     records: list[Record]
@@ -42,7 +41,6 @@ class Outcome:
     work_imbalance: float
     imbalance: float
     step_imbalance: float
-    passed_s: float
 
 
 class SimCluster:
@@ -139,7 +137,6 @@ class SimCluster:
             work_imbalance=self._loads.work_imbalance(),
             imbalance=self._loads.imbalance(lambda load: load.running + load.waiting),
             step_imbalance=self._loads.imbalance(lambda load: load.step_ms),
-            passed_s=self._events.now,
         )
 
     @property

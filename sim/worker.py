@@ -18,10 +18,13 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from cpd.colocation import Colocation, Mode
-from cpd.perfmodel import PerfModel
+from cpd.perfmodel import PerfModel, Work
 from cpd.rpc import cpd_pb2 as pb
+from engine.batch import Batch
 from engine.engine import Engine
+from engine.plan import Plan
 from engine.quiet import QuietRun
+from engine.sequence import SeqTable
 from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline
 from engine.types import CacheEvent, StepOutput
 from sim.events import Events
@@ -93,7 +96,7 @@ class SimWorker:
             colocation=colocation,
             max_num_seqs=max_num_seqs,
             max_queue_tokens=max_queue_tokens,
-            build=outline,
+            build=self._build,
         )
         self.on_begin: Callable[[StepOutput], None] = lambda output: None
         self.on_output: Callable[[StepOutput], None] = lambda output: None
@@ -110,12 +113,12 @@ class SimWorker:
         self._runs = 0
         self._idle = True
         self._reported_s = -INTERVAL_S
+        self._prompts = self._decodes = Work()  # of all steps with prompts, and with decodes alone
 
     @property
     def device_s(self) -> float:
-        """Device time of all it has computed (see `sim/work.py`)."""
-        prompts, decodes = self._runner.computed
-        return prompts_s(self.model, prompts) + decodes_s(self.model, decodes)
+        """Device time of all that it has begun to compute (see `sim/work.py`)."""
+        return prompts_s(self.model, self._prompts) + decodes_s(self.model, self._decodes)
 
     def do(self, command: Command) -> None:
         """Runs `command` between two steps, as soon as possible."""
@@ -130,6 +133,14 @@ class SimWorker:
                 self._attempts.append(attempt)
 
         self.do(first)
+
+    def _build(self, plan: Plan, table: SeqTable) -> Batch:
+        work = plan.work
+        if work.is_decode:
+            self._decodes += work
+        else:
+            self._prompts += work
+        return outline(plan, table)
 
     def _wake(self) -> None:
         if not self._passing:
@@ -209,7 +220,9 @@ class SimWorker:
         self._run, self._ends_s = None, []
         self._runs += 1
         self._clock.time_s = ends_s[-1]
-        self._runner.jump(run.work, steps, self._aside_ends_s[steps - 1])
+        self._runner.jump(self._aside_ends_s[steps - 1])
+        seqs = steps * run.work.seqs
+        self._decodes += Work.decode(seqs, steps * run.work.context + seqs * (steps - 1) // 2)
         ms = [1e3 * (end_s - start_s) for start_s, end_s in pairwise([self._starts_s, *ends_s])]
         self.on_run(self.engine.fast_forward(ms, run), ends_s)
         self._passed()
