@@ -27,6 +27,9 @@ NOMINAL = PerfModel(
 LATE_MS = 50.0
 """A first token that was predicted for now and comes so much later is twice as late as it should be."""
 
+LEAST_MS = 1e-3
+"""Steps take so long at least, where speeds are compared: simulated ones may take no time."""
+
 NOTHING_KNOWN = Beside(Colocation(NOMINAL))
 
 
@@ -118,6 +121,16 @@ class Candidate:
     def token_ms(self) -> float:
         """Of computing one token of a long prompt."""
         return self.beside.token_ms
+
+    @cached_property
+    def lone_ms(self) -> float:
+        """A decode step with one stream."""
+        return self.beside.step_ms(Work.decode(1, 1))
+
+    @property
+    def speed(self) -> float:
+        """Of decoding, to be compared with that of others."""
+        return 1 / max(self.lone_ms, LEAST_MS)
 
     def grown_ms(self, context: int, streams: int = 1) -> float:
         """A decode step when all requests decode, and some more streams of so many tokens each."""

@@ -13,9 +13,11 @@ others, summed up:
     misses        a broken promise (`--slo-ttft`, `--slo-itl`), own or others', counts far more than delays do
     memory        pages that come to a worker displace what may be wanted again, and is computed then beside the streams
                   there, or comes back from host memory; without room the request waits
+    uneven load   a worker that has more than its part of all requests gets another one only for a reason
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -44,6 +46,12 @@ BROKEN = 50.0
 SAFE = 0.8
 """A promise is safe up to this part of its limit, as predicted, and counts as broken at the limit. In between it counts
 in part: predictions are a little off, and more streams come."""
+
+EVEN = 1.1
+"""A worker has its part of the requests up to so many times what its speed says."""
+
+FEW = 2
+"""Or up to so many: of fewer, being even says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +133,18 @@ class Held(NamedTuple):
 
 
 class Request:
-    """A prompt to place, and what is known beside the workers."""
+    """A prompt to place among combined workers, and what is known beside them."""
 
-    def __init__(self, prompt: Prompt, cached: Prefixes, settings: PolicySettings, now: float) -> None:
+    def __init__(
+        self, prompt: Prompt, combined: Sequence[Candidate], cached: Prefixes, settings: PolicySettings, now: float
+    ) -> None:
         self.prompt = prompt
         self.settings = settings
         self.now = now
         self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
         self.together = min(prompt.output_tokens, COMPANY)
+        requests = prompt.choices + sum([worker.requests for worker in combined])
+        self._even = EVEN * requests / sum([worker.speed for worker in combined])
         self._cached = cached
         self._nothing = Held(0, 0, 0.0, blocks_for(prompt.tokens))
         self._held: dict[str, Held] = {}
@@ -183,8 +195,22 @@ class Request:
             max(worker.queue_ms(self.now), worker.seats_ms(self.prompt.choices, EXPECTED_OUTPUT))
             + held.copy_ms
             + (self.prompt.tokens - held.tokens) * _computing_ms(worker)
-            + self.together * worker.stream_ms
+            + self.guess_decode_ms(worker)
         )
+
+    def guess_decode_ms(self, worker: Candidate) -> float:
+        """Roughly, what its decode costs there."""
+        return self.together * worker.stream_ms + self.uneven_ms(worker)
+
+    def uneven_ms(self, worker: Candidate) -> float:
+        """What it counts that the worker has more than its part, with this one: for each request too many, what a lone
+        stream waits.
+
+        It stands for what can't be predicted: how long streams and their sessions will be, and how many of them a
+        worker's end would cut off.
+        """
+        part = max(FEW, self._even * worker.speed)
+        return max(0.0, worker.requests + self.prompt.choices - part) * self.together * worker.lone_ms
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
         """What it counts that something takes so long; without a limit nothing."""
@@ -240,7 +266,7 @@ class Decode:
         missed_ms = request.missed_ms(self._itl_ms, settings.slo_itl_ms)
         self._crowding_ms = others * (request.together * slower_ms + missed_ms)
         own_ms = prompt.choices * (request.together * self._itl_ms + missed_ms)
-        self.decode_ms = own_ms + self._crowding_ms + self._memory_ms()
+        self.decode_ms = own_ms + self._crowding_ms + self._memory_ms() + request.uneven_ms(worker)
 
     def local(self, source: Candidate | None = None, uncached: int | None = None) -> Option:
         """The prompt is computed here.

@@ -100,7 +100,7 @@ def place(
     """
     if not combined:
         return None
-    request = Request(prompt, cached, settings, now)
+    request = Request(prompt, combined, cached, settings, now)
     blocks = cached.cached
     warm = [one for one in combined if one.worker_id in blocks] if blocks else []
     decoders = _most_promising(request, combined, warm, rng)
@@ -167,7 +167,7 @@ def _most_promising(
     if len(workers) <= COMBINED_PREDICTED:
         return [Decode(request, worker) for worker in workers]
     local = _few(workers, COMBINED_PREDICTED, request.guess_local_ms, rng)
-    remote = _few(workers, COMBINED_PREDICTED, lambda one: one.stream_ms, rng)
+    remote = _few(workers, COMBINED_PREDICTED, request.guess_decode_ms, rng)
     most = _few(warm, WARM_PREDICTED, lambda one: -request.held(one).tokens, rng)
     return [Decode(request, worker) for worker in {one.worker_id: one for one in (*local, *remote, *most)}.values()]
 

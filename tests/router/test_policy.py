@@ -12,7 +12,7 @@ from cpd.colocation import Beside, Colocation, Mode
 from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
 from cpd.split import LaneSplit
 from router.candidate import Candidate
-from router.costs import PolicySettings, Prompt
+from router.costs import PolicySettings, Prompt, Request
 from router.index import Prefixes
 from router.policy import Placement, place
 
@@ -320,6 +320,39 @@ class TestPrefix:
         assert (_decode(placement), placement.route, placement.cached_at) == ("other", "local", self.HOME)
         assert placement.long_prefill_tokens > 64
         assert _place(1024, workers, [_worker("p")], {"home": 60}, long_prefill_tokens=63).route == "remote"
+
+
+class TestEvenness:
+    """A worker that has more than its part of all requests."""
+
+    OTHERS = tuple(_worker(f"w{i}", streams=20) for i in range(4))
+
+    @pytest.mark.parametrize(("streams", "blocks", "stays"), [(21, 20, True), (24, 20, False), (24, 400, True)])
+    def test_it_keeps_sessions_whose_cache_is_worth_more(self, streams: int, blocks: int, stays: bool) -> None:
+        workers = [_worker("home", streams=streams), *(replace(one, page_bytes=1 << 30) for one in self.OTHERS)]
+        placement = _place(blocks * BLOCK_SIZE + 16, workers, cached={"home": blocks})
+        assert (_decode(placement) == "home") == stays
+
+    @pytest.mark.parametrize(("streams", "goes"), [(21, True), (28, False)])
+    def test_it_gets_no_stream_because_prompts_make_those_elsewhere_a_little_slower(
+        self, streams: int, goes: bool
+    ) -> None:
+        workers = [_worker("calm", streams=streams), *(replace(one, stretch=1.3) for one in self.OTHERS)]
+        assert (_decode(_place(16, workers)) == "calm") == goes
+
+    @pytest.mark.parametrize("streams", [0, 1])
+    def test_among_few_it_does_not_matter(self, streams: int) -> None:
+        workers = [_worker("home", streams=streams), *(_worker(f"w{i}") for i in range(4))]
+        assert _decode(_place(32 * BLOCK_SIZE, workers, cached={"home": 30})) == "home"
+
+    @pytest.mark.parametrize(("streams", "cost"), [(19, False), (24, True)])
+    def test_the_part_of_a_faster_worker_is_larger(self, streams: int, cost: bool) -> None:
+        # three of five are for the one that needs two thirds of the time, and 1 in 10 more
+        slow = _worker("slow", beside=Beside(Colocation(MODEL), Work.decode(12, 12_000), slower=1.5), requests=12)
+        fast = _worker("fast", streams=streams)
+        request = Request(Prompt(16, 200), [fast, slow], Prefixes(), PolicySettings(), 0.0)
+        assert request.uneven_ms(slow) == 0
+        assert (request.uneven_ms(fast) > 0) == cost
 
 
 def test_a_stream_goes_where_prompts_make_steps_less_long() -> None:
