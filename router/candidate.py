@@ -127,7 +127,7 @@ class Candidate:
         """A decode step with one stream."""
         return self.beside.step_ms(Work.decode(1, 1))
 
-    @property
+    @cached_property
     def speed(self) -> float:
         """Of decoding, to be compared with that of others."""
         return 1 / max(self.lone_ms, LEAST_MS)

@@ -188,14 +188,13 @@ class Request:
         uncached = self.prompt.tokens - held.tokens
         return worker.queue_ms(self.now) + held.copy_ms + (1 + BEHIND) * uncached * worker.token_ms
 
-    def guess_local_ms(self, worker: Candidate) -> float:
-        """Roughly, the cost of a local option."""
+    def guess_prompt_ms(self, worker: Candidate) -> float:
+        """Roughly, what a local prompt costs there."""
         held = self.held(worker)
         return (
             max(worker.queue_ms(self.now), worker.seats_ms(self.prompt.choices, EXPECTED_OUTPUT))
             + held.copy_ms
             + (self.prompt.tokens - held.tokens) * _computing_ms(worker)
-            + self.guess_decode_ms(worker)
         )
 
     def guess_decode_ms(self, worker: Candidate) -> float:
@@ -209,8 +208,8 @@ class Request:
         It stands for what can't be predicted: how long streams and their sessions will be, and how many of them a
         worker's end would cut off.
         """
-        part = max(FEW, self._even * worker.speed)
-        return max(0.0, worker.requests + self.prompt.choices - part) * self.together * worker.lone_ms
+        too_many = worker.requests + self.prompt.choices - max(FEW, self._even * worker.speed)
+        return too_many * self.together * worker.lone_ms if too_many > 0 else 0.0
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
         """What it counts that something takes so long; without a limit nothing."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import nsmallest
 from math import inf
+from operator import add
 from random import Random
 
 from router.candidate import Candidate
@@ -104,10 +105,8 @@ def place(
     blocks = cached.cached
     warm = [one for one in combined if one.worker_id in blocks] if blocks else []
     decoders = _most_promising(request, combined, warm, rng)
-    helpers = [
-        Prefill(request, one)
-        for one in _few(prefill, PREFILL_PREDICTED, lambda one: request.guess_prefill_ms(one), rng)
-    ]
+    guesses = map(request.guess_prefill_ms, prefill)
+    helpers = [Prefill(request, one) for one in _few(prefill, PREFILL_PREDICTED, guesses, rng)]
     source = max(warm, key=lambda one: (request.held(one).tokens, -one.requests), default=None)
     if source is not None and helpers and not request.may_be_local(source):
         source = None
@@ -166,17 +165,18 @@ def _most_promising(
     """Those whose options are worth predicting; `warm` ones have some of the prompt cached."""
     if len(workers) <= COMBINED_PREDICTED:
         return [Decode(request, worker) for worker in workers]
-    local = _few(workers, COMBINED_PREDICTED, request.guess_local_ms, rng)
-    remote = _few(workers, COMBINED_PREDICTED, request.guess_decode_ms, rng)
-    most = _few(warm, WARM_PREDICTED, lambda one: -request.held(one).tokens, rng)
+    decode_ms = [request.guess_decode_ms(one) for one in workers]
+    local = _few(workers, COMBINED_PREDICTED, map(add, decode_ms, map(request.guess_prompt_ms, workers)), rng)
+    remote = _few(workers, COMBINED_PREDICTED, decode_ms, rng)
+    most = _few(warm, WARM_PREDICTED, [-request.held(one).tokens for one in warm], rng)
     return [Decode(request, worker) for worker in {one.worker_id: one for one in (*local, *remote, *most)}.values()]
 
 
-def _few(workers: Sequence[Candidate], count: int, guess: Callable[[Candidate], float], rng: Random) -> list[Candidate]:
-    """The workers with the least guesses."""
+def _few(workers: Sequence[Candidate], count: int, guesses: Iterable[float], rng: Random) -> list[Candidate]:
+    """The workers with the least guesses, which are in the order of the workers."""
     if len(workers) <= count:
         return list(workers)
-    ranked = nsmallest(count, ((guess(worker), rng.random(), index) for index, worker in enumerate(workers)))
+    ranked = nsmallest(count, ((guess, rng.random(), index) for index, guess in enumerate(guesses)))
     return [workers[index] for _, _, index in ranked]
 
 
