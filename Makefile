@@ -3,21 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RETRY := --reruns 1 --rerun-show-tracebacks
 
 .PHONY: up test faults lint venv rpc
 
 up: venv
 	$(BIN)/cpd up $(ARGS)
 
-# Real processes share the cores with whatever else runs: a test that fails gets one more try, and the summary says so.
+# Real processes share the cores with whatever else runs: a test that fails gets one more try, and the summary says so and why.
 test: lint
-	$(BIN)/python -m pytest --reruns 1
+	$(BIN)/python -m pytest $(RETRY)
 	@# NIXL and ucxx each bring a UCX of their own, and a process that has both crashes.
-	$(BIN)/python -m pytest --reruns 1 -m nixl tests/kvtransfer
+	$(BIN)/python -m pytest $(RETRY) -m nixl tests/kvtransfer
 
 # Every fault to every process, Redis and the network, in every phase of a request. As root, links are cut, too.
 faults: venv
-	$(BIN)/python -m pytest --reruns 1 -m "faults or not faults" tests/faults/test_matrix.py
+	$(BIN)/python -m pytest $(RETRY) -m "faults or not faults" tests/faults/test_matrix.py
 
 lint: venv
 	$(BIN)/ruff format --check .
