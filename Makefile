@@ -10,7 +10,7 @@ RETRY := --reruns 1 --rerun-show-tracebacks
 up: venv
 	$(BIN)/cpd up $(ARGS)
 
-# Real processes share the cores with whatever else runs: a test that fails gets another try; the summary says so and why.
+# Real processes share the cores with whatever else runs: who fails gets another try, and the summary says so and why.
 test: lint
 	$(BIN)/python -m pytest $(RETRY)
 	@# NIXL and ucxx each bring a UCX of their own, and a process that has both crashes.

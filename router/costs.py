@@ -48,10 +48,10 @@ SAFE = 0.8
 in part: predictions are a little off, and more streams come."""
 
 EVEN = 1.1
-"""A worker has its part of the requests up to so many times what its speed says."""
+"""A worker with up to so many times its part of all requests, by its speed, has not too many."""
 
 FEW = 2
-"""Or up to so many: of fewer, being even says nothing."""
+"""Nor has one with so few: then being even says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Request:
         self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
         self.together = min(prompt.output_tokens, COMPANY)
         requests = prompt.choices + sum([worker.requests for worker in combined])
-        self._even = EVEN * requests / sum([worker.speed for worker in combined])
+        self._requests_per_speed = EVEN * requests / sum([worker.speed for worker in combined])
         self._cached = cached
         self._nothing = Held(0, 0, 0.0, blocks_for(prompt.tokens))
         self._held: dict[str, Held] = {}
@@ -202,13 +202,12 @@ class Request:
         return self.together * worker.stream_ms + self.uneven_ms(worker)
 
     def uneven_ms(self, worker: Candidate) -> float:
-        """What it counts that the worker has more than its part, with this one: for each request too many, what a lone
-        stream waits.
+        """What it counts that the worker has too many, with this one: for each of those, what a lone stream waits.
 
         It stands for what can't be predicted: how long streams and their sessions will be, and how many of them a
         worker's end would cut off.
         """
-        too_many = worker.requests + self.prompt.choices - max(FEW, self._even * worker.speed)
+        too_many = worker.requests + self.prompt.choices - max(FEW, self._requests_per_speed * worker.speed)
         return too_many * self.together * worker.lone_ms if too_many > 0 else 0.0
 
     def missed_ms(self, ms: float, limit_ms: float) -> float:
