@@ -40,18 +40,22 @@ def resolve_model(model: str) -> Path:
     return _download(model)
 
 
-def check_model(directory: Path, settings: ClusterSettings) -> None:
+def check_model(directory: Path, settings: ClusterSettings) -> str:
     """As `inspect_model`, in a process of its own: this one needs no torch.
+
+    Returns:
+        The device to run on.
 
     Raises:
         CheckpointError: The checkpoint can't be served with these settings; the message says why.
     """
     asked = settings.model_dump_json(include=_ASKED)
     command = [sys.executable, "-P", "-m", "deploy.model", str(directory), asked]
-    check = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    check = subprocess.run(command, capture_output=True, text=True)
     if check.returncode:
         lines = check.stderr.strip().splitlines() or ["the check of the checkpoint failed"]
         raise CheckpointError(lines[-1].removeprefix("error: "))
+    return check.stdout.split()[-1]
 
 
 def _download(repository: str) -> Path:
@@ -85,18 +89,23 @@ def _download(repository: str) -> Path:
         ) from None
 
 
-def inspect_model(directory: Path, settings: ClusterSettings) -> None:
+def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     """Reads configuration, tensor headers, tokenizer and chat template, no weights; simulated workers need no tensors.
 
     A local Ray's workers will have this machine, of which their device and its memory are known, too.
 
+    Returns:
+        The device to run on: of a local Ray's workers `cpu` or `cuda`, else as the settings say.
+
     Raises:
         CPDError: The checkpoint can't be served with these settings.
     """
+    import torch
+
     from engine.config import load_config
+    from engine.device import resolve_device
     from engine.fit import count_slots, fit
     from engine.memory import check_memory
-    from engine.runner import resolve_device
     from engine.weights import Checkpoint
     from router.checkpoint import load_checkpoint
     from simulated_workers.engine import count_pages
@@ -106,7 +115,7 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> None:
     config = load_config(directory)
     if settings.simulate:
         count_pages(settings, read_profile(settings.simulate), config)
-        return
+        return "cpu"
     with Checkpoint(directory) as checkpoint:
         fitted = fit(
             config,
@@ -117,14 +126,17 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> None:
         )
     if settings.host_kv_memory:
         count_slots(settings.host_kv_memory, fitted.page_bytes)
-    if not settings.ray_address:
-        device = resolve_device(settings.device)
-        workers = settings.prefill + settings.combined if device.type == "cpu" else 1  # Ray says how many share a GPU
-        check_memory(device, fitted.weight_bytes, settings.kv_bytes, workers)
+    if settings.ray_address:
+        return settings.device
+    device = resolve_device(settings.device)
+    workers = settings.prefill + settings.combined
+    sharing = -(-workers // torch.cuda.device_count()) if device.type == "cuda" else workers
+    check_memory(device, fitted.weight_bytes, settings.kv_bytes, sharing)
+    return device.type
 
 
 if __name__ == "__main__":
     try:
-        inspect_model(Path(sys.argv[1]), ClusterSettings.load(json.loads(sys.argv[2])))
+        sys.stdout.write(inspect_model(Path(sys.argv[1]), ClusterSettings.load(json.loads(sys.argv[2]))))
     except CPDError as error:
         sys.exit(f"error: {error}")

@@ -32,7 +32,7 @@ def gpu_share(device: str, workers: int, gpus: float) -> float:
     if device == "cpu" or (device == "auto" and gpus < 1):
         return 0.0
     if gpus < 1:
-        raise ConfigError("--device cuda: Ray finds no GPU here; use --device cpu")
+        raise ConfigError("--device cuda: Ray finds no GPU, as `nvidia-smi` would; use --device cpu to go without")
     return 1 / -(-workers // int(gpus))
 
 

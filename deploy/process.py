@@ -10,6 +10,7 @@ come over its standard error. One thread owns the child; it runs on the child's 
 import contextlib
 import logging
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -35,6 +36,7 @@ class ProcessState:
     """What the supervisor knows about its child.
 
     Attributes:
+        host: Where it is.
         pid: Of the running child, None between two.
         starts: How often it was started.
         error: The sentence with which the last child that ended refused to start (`error: …`, exit code 1).
@@ -43,6 +45,7 @@ class ProcessState:
         next_line: Number of the line that comes next.
     """
 
+    host: str
     pid: int | None
     starts: int
     error: str | None
@@ -90,6 +93,7 @@ class Supervised:
                 from_line = 0
             child, kept_from = self._child, self._lines_seen - len(self._lines)
             return ProcessState(
+                host=socket.gethostname(),
                 pid=child.pid if child else None,
                 starts=self._starts,
                 error=self._error,

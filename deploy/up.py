@@ -104,7 +104,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     if settings.simulate:
         read_profile(settings.simulate)
     with console.status(f"Checking {directory}"):
-        check_model(directory, settings)
+        device = check_model(directory, settings)
     if settings.simulate:
         console.print(NOTICE)
     is_id = not Path(settings.model).expanduser().is_dir()
@@ -115,7 +115,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
             "profile": settings.profile and settings.profile.resolve(),
             "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
             "simulate": absolute(settings.simulate),
-            "device": "cpu" if settings.simulate else settings.device,
+            "device": device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
             "cluster_token": settings.cluster_token if settings.cluster_token else SecretStr(secrets.token_urlsafe(32)),
         }
@@ -126,14 +126,16 @@ def _launch(settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack
     """Starts or joins Ray and places the processes there, until `stack` unwinds."""
     namespace = f"cpd-{settings.cluster}"
     if ray_dir:
-        specs = processes(settings, LOOPBACK)
-        session = stack.enter_context(local_ray(namespace, f"{ray_dir}/ray", local_resources(specs)))
+        resources = local_resources(processes(settings, LOOPBACK))
+        session = stack.enter_context(local_ray(namespace, f"{ray_dir}/ray", resources))
     else:
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
         _check_hosts(session.hosts, settings.host, embedded)
-        specs = processes(settings, LOOPBACK if session.hosts == 1 else settings.host)
     _interrupt_on_signals()  # Ray has put its own handlers in place
     share = gpu_share(settings.device, settings.combined + settings.prefill, session.gpus)
+    # Whoever has a GPU and can't use it is to say so, and not to compute on the CPU instead.
+    settings = settings.model_copy(update={"device": "cuda" if share else "cpu"})
+    specs = processes(settings, LOOPBACK if session.hosts == 1 else settings.host)
     demands = bundles(specs, session.resources, share)
     return stack.enter_context(launched(specs, demands, cores_apart=not share))
 
@@ -171,7 +173,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
                 elif time.monotonic() - last_seen[spec.name] > _SUPERVISOR_S:
                     raise CPDError(f"Ray has not started the supervisor of {spec.name} within {_SUPERVISOR_S:.0f} s")
                 if process and process.error:
-                    raise CPDError(process.error)
+                    raise CPDError(f"{spec.name} on {process.host}: {process.error}")
                 ready = process is not None and spec.has_leases(process.pid, pids)
                 waiting += not ready
                 progress.show(spec.name, process, ready)

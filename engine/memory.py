@@ -21,10 +21,13 @@ def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers
     available = available_memory(device)
     if available is not None and workers * (weight_bytes + kv_bytes) > available:
         gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
+        gpu = ""
+        if device.type == "cuda":
+            gpu = f" of the GPU, which has {torch.cuda.mem_get_info(device)[1] / 2**30:.1f} GiB"
         times, fewer = (f" for each of {workers} workers", ", start fewer workers") if workers > 1 else ("", "")
         raise ConfigError(
             f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB{times} do not fit into the {gib[2]} GiB of free "
-            f"memory; lower --kv-memory{fewer} or take a smaller model"
+            f"memory{gpu}; lower --kv-memory{fewer} or take a smaller model"
         )
 
 

@@ -13,6 +13,7 @@ from cpd.errors import ConfigError
 from engine.batch import Lane, Split
 from engine.config import load_config
 from engine.cpu_lanes import CallerLane, make_splits
+from engine.device import resolve_device
 from engine.fit import count_slots, fit
 from engine.host_memory import CpuHostMemory, TorchHostMemory
 from engine.memory import available_memory, check_memory
@@ -66,6 +67,7 @@ class TorchRunner:
         Raises:
             CheckpointError: The directory cannot be served.
             ConfigError: The settings do not fit the checkpoint or the machine.
+            RuntimeError: CUDA's own errors; see `engine.device.gpu_errors_said`.
         """
         config = load_config(model_dir)
         with Checkpoint(model_dir) as checkpoint:
@@ -97,23 +99,17 @@ class TorchRunner:
         if self._device.type == "cuda":
             from engine.cuda.setup import make_lanes
 
-            try:
-                pool = _zeros((self.num_pages + 1, *config.page_shape), torch_dtype, self._device)
-                self._cuda = make_lanes(
-                    model,
-                    ops,
-                    sampler,
-                    pool,
-                    max_model_len=config.max_model_len,
-                    most_decodes=max_num_seqs,
-                    split=lanes,
-                    on_progress=progress,
-                )
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    "the GPU's memory holds weights and KV pool, but not what computes beside them; lower --kv-memory "
-                    f"or --max-num-seqs ({error})"
-                ) from error
+            pool = _zeros((self.num_pages + 1, *config.page_shape), torch_dtype, self._device)
+            self._cuda = make_lanes(
+                model,
+                ops,
+                sampler,
+                pool,
+                max_model_len=config.max_model_len,
+                most_decodes=max_num_seqs,
+                split=lanes,
+                on_progress=progress,
+            )
             self.pool = pool[: self.num_pages]  # the last page is for the padding of captured decodes
             self.full, self.splits = self._cuda.full, self._cuda.splits
             self._copy_page = self._cuda.copies.copy
@@ -157,19 +153,6 @@ class TorchRunner:
 
     def _copy_on_cpu(self, source: int, target: int) -> None:
         self.pool[target].copy_(self.pool[source])
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of that name, or with `auto` a GPU if there is one.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda is not available here: torch finds no GPU; use --device cpu")
-    return torch.device(name)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from cpd.config import WorkerSettings
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
 from engine.cpu_lanes import own_cores, use_threads
+from engine.device import gpu_errors_said
 from engine.engine import Engine
 from engine.profile.about import about
 from engine.profile.rough import time_a_few_steps
@@ -20,6 +21,7 @@ from worker.node import Loaded
 log = logging.getLogger(__name__)
 
 
+@gpu_errors_said()
 def load_engine(settings: WorkerSettings) -> Loaded:
     """Loads the model. To be called on the thread that will run the engine.
 

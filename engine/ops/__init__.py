@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 _CANNOT_BUILD = (ImportError, OSError, RuntimeError, subprocess.SubprocessError)
 """What Triton and FlashInfer raise where a compiler, a driver or one of their parts is missing."""
 
+_GPU_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""RuntimeErrors, too, but no other back end helps against them."""
+
 
 def make_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_decodes: int = 1) -> Ops:
     """The fastest back end that works here.
@@ -40,6 +43,8 @@ def make_cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_d
     try:
         ops = TritonOps()
         ops.silu_mul(torch.zeros(1, 32, dtype=dtype, device=device))
+    except _GPU_ERRORS:
+        raise
     except _CANNOT_BUILD as error:
         log.warning("Triton does not work here, running on torch's own slower operations: %s", error)
         return TorchOps()
@@ -52,6 +57,8 @@ def make_cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_d
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         fastest = FlashInferOps(library, heads, dtype, device, sms, most_decodes)
         fastest.compile()
+    except _GPU_ERRORS:
+        raise
     except _CANNOT_BUILD as error:
         log.warning("FlashInfer does not work here, attention by torch, without CUDA graphs: %s", error)
         return ops

@@ -8,6 +8,7 @@ from cpd.errors import ConfigError
 from cpd.perffit import Sample, fit_profile
 from cpd.perfmodel import Profile
 from engine.cpu_lanes import own_cores, use_threads
+from engine.device import gpu_errors_said
 from engine.profile.about import about
 from engine.profile.budget import BudgetSweep, sweep_budget
 from engine.profile.lanes import measure_samples
@@ -20,6 +21,7 @@ QUICK_S, THOROUGH_S = 60.0, 240.0
 BUDGET_S = 60.0
 
 
+@gpu_errors_said()
 def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progress) -> tuple[Profile, list[Sample]]:
     """Measures a model on this device.
 
@@ -44,6 +46,7 @@ def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progres
         raise ConfigError(f"{error}; raise --max-num-seqs, --max-model-len or --kv-memory") from None
 
 
+@gpu_errors_said()
 def run_budget(settings: BudgetSettings, model_dir: Path, on_progress: Progress) -> BudgetSweep:
     """Sweeps the token budget of mixed batches.
 

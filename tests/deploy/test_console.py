@@ -10,7 +10,7 @@ from deploy.process import ProcessState
 
 
 def state(*lines: str, pid: int | None = 1) -> ProcessState:
-    return ProcessState(pid, starts=1, error=None, exit_code=None, lines=list(lines), next_line=len(lines))
+    return ProcessState("here", pid, starts=1, error=None, exit_code=None, lines=list(lines), next_line=len(lines))
 
 
 def test_log_lines_of_our_processes_are_understood() -> None:

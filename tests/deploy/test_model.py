@@ -39,8 +39,8 @@ def test_a_model_that_cannot_be_downloaded_is_refused(monkeypatch: pytest.Monkey
         resolve_model("cpd/not-there")
 
 
-def inspect(checkpoint: Path, **settings: Any) -> None:
-    inspect_model(checkpoint, ClusterSettings.load(settings))
+def inspect(checkpoint: Path, **settings: Any) -> str:
+    return inspect_model(checkpoint, ClusterSettings.load(settings))
 
 
 def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
@@ -95,14 +95,31 @@ def test_workers_of_one_machine_share_its_memory(checkpoint: Path, monkeypatch: 
         inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=2)
 
 
+def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10 << 30, 16 << 30))
+    assert inspect(checkpoint, kv_memory=4 << 30, prefill=0, combined=4) == "cuda"
+    with pytest.raises(
+        CPDError, match=r"for each of 3 workers .* 10.0 GiB of free memory of the GPU, which has 16.0 GiB"
+    ):
+        inspect(checkpoint, kv_memory=4 << 30, prefill=1, combined=4)
+
+
+def test_without_gpus_workers_are_on_the_cpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert inspect(checkpoint) == check_model(checkpoint, ClusterSettings.load({})) == "cpu"
+
+
 def test_what_other_machines_have_is_not_known_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    inspect(checkpoint, device="cuda", kv_memory=1 << 60, ray_address="10.0.0.5:6379")
+    assert inspect(checkpoint, device="cuda", kv_memory=1 << 60, ray_address="10.0.0.5:6379") == "cuda"
+    assert inspect(checkpoint, ray_address="10.0.0.5:6379") == "auto"
 
 
 def test_simulated_workers_need_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
-    check_model(checkpoint, ClusterSettings.load({"simulate": "instant", "device": "cuda"}))
+    assert check_model(checkpoint, ClusterSettings.load({"simulate": "instant", "device": "cuda"})) == "cpu"
 
 
 def test_a_sliding_window_in_effect_is_refused(checkpoint: Path) -> None:

@@ -80,6 +80,21 @@ def test_torchs_attention_where_flashinfer_cannot_be_built(
     assert "Ninja build failed" in caplog.text
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_gpu_that_is_full_or_broken_is_not_taken_for_a_missing_back_end(
+    kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise kind("CUDA")
+
+    monkeypatch.setattr(FlashInferOps, "prepare", refuse)
+    with pytest.raises(kind):
+        chosen()
+    monkeypatch.setattr(TritonOps, "silu_mul", refuse)
+    with pytest.raises(kind):
+        chosen()
+
+
 def test_torch_alone_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delattr(engine.ops, "triton_kernels")
     monkeypatch.setitem(sys.modules, "engine.ops.triton_kernels", None)
