@@ -199,7 +199,9 @@ def test_a_process_that_refuses_to_start_ends_the_command_with_its_sentence(comm
         other.listen()
         assert up.wait(UP_S) == 1
     last = command.errors().strip().splitlines()[-1]
-    assert last == f"error: router-0 on {socket.gethostname()}: can't listen on 127.0.0.1:{port}: Address already in use"
+    assert (
+        last == f"error: router-0 on {socket.gethostname()}: can't listen on 127.0.0.1:{port}: Address already in use"
+    )
     command.assert_nothing_is_left()
 
 
