@@ -12,8 +12,13 @@ _RUNS = 3
 _LONG_MS = 200.0
 """A step that takes longer runs once."""
 
-_CHUNKS = (1, 16, 64, 256)
-"""In longer ones attention counts, for which a rough profile has no number."""
+_CHUNKS = (1, 16, 64, 256, 1024, 4096)
+_SHORT = 256
+"""In longer chunks attention counts, for which a rough profile has no number. They are tried where a device is not at
+full speed yet: it would seem to compute any prompt in the time of reading the weights."""
+
+_FULL_SPEED = 0.75
+"""A device is at full speed when the time of a chunk has grown by this part of its tokens, since the chunk before."""
 
 _ENOUGH_MS = 100.0
 """A chunk that takes so long is the largest one that is tried."""
@@ -43,10 +48,17 @@ def time_a_few_steps(runner: Runner, max_len: int, **about: Any) -> Profile:
 def _cost(timer: StepTimer, steps: dict[int, Step]) -> StepCost:
     times: dict[int, float] = {}
     for tokens, step in steps.items():
+        if tokens > _SHORT and _at_full_speed(times):
+            break
         times[tokens] = _best_ms(timer, step)
         if times[tokens] > _ENOUGH_MS:
             break
     return StepCost(tokens=tuple(times), tokens_ms=tuple(accumulate(times.values(), max)))
+
+
+def _at_full_speed(times: dict[int, float]) -> bool:
+    (fewer, fewer_ms), (more, more_ms) = list(times.items())[-2:]
+    return more_ms / fewer_ms >= _FULL_SPEED * more / fewer
 
 
 def _best_ms(timer: StepTimer, step: Step) -> float:

@@ -1,7 +1,61 @@
-from cpd.perfmodel import PerfModel, Work
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from cpd.perfmodel import PerfModel, Profile, Work
+from engine.batch import Batch, Ran, Runner
 from engine.profile.rough import time_a_few_steps
 from engine.runner import TorchRunner
+from engine.simulated import work_of
 from tests.conftest import MakeCheckpoint
+
+H200 = Path(__file__).parents[3] / "profiles" / "h200-qwen3-8b.json"
+
+
+class FakeDevice:
+    """A runner, and its lane, whose steps take as long as a model says, and no time."""
+
+    def __init__(self, model: PerfModel) -> None:
+        self.num_pages = 4096
+        self.full = self
+        self.chunks: list[int] = []
+        self._model = model
+
+    def copy_page(self, source: int, target: int) -> None:
+        pass
+
+    def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        if not batch.num_decodes:
+            self.chunks.append(len(batch.token_ids))
+        self._work = work_of(batch)
+
+    def collect(self) -> Ran:
+        return Ran([], 0.0, self._model.step_ms(self._work))
+
+
+def rough(device: FakeDevice) -> PerfModel:
+    about: dict[str, Any] = {"device": "d", "model": "m"}
+    return PerfModel(time_a_few_steps(cast(Runner, device), 40_960, **about))
+
+
+def test_long_prompts_are_not_taken_to_be_quick_where_short_ones_only_wait_for_the_weights() -> None:
+    gpu = PerfModel(Profile.load(H200))
+    model = rough(FakeDevice(gpu))
+    for tokens in (512, 2048, 8192):
+        assert model.step_ms(Work.prefill(tokens)) == pytest.approx(gpu.step_ms(Work.prefill(tokens)), rel=0.25)
+
+
+def test_a_device_that_short_prompts_bring_to_full_speed_is_not_kept_busy_with_long_ones() -> None:
+    cost = {"tokens": (1, 4096), "tokens_ms": (0.1, 409.6)}
+    shares = ({"share": 1, "decode": cost, "prefill": cost},)
+    profile = Profile.model_validate(
+        {"schema": "cpd-profile/1", "source": "measured", "device": "d", "model": "m", "shares": shares}
+    )
+    device = FakeDevice(PerfModel(profile))
+    rough(device)
+    assert max(device.chunks) == 256
 
 
 def test_a_few_steps_make_a_model_in_which_more_tokens_never_take_less(checkpoint: MakeCheckpoint) -> None:
