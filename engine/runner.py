@@ -93,6 +93,7 @@ class TorchRunner:
                     self._device,
                     lambda fraction: progress("loading weights", fraction),
                 )
+        self._most_seqs = max_num_seqs
         sampler = Sampler(config.vocab_size, self._device)
         self.full: Lane
         self.splits: Sequence[Split]
@@ -121,6 +122,17 @@ class TorchRunner:
             aside = Steps(model.beside(), kv, sampler, self._device)
             self.splits = make_splits(steps, aside, cores) if lanes else []
             self._copy_page = self._copy_on_cpu
+
+    def warm_up(self, most_tokens: int) -> None:
+        """Has a GPU compute the largest steps that there will be, so that its memory is enough now or never.
+
+        Args:
+            most_tokens: Of one step.
+        """
+        if self._device.type == "cuda":
+            from engine.cuda.warm_up import run_largest
+
+            run_largest(self.full, most_tokens, self._most_seqs, self.config.max_model_len, self.num_pages)
 
     def progress(self) -> int:
         """Grows while a step is computed, on a CPU with each of its layers. Any thread may ask."""

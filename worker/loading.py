@@ -44,6 +44,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     )
     profile = _profile(settings, runner)
     colocation = _colocation(settings, runner, profile)
+    runner.warm_up(colocation.max_tokens)
     host_bytes = int(settings.host_kv_memory)
     engine = Engine(
         runner,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
-from engine.batch import Batch, Lane, SampleRow, Split
+from cpd.blocks import blocks_for
+from engine.batch import Lane, Split
 from engine.cpu_lanes import ThreadLane
+from engine.cuda import warm_up
 from engine.cuda.driver import CudaDriver, CudaError, CudaUnavailableError
 from engine.cuda.graphs import DecodeGraphs
 from engine.cuda.greenctx import GreenContexts, PartitionPair
@@ -21,7 +21,6 @@ from engine.ops.base import Ops
 from engine.ops.flashinfer_ops import FlashInferOps
 from engine.sampling import Sampler
 from engine.steps import Steps
-from engine.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -106,32 +105,10 @@ def make_lanes(
         decodes = with_graphs(f"{pair.decode.sms}-SM decode", beside)
         splits.append(Split(prefill, CudaLane(decodes, beside, copies, share=pair.decode.sms / sms)))
     for lane in (full, *(lanes.prefill for lanes in splits)):  # after the captures, which give unused memory back
-        _run(lane, warm_up_prompt(min(_CHUNK, max_model_len), spare_page))
+        warm_up.run(lane, warm_up.prompts(_CHUNK, max_model_len, spare_page))
     for lanes in splits:
-        _run(lanes.decode, warm_up_prompt(min(_RIDING, max_model_len), spare_page))
+        warm_up.run(lanes.decode, warm_up.prompts(_RIDING, max_model_len, spare_page))
     return CudaLanes(full, splits, copies, contexts)
-
-
-def warm_up_prompt(tokens: int, spare_page: int) -> Batch:
-    """A prompt all of whose blocks are in the same page, and a token to sample from it."""
-    positions = np.arange(tokens, dtype=np.int32)
-    params = SamplingParams(temperature=1.0, seed=0)
-    ids = np.zeros(tokens, np.int32)
-    return Batch(
-        token_ids=ids,
-        positions=positions,
-        slots=spare_page * BLOCK_SIZE + positions % BLOCK_SIZE,
-        query_start=np.array([0, tokens], np.int32),
-        context_lens=np.array([tokens], np.int32),
-        block_tables=np.full((1, blocks_for(tokens)), spare_page, np.int32),
-        num_decodes=int(tokens == 1),
-        samples=[SampleRow(tokens - 1, params, 0, tokens, ids, tokens)],
-    )
-
-
-def _run(lane: Lane, batch: Batch) -> None:
-    lane.launch(batch)
-    lane.collect()
 
 
 def _partitions(device: torch.device) -> tuple[GreenContexts | None, list[PartitionPair]]:

@@ -16,7 +16,7 @@ import engine.ops
 from cpd.blocks import extend_hashes, hash_root
 from engine.batch import Batch, Lane, Split
 from engine.config import load_config
-from engine.cuda import setup
+from engine.cuda import setup, warm_up
 from engine.cuda.driver import CudaError, CudaUnavailableError
 from engine.cuda.host_memory import CudaHostMemory
 from engine.cuda.setup import CudaLanes, make_lanes
@@ -259,6 +259,24 @@ def test_padding_and_warming_up_touch_only_the_spare_page(start: Start) -> None:
     pager.step([(sequence, 1) for sequence in sequences])
     used = {page for sequence in sequences for page in sequence.pages}
     assert {page for page in range(NUM_PAGES) if runner.pool[page].any()} == used
+
+
+def test_the_largest_steps_run_before_anybody_waits(start: Start) -> None:
+    """Prompts that fill a step, and decodes that the sampler has most to do for."""
+    runner = start()
+    batches: list[Batch] = []
+    launch = runner.full.launch
+
+    def spy(batch: Batch, on_done: Callable[[], None] | None = None) -> None:
+        batches.append(batch)
+        launch(batch, on_done)
+
+    runner.full.launch = spy  # type: ignore[method-assign]
+    warm_up.run_largest(runner.full, 2 * LONGEST + 1, 3, LONGEST, NUM_PAGES)
+    prompts, decodes = batches
+    assert (len(prompts.token_ids), prompts.context_lens.tolist()) == (2 * LONGEST + 1, [1, LONGEST, LONGEST])
+    assert (decodes.num_decodes, len(decodes.samples)) == (3, 3)
+    assert not runner.pool.any(), "a page that is somebody's was written to"
 
 
 @pytest.mark.parametrize(("most_decodes", "flashinfer"), [(0, True), (4, False)])
