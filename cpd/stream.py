@@ -19,6 +19,10 @@ from cpd.errors import CPDError
 TICK_S = 1.0
 """Something is sent at least so often."""
 
+SILENT_TICKS = 2
+"""A peer of which nothing came for so many ticks may come back. Even then TCP takes its time, up to as long again, to
+send what was lost, before anything else."""
+
 LOST_TICKS = 7
 """A peer of which nothing came for so many ticks is lost. Counted, not measured: who was stopped itself reads first."""
 
@@ -80,6 +84,11 @@ class Stream(asyncio.Protocol, Generic[M]):
         self._ticker = self._loop.call_later(TICK_S, self._tick)
 
     # ---- for its owner ----
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing has come for a while: if the peer can be reached at all, then sooner by another stream."""
+        return self._quiet_ticks >= SILENT_TICKS
 
     def send(self, message: Message) -> None:
         """Sends a message at once, or as soon as the connection takes it; where it is closed, nothing happens."""

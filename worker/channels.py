@@ -1,7 +1,8 @@
 """Streams to other workers, for fills.
 
 A stream carries one fill at a time. It is kept for the next one when a fill has ended in order, with FillReleased or
-FillRefused; otherwise it is closed, which tells the other worker that nobody wants the fill any more.
+FillRefused; otherwise it is closed, which tells the other worker that nobody wants the fill any more. While the other
+worker is silent no fill gets a kept stream.
 """
 
 import asyncio
@@ -52,8 +53,8 @@ class Channel:
 
     @property
     def reusable(self) -> bool:
-        """The last fill has ended in order."""
-        return self._ended and not self.task.done()
+        """The last fill has ended in order, and the worker is heard."""
+        return self._ended and not self.task.done() and self._wire is not None and not self._wire.silent
 
     def send(self, request: pb.FillRequest) -> None:
         """Sends a message, as soon as the worker takes some."""

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 import worker.channels
+from cpd import stream
 from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import Stream, StreamServer
 from tests.waiting import eventually
@@ -71,6 +72,18 @@ async def test_a_stream_is_used_for_one_fill_after_the_other() -> None:
             await fill(channels, there)
         assert len(there.streams) == 1
         assert there.requests == [START] * 3
+
+
+async def test_no_fill_gets_the_stream_of_a_worker_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "TICK_S", 0.05)
+    monkeypatch.setattr(stream, "LOST_TICKS", 1_000_000)
+    async with connected() as (channels, there):
+        await fill(channels, there)
+        (kept,) = channels._channels
+        there.streams[0]._ticker.cancel()
+        await eventually(lambda: not kept.reusable)
+        await fill(channels, there)
+        assert len(there.streams) == 2
 
 
 async def test_fills_at_a_time_have_a_stream_each() -> None:
