@@ -46,6 +46,12 @@ class Process:
         """Whether it lives, stopped or not."""
         return bool(self.pid) and Path(f"/proc/{self.pid}").exists()
 
+    @property
+    def resends(self) -> bool:
+        """Whether a connection of its machine still sends something again: after a cut, for up to as long again."""
+        connections = Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]
+        return any(int(connection.split()[6], 16) for connection in connections)
+
     def start(self) -> None:
         """Returns before it is ready."""
         self.pid = self._start()
@@ -246,9 +252,11 @@ class FaultCluster:
         return [name for name, load in loads.items() if load["running"] + load["waiting"]]
 
     async def idle(self) -> None:
-        """Returns when no request is left anywhere, and every page is free or cached."""
+        """Returns when no request is left anywhere, also on the network, and every page is free or cached."""
 
         async def is_idle() -> bool:
+            if self.network is not None and any(process.resends for process in self.processes.values()):
+                return False
             workers = (await self.state()).get("workers", [])
             return len(workers) == len(self.workers) and all(
                 worker["load"]
