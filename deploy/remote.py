@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import orjson
@@ -55,6 +56,8 @@ def status(cluster: str, as_json: bool) -> None:
     console.print(f"Cluster '{cluster}' serves {answer['model']} at {state.url}", highlight=False)
     if any(worker["info"] and worker["info"]["transport"] == SIMULATED for worker in answer["workers"]):
         console.print(NOTICE)
+    for line in devices(answer):
+        console.print(line, style="dim", markup=False, highlight=False)
     console.print(cluster_table(answer))
     if not answer["redis"]["ok"]:
         console.print(f"Redis is away: {answer['redis']['error']}", markup=False)
@@ -70,6 +73,12 @@ def running_cluster(cluster: str) -> ClusterState:
     if state is None:
         raise CPDError(f"no cluster '{cluster}' is running on this machine; start one with `cpd up`")
     return state
+
+
+def devices(answer: dict[str, Any]) -> list[str]:
+    """What computes, of a `/cluster` answer: a line for each kind, the most common first."""
+    kinds = Counter(worker["info"]["device"] for worker in answer["workers"] if worker["info"])
+    return [f"{count} x {kind}" for kind, count in kinds.most_common()]
 
 
 def cluster_table(answer: dict[str, Any]) -> Table:

@@ -36,6 +36,7 @@ class TorchRunner:
         num_pages: Pages of the pool.
         page_bytes: Size of one.
         pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D]
+        kernels: Whose compute, for people.
         fingerprint: Equal on workers that can exchange pages.
         full, splits: See `engine.batch.Runner`.
     """
@@ -85,6 +86,7 @@ class TorchRunner:
             heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
             with torch.inference_mode():
                 ops = make_ops(self._device, torch_dtype, heads, max_num_seqs)
+                self.kernels = ops.kernels
                 self._model = model = Decoder(
                     self.config,
                     checkpoint,

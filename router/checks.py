@@ -33,7 +33,7 @@ class NonsenseError(CPDError):
 
 def check_hello(hello: pb.Hello) -> None:
     """Raises NonsenseError where what a worker says of itself can't be, or can't be shown."""
-    for name in ("dtype", "transport", "transport_reason"):
+    for name in ("dtype", "device", "transport", "transport_reason"):
         if len(getattr(hello, name)) > MOST_TEXT:
             raise NonsenseError(f"its {name} has {len(getattr(hello, name))} characters")
     _require_known(hello.state, _STATES, "state")

@@ -75,6 +75,7 @@ def _worker(session: Session, router_id: str, cached_blocks: int) -> dict[str, A
         "fingerprint": hello.fingerprint.hex(),
         "epoch": hello.epoch,
         "dtype": hello.dtype,
+        "device": hello.device,
         "transport": hello.transport,
         "transport_reason": hello.transport_reason or None,
         "block_size": hello.block_size,

@@ -86,6 +86,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
             limits=Limits(vocab_size=config.vocab_size, max_model_len=engine.max_model_len),
             fingerprint=fingerprint,
             dtype=SIMULATED,
+            device=f"{profile.device}, {SIMULATED}",
             profile=known,
             token_budget=settings.token_budget,
             progress=time.monotonic,  # a simulated step goes on as long as time does

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cpd.colocation import Colocation
 from cpd.config import WorkerSettings
@@ -42,7 +43,8 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         lanes=settings.colocate != "mixed",
         on_progress=_log_progress(),
     )
-    profile = _profile(settings, runner)
+    here = about(Path(settings.model), runner.dtype, runner.pool.device)
+    profile = _profile(settings, runner, here)
     colocation = _colocation(settings, runner, profile)
     runner.warm_up(colocation.max_tokens)
     host_bytes = int(settings.host_kv_memory)
@@ -61,15 +63,19 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         limits=Limits(vocab_size=runner.config.vocab_size, max_model_len=engine.max_model_len),
         fingerprint=runner.fingerprint,
         dtype=runner.dtype,
+        device=f"{here['device']}, kernels of {runner.kernels}",
         profile=profile,
         token_budget=settings.token_budget,
         progress=runner.progress,
     )
 
 
-def _profile(settings: WorkerSettings, runner: TorchRunner) -> Profile:
-    """The profile that the settings name, or a rough one."""
-    here = about(Path(settings.model), runner.dtype, runner.pool.device)
+def _profile(settings: WorkerSettings, runner: TorchRunner, here: dict[str, Any]) -> Profile:
+    """The profile that the settings name, or a rough one.
+
+    Args:
+        here: What a profile that is measured here says of itself.
+    """
     if settings.profile is None:
         return time_a_few_steps(runner, runner.config.max_model_len, **here)
     profile = Profile.load(settings.profile)

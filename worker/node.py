@@ -69,6 +69,7 @@ class Loaded:
         page_bytes: What one page takes on the device; a simulated one has less in `memory`.
         fingerprint: Equal on workers that can exchange pages.
         dtype: Of weights and pool.
+        device: What computes, and whose kernels, for people.
         profile: What the engine predicts its steps with.
         token_budget: Tokens that one batch on the whole device computes at most, if it is given; 0: as follows from the
             profile.
@@ -81,6 +82,7 @@ class Loaded:
     limits: Limits
     fingerprint: bytes
     dtype: str
+    device: str
     profile: Profile
     token_budget: int
     progress: Callable[[], float]

@@ -261,6 +261,7 @@ class Worker:
             max_num_seqs=self._loaded.engine.max_num_seqs,
             vocab_size=self._loaded.limits.vocab_size,
             dtype=self._loaded.dtype,
+            device=self._loaded.device,
             transport=self._transport.name,
             transport_reason=self._transport.reason,
             profile=self._profile().model_dump_json(by_alias=True).encode(),

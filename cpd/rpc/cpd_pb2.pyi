@@ -558,6 +558,7 @@ class Hello(_message.Message):
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     HOST_PAGE_MS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     state: Global___State.ValueType
@@ -587,6 +588,8 @@ class Hello(_message.Message):
     """of copying one of them back"""
     max_num_seqs: _builtins.int
     """sequences that run at a time at most; 0: it does not say"""
+    device: _builtins.str
+    """what it computes on, and with whose kernels; for people"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of the device, that decode lanes may have; the prefill lane has the rest"""
@@ -614,10 +617,11 @@ class Hello(_message.Message):
         host_pages: _builtins.int = ...,
         host_page_ms: _builtins.float = ...,
         max_num_seqs: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

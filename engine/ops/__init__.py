@@ -2,7 +2,9 @@
 
 import importlib
 import logging
+import os
 import subprocess
+import sysconfig
 
 import torch
 
@@ -17,6 +19,12 @@ log = logging.getLogger(__name__)
 
 _CANNOT_BUILD = (ImportError, OSError, RuntimeError, subprocess.SubprocessError)
 """What Triton and FlashInfer raise where a compiler, a driver or one of their parts is missing."""
+
+_NOT_INSTALLED = "install CPD with its extra `gpu`"
+_NOT_COMPILED = (
+    "its kernels are compiled by the nvcc of a CUDA toolkit (CUDA_HOME, or in /usr/local/cuda), and kept under the "
+    "home directory (or FLASHINFER_WORKSPACE_BASE)"
+)
 
 _GPU_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """RuntimeErrors, too, but no other back end helps against them."""
@@ -52,6 +60,7 @@ def make_cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_d
         log.warning("attention by torch, without CUDA graphs: %s", reason)
         return ops
     log.info("attention by FlashInfer; its kernels are compiled the first time, which takes minutes")
+    _find_own_programs()
     try:
         library = importlib.import_module("flashinfer")
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -60,9 +69,20 @@ def make_cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_d
     except _GPU_ERRORS:
         raise
     except _CANNOT_BUILD as error:
-        log.warning("FlashInfer does not work here, attention by torch, without CUDA graphs: %s", error)
+        advice = _NOT_INSTALLED if isinstance(error, ImportError) else _NOT_COMPILED
+        log.warning(
+            "FlashInfer does not work here, attention by torch, without CUDA graphs, many times slower: %s; %s",
+            error,
+            advice,
+        )
         return ops
     return fastest
+
+
+def _find_own_programs() -> None:
+    """FlashInfer starts `ninja` by its name. pip puts it beside python, which is not in the PATH of whoever starts
+    `.venv/bin/cpd`."""
+    os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
 
 
 def _without_flashinfer(device: torch.device, dtype: torch.dtype, heads: Heads) -> str | None:

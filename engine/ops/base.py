@@ -9,7 +9,7 @@ one page. Index 0 of the second dimension is keys, 1 is values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -155,7 +155,12 @@ class Ops(Protocol):
     Activations are contiguous and of the model's dtype; norms, RoPE and softmax compute in float32 and round once.
     Inputs marked *scratch* may be overwritten, and the result may be a view of them. Called under
     `torch.inference_mode()`, by one thread, one step at a time.
+
+    Attributes:
+        kernels: Whose they are, for people.
     """
+
+    kernels: ClassVar[str]
 
     def beside(self) -> Self:
         """Ops for steps that run at the same time: what they share, no step changes."""

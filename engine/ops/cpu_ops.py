@@ -7,7 +7,7 @@ order that depends on nothing but the token's own position.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ class PackedLinear:
 
 class CpuOps:
     """See `engine.ops.base.Ops`."""
+
+    kernels: ClassVar[str] = "C++"
 
     def __init__(self) -> None:
         """Compiles the kernels if that has not been done yet.

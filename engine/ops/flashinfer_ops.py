@@ -15,7 +15,7 @@ Layer views of the pool are what FlashInfer calls HND, with a stride from page t
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -126,6 +126,8 @@ class FlashInferOps(TritonOps):
         dtype: float16 or bfloat16.
         most_decodes: Of one step.
     """
+
+    kernels: ClassVar[str] = "FlashInfer"
 
     def __init__(
         self, library: Any, heads: Heads, dtype: torch.dtype, device: torch.device, sms: int, most_decodes: int

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,8 @@ class _Plan:
 
 class TorchOps:
     """See `engine.ops.base.Ops`."""
+
+    kernels: ClassVar[str] = "torch"
 
     def __init__(self) -> None:
         self._plan: _Plan | None = None

@@ -3,6 +3,8 @@
 Needs the package `triton`, which torch for CUDA brings along.
 """
 
+from typing import ClassVar
+
 import torch
 
 from cpd.blocks import BLOCK_SIZE
@@ -20,6 +22,8 @@ class TritonOps(TorchOps):
     Raises:
         ImportError: The package is missing.
     """
+
+    kernels: ClassVar[str] = "Triton, attention by torch"
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.remote import cluster_table
+from deploy.remote import cluster_table, devices
 
 
 def worker(name: str, **fields: Any) -> dict[str, Any]:
@@ -20,3 +20,10 @@ def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
     assert lines[1].split() == ["combined-0", "ready", "1", "2", "3,456", "12,000", "300", "4", "11"]
     assert lines[2].startswith("prefill-0")
     assert "another [model]" in " ".join(output.getvalue().split())
+
+
+def test_a_worker_that_computes_otherwise_than_the_others_is_seen() -> None:
+    fast, slow = {"device": "GPU, kernels of FlashInfer"}, {"device": "GPU, kernels of torch"}
+    workers = [worker("combined-0", info=slow), worker("combined-1", info=None)]
+    workers += [worker(f"combined-{number}", info=fast) for number in (2, 3, 4)]
+    assert devices({"workers": workers}) == ["3 x GPU, kernels of FlashInfer", "1 x GPU, kernels of torch"]

@@ -685,6 +685,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
             "token_budget": 256,
             "colocate": "auto",
             "transport_reason": "it was quicker",
+            "device": "GPU, kernels of somebody",
         }
     )
     router = await start_router(worker)
@@ -737,6 +738,7 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     assert (shown["role"], shown["address"], shown["state"]) == ("combined", worker.address, "ready")
     assert (shown["info"]["token_budget"], shown["info"]["colocate"]) == (256, "auto")
     assert (shown["info"]["transport"], shown["info"]["transport_reason"]) == ("ucx", "it was quicker")
+    assert shown["info"]["device"] == "GPU, kernels of somebody"
     assert (shown["info"]["epoch"], shown["info"]["page_bytes"], shown["info"]["num_pages"]) == (77, 4096, 100)
     text = (await router.http.get("/metrics")).text
     assert 'cpd_worker_pages{role="combined",router="router-a",state="quarantined",worker="combined-0"} 8.0' in text

@@ -101,6 +101,7 @@ def fake_loader(
             limits=Limits(VOCAB, engine.max_model_len),
             fingerprint=fingerprint,
             dtype="int64",
+            device="none",
             profile=MODEL.profile,
             token_budget=settings.token_budget,
             progress=progress,

@@ -1,7 +1,10 @@
 """Which ops a GPU gets, decided on a CPU."""
 
 import logging
+import os
+import shutil
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ class _Properties:
 @pytest.fixture(autouse=True)
 def _everything_there(cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # back to what it is now, in the end
     monkeypatch.setattr(engine.ops, "triton_kernels", fake_kernels, raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -70,6 +74,7 @@ def test_torchs_attention_where_flashinfer_cannot_be_built(
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert type(chosen()) is TritonOps
     assert "FlashInfer does not work here" in caplog.text
+    assert "its extra `gpu`" in caplog.text
 
     def broken(*_: object) -> None:
         raise RuntimeError("Ninja build failed")
@@ -78,6 +83,16 @@ def test_torchs_attention_where_flashinfer_cannot_be_built(
     monkeypatch.setattr(FlashInferOps, "prepare", broken)
     assert type(chosen()) is TritonOps
     assert "Ninja build failed" in caplog.text
+    assert "compiled by the nvcc" in caplog.text
+
+
+def test_programs_beside_python_are_found_where_its_environment_is_not_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer starts ninja by its name."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    found: list[str | None] = []
+    monkeypatch.setattr(FlashInferOps, "prepare", lambda *_: found.append(shutil.which("python")))
+    chosen()
+    assert found == [sysconfig.get_path("scripts") + "/python"]
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
