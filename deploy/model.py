@@ -105,7 +105,7 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     from engine.config import load_config
     from engine.device import resolve_device
     from engine.fit import count_slots, fit
-    from engine.memory import check_memory
+    from engine.memory import check_host_memory, check_memory
     from engine.weights import Checkpoint
     from router.checkpoint import load_checkpoint
     from simulated_workers.engine import count_pages
@@ -132,6 +132,8 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     workers = settings.prefill + settings.combined
     sharing = -(-workers // torch.cuda.device_count()) if device.type == "cuda" else workers
     check_memory(device, fitted.weight_bytes, settings.kv_bytes, sharing)
+    taken_bytes = workers * (fitted.weight_bytes + settings.kv_bytes) if device.type == "cpu" else 0
+    check_host_memory(settings.host_kv_memory, workers, taken_bytes)
     return device.type
 
 

@@ -24,11 +24,26 @@ def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers
         gpu = ""
         if device.type == "cuda":
             gpu = f" of the GPU, which has {torch.cuda.mem_get_info(device)[1] / 2**30:.1f} GiB"
-        times, fewer = (f" for each of {workers} workers", ", start fewer workers") if workers > 1 else ("", "")
+        times, fewer = _of_each(workers)
         raise ConfigError(
             f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB{times} do not fit into the {gib[2]} GiB of free "
             f"memory{gpu}; lower --kv-memory{fewer} or take a smaller model"
         )
+
+
+def check_host_memory(host_bytes: int, workers: int = 1, taken_bytes: int = 0) -> None:
+    """Raises ConfigError where the host, less `taken_bytes`, has too little free memory for so many workers' pages."""
+    available = available_memory(torch.device("cpu"))
+    if available is not None and workers * host_bytes > (left := max(0, available - taken_bytes)):
+        times, fewer = _of_each(workers)
+        raise ConfigError(
+            f"{host_bytes / 2**30:.1f} GiB of host memory for KV pages{times} do not fit into the {left / 2**30:.1f} "
+            f"GiB of memory that are left; lower --host-kv-memory{fewer}"
+        )
+
+
+def _of_each(workers: int) -> tuple[str, str]:
+    return (f" for each of {workers} workers", ", start fewer workers") if workers > 1 else ("", "")
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from cpd.errors import ConfigError
 from engine.batch import Lane, Split
 from engine.config import load_config
 from engine.cpu_lanes import CallerLane, make_splits
 from engine.device import resolve_device
 from engine.fit import count_slots, fit
 from engine.host_memory import CpuHostMemory, TorchHostMemory
-from engine.memory import available_memory, check_memory
+from engine.memory import check_host_memory, check_memory
 from engine.model import Decoder
 from engine.ops import make_ops
 from engine.ops.base import Heads
@@ -151,12 +150,7 @@ class TorchRunner:
             ConfigError: It would hold no page, or there is not so much memory.
         """
         num_slots = count_slots(host_bytes, self.page_bytes)
-        available = available_memory(torch.device("cpu"))
-        if available is not None and host_bytes > available:
-            raise ConfigError(
-                f"{host_bytes / 2**30:.1f} GiB of host memory for KV pages do not fit into the "
-                f"{available / 2**30:.1f} GiB of free memory; lower --host-kv-memory"
-            )
+        check_host_memory(host_bytes)
         shape = (num_slots, *self.config.page_shape)
         if self._device.type == "cuda":
             from engine.cuda.host_memory import CudaHostMemory

@@ -93,6 +93,9 @@ def test_workers_of_one_machine_share_its_memory(checkpoint: Path, monkeypatch: 
     inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=1)
     with pytest.raises(CPDError, match="for each of 3 workers do not fit"):
         inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=2)
+    inspect(checkpoint, device="cpu", kv_memory=3 << 30, host_kv_memory=1 << 30, prefill=1, combined=1)
+    with pytest.raises(CPDError, match=r"for each of 2 workers do not fit into the 4.0 GiB .* lower --host-kv-memory"):
+        inspect(checkpoint, device="cpu", kv_memory=3 << 30, host_kv_memory=3 << 30, prefill=1, combined=1)
 
 
 def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +107,18 @@ def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pyte
         CPDError, match=r"for each of 3 workers .* 10.0 GiB of free memory of the GPU, which has 16.0 GiB"
     ):
         inspect(checkpoint, kv_memory=4 << 30, prefill=1, combined=4)
+
+
+def test_all_workers_of_one_machine_share_what_it_has_beside_its_gpus(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10 << 30, 16 << 30))
+    monkeypatch.setattr("engine.memory._left_in_system", lambda: 8 << 30)
+    inspect(checkpoint, kv_memory=4 << 30, host_kv_memory=4 << 30, prefill=1, combined=1)
+    with pytest.raises(CPDError, match=r"for each of 2 workers do not fit into the 8.0 GiB"):
+        inspect(checkpoint, kv_memory=4 << 30, host_kv_memory=5 << 30, prefill=1, combined=1)
 
 
 def test_without_gpus_workers_are_on_the_cpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
