@@ -139,8 +139,10 @@ class AllWorkersSettings(EngineSettings, SharedSettings):
     """What all workers of a cluster have in common."""
 
     cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
-    transport: Literal["auto", "nixl", "ucx"] = Field(
-        "ucx", description="How KV pages move between workers; auto: by nixl where it works, else by ucx."
+    transport: Literal["auto", "nixl", "ucx"] | None = Field(
+        None,
+        description="How KV pages move between workers; auto: by nixl where it works, else by ucx. Unless given ucx; "
+        "pages in a GPU's memory move by nixl only.",
     )
     kv_checksum: bool = Field(
         False,

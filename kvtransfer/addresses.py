@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Self
 
 from cpd.errors import ConfigError, TransferError
@@ -13,6 +14,7 @@ from cpd.errors import ConfigError, TransferError
 KEY_BYTES = 16
 _ADDRESS = struct.Struct(f"<4sH{KEY_BYTES}s")
 _SIOCGIFADDR = 0x8915
+_RDMA = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,20 @@ def interface_of(host: str) -> str:
             if own == address or (own.is_loopback and address.is_loopback):
                 return name
     raise ConfigError(f"host: no network interface has the IPv4 address {host}")
+
+
+def network_devices(host: str) -> tuple[str, ...]:
+    """What reaches others from this IPv4 address, as UCX names it: its interface, and every RDMA port with a link.
+
+    From a loopback address its interface alone; empty for all there are. Raises ConfigError as `interface_of` does.
+    """
+    interface = interface_of(host)
+    if not interface:
+        return ()
+    return interface, *(() if ipaddress.IPv4Address(host).is_loopback else rdma_ports())
+
+
+def rdma_ports() -> tuple[str, ...]:
+    """This machine's RDMA ports that have a link, as UCX names them, such as mlx5_0:1."""
+    states = sorted(_RDMA.glob("*/ports/*/state"))
+    return tuple(f"{file.parts[-4]}:{file.parts[-2]}" for file in states if "ACTIVE" in file.read_text())

@@ -37,11 +37,16 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """A page pool: `num_pages` pages of `page_bytes`, back to back from `pointer`, in host memory."""
+    """A page pool: `num_pages` pages of `page_bytes`, back to back from `pointer`.
+
+    Attributes:
+        device: Whose memory it is: a CUDA device, as this process numbers them. None: the host's.
+    """
 
     pointer: int
     num_pages: int
     page_bytes: int
+    device: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +115,9 @@ class Peer(Protocol):
 
     @property
     def route(self) -> Route:
-        """Which way pages go: from process to process in this machine's memory, or over a network device."""
+        """Which way pages go: from process to process in this machine's memory, or that of its GPUs, or over a network
+        device.
+        """
 
     @property
     def alive(self) -> bool:

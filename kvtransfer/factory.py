@@ -10,12 +10,13 @@ log = logging.getLogger(__name__)
 
 
 async def create(
-    name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "", neighbours: bool = True
+    name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "", neighbours: bool = True
 ) -> Transport:
     """Opens a pool's transport.
 
     Args:
-        name: `ucx`, `nixl`, or `auto`: nixl if it works here, else ucx; the transport's `reason` says why.
+        name: `ucx`, `nixl`, or `auto`: nixl if it works here, else ucx; the transport's `reason` says why. None: ucx. A
+            pool in a GPU's memory has nixl, whether auto or None.
         memory: The pool.
         epoch: Of the pool: another one each time a pool is made.
         host: Interface to listen on, an IPv4 address or a name of one; 0.0.0.0 for all.
@@ -23,14 +24,19 @@ async def create(
         neighbours: Whether nixl may write straight into the memory of another process of this machine.
 
     Raises:
-        ConfigError: There is no transport of that name, or nobody could connect to the address given.
+        ConfigError: There is no transport of that name, or none for such memory, or nobody could connect to the address
+            given.
         TransferError: It cannot be set up here.
     """
-    if name not in ("auto", "nixl", "ucx"):
+    if name not in (None, "auto", "nixl", "ucx"):
         raise ConfigError(f"transport: {name!r} is unknown; give auto, nixl or ucx")
+    if memory.device is not None:
+        if name == "ucx":
+            raise ConfigError("transport: ucx moves pages of host memory only; those of a GPU need nixl")
+        name = "nixl"
     if (advertise_host or host) == "0.0.0.0":
         raise ConfigError("advertise-host: workers that listen on 0.0.0.0 must say which address others reach them at")
-    name, reason, cost = await _choose() if name == "auto" else (name, "", None)
+    name, reason, cost = await _choose() if name == "auto" else (name or "ucx", "", None)
     transport: Transport
     if name == "nixl":
         from kvtransfer.nixl.transport import NixlTransport

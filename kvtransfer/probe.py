@@ -4,13 +4,12 @@ import asyncio
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from cpd.errors import TransferError
+from kvtransfer.addresses import rdma_ports
 from kvtransfer.base import Cost
 
 _PATIENCE_S = 120.0  # a hang, not a slow start: a machine may be busy with that of other workers
-_RDMA = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +19,15 @@ class Probe:
     Attributes:
         memory: Cost of a transfer between processes of this machine; None if they may not write into each other.
         network: Over the network back end, measured between processes of this machine, too.
-        devices: RDMA devices with a link.
+        ports: RDMA ports with a link.
     """
 
     memory: Cost | None
     network: Cost
-    devices: tuple[str, ...]
+    ports: tuple[str, ...]
 
     def __str__(self) -> str:
-        network = f"RDMA ({', '.join(self.devices)})" if self.devices else "TCP (no RDMA device has a link)"
+        network = f"RDMA ({', '.join(self.ports)})" if self.ports else "TCP (no RDMA port has a link)"
         if self.memory is None:
             return f"pages go over {network}; the kernel lets no process write into another one's memory"
         speed = f"{self.memory.bytes_per_ms / 1e6:.1f} GB/s"
@@ -63,12 +62,4 @@ async def probe(host: str) -> Probe:
     if "error" in answer:
         raise TransferError(answer["error"])
     memory = answer.get("memory")
-    return Probe(Cost(**memory) if memory else None, Cost(**answer["network"]), rdma_devices())
-
-
-def rdma_devices() -> tuple[str, ...]:
-    """The RDMA devices of this machine that have a link."""
-    if not _RDMA.is_dir():
-        return ()
-    states = {device.name: list(device.glob("ports/*/state")) for device in sorted(_RDMA.iterdir())}
-    return tuple(name for name, files in states.items() if any("ACTIVE" in file.read_text() for file in files))
+    return Probe(Cost(**memory) if memory else None, Cost(**answer["network"]), rdma_ports())

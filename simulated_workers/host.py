@@ -107,7 +107,9 @@ class Host:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), RESTART_S)
 
-    async def _open(self, name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str) -> Transport:
+    async def _open(
+        self, name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
+    ) -> Transport:
         """What `worker.worker.Worker` takes for `open_transport`."""
         return self._network.create(memory, epoch=epoch)
 

@@ -1,6 +1,7 @@
 """Checkpoint in, engine out."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from worker.convert import Limits
 from worker.node import Loaded
 
 log = logging.getLogger(__name__)
+
+_TORCHS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 @gpu_errors_said()
@@ -43,6 +46,8 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         lanes=settings.colocate != "mixed",
         on_progress=_log_progress(),
     )
+    if runner.pool.is_cuda and any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _TORCHS):
+        log.warning("pages can't go straight from GPU to GPU: take expandable_segments out of %s", " or ".join(_TORCHS))
     here = about(Path(settings.model), runner.dtype, runner.pool.device)
     profile = _profile(settings, runner, here)
     colocation = _colocation(settings, runner, profile)
@@ -58,7 +63,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     )
     return Loaded(
         engine=engine,
-        memory=PoolMemory(runner.pool.data_ptr(), runner.num_pages, runner.page_bytes),
+        memory=PoolMemory(runner.pool.data_ptr(), runner.num_pages, runner.page_bytes, runner.pool.device.index),
         page_bytes=runner.page_bytes,
         limits=Limits(vocab_size=runner.config.vocab_size, max_model_len=engine.max_model_len),
         fingerprint=runner.fingerprint,

@@ -65,7 +65,7 @@ class OpenTransport(Protocol):
     """What `kvtransfer.create` is."""
 
     def __call__(
-        self, name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
+        self, name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
     ) -> Awaitable[Transport]: ...
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpd.errors import TransferError
-from kvtransfer.addresses import interface_of
+from kvtransfer import cuda
+from kvtransfer.addresses import network_devices
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.writer import Pages
 
@@ -49,18 +50,18 @@ def options(host: str) -> dict[str, str]:
     Args:
         host: IPv4 address of the interface to use.
     """
-    devices = interface_of(host)
-    return {"TLS": "^sm"} | ({"NET_DEVICES": devices} if devices else {})
+    devices = network_devices(host)
+    return {"TLS": "^sm"} | ({"NET_DEVICES": ",".join(devices)} if devices else {})
 
 
 class Agent:
     """A NIXL agent over one pool, for one connection (implements `kvtransfer.nixl.writer.Door`).
 
-    Not for several threads at a time.
+    For the thread that makes it.
 
     Args:
         memory: The pool.
-        ucx: UCX configuration, names without the prefix `UCX_`; values without commas, NIXL can't tell them apart.
+        ucx: UCX configuration, names without the prefix `UCX_`.
         progress: Whether UCX moves on its own here: needed where others write.
 
     Raises:
@@ -77,12 +78,17 @@ class Agent:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = progress
         config.pthrDelay = _PROGRESS_US
+        if memory.device is not None:
+            cuda.use(memory.device)
+        for name, value in ucx.items():
+            if "," in value:  # which NIXL can't tell from those between settings; UCX reads its environment each time
+                os.environ.setdefault(f"UCX_{name}", value)
         try:
             self._agent: Any = self._nixl.nixlAgent(secrets.token_hex(8), config)
-            settings = ",".join(f"{name}={value}" for name, value in ucx.items())
+            settings = ",".join(f"{name}={value}" for name, value in ucx.items() if "," not in value)
             self._backend = self._agent.createBackend("UCX", {"engine_config": settings})
-            whole = (memory.pointer, memory.num_bytes, 0, "")
-            self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [whole])
+            whole = (memory.pointer, memory.num_bytes, memory.device or 0, "")
+            self._registered = self._nixl.nixlRegDList(self._segment(memory), [whole])
             self._agent.registerMem(self._registered, [self._backend])
         except self._errors as error:
             raise TransferError(_advice(error)) from None
@@ -110,11 +116,15 @@ class Agent:
         """NIXL's list of a pool's pages."""
         pages = np.empty((pool.num_pages, 3), np.uint64)
         pages[:, 0] = pool.pointer + np.arange(pool.num_pages, dtype=np.uint64) * np.uint64(pool.page_bytes)
-        pages[:, 1:] = pool.page_bytes, 0
-        descriptors = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, pages)
+        pages[:, 1:] = pool.page_bytes, pool.device or 0
+        descriptors = self._nixl.nixlXferDList(self._segment(pool), pages)
         handle: Handle = self._agent.prepXferDlist(name, descriptors, [self._backend])
         self._lists.append(handle)
         return handle
+
+    def _segment(self, pool: PoolMemory) -> Any:
+        """NIXL's name for the kind of memory."""
+        return self._nixl.DRAM_SEG if pool.device is None else self._nixl.VRAM_SEG
 
     def write(self, own: Pages, theirs: Pages, counts: Pages) -> Handle:
         """Begins to write. Ask `written` for the end.

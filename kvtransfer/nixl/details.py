@@ -9,7 +9,9 @@ from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session.frames import CONNECTION_BYTES
 
 _PROCESS = struct.Struct("<16sQQQ")
-_POOL = struct.Struct("<?QQ")
+_SENDER = struct.Struct(f"<??{CONNECTION_BYTES}s")
+_POOL = struct.Struct("<?QQq")
+_HOST = -1
 _MOST_PID = (1 << 31) - 1
 _MOST_PAGES = 1 << 24
 
@@ -23,24 +25,32 @@ class Address(addresses.Address):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSender:
-    """A sender that can write straight into the memory of a receiver on its machine.
+class Sender:
+    """Who will write.
 
     Attributes:
         connection: Names this one, see `kvtransfer.session.frames.Over`.
         process: The sender's.
+        on_device: Whether its pool is in a GPU's memory.
+        straight: Whether it would have the kernel write into the host memory of a process of its machine.
     """
 
     connection: bytes
     process: ProcessIdentity
+    on_device: bool
+    straight: bool
 
     def encode(self) -> bytes:
-        return self.connection + encode_process(self.process)
+        return _SENDER.pack(self.on_device, self.straight, self.connection) + encode_process(self.process)
 
     @classmethod
-    def decode(cls, data: bytes) -> "LocalSender":
+    def decode(cls, data: bytes) -> "Sender":
         """Raises TransferError if it is none."""
-        return cls(data[:CONNECTION_BYTES], decode_process(data[CONNECTION_BYTES:]))
+        try:
+            on_device, straight, connection = _SENDER.unpack_from(data)
+        except struct.error:
+            raise TransferError("the peer sent a malformed frame") from None
+        return cls(connection, decode_process(data[_SENDER.size :]), on_device, straight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +60,37 @@ class ReceiversPool:
     Attributes:
         pointer: Where the pool begins, in the receiver's memory.
         num_pages: Of the pool.
-        through: The receiver's process, if both are of one machine; else the metadata of the receiver's NIXL agent.
+        device: See `kvtransfer.base.PoolMemory`, as the receiver numbers them.
+        process: The receiver's, if the sender writes into the memory of a process of its own machine.
+        agent: Metadata of the receiver's NIXL agent; empty: the kernel writes.
     """
 
     pointer: int
     num_pages: int
-    through: ProcessIdentity | bytes
+    device: int | None
+    process: ProcessIdentity | None
+    agent: bytes
 
     def encode(self) -> bytes:
-        local = isinstance(self.through, ProcessIdentity)
-        rest = encode_process(self.through) if isinstance(self.through, ProcessIdentity) else self.through
-        return _POOL.pack(local, self.pointer, self.num_pages) + rest
+        device = _HOST if self.device is None else self.device
+        process = encode_process(self.process) if self.process else b""
+        return _POOL.pack(bool(process), self.pointer, self.num_pages, device) + process + self.agent
 
     @classmethod
     def decode(cls, data: bytes) -> "ReceiversPool":
         """Raises TransferError if it is none."""
         try:
-            local, pointer, num_pages = _POOL.unpack_from(data)
+            local, pointer, num_pages, device = _POOL.unpack_from(data)
         except struct.error:
             raise TransferError("the peer sent a malformed frame") from None
         if not 0 < num_pages <= _MOST_PAGES:
             raise TransferError(f"the peer says that its pool has {num_pages} pages")
         rest = data[_POOL.size :]
-        return cls(pointer, num_pages, decode_process(rest) if local else rest)
+        process = decode_process(rest[: _PROCESS.size]) if local else None
+        agent = rest[_PROCESS.size :] if local else rest
+        if process is None and not agent:
+            raise TransferError("the peer sent a malformed frame")
+        return cls(pointer, num_pages, None if device < 0 else device, process, agent)
 
 
 def encode_process(process: ProcessIdentity) -> bytes:

@@ -11,24 +11,34 @@ NIXL agent is destroyed.
 import asyncio
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
+from typing import NoReturn
 
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.landings import LandingBook
 from kvtransfer.nixl.agent import Agent, options
-from kvtransfer.nixl.details import LocalSender, ReceiversPool
+from kvtransfer.nixl.details import ReceiversPool, Sender
 from kvtransfer.nixl.link import Link
 from kvtransfer.nixl.process import ProcessIdentity, gone
 from kvtransfer.nixl.writer import Writer
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 
+_UNLIKE = frames.Reject(
+    False, "one worker's pages are in host memory, the other's on a GPU: give both the same --device"
+)
+_UNSEEN = frames.Reject(
+    False,
+    "both workers are of one machine, but in different PID namespaces, so that neither can tell when the other has "
+    "ended: run their containers with --pid=host (hostPID: true)",
+)
+
 
 class Incoming(Link):
     """Lets the transport at the other end write pages into one pool.
 
     Attributes:
-        sender: Once it may be writing, and if it is on this machine.
+        sender: If it writes from a process of this machine into this one's memory, once it may.
 
     Args:
         on_over: Called with the name of another connection over which nothing is being written any more.
@@ -49,7 +59,7 @@ class Incoming(Link):
         memory: PoolMemory,
         key: bytes,
     ) -> None:
-        self.sender: LocalSender | None = None
+        self.sender: Sender | None = None
         self._on_over = on_over
         self._host = host
         self._book = book
@@ -94,18 +104,26 @@ class Incoming(Link):
     def _greet(self, hello: frames.Hello) -> None:
         self._greeted = True
         self._check(hello)
-        own, sender = ProcessIdentity.own(), LocalSender.decode(hello.details) if hello.details else None
-        if sender is not None and own.shares_memory_with(sender.process):
+        sender, own, on_device = Sender.decode(hello.details), ProcessIdentity.own(), self._memory.device is not None
+        if sender.on_device is not on_device:
+            self._reject(_UNLIKE)
+        if own.sees(sender.process) and (sender.straight or on_device):
             self.sender = sender
-            self._welcome(own)
+        elif own.beside(sender.process) and on_device:
+            self._reject(_UNSEEN)
+        if self.sender is not None and not on_device:
+            self._welcome(b"")
         else:
             self._thread = Writer("kvtransfer-nixl-receive")
             self._thread.open(self._make_agent, self._prepared)
 
     def _check(self, opening: frames.Hello | frames.Over) -> None:
         if (rejection := self._receiving.rejection(opening)) is not None:
-            self._send(rejection)
-            raise frames.refusal(rejection)
+            self._reject(rejection)
+
+    def _reject(self, rejection: frames.Reject) -> NoReturn:
+        self._send(rejection)
+        raise frames.refusal(rejection)
 
     def _make_agent(self) -> Agent:
         self._agent = Agent(self._memory, options(self._host), progress=True)
@@ -119,9 +137,10 @@ class Incoming(Link):
             assert self._agent is not None
             self._welcome(self._agent.metadata())
 
-    def _welcome(self, through: ProcessIdentity | bytes) -> None:
+    def _welcome(self, agent: bytes) -> None:
         self._open = True
-        pool = ReceiversPool(self._memory.pointer, self._memory.num_pages, through)
+        memory, process = self._memory, ProcessIdentity.own() if self.sender else None
+        pool = ReceiversPool(memory.pointer, memory.num_pages, memory.device, process, agent)
         self._send(frames.Welcome(pool.encode()))
 
     def _admit(self, offer: frames.Offer) -> None:
@@ -132,6 +151,8 @@ class Incoming(Link):
             self._send(frames.Grant(offer.batch, tuple(landing.pages[index] for index, _ in offer.runs)))
 
     def _patience(self) -> float | None:
+        if self._greeted and not self._open:
+            return None  # it waits for this side
         return self._receiving.patience(is_open=self._open)
 
     def _failing(self, reason: str) -> None:

@@ -16,13 +16,13 @@ import numpy as np
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.agent import Agent, options
-from kvtransfer.nixl.details import Address, LocalSender, ReceiversPool
+from kvtransfer.nixl.details import Address, ReceiversPool, Sender
 from kvtransfer.nixl.link import Link
 from kvtransfer.nixl.neighbour import Neighbour
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.nixl.writer import Door, Writer
 from kvtransfer.pushes import PushedTransfer
-from kvtransfer.session import frames
+from kvtransfer.session import frames, limits
 from kvtransfer.session.frames import CONNECTION_BYTES
 from kvtransfer.session.sending import Sending
 
@@ -37,7 +37,7 @@ class Outgoing(Link):
         greeted: Set when it is open, or has failed.
         error: Why it failed.
         where: The receiver listens.
-        receiver: Its process, if it is one of this machine; then pages are written straight into its memory.
+        receiver: Its process, if this one writes into the memory of that one, on this machine.
         connection: Names this one, see `kvtransfer.session.frames.Over`.
         unheard: Whether it is gone, and the receiver may keep pages back until it knows.
         batch_pages: Most pages of a batch, and so of a run.
@@ -46,7 +46,7 @@ class Outgoing(Link):
         host: IPv4 address of this side.
         memory: The pool.
         where: The receiver's address.
-        neighbours: Whether to write straight into the receiver's memory if it is a process of this machine.
+        neighbours: Whether the kernel may write into the receiver's memory if it is a process of this machine.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Outgoing(Link):
         self._writer: Writer | None = None
         self._sending = Sending(max_runs=_BATCH_RUNS, max_pages=self.batch_pages)
         super().__init__(reader, writer, on_gone)
-        details = LocalSender(self.connection, ProcessIdentity.own()).encode() if neighbours else b""
-        self._send(frames.Hello(where.key, memory.page_bytes, details))
+        sender = Sender(self.connection, ProcessIdentity.own(), memory.device is not None, neighbours)
+        self._send(frames.Hello(where.key, memory.page_bytes, sender.encode()))
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Sends a transfer after those before it."""
@@ -112,16 +112,16 @@ class Outgoing(Link):
                 raise TransferError(f"the receiver sent {type(frame).__name__} out of turn")
 
     def _prepare(self, pool: ReceiversPool) -> None:
-        theirs = PoolMemory(pool.pointer, pool.num_pages, self._memory.page_bytes)
+        theirs = PoolMemory(pool.pointer, pool.num_pages, self._memory.page_bytes, pool.device)
 
         def make() -> Door:
-            if isinstance(pool.through, ProcessIdentity):
-                return Neighbour(self._memory, pool.through, theirs)
+            if pool.process is not None and not pool.agent:
+                return Neighbour(self._memory, pool.process, theirs)
             agent = Agent(self._memory, options(self._host), progress=False)
-            agent.connect(pool.through, theirs)
+            agent.connect(pool.agent, theirs)
             return agent
 
-        self.receiver = pool.through if isinstance(pool.through, ProcessIdentity) else None
+        self.receiver = pool.process
         self._num_theirs = pool.num_pages
         self._writer = Writer("kvtransfer-nixl-send")
         self._writer.open(make, self._prepared)
@@ -154,7 +154,7 @@ class Outgoing(Link):
         self._send(frames.Sent(batch))
 
     def _patience(self) -> float | None:
-        return self._sending.patience(is_open=self._open)
+        return self._sending.patience(is_open=True) if self._open else limits.AGENT_S
 
     def _failing(self, reason: str) -> None:
         self.error = self.error or TransferError(reason)

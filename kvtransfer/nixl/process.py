@@ -37,9 +37,13 @@ class ProcessIdentity:
         boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
         return cls(boot, os.stat("/proc/self/ns/pid").st_ino, pid, _started(pid))
 
-    def shares_memory_with(self, other: "ProcessIdentity") -> bool:
-        """Whether the two can see each other as processes of one machine, and so write into each other's memory."""
-        return (self.boot, self.pid_namespace) == (other.boot, other.pid_namespace)
+    def beside(self, other: "ProcessIdentity") -> bool:
+        """Whether both are of one machine."""
+        return self.boot == other.boot
+
+    def sees(self, other: "ProcessIdentity") -> bool:
+        """Whether both are of one machine and the same PID namespace, so that the end of one is proven to the other."""
+        return self.beside(other) and self.pid_namespace == other.pid_namespace
 
     @property
     def alive(self) -> bool:

@@ -31,7 +31,7 @@ MAX_FRAME_BYTES = 1 << 20
 PREFIX_BYTES = 4
 CONNECTION_BYTES = 16
 
-_VERSION = 5
+_VERSION = 6
 _MAX_TEXT = 512
 _PREFIX = struct.Struct("<I")
 _HELLO = struct.Struct(f"<B{KEY_BYTES}sQ")

@@ -52,7 +52,7 @@ def loader(points: Points) -> Callable[[WorkerSettings], Loaded]:
 def opener(points: Points) -> Callable[..., Any]:
     """Opens the real transport, with its points."""
 
-    async def open_transport(name: str, memory: PoolMemory, **arguments: Any) -> Transport:
+    async def open_transport(name: str | None, memory: PoolMemory, **arguments: Any) -> Transport:
         return FaultyTransport(await kvtransfer.create(name, memory, **arguments), memory, points)
 
     return open_transport

@@ -1,5 +1,7 @@
 """A process with a transport, which does as it is told: `python -m tests.kvtransfer.child NAME PAGES PAGE_BYTES SEED`.
 
+With one more argument its pool is on the GPU of `tests/kvtransfer/no_gpu.py`.
+
 Each line of stdin is JSON {"id", "do", …}; each line of stdout answers one: {"id", "ok", …}, when that has happened.
 """
 
@@ -8,9 +10,12 @@ import json
 import sys
 from typing import Any
 
+import pytest
+
 import kvtransfer
 from cpd.errors import TransferError
 from kvtransfer.base import Landing, Peer, Ticket, Transport
+from tests.kvtransfer import no_gpu
 from tests.kvtransfer.pools import Pool
 
 
@@ -47,8 +52,10 @@ async def answer(child: Child, order: dict[str, Any]) -> None:
     print(json.dumps({"id": order["id"]} | reply), flush=True)
 
 
-async def main(name: str, num_pages: int, page_bytes: int, seed: int) -> None:
-    pool = Pool(num_pages, page_bytes, seed=seed)
+async def main(name: str, num_pages: int, page_bytes: int, seed: int, *, gpu: bool) -> None:
+    if gpu:
+        no_gpu.install(pytest.MonkeyPatch())
+    pool = Pool(num_pages, page_bytes, seed=seed, device=no_gpu.DEVICE if gpu else None)
     child = Child(pool, await kvtransfer.create(name, pool.memory, epoch=seed, host="127.0.0.1"))
     stdin = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
@@ -60,4 +67,4 @@ async def main(name: str, num_pages: int, page_bytes: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5]), gpu=len(sys.argv) > 5))

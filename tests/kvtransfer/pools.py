@@ -14,14 +14,16 @@ EMPTY = 0xEE
 
 
 class Pool:
-    """`num_pages` pages of `page_bytes`: all EMPTY, or random from `seed`."""
+    """`num_pages` pages of `page_bytes`: all EMPTY, or random from `seed`; `device` as in `PoolMemory`."""
 
-    def __init__(self, num_pages: int, page_bytes: int = 4096, seed: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int = 4096, seed: int | None = None, device: int | None = None
+    ) -> None:
         self.pages: NDArray[np.uint8] = np.full((num_pages, page_bytes), EMPTY, np.uint8)
         if seed is not None:
             noise = np.frombuffer(np.random.default_rng(seed).bytes(self.pages.size), np.uint8)
             self.pages[:] = np.minimum(noise, EMPTY - 1).reshape(self.pages.shape)
-        self.memory = PoolMemory(self.pages.ctypes.data, num_pages, page_bytes)
+        self.memory = PoolMemory(self.pages.ctypes.data, num_pages, page_bytes, device)
 
     def untouched(self, pages: Sequence[int] | None = None) -> bool:
         """Whether these pages, or all, are still EMPTY."""

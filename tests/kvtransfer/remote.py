@@ -27,10 +27,12 @@ class Remote:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, transport: str, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> "Remote":
+    async def start(
+        cls, transport: str, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES, *, gpu: bool = False
+    ) -> "Remote":
         """One that is up."""
         command = [sys.executable, "-m", "tests.kvtransfer.child", transport]
-        command += [str(num_pages), str(page_bytes), str(seed)]
+        command += [str(num_pages), str(page_bytes), str(seed), *(["gpu"] if gpu else [])]
         pipe = asyncio.subprocess.PIPE
         remote = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
         async with asyncio.timeout(START_S):

@@ -1,7 +1,12 @@
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer import cuda
 from kvtransfer.checksums import CHECKSUM_BYTES, page_checksums
+from tests.kvtransfer import no_gpu
 from tests.kvtransfer.pools import Pool
 
 PAGES, PAGE_BYTES = 8, 4096
@@ -15,6 +20,13 @@ def test_equal_pages_have_equal_checksums_wherever_they_are() -> None:
     assert sums[:CHECKSUM_BYTES] == page_checksums(other.memory, [5])
     assert sums[CHECKSUM_BYTES:] != sums[:CHECKSUM_BYTES]
     assert page_checksums(one.memory, []) == b""
+
+
+def test_a_gpus_pages_are_summed_as_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "read", no_gpu.Memory().read)
+    pool = Pool(PAGES, PAGE_BYTES, seed=1)
+    on_device = dataclasses.replace(pool.memory, device=no_gpu.DEVICE)
+    assert page_checksums(on_device, [5, 2]) == page_checksums(pool.memory, [5, 2])
 
 
 @given(page=st.integers(0, PAGES - 1), byte=st.integers(0, PAGE_BYTES - 1), bit=st.integers(0, 7))

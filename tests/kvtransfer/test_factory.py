@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import kvtransfer
+from cpd.errors import ConfigError
 from tests.kvtransfer.pools import Pool
 
 
@@ -35,3 +36,22 @@ async def test_what_was_asked_for_needs_no_reason() -> None:
     transport = await kvtransfer.create("ucx", Pool(4).memory, epoch=1, host="127.0.0.1")
     assert (transport.reason, transport.cost) == ("", None)
     await transport.close()
+
+
+@pytest.mark.parametrize(("device", "name"), [(None, "ucx"), (0, "nixl")])
+async def test_who_is_not_told_takes_what_the_memory_needs(device: int | None, name: str) -> None:
+    transport = await kvtransfer.create(None, Pool(4, device=device).memory, epoch=1, host="127.0.0.1")
+    assert transport.name == name
+    await transport.close()
+
+
+async def test_auto_tries_nothing_where_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.factory.probe", None)
+    transport = await kvtransfer.create("auto", Pool(4, device=0).memory, epoch=1, host="127.0.0.1")
+    assert transport.name == "nixl"
+    await transport.close()
+
+
+async def test_ucx_does_not_take_a_gpus_pages() -> None:
+    with pytest.raises(ConfigError, match="need nixl"):
+        await kvtransfer.create("ucx", Pool(4, device=0).memory, epoch=1, host="127.0.0.1")

@@ -2,10 +2,14 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,10 +17,12 @@ from hypothesis import strategies as st
 
 import kvtransfer
 from cpd.errors import ConfigError, StaleTransferError, TransferError
+from kvtransfer import addresses
 from kvtransfer.nixl import agent
-from kvtransfer.nixl.details import Address, ReceiversPool, decode_process
+from kvtransfer.nixl.details import Address, ReceiversPool, Sender, decode_process
 from kvtransfer.nixl.neighbour import ForbiddenError, Neighbour
 from kvtransfer.nixl.process import ProcessIdentity, gone
+from tests.kvtransfer import no_gpu
 from tests.kvtransfer.pools import Pool, Real, ticket
 from tests.waiting import DEADLINE_S, eventually
 
@@ -35,19 +41,31 @@ u64 = st.integers(0, 2**64 - 1)
 processes = st.builds(ProcessIdentity, keys, u64, st.integers(1, 2**31 - 1), u64)
 
 
-@given(st.builds(ReceiversPool, u64, st.integers(1, 1 << 24), st.one_of(processes, st.binary(max_size=300))))
-def test_what_a_receiver_adds_survives_the_wire(pool: ReceiversPool) -> None:
+pools = st.builds(
+    ReceiversPool,
+    u64,
+    st.integers(1, 1 << 24),
+    st.none() | st.integers(0, 64),
+    st.none() | processes,
+    st.binary(min_size=1, max_size=300),
+)
+
+
+@given(pools, st.builds(Sender, keys, processes, st.booleans(), st.booleans()))
+def test_what_the_two_ends_add_survives_the_wire(pool: ReceiversPool, sender: Sender) -> None:
     assert ReceiversPool.decode(pool.encode()) == pool
+    assert Sender.decode(sender.encode()) == sender
 
 
 @pytest.mark.parametrize(
     "pool",
     [
-        ReceiversPool(0, 1 << 62, b""),
-        ReceiversPool(0, 1, ProcessIdentity(bytes(16), 1, 0, 1)),
-        ReceiversPool(0, 1, ProcessIdentity(bytes(16), 1, 1 << 31, 1)),
+        ReceiversPool(0, 1 << 62, None, None, b"agent"),
+        ReceiversPool(0, 1, None, ProcessIdentity(bytes(16), 1, 0, 1), b""),
+        ReceiversPool(0, 1, None, ProcessIdentity(bytes(16), 1, 1 << 31, 1), b""),
+        ReceiversPool(0, 1, 0, None, b""),
     ],
-    ids=["no pool", "no process", "no process's number"],
+    ids=["no pool", "no process", "no process's number", "no way to write"],
 )
 def test_impossible_numbers_are_a_transfer_error(pool: ReceiversPool) -> None:
     with pytest.raises(TransferError, match="the peer"):
@@ -56,7 +74,7 @@ def test_impossible_numbers_are_a_transfer_error(pool: ReceiversPool) -> None:
 
 @given(st.binary(max_size=100))
 def test_what_no_receiver_adds_is_a_transfer_error(data: bytes) -> None:
-    for decode in (ReceiversPool.decode, decode_process):
+    for decode in (ReceiversPool.decode, Sender.decode, decode_process):
         with contextlib.suppress(TransferError):
             decode(data)
 
@@ -155,6 +173,65 @@ async def test_without_permission_pages_of_one_machine_go_over_the_network(netwo
         await peer.push(ticket(receiver, 1, 1, [2]), [(3, 0)]).done()
         await landing.done()
     assert (target.pages[2] == source.pages[3]).all()
+
+
+async def test_a_gpus_pages_and_a_hosts_do_not_mix(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu.install(monkeypatch)
+    host, gpu = await network.open(Pool(4)), await network.open(Pool(4, device=no_gpu.DEVICE))
+    for sender, receiver in ((host, gpu), (gpu, host)):
+        with pytest.raises(TransferError, match="give both the same --device"):
+            await sender.connect(receiver.address)
+
+
+async def test_gpus_of_one_machine_exchange_pages_only_if_they_can_see_each_other_end(
+    network: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu.install(monkeypatch)
+    pools = [Pool(4, device=no_gpu.DEVICE) for _ in range(2)]
+    receiver, sender = [await network.open(pool) for pool in pools]
+    assert (await sender.connect(receiver.address)).route == "memory"
+    own = ProcessIdentity.own()
+    namespaces = iter([own.pid_namespace, own.pid_namespace + 1])
+    monkeypatch.setattr(ProcessIdentity, "own", lambda: dataclasses.replace(own, pid_namespace=next(namespaces)))
+    with pytest.raises(TransferError, match="hostPID"):
+        await sender.connect(receiver.address)
+
+
+async def test_an_agent_may_take_its_time_on_either_side(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
+    real = agent.Agent.__init__
+
+    def slow(self: agent.Agent, *arguments: Any, **named: Any) -> None:
+        time.sleep(1.0)
+        real(self, *arguments, **named)
+
+    monkeypatch.setattr(agent.Agent, "__init__", slow)
+    no_gpu.install(monkeypatch)
+    receiver, sender = [await network.open(Pool(4, device=no_gpu.DEVICE)) for _ in range(2)]
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await sender.connect(receiver.address)).alive
+
+
+async def test_rdma_ports_with_a_link_are_used_beside_the_hosts_interface(
+    network: Real, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "")  # so that it is put back
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    for port, state in (
+        ("mlx5_0/ports/1", "4: ACTIVE"),
+        ("mlx5_1/ports/1", "1: DOWN"),
+        ("mlx5_1/ports/2", "4: ACTIVE"),
+    ):
+        (tmp_path / port).mkdir(parents=True)
+        (tmp_path / port / "state").write_text(state + "\n")
+    monkeypatch.setattr(addresses, "_RDMA", tmp_path)
+    assert agent.options("127.0.0.1") == {"TLS": "^sm", "NET_DEVICES": "lo"}
+    assert agent.options("0.0.0.0") == {"TLS": "^sm"}
+    monkeypatch.setattr(addresses, "interface_of", lambda host: "lo")
+    assert agent.options("10.0.0.1") == {"TLS": "^sm", "NET_DEVICES": "lo,mlx5_0:1,mlx5_1:2"}
+    pool = Pool(4)
+    agent.Agent(pool.memory, agent.options("10.0.0.1"), progress=False).close()
+    assert os.environ["UCX_NET_DEVICES"] == "lo,mlx5_0:1,mlx5_1:2"
 
 
 async def test_an_interface_that_is_not_this_machines_is_refused() -> None:

@@ -5,9 +5,11 @@ import dataclasses
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 import kvtransfer
 from cpd.errors import TransferError
@@ -17,27 +19,57 @@ from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 from kvtransfer.session.sending import Sending
+from tests.kvtransfer import no_gpu
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
 from tests.kvtransfer.wire import Wire
 from tests.waiting import eventually
 
-UCX = pytest.param(("ucx", False), id="ucx")
-NEIGHBOURS = pytest.param(("nixl", False), id="nixl, one machine", marks=pytest.mark.nixl)
-NETWORK = pytest.param(("nixl", True), id="nixl, two machines", marks=pytest.mark.nixl)
 
-cut_off = pytest.mark.parametrize("way", [UCX, NETWORK], indirect=True)
-in_quarantine = pytest.mark.parametrize("way", [NEIGHBOURS], indirect=True)
+@dataclass(frozen=True)
+class Way:
+    """How pages go.
+
+    Attributes:
+        name: The transport's.
+        elsewhere: To another machine: this process calls itself one of another boot.
+        gpu: From a GPU's memory to that of another, if not this one.
+    """
+
+    name: str
+    elsewhere: bool = False
+    gpu: bool = False
+
+    def pool(self, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> Pool:
+        """An empty one for this process."""
+        return Pool(num_pages, page_bytes, device=no_gpu.DEVICE if self.gpu else None)
+
+    async def start(self, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> Remote:
+        """Another process."""
+        return await Remote.start(self.name, seed, num_pages, page_bytes, gpu=self.gpu)
 
 
-@pytest.fixture(params=[UCX, NEIGHBOURS, NETWORK])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The transport's name. For another machine, this process calls itself one of another boot."""
-    name, elsewhere = request.param
-    if elsewhere:
+def _nixl(id: str, **how: bool) -> ParameterSet:
+    return pytest.param(Way("nixl", **how), id=id, marks=pytest.mark.nixl)
+
+
+UCX = pytest.param(Way("ucx"), id="ucx")
+NEIGHBOURS = [_nixl("nixl, one machine"), _nixl("nixl, one machine, GPUs", gpu=True)]
+NETWORK = [_nixl("nixl, two machines", elsewhere=True), _nixl("nixl, two machines, GPUs", elsewhere=True, gpu=True)]
+
+cut_off = pytest.mark.parametrize("way", [UCX, *NETWORK], indirect=True)
+in_quarantine = pytest.mark.parametrize("way", NEIGHBOURS, indirect=True)
+
+
+@pytest.fixture(params=[UCX, *NEIGHBOURS, *NETWORK])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    way: Way = request.param
+    if way.elsewhere:
         identity = dataclasses.replace(ProcessIdentity.own(), boot=bytes(16))
         monkeypatch.setattr(ProcessIdentity, "own", lambda: identity)
-    return str(name)
+    if way.gpu:
+        no_gpu.install(monkeypatch)
+    return way
 
 
 @pytest.fixture
@@ -50,19 +82,19 @@ async def remotes() -> AsyncIterator[list[Remote]]:
 
 
 @pytest.fixture
-async def remote(way: str, remotes: list[Remote]) -> Remote:
-    remotes.append(await Remote.start(way, seed=5))
+async def remote(way: Way, remotes: list[Remote]) -> Remote:
+    remotes.append(await way.start(seed=5))
     return remotes[-1]
 
 
 @pytest.fixture
-def pool() -> Pool:
-    return Pool(PAGES, PAGE_BYTES)
+def pool(way: Way) -> Pool:
+    return way.pool()
 
 
 @pytest.fixture
-async def transport(way: str, pool: Pool, remotes: list[Remote]) -> AsyncIterator[Transport]:
-    transport = await kvtransfer.create(way, pool.memory, epoch=77, host="127.0.0.1")
+async def transport(way: Way, pool: Pool, remotes: list[Remote]) -> AsyncIterator[Transport]:
+    transport = await kvtransfer.create(way.name, pool.memory, epoch=77, host="127.0.0.1")
     yield transport
     for remote in remotes:  # a stopped one would be waited for
         await remote.kill()
@@ -71,7 +103,7 @@ async def transport(way: str, pool: Pool, remotes: list[Remote]) -> AsyncIterato
 
 async def works(transport: Transport, pool: Pool) -> None:
     """The transport still receives from others."""
-    source = Pool(4, PAGE_BYTES, seed=6)
+    source = Pool(4, PAGE_BYTES, seed=6, device=pool.memory.device)
     other = await kvtransfer.create(transport.name, source.memory, epoch=1, host="127.0.0.1")
     peer = await within(other.connect(transport.address))
     landing = transport.expect(99, 1, [7, 150])
@@ -171,14 +203,14 @@ async def test_a_killed_receiver_fails_the_push_within_seconds(
 
 
 async def test_a_restarted_peer_is_found_at_its_new_address_and_not_at_the_old(
-    transport: Transport, remote: Remote, remotes: list[Remote]
+    way: Way, transport: Transport, remote: Remote, remotes: list[Remote]
 ) -> None:
     old = await remote.address()
     await transport.connect(old)
     await remote.kill()
     with pytest.raises(TransferError, match="no connection"):
         await within(transport.connect(old))
-    remotes.append(await Remote.start(transport.name, seed=8))
+    remotes.append(await way.start(seed=8))
     new = await remotes[-1].address()
     peer = await within(transport.connect(new))
     await within(peer.push(await remotes[-1].expect([3]), [(0, 0)]).done())
@@ -352,13 +384,13 @@ async def test_a_process_that_never_closes_its_transport_ends_cleanly(transport:
 
 @pytest.mark.parametrize("page_bytes", [16 << 10, 2_359_296])
 async def test_senders_killed_at_any_moment_never_harm_the_receiver(
-    way: str, page_bytes: int, remotes: list[Remote]
+    way: Way, page_bytes: int, remotes: list[Remote]
 ) -> None:
-    pool = Pool((128 << 20) // page_bytes, page_bytes)
+    pool = way.pool((128 << 20) // page_bytes, page_bytes)
     pages = range(len(pool.pages))
-    transport = await kvtransfer.create(way, pool.memory, epoch=78, host="127.0.0.1")
+    transport = await kvtransfer.create(way.name, pool.memory, epoch=78, host="127.0.0.1")
     for reservation in range(3):
-        remote = await Remote.start(way, seed=reservation, num_pages=8, page_bytes=page_bytes)
+        remote = await way.start(seed=reservation, num_pages=8, page_bytes=page_bytes)
         remotes.append(remote)
         await remote.connect(transport.address)
         landing = transport.expect(reservation, 1, pages)
