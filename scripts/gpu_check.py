@@ -68,7 +68,8 @@ PARTS = (
     _experiment("mixed_regime", 120, "What a prefill chunk costs the decodes beside it"),
     _experiment("evict_first", 90, "Do evict-first loads help the GEMM beside them?"),
     _experiment("sanitizer", 240, "compute-sanitizer on the small GPU tests"),
-    _experiment("page_transfer", 120, "NIXL and ucxx between two processes"),
+    _tests("transfer", "test_cuda_transfer.py", 60, "Do pages cross between two processes?"),
+    _experiment("page_transfer", 120, "NIXL, what CPD makes of it, and ucxx between two processes"),
     _experiment(COMPILE, 180, "Compiling FlashInfer's kernels"),
 )
 """The most valuable first, and what needs no Green Contexts before what does: a process that hangs in the driver can't

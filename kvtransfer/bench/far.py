@@ -16,6 +16,7 @@ from typing import Any
 
 from cpd.errors import ConfigError, TransferError
 from cpd.process import switch_threads_often
+from kvtransfer import cuda
 from kvtransfer.base import Landing, Transport
 from kvtransfer.bench import perftest
 from kvtransfer.bench.pool import FILLING, BenchPool
@@ -34,7 +35,7 @@ class FarEnd:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._pool: BenchPool
+        self._pool: BenchPool | None = None
         self._landing: Landing
         self._transport: Transport | None = None
         self._perftest: asyncio.subprocess.Process | None = None
@@ -44,7 +45,8 @@ class FarEnd:
         match order["do"]:
             case "open":
                 await self.close()
-                self._pool = BenchPool(order["num_pages"], order["page_bytes"])
+                device = cuda.count() - 1 if order["device"] == "cuda" else None
+                self._pool = BenchPool(order["num_pages"], order["page_bytes"], device=device)
                 self._transport = await create(order["transport"], self._pool.memory, epoch=1, host=self._host)
                 return {"address": self._transport.address.hex(), "machine": machine()}
             case "expect" if self._transport is not None:
@@ -52,7 +54,7 @@ class FarEnd:
                 self._landing = self._transport.expect(order["reservation"], 1, self._pages)
                 self._cpu_s = time.process_time()
                 return {}
-            case "land":
+            case "land" if self._pool is not None:
                 await self._landing.done()
                 cpu_s = time.process_time() - self._cpu_s
                 self._pool.take(self._pages, FILLING)
@@ -72,6 +74,9 @@ class FarEnd:
         if self._transport is not None:
             await self._transport.close()
             self._transport = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     async def _end_perftest(self) -> None:
         if self._perftest is not None:

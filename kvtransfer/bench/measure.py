@@ -6,7 +6,7 @@ import sys
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from cpd.errors import TransferError
@@ -146,15 +146,17 @@ class _Bench:
         settings, far = self._settings, self._far
         far_pages = max(self._pages, settings.pool // self._page_bytes)
         own_pages = max(self._pages if not self._scattered else 1, min(far_pages, _SENDERS_POOL // self._page_bytes))
-        order = {"transport": settings.transport, "num_pages": far_pages, "page_bytes": self._page_bytes}
-        there = await far.order("open", **order)
+        order = {"transport": settings.transport, "device": settings.device}
+        there = await far.order("open", num_pages=far_pages, page_bytes=self._page_bytes, **order)
         self.far_machine = there["machine"]
-        pool = BenchPool(own_pages, self._page_bytes, FILLING)
-        transport = await create(
-            settings.transport, pool.memory, epoch=2, host=settings.host, neighbours=settings.route != "network"
-        )
-        self.transport_name = transport.name
-        try:
+        async with AsyncExitStack() as down:
+            pool = BenchPool(own_pages, self._page_bytes, FILLING, 0 if settings.device == "cuda" else None)
+            down.callback(pool.close)
+            transport = await create(
+                settings.transport, pool.memory, epoch=2, host=settings.host, neighbours=settings.route != "network"
+            )
+            down.push_async_callback(transport.close)
+            self.transport_name = transport.name
             peer = await transport.connect(bytes.fromhex(there["address"]))
             self.route = peer.route
             tls = "sm" if peer.route == "memory" else "tcp"
@@ -178,8 +180,6 @@ class _Bench:
                 took, cpu = time.perf_counter() - start, time.process_time() - cpu
                 landed = await far.answer()
                 pushes.append(Push(ms=took * 1e3, sender_cpu_ms=cpu * 1e3, receiver_cpu_ms=landed["cpu_ms"]))
-        finally:
-            await transport.close()
         return Cell(
             page_bytes=self._page_bytes,
             pages=self._pages,
@@ -191,6 +191,8 @@ class _Bench:
     def _ceiling(self, tls: str) -> str:
         if not self._settings.perftest:
             return "ucx_perftest was not asked for"
+        if self._settings.device == "cuda":
+            return "ucx_perftest measures host memory"
         return perftest.command(tls) if perftest.installed() else "ucx_perftest is not installed"
 
     async def _run_perftest(self, tls: str) -> float:

@@ -15,6 +15,10 @@ class TransferBenchSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="CPD_BENCH_TRANSFER_")
 
     transport: Literal["auto", "nixl", "ucx"] = Field("auto", description="What moves the pages.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu",
+        description="Whose memory the pages are in; cuda: this end's first GPU, and the far end's last.",
+    )
     pages: list[Annotated[int, Field(ge=1)]] = Field(
         [1, 32, 2048], description="Pages of a push; may be given several times."
     )

@@ -2,7 +2,7 @@
 
 Usage: `python -m scripts.gpu.carry [core] [nixl] [ucx]`, where there is a registry. `core` (the default) is FlashInfer,
 with its kernels compiled if there is an `nvcc` here, and what the engine imports; `nixl` and `ucx` are the transports
-that `page_transfer` compares, each about as large as one upload may be, and so in a folder of its own.
+of `tests_transfer` and `page_transfer`, each about as large as one upload may be, and so in a folder of its own.
 """
 
 import argparse
@@ -26,6 +26,8 @@ FLASHINFER = ("flashinfer-python==0.6.4", "apache-tvm-ffi==0.1.15.post2", "tabul
 FLASHINFER_HERE = ("filelock", "packaging", "requests", "einops", "click", "tqdm", "nvidia-ml-py")
 """What FlashInfer imports besides, for compiling its kernels here; GPU machines with PyTorch have those."""
 ENGINE = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions")
+SETTINGS = ("pydantic-settings", "python-dotenv")
+"""What `cpd bench transfer` imports besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Load:
 
 LOADS: Mapping[str, Load] = {
     "core": Load((*FLASHINFER, *ENGINE), ".gpu"),
-    "nixl": Load(("nixl-cu13",), ".gpu-nixl", ("page_transfer",)),
+    "nixl": Load(("nixl-cu13", *ENGINE, *SETTINGS), ".gpu-nixl", ("tests_transfer", "page_transfer")),
     "ucx": Load(
         ("ucxx-cu13", "libucxx-cu13", "libucx-cu13==1.21.*", "rmm-cu13", "librmm-cu13", "rapids-logger"),
         ".gpu-ucx",

@@ -2,18 +2,22 @@
 
 One process sends every page of a pool (plain cudaMalloc memory, as the engine's) to scattered pages of the other's, in
 pages of 0.25 to 2.25 MiB; the receiver checks every byte. NIXL writes one-sided; ucxx sends a message a page. Each is
-left out where its package is missing.
+left out where its package is missing. Beside NIXL itself, what `cpd bench transfer` reaches with it: the transport that
+workers use.
 
 Usage: `python -m scripts.gpu.page_transfer [--out DIR]`
 """
 
 import multiprocessing
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from scripts.gpu.common import MissingError, run_experiment
@@ -105,6 +109,43 @@ def measure(report: Report, device: str = "cuda", size: int = POOL_BYTES, pages:
                     raise PeerError(f"pages of {page_bytes} bytes arrived damaged, or not at all")
         except (PeerError, OSError) as error:
             report.add(f"{name}: failed", None, "GB/s", note=str(error))
+    if "NIXL" in found:
+        own_transport(report, device, size, pages)
+
+
+def own_transport(report: Report, device: str, size: int, pages: Sequence[int]) -> None:
+    """The same pages over a worker's transport."""
+    from kvtransfer.bench.result import TransferResult
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "transfer.json"
+        command = [
+            sys.executable,
+            "-c",
+            "from cpd.cli import main; main()",
+            "bench",
+            "transfer",
+            "--transport",
+            "nixl",
+            "--device",
+            device,
+        ]
+        command += ["--no-perftest", "--pool", str(size), "--json", str(file)]
+        command += [argument for page_bytes in pages for argument in ("--page-size", str(page_bytes))]
+        command += [argument for count in (1, size // max(pages)) for argument in ("--pages", str(count))]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            report.add("CPD over NIXL: failed", None, "GB/s", note=f"no answer within {PATIENCE_S:.0f} s")
+            return
+        if done.returncode:
+            report.add("CPD over NIXL: failed", None, "GB/s", note=done.stderr.strip().rpartition("\n")[2])
+            return
+        result = TransferResult.model_validate_json(file.read_text())
+    for cell in result.cells:
+        label = f"CPD over NIXL: {cell.pages} pages of {cell.page_bytes / 2**20:g} MiB"
+        note = f"best {cell.best_bytes_per_s / 1e9:.3g}; median push {cell.median_ms:.3g} ms"
+        report.add(label, cell.bytes_per_s / 1e9, "GB/s", note=note)
 
 
 def run(report: Report) -> None:

@@ -15,6 +15,7 @@ from kvtransfer.bench.measure import measure
 from kvtransfer.bench.pool import BenchPool, choose
 from kvtransfer.bench.result import Cell, Push, TransferResult
 from kvtransfer.bench.settings import TransferBenchSettings
+from tests.kvtransfer import no_gpu
 from tests.kvtransfer.remote import START_S
 
 
@@ -53,6 +54,28 @@ async def test_a_far_end_of_another_host_is_the_same_far_end() -> None:
         found = await measure(settings(pages=[2], connect=where), lambda *_: None)
         assert await process.wait() == 0  # with its caller
     assert "far end: " in found.machine
+
+
+@pytest.mark.nixl
+async def test_pages_of_one_gpu_go_to_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu.install(monkeypatch)
+    setup = (
+        "import pytest, kvtransfer.bench.far, tests.kvtransfer.no_gpu as no_gpu; no_gpu.install(pytest.MonkeyPatch())"
+    )
+    command = ["-c", f"{setup}; kvtransfer.bench.far.main()", "127.0.0.1", "0"]
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(START_S):
+        where = (await process.stdout.readline()).decode().partition(far.READY)[2].strip()
+        found = await measure(settings(transport="auto", device="cuda", connect=where), lambda *_: None)
+        assert await process.wait() == 0
+    assert [one.pages for one in found.cells] == [1, 8]
+    assert (found.transport, found.route) == ("nixl", "memory")
+
+
+async def test_without_a_gpu_the_error_says_so() -> None:
+    with pytest.raises(TransferError, match="nvidia-smi"):
+        await measure(settings(transport="auto", device="cuda"), lambda *_: None)
 
 
 async def test_a_far_end_that_is_not_there_is_an_error() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.gpu import carry
 from scripts.gpu.carried import _fits, arch_of, archive_name, unpack_kernels, unpack_wheels, wheels_for_this_python
-from scripts.gpu.carry import LOADS, command_line, pinned
+from scripts.gpu.carry import LOADS, Load, command_line, pinned
 
 
 def wheel(folder: Path, name: str, files: dict[str, str]) -> Path:
@@ -102,7 +102,7 @@ def test_the_command_line_names_the_folder_the_commit_and_only_the_parts_that_ne
     assert command_line(LOADS["core"], "abc").startswith(
         "CPD_COMMIT=abc python3 -m scripts.gpu_check --carried .gpu --out"
     )
-    assert "--carried .gpu-nixl --only page_transfer --out" in command_line(LOADS["nixl"], "abc")
+    assert "--carried .gpu-ucx --only page_transfer --out" in command_line(LOADS["ucx"], "abc")
 
 
 def test_fetching_fills_a_folder_that_git_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ def test_fetching_fills_a_folder_that_git_ignores(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(carry, "ROOT", tmp_path)
     monkeypatch.setattr(carry, "download", lambda packages, folder: downloads.append(packages))
     (tmp_path / "requirements.lock").write_text("pydantic==2.0\n")
-    carry.fetch(LOADS["nixl"])
-    assert downloads == [["nixl-cu13"]]
+    carry.fetch(Load(("nixl-cu13", "pydantic"), ".gpu-nixl"))
+    assert downloads == [["nixl-cu13", "pydantic==2.0"]]
     assert (tmp_path / ".gpu-nixl" / ".gitignore").read_text() == "*\n"
 
 
