@@ -152,12 +152,12 @@ class TorchRunner:
         num_slots = count_slots(host_bytes, self.page_bytes)
         check_host_memory(host_bytes)
         shape = (num_slots, *self.config.page_shape)
+        slots = _zeros(shape, self.pool.dtype, torch.device("cpu"))
         if self._device.type == "cuda":
-            from engine.cuda.host_memory import CudaHostMemory
+            from engine.cuda.host_memory import CudaHostMemory, pin
 
-            slots = torch.zeros(shape, dtype=self.pool.dtype, pin_memory=True)
-            return CudaHostMemory(self.pool, slots, self._cuda.copies, checksums=checksums)
-        return CpuHostMemory(self.pool, _zeros(shape, self.pool.dtype, self._device), checksums=checksums)
+            return CudaHostMemory(self.pool, pin(slots), self._cuda.copies, checksums=checksums)
+        return CpuHostMemory(self.pool, slots, checksums=checksums)
 
     def _copy_on_cpu(self, source: int, target: int) -> None:
         self.pool[target].copy_(self.pool[source])
