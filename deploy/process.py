@@ -10,6 +10,7 @@ come over its standard error. One thread owns the child; it runs on the child's 
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -134,7 +135,7 @@ class Supervised:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C is for the supervisor
+                start_new_session=True,  # Ctrl-C is for the supervisor; and what it starts ends with it
             )
         except CPDError as error:
             self._ended(None, str(error))
@@ -157,6 +158,8 @@ class Supervised:
                 self._lines.append(line.rstrip("\n"))
                 self._lines_seen += 1
         code = child.wait()
+        with contextlib.suppress(ProcessLookupError):  # a compiler that it had started would go on for minutes
+            os.killpg(child.pid, signal.SIGKILL)
         for pipe in (child.stderr, child.stdin):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from cpd.errors import CheckpointError
@@ -57,6 +58,19 @@ def supervise() -> Iterator[Callable[..., Supervised]]:
     yield start
     for child in started:
         child.stop()
+
+
+def test_what_the_child_had_started_ends_with_it(supervise: Callable[..., Supervised]) -> None:
+    """Such as compilers."""
+    compiler = "subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
+    child = supervise(
+        f"import subprocess, sys, time; print({compiler}.pid, file=sys.stderr, flush=True); time.sleep(300)"
+    )
+    wait_for(lambda: bool(child.state().lines), "it has started one")
+    (pid,) = map(int, child.state().lines)
+    assert psutil.Process(pid).name() == "sleep"
+    child.stop()
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "it has ended")
 
 
 def test_a_killed_child_is_started_again(supervise: Callable[..., Supervised]) -> None:
