@@ -41,7 +41,7 @@ class PrefillService:
         self._fills: dict[str, Fill] = {}
         self._server = FillServer(node, self._make, self._ended)
         self._to_push: dict[str, PagesToPush] = {}  # the engine thread's
-        self._chunks: deque[tuple[str, Chunk]] = deque()  # from the engine thread to the event loop
+        self._chunks: deque[tuple[str, Chunk]] = deque()  # of steps whose first tokens come next
 
     @property
     def busy(self) -> bool:
@@ -52,12 +52,14 @@ class PrefillService:
         """Pins what a step finished, before the engine can release it."""
         if output is None:
             return
+        chunks = []
         for computed in output.computed:
             record = self._to_push.get(computed.request_id)
             if record is not None:
-                self._chunks.append((computed.request_id, record.take(engine, computed)))
+                chunks.append((computed.request_id, record.take(engine, computed)))
                 if record.complete:
                     del self._to_push[computed.request_id]
+        self._node.engine.deliver(lambda: self._chunks.extend(chunks))
         for request_id, _ in output.failed:
             self._to_push.pop(request_id, None)
 

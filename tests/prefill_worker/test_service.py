@@ -13,7 +13,8 @@ import pytest
 from cpd.blocks import BLOCK_SIZE, blocks_for, pack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from cpd.stream import Stream, connect
-from engine.types import Request
+from engine.engine import Engine
+from engine.types import Request, StepOutput
 from kvtransfer.base import Landing, PoolMemory
 from kvtransfer.local import LocalNetwork, LocalPeer, LocalTransport
 from tests.engine.fakes import expected, make_request, prompt, states_of
@@ -23,6 +24,7 @@ from tests.worker.cluster import Running, running
 from tests.worker.fakes import FINGERPRINT, MAX_MODEL_LEN, Gate, fake_loader
 from worker.channels import MAX_MESSAGE_BYTES
 from worker.convert import sampling_to_wire
+from worker.engine_bridge import Update
 
 NUM_PAGES = 64
 EPOCH = 77
@@ -182,6 +184,34 @@ async def test_pages_land_bit_for_bit_and_first_tokens_come_before_the_end(redis
         s.assert_landed(request, message)
         assert call.progress[-1] == length
         await s.view.balanced()
+
+
+async def test_first_tokens_go_out_before_the_last_pages_also_where_the_event_loop_is_a_step_behind(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request("a", prompt(200))
+    async with setup(redis_url) as s:
+        service, bridge, loop = s.worker.worker._service, s.worker.worker._engine, asyncio.get_running_loop()
+        report = bridge._report
+
+        async def take_last() -> None:
+            service.update(Update(StepOutput(), None, 0, None))
+
+        def report_late(engine: Engine, output: StepOutput | None) -> None:
+            asyncio.run_coroutine_threadsafe(take_last(), loop).result(DEADLINE_S)
+            report(engine, output)
+
+        monkeypatch.setattr(bridge, "_report", report_late)
+        call = s.receiver.fill()
+        await call.send(start=s.receiver.start(request))
+        await call.expect("ready")
+        message, landing = s.landing(request)
+        await call.send(landing=message)
+        await call.expect("first_tokens")
+        assert call.progress[-1] < len(request.token_ids)
+        await call.expect("released")
+        await landing.done()
+        s.assert_landed(request, message)
 
 
 async def test_only_blocks_that_the_caller_lacks_are_sent(redis_url: str) -> None:
