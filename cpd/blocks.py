@@ -16,6 +16,9 @@ import numpy.typing as npt
 BLOCK_SIZE = 16
 """Tokens in a block (and in a KV page)."""
 
+POOL_BYTES = 1 << 30
+"""Memory of a pool of pages in host memory, where nobody says how much."""
+
 HASH_BYTES = 16
 
 TOKEN_BYTES = 4

@@ -26,8 +26,6 @@ Role = Literal["prefill", "combined"]
 MOST_SLO_MS = 1e9
 """No target is longer: eleven days, which is none."""
 
-_KV_BYTES = 1 << 30
-
 
 class Settings(BaseSettings):
     """Base of all settings."""
@@ -76,15 +74,17 @@ class ModelSettings(Settings):
     )
     kv_memory: ByteSize | None = Field(
         None,
-        description="Memory of the KV page pool, such as 2GiB; unless given 1GiB, and of simulated workers what their "
-        "profile's device has.",
+        description="Memory of the KV page pool, such as 2GiB; unless given 1GiB, on a GPU what weights leave of "
+        "--gpu-memory, and of simulated workers what their profile's device has.",
+    )
+    gpu_memory: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Part of a GPU's memory that weights, KV pages and intermediate results take, of all workers that "
+        "share it.",
     )
     max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV page pool."""
-        return _KV_BYTES if self.kv_memory is None else int(self.kv_memory)
 
 
 class TargetSettings(Settings):

@@ -17,6 +17,7 @@ _ASKED = {
     "dtype",
     "device",
     "kv_memory",
+    "gpu_memory",
     "host_kv_memory",
     "max_model_len",
     "ray_address",
@@ -105,7 +106,7 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     from engine.config import load_config
     from engine.device import resolve_device
     from engine.fit import count_slots, fit
-    from engine.memory import check_host_memory, check_memory
+    from engine.memory import check_host_memory, check_memory, default_pool
     from engine.weights import Checkpoint
     from router.checkpoint import load_checkpoint
     from simulated_workers.engine import count_pages
@@ -117,22 +118,23 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
         count_pages(settings, read_profile(settings.simulate), config)
         return "cpu"
     with Checkpoint(directory) as checkpoint:
-        fitted = fit(
-            config,
-            checkpoint,
-            dtype=settings.dtype,
-            kv_bytes=settings.kv_bytes,
-            max_model_len=settings.max_model_len,
-        )
+        fitted = fit(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
     if settings.host_kv_memory:
         count_slots(settings.host_kv_memory, fitted.page_bytes)
     if settings.ray_address:
+        if settings.kv_memory is not None:
+            fitted.in_pool(settings.kv_memory)
         return settings.device
     device = resolve_device(settings.device)
     workers = settings.prefill + settings.combined
     sharing = -(-workers // torch.cuda.device_count()) if device.type == "cuda" else workers
-    check_memory(device, fitted.weight_bytes, settings.kv_bytes, sharing)
-    taken_bytes = workers * (fitted.weight_bytes + settings.kv_bytes) if device.type == "cpu" else 0
+    if settings.kv_memory is None:
+        kv_bytes = default_pool(device, fitted.weight_bytes, fitted.page_bytes, settings.gpu_memory / sharing)
+    else:
+        kv_bytes = int(settings.kv_memory)
+    fitted.in_pool(kv_bytes)
+    check_memory(device, fitted.weight_bytes, kv_bytes, sharing)
+    taken_bytes = workers * (fitted.weight_bytes + kv_bytes) if device.type == "cpu" else 0
     check_host_memory(settings.host_kv_memory, workers, taken_bytes)
     return device.type
 

@@ -134,7 +134,9 @@ def _launch(settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack
     _interrupt_on_signals()  # Ray has put its own handlers in place
     share = gpu_share(settings.device, settings.combined + settings.prefill, session.gpus)
     # Whoever has a GPU and can't use it is to say so, and not to compute on the CPU instead.
-    settings = settings.model_copy(update={"device": "cuda" if share else "cpu"})
+    settings = settings.model_copy(
+        update={"device": "cuda" if share else "cpu", "gpu_memory": settings.gpu_memory * (share or 1)}
+    )
     specs = processes(settings, LOOPBACK if session.hosts == 1 else settings.host)
     demands = bundles(specs, session.resources, share)
     return stack.enter_context(launched(specs, demands, cores_apart=not share))

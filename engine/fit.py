@@ -20,11 +20,11 @@ class Fit:
     """How a checkpoint will be served.
 
     Attributes:
-        config: With `max_model_len` as it is served.
+        config: With `max_model_len` as it is served with a pool that is large enough.
         tensors: Shape of every tensor that is read.
         dtype: Of weights and KV pool.
         weight_bytes: All weights in that type.
-        page_bytes, num_pages: Of the KV pool.
+        page_bytes: Of one page of the KV pool.
     """
 
     config: ModelConfig
@@ -32,16 +32,27 @@ class Fit:
     dtype: Dtype
     weight_bytes: int
     page_bytes: int
-    num_pages: int
+
+    def in_pool(self, kv_bytes: int) -> tuple[ModelConfig, int]:
+        """The configuration as it is served with a KV pool of so many bytes, and how many pages that has.
+
+        Raises:
+            ConfigError: It is too small.
+        """
+        num_pages = _count_pages(kv_bytes, self.page_bytes)
+        length, tokens = self.config.max_model_len, num_pages * BLOCK_SIZE
+        if length > tokens:
+            log.warning("the KV pool holds %d tokens: context cut from %d to that; see --kv-memory", tokens, length)
+        return replace(self.config, max_model_len=min(length, tokens)), num_pages
 
 
-def fit(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, kv_bytes: int, max_model_len: int) -> Fit:
+def fit(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int) -> Fit:
     """Checks a checkpoint against the settings. Reads no weights: a matter of milliseconds.
 
     Args:
         config: As read.
         checkpoint: The tensors of the same directory.
-        dtype, kv_bytes, max_model_len: As in `engine.runner.TorchRunner`.
+        dtype, max_model_len: As in `engine.runner.TorchRunner`.
 
     Raises:
         CheckpointError: The directory cannot be served.
@@ -52,16 +63,12 @@ def fit(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, kv_bytes: in
     tensors = expected_tensors(config)
     checkpoint.check(tensors)
     resolved = _resolve_dtype(dtype, config, checkpoint)
-    page_bytes = config.page_bytes(resolved)
-    num_pages = _count_pages(kv_bytes, page_bytes)
-    length = _resolve_length(max_model_len, config, num_pages * BLOCK_SIZE)
     return Fit(
-        config=replace(config, max_model_len=length),
+        config=replace(config, max_model_len=_resolve_length(max_model_len, config)),
         tensors=tensors,
         dtype=resolved,
         weight_bytes=DTYPE_BYTES[resolved] * sum(math.prod(shape) for shape in tensors.values()),
-        page_bytes=page_bytes,
-        num_pages=num_pages,
+        page_bytes=config.page_bytes(resolved),
     )
 
 
@@ -85,7 +92,7 @@ def _resolve_dtype(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Dt
     raise ConfigError(f"dtype {name} is not known; use auto, {', '.join(DTYPE_BYTES)}")
 
 
-def _resolve_length(wanted: int, config: ModelConfig, pool_tokens: int) -> int:
+def _resolve_length(wanted: int, config: ModelConfig) -> int:
     limit = config.max_model_len
     if wanted > limit:
         raise ConfigError(f"--max-model-len {wanted} is over the checkpoint's limit of {limit} tokens")
@@ -95,9 +102,6 @@ def _resolve_length(wanted: int, config: ModelConfig, pool_tokens: int) -> int:
             f"the model uses sliding-window attention over {config.sliding_window} tokens, which is not supported; "
             f"only with --max-model-len {config.sliding_window} or less it can be served"
         )
-    if length > pool_tokens:
-        log.warning("the KV pool holds %d tokens: context cut from %d to that; see --kv-memory", pool_tokens, length)
-        length = pool_tokens
     return length
 
 

@@ -4,9 +4,16 @@ from pathlib import Path
 
 import torch
 
+from cpd.blocks import POOL_BYTES
 from cpd.errors import ConfigError
 
 _MEMINFO = Path("/proc/meminfo")
+
+_WORK_BYTES = 2 << 30
+"""Of a GPU's memory, beside weights and pages: a step's intermediate results, decode graphs, libraries."""
+
+_MOST_PAGES = 1 << 18
+"""Of a pool that nobody asked for: 4 M tokens, so that a small model's does not take a large GPU's whole memory."""
 
 _CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
@@ -16,18 +23,41 @@ _CGROUPS = (
 nobody has looked at lately, which the kernel gives up first. https://docs.kernel.org/admin-guide/cgroup-v2.html"""
 
 
+def default_pool(device: torch.device, weight_bytes: int, page_bytes: int, gpu_memory: float) -> int:
+    """Bytes of a KV pool, where nobody says how many.
+
+    Args:
+        gpu_memory: Part of a GPU's memory that weights, pool and intermediate results may take together.
+
+    Raises:
+        ConfigError: The weights leave nothing of it.
+    """
+    if device.type != "cuda":
+        return POOL_BYTES
+    total = torch.cuda.mem_get_info(device)[1]
+    left = int(total * gpu_memory) - weight_bytes - _WORK_BYTES
+    if left < page_bytes:
+        raise ConfigError(
+            f"weights of {weight_bytes / 2**30:.1f} GiB and {_WORK_BYTES >> 30} GiB for intermediate results leave no "
+            f"room for KV pages in {gpu_memory:.0%} of the GPU's {total / 2**30:.1f} GiB; raise --gpu-memory, start "
+            "fewer workers on a GPU, or take a smaller model"
+        )
+    return min(left, _MOST_PAGES * page_bytes)
+
+
 def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers: int = 1) -> None:
     """Raises ConfigError where the device has too little free memory for the weights and pools of so many workers."""
     available = available_memory(device)
     if available is not None and workers * (weight_bytes + kv_bytes) > available:
         gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
-        gpu = ""
+        gpu, setting = "", "--kv-memory"
         if device.type == "cuda":
             gpu = f" of the GPU, which has {torch.cuda.mem_get_info(device)[1] / 2**30:.1f} GiB"
+            setting = "--gpu-memory or --kv-memory"
         times, fewer = _of_each(workers)
         raise ConfigError(
             f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB{times} do not fit into the {gib[2]} GiB of free "
-            f"memory{gpu}; lower --kv-memory{fewer} or take a smaller model"
+            f"memory{gpu}; lower {setting}{fewer} or take a smaller model"
         )
 
 

@@ -15,7 +15,7 @@ from engine.cpu_lanes import CallerLane, make_splits
 from engine.device import resolve_device
 from engine.fit import count_slots, fit
 from engine.host_memory import CpuHostMemory, TorchHostMemory
-from engine.memory import check_host_memory, check_memory
+from engine.memory import check_host_memory, check_memory, default_pool
 from engine.model import Decoder
 from engine.ops import make_ops
 from engine.ops.base import Heads
@@ -46,8 +46,9 @@ class TorchRunner:
         *,
         dtype: str,
         device: str,
-        kv_bytes: int,
+        kv_bytes: int | None,
         max_model_len: int,
+        gpu_memory: float = 0.9,
         max_num_seqs: int = 128,
         lanes: bool = True,
         on_progress: Callable[[str, float], None] | None = None,
@@ -58,8 +59,9 @@ class TorchRunner:
             model_dir: Directory with config.json and safetensors.
             dtype: float32, bfloat16, float16, or auto for the checkpoint's own.
             device: cpu, cuda, or auto for a GPU if there is one.
-            kv_bytes: Size of the KV pool.
+            kv_bytes: Size of the KV pool; None: see `engine.memory.default_pool`.
             max_model_len: Longest prompt plus output; 0 for the checkpoint's limit.
+            gpu_memory: Part of a GPU's memory that the runner may take.
             max_num_seqs: Sequences of one step. A GPU captures decode graphs for up to so many; 0: it captures none.
             lanes: Whether to prepare splits.
             on_progress: Called with what is going on and the fraction done.
@@ -71,11 +73,13 @@ class TorchRunner:
         """
         config = load_config(model_dir)
         with Checkpoint(model_dir) as checkpoint:
-            fitted = fit(config, checkpoint, dtype=dtype, kv_bytes=kv_bytes, max_model_len=max_model_len)
-            self.config = config = fitted.config
-            self.dtype = fitted.dtype
-            self.page_bytes, self.num_pages = fitted.page_bytes, fitted.num_pages
+            fitted = fit(config, checkpoint, dtype=dtype, max_model_len=max_model_len)
+            self.dtype, self.page_bytes = fitted.dtype, fitted.page_bytes
             self._device = resolve_device(device)
+            if kv_bytes is None:
+                kv_bytes = default_pool(self._device, fitted.weight_bytes, fitted.page_bytes, gpu_memory)
+            config, self.num_pages = fitted.in_pool(kv_bytes)
+            self.config = config
             check_memory(self._device, fitted.weight_bytes, kv_bytes)
             if unused := checkpoint.unused(fitted.tensors):
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])

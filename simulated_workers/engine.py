@@ -4,6 +4,7 @@ import time
 from hashlib import blake2b
 from typing import Protocol
 
+from cpd.blocks import POOL_BYTES
 from cpd.colocation import Colocation
 from cpd.config import EngineSettings, WorkerSettings
 from cpd.errors import ConfigError
@@ -44,10 +45,11 @@ def count_pages(settings: EngineSettings, profile: Profile, config: ModelConfig)
     if profile.num_pages and settings.kv_memory is None:
         return profile.num_pages
     page_bytes = page_bytes_of(profile, config)
+    kv_bytes = POOL_BYTES if settings.kv_memory is None else int(settings.kv_memory)
     least = _MIN_PAGES * page_bytes
-    if settings.kv_bytes < least:
-        raise ConfigError(f"--kv-memory {settings.kv_bytes} is too small for this model; give at least {least} bytes")
-    return settings.kv_bytes // page_bytes
+    if kv_bytes < least:
+        raise ConfigError(f"--kv-memory {kv_bytes} is too small for this model; give at least {least} bytes")
+    return kv_bytes // page_bytes
 
 
 def make_loader(profile: Profile, config: ModelConfig) -> Load:

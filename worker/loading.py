@@ -13,7 +13,6 @@ from cpd.perfmodel import PerfModel, Profile
 from engine.cpu_lanes import own_cores, use_threads
 from engine.device import gpu_errors_said
 from engine.engine import Engine
-from engine.memory import available_memory
 from engine.profile.about import about
 from engine.profile.rough import time_a_few_steps
 from engine.runner import TorchRunner
@@ -41,7 +40,8 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         directory,
         dtype=settings.dtype,
         device=settings.device,
-        kv_bytes=settings.kv_bytes,
+        kv_bytes=settings.kv_memory,
+        gpu_memory=settings.gpu_memory,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         lanes=settings.colocate != "mixed",
@@ -53,9 +53,6 @@ def load_engine(settings: WorkerSettings) -> Loaded:
     profile = _profile(settings, runner, here)
     colocation = _colocation(settings, runner, profile)
     runner.warm_up(colocation.max_tokens)
-    if runner.pool.is_cuda and settings.kv_memory is None:
-        free_gib = (available_memory(runner.pool.device) or 0) / 2**30
-        log.warning("the KV pool has 1 GiB, for want of --kv-memory, and %.0f GiB of the GPU are free", free_gib)
     host_bytes = int(settings.host_kv_memory)
     engine = Engine(
         runner,

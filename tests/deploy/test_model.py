@@ -107,6 +107,10 @@ def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pyte
         CPDError, match=r"for each of 3 workers .* 10.0 GiB of free memory of the GPU, which has 16.0 GiB"
     ):
         inspect(checkpoint, kv_memory=4 << 30, prefill=1, combined=4)
+    assert inspect(checkpoint, gpu_memory=0.5, prefill=0, combined=4) == "cuda"
+    monkeypatch.setattr("engine.memory._MOST_PAGES", 1 << 40)
+    with pytest.raises(CPDError, match=r"a KV pool of 5.2 GiB for each of 2 workers .* lower --gpu-memory"):
+        inspect(checkpoint, prefill=0, combined=4)
 
 
 def test_all_workers_of_one_machine_share_what_it_has_beside_its_gpus(

@@ -3,9 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.memory import available_memory
+from cpd.blocks import POOL_BYTES
+from cpd.errors import ConfigError
+from engine.memory import available_memory, default_pool
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -60,3 +63,17 @@ def test_a_container_without_a_limit_may_have_what_the_system_has(system: Path) 
 def test_a_system_that_tells_nothing(system: Path) -> None:
     (system / "meminfo").unlink()
     assert available_memory(CPU) is None
+
+
+def test_a_pool_has_what_weights_and_work_leave_of_a_gpus_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (79 * GIB, 80 * GIB))
+    assert default_pool(GPU, 16 * GIB, 1 << 20, 0.9) == 54 * GIB
+    assert default_pool(GPU, 16 * GIB, 1 << 20, 0.45) == 18 * GIB
+    assert default_pool(CPU, 16 * GIB, 1 << 20, 0.9) == POOL_BYTES
+    with pytest.raises(ConfigError, match="raise --gpu-memory, start fewer workers"):
+        default_pool(GPU, 35 * GIB, 1 << 20, 0.45)
+
+
+def test_a_small_model_does_not_take_a_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (79 * GIB, 80 * GIB))
+    assert default_pool(GPU, 1 << 20, 16 << 10, 0.9) == 4 * GIB

@@ -96,7 +96,7 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
         progress: list[tuple[str, float]] = []
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             kv_bytes = NUM_PAGES * config.page_bytes("float32")
-            config = fit(config, checkpoint, dtype="float32", kv_bytes=kv_bytes, max_model_len=LONGEST).config
+            config = fit(config, checkpoint, dtype="float32", max_model_len=LONGEST).in_pool(kv_bytes)[0]
             model = Decoder(config, checkpoint, ops, torch.float32, CPU, lambda _: None)
         pool = torch.zeros(NUM_PAGES + 1, *config.page_shape)
         lanes = make_lanes(
