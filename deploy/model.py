@@ -104,7 +104,7 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     import torch
 
     from engine.config import load_config
-    from engine.device import resolve_device
+    from engine.device import gpu_errors_said, resolve_device
     from engine.fit import count_slots, fit
     from engine.memory import check_host_memory, check_memory, default_pool
     from engine.weights import Checkpoint
@@ -128,12 +128,13 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     device = resolve_device(settings.device)
     workers = settings.prefill + settings.combined
     sharing = -(-workers // torch.cuda.device_count()) if device.type == "cuda" else workers
-    if settings.kv_memory is None:
-        kv_bytes = default_pool(device, fitted.weight_bytes, fitted.page_bytes, settings.gpu_memory / sharing)
-    else:
-        kv_bytes = int(settings.kv_memory)
-    fitted.in_pool(kv_bytes)
-    check_memory(device, fitted.weight_bytes, kv_bytes, sharing)
+    with gpu_errors_said():
+        if settings.kv_memory is None:
+            kv_bytes = default_pool(device, fitted.weight_bytes, fitted.page_bytes, settings.gpu_memory / sharing)
+        else:
+            kv_bytes = int(settings.kv_memory)
+        fitted.in_pool(kv_bytes)
+        check_memory(device, fitted.weight_bytes, kv_bytes, sharing)
     taken_bytes = workers * (fitted.weight_bytes + kv_bytes) if device.type == "cpu" else 0
     check_host_memory(settings.host_kv_memory, workers, taken_bytes)
     return device.type

@@ -79,7 +79,7 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             settings = settings.model_copy(update={"redis_url": redis.url})
         _leases(settings)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
-            cluster = _launch(settings, state.ray_dir, stack, embedded=redis is not None)
+            cluster = _launch(settings, state.ray_dir, stack, console, embedded=redis is not None)
         state = replace(state, url=_wait_until_ready(cluster, settings, state, console))
         directory.write(state)
         sys.stdout.write(
@@ -122,7 +122,9 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     )
 
 
-def _launch(settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack, embedded: bool) -> Cluster:
+def _launch(
+    settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack, console: Console, embedded: bool
+) -> Cluster:
     """Starts or joins Ray and places the processes there, until `stack` unwinds."""
     namespace = f"cpd-{settings.cluster}"
     if ray_dir:
@@ -132,7 +134,14 @@ def _launch(settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
         _check_hosts(session.hosts, settings.host, embedded)
     _interrupt_on_signals()  # Ray has put its own handlers in place
-    share = gpu_share(settings.device, settings.combined + settings.prefill, session.gpus)
+    workers = settings.combined + settings.prefill
+    share = gpu_share(settings.device, workers, session.gpus)
+    if 0 < share < 1:
+        console.print(
+            f"{workers} workers, each with weights of its own, and GPUs: {session.gpus:g}. They share them; one worker"
+            f" a GPU is --prefill 0 --combined {session.gpus:g}",
+            soft_wrap=True,
+        )
     # Whoever has a GPU and can't use it is to say so, and not to compute on the CPU instead.
     settings = settings.model_copy(
         update={"device": "cuda" if share else "cpu", "gpu_memory": settings.gpu_memory * (share or 1)}

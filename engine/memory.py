@@ -1,5 +1,6 @@
 """How much memory a device has left."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -52,7 +53,9 @@ def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers
         gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
         gpu, setting = "", "--kv-memory"
         if device.type == "cuda":
-            gpu = f" of the GPU, which has {torch.cuda.mem_get_info(device)[1] / 2**30:.1f} GiB"
+            number = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+            size_gib = torch.cuda.mem_get_info(device)[1] / 2**30
+            gpu = f" of GPU {number}, which has {size_gib:.1f} GiB (CUDA_VISIBLE_DEVICES chooses others)"
             setting = "--gpu-memory or --kv-memory"
         times, fewer = _of_each(workers)
         raise ConfigError(

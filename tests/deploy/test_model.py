@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cpd.config import ClusterSettings
 from cpd.errors import CheckpointError, CPDError
@@ -103,14 +104,26 @@ def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pyte
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10 << 30, 16 << 30))
     assert inspect(checkpoint, kv_memory=4 << 30, prefill=0, combined=4) == "cuda"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     with pytest.raises(
-        CPDError, match=r"for each of 3 workers .* 10.0 GiB of free memory of the GPU, which has 16.0 GiB"
+        CPDError, match=r"for each of 3 workers .* 10.0 GiB of free memory of GPU 3, which has 16.0 GiB"
     ):
         inspect(checkpoint, kv_memory=4 << 30, prefill=1, combined=4)
     assert inspect(checkpoint, gpu_memory=0.5, prefill=0, combined=4) == "cuda"
     monkeypatch.setattr("engine.memory._MOST_PAGES", 1 << 40)
     with pytest.raises(CPDError, match=r"a KV pool of 5.2 GiB for each of 2 workers .* lower --gpu-memory"):
         inspect(checkpoint, prefill=0, combined=4)
+
+
+def test_a_gpu_that_does_not_work_is_refused_in_one_sentence(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(device: object) -> None:
+        raise torch.AcceleratorError("CUDA error: busy or unavailable\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.mem_get_info", busy)
+    with pytest.raises(CPDError, match="the GPU does not work: CUDA error: busy or unavailable; see"):
+        inspect(checkpoint)
 
 
 def test_all_workers_of_one_machine_share_what_it_has_beside_its_gpus(
