@@ -34,8 +34,8 @@ def gpu_errors_said() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            "the GPU's memory does not hold weights, KV pool and what computes beside them; lower --kv-memory or "
-            f"--max-num-seqs ({_first_line(error)})"
+            "the GPU's memory does not hold weights, KV pool and what computes beside them; lower --gpu-memory or "
+            f"--kv-memory, or --max-num-seqs and --token-budget ({_first_line(error)})"
         ) from error
     except torch.AcceleratorError as error:
         raise ConfigError(f"the GPU does not work: {_first_line(error)}; see `nvidia-smi` and `dmesg`") from error

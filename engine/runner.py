@@ -88,7 +88,9 @@ class TorchRunner:
             progress = on_progress or (lambda _what, _fraction: None)
             heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
             with torch.inference_mode():
+                progress("preparing kernels", 0.0)  # the first time that takes minutes on a GPU
                 ops = make_ops(self._device, torch_dtype, heads, max_num_seqs)
+                progress("preparing kernels", 1.0)
                 self.kernels = ops.kernels
                 self._model = model = Decoder(
                     self.config,

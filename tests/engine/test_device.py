@@ -50,7 +50,7 @@ def test_a_torch_without_cuda_is_said_to_be_one(gpus: pytest.MonkeyPatch) -> Non
     [
         (
             torch.OutOfMemoryError("CUDA out of memory. 3 GiB is free."),
-            r"lower --kv-memory .*\(CUDA out of memory\. 3 GiB",
+            r"lower --gpu-memory .*\(CUDA out of memory\. 3 GiB",
         ),
         (torch.AcceleratorError("CUDA error: busy or unavailable\nCompile with"), "does not work: CUDA error: busy or"),
     ],
