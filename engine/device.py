@@ -19,7 +19,7 @@ def resolve_device(name: str) -> torch.device:
     gpus = torch.cuda.device_count()
     if name == "auto" and not gpus:
         return torch.device("cpu")
-    here = f"{gpus} GPUs are here, but torch {torch.__version__} can't use them" if gpus else "there is none here"
+    here = f"{gpus} GPUs are here, but torch {torch.__version__} can't use them" if gpus else "there is no GPU here"
     raise ConfigError(f"--device {name}: {here}: {_no_cuda()}; use --device cpu to go without")
 
 

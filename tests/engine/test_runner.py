@@ -243,7 +243,7 @@ def test_a_sliding_window_in_effect_is_refused(checkpoint: MakeCheckpoint, load:
 def test_a_missing_gpu_is_reported(checkpoint: MakeCheckpoint) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match="--device cuda: there is none here"):
+    with pytest.raises(ConfigError, match="--device cuda: there is no GPU here"):
         TorchRunner(checkpoint("llama2"), dtype="auto", device="cuda", kv_bytes=1 << 20, max_model_len=0)
 
 
