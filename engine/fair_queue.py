@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
@@ -114,6 +114,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._entries: OrderedDict[T, tuple[Terms, _Entry[T]]] = OrderedDict()  # oldest first
         self._classes: dict[int, OrderedDict[str, _Account[T]]] = {}  # in each, the tenant whose turn it is first
+        self._by_deadline: list[_Entry[T]] = []  # sorted
         self._arrivals = 0
         self._past_oldest = 0
 
@@ -134,6 +135,7 @@ class FairQueue(Generic[T]):
         self._entries[item] = terms, entry
         ring = self._classes.setdefault(terms.priority, OrderedDict())
         insort(ring.setdefault(terms.tenant, _Account()).entries, entry)
+        insort(self._by_deadline, entry)
 
     def first(self, now: float) -> T | None:
         """Whose turn it is at the time `now`."""
@@ -157,8 +159,7 @@ class FairQueue(Generic[T]):
     def late(self, now: float) -> list[T]:
         """Those who won't be in time if turns begin at `now` and go by deadline: who comes and can be, passes them."""
         late: list[T] = []
-        accounts = [account.entries for ring in self._classes.values() for account in ring.values()]
-        for deadline, _, item, _, takes_s in sorted(chain.from_iterable(accounts)):  # quick: each of them is sorted
+        for deadline, _, item, _, takes_s in self._by_deadline:
             if now + takes_s <= deadline:
                 now += takes_s
             else:
@@ -168,9 +169,9 @@ class FairQueue(Generic[T]):
     def expect(self, item: T, takes_s: float) -> None:
         """Its turn is now predicted to take so long."""
         terms, entry = self._entries[item]
-        entries = self._classes[terms.priority][terms.tenant].entries
         changed = entry._replace(takes_s=takes_s)
-        entries[bisect_left(entries, entry)] = changed
+        for entries in (self._classes[terms.priority][terms.tenant].entries, self._by_deadline):
+            entries[bisect_left(entries, entry)] = changed
         self._entries[item] = terms, changed
 
     def out_of_turn(self, now: float, most: int | None = None) -> Iterator[T]:
@@ -200,9 +201,10 @@ class FairQueue(Generic[T]):
             self._past_oldest = max(0, self._past_oldest - (AGED_SHARE - 1) * self._entries[item][0].tokens)
         terms, entry = self._entries.pop(item)
         ring = self._classes[terms.priority]
-        entries = ring[terms.tenant].entries
-        del entries[bisect_left(entries, entry)]
-        if not entries:
+        account = ring[terms.tenant]
+        for entries in (account.entries, self._by_deadline):
+            del entries[bisect_left(entries, entry)]
+        if not account.entries:
             del ring[terms.tenant]
         if not ring:
             del self._classes[terms.priority]
