@@ -65,12 +65,16 @@ class CacheSnapshot:
 class EngineBridge(ABC):
     """Owns an Engine. What makes its passes happen is a subclass's.
 
+    Attributes:
+        passing: The number of the pass that is under way, as other threads than the one that makes it see it; 0: none.
+
     Args:
         build: Makes the engine.
         on_failure: Called on the event loop when the engine failed.
     """
 
     def __init__(self, build: Callable[[], Engine], *, on_failure: Callable[[BaseException], None]) -> None:
+        self.passing = 0
         self._build = build
         self._on_failure = on_failure
         self._hook: Hook = lambda engine, output: None

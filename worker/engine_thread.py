@@ -36,6 +36,7 @@ class EngineThread(EngineBridge):
         self._wakeup = threading.Condition()
         # Under _wakeup, like the commands: the event loop, the prefill lane and the host tier change them.
         self._engine_woke = False
+        self._passes = 0
         self._closing = False
         self._dead = False
         # From the engine thread to the event loop, and whether the loop knows that there is something.
@@ -110,12 +111,15 @@ class EngineThread(EngineBridge):
             self._wakeup.notify()
 
     def _pass(self, engine: Engine) -> None:
+        self._passes += 1
+        self.passing = self._passes
         self._run_commands(engine)
         output = None
         if engine.has_work:
             self._flush()
             output = engine.step(time.monotonic())
         self._end_pass(engine, output, time.monotonic())
+        self.passing = 0
 
     def _flush(self) -> None:
         if self._deliveries:

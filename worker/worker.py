@@ -47,6 +47,7 @@ from worker.node import EXIT_RESTART, Lifecycle, Loaded, Node
 from worker.service import MakeService, Service
 from worker.sessions import HELLO_BYTES, SessionServer
 from worker.trace import read_trace
+from worker.watch import HANG_S, hang
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,8 @@ class Worker:
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
         self._engine.attach(self._service.hook, self._update)
+        watch = asyncio.create_task(self._watch(loaded.progress), name="engine-watch")
+        self._down.callback(watch.cancel)
         await self._listen(host)
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, self.address)
@@ -277,6 +280,11 @@ class Worker:
             return profile
         transfer = TransferProfile(fixed_ms=cost.fixed_ms, bytes_per_ms=cost.bytes_per_ms)
         return profile.model_copy(update={"transfer": transfer})
+
+    async def _watch(self, progress: Callable[[], float]) -> None:
+        await hang(lambda: self._engine.passing, progress)
+        log.critical("the engine hangs: for %g s a step has not got on", HANG_S)
+        self.lifecycle.stop("the engine hangs", exit_code=EXIT_RESTART)
 
     def _engine_failed(self, error: BaseException) -> None:
         self.lifecycle.stop(f"the engine failed: {error!r}", exit_code=EXIT_RESTART)

@@ -1,0 +1,26 @@
+"""Whether the engine hangs: a device that never ends what it was given, or a driver that never returns."""
+
+import asyncio
+from collections.abc import Callable
+
+HANG_S = 300.0
+"""Far more than a step takes anywhere, or a layer of one on a CPU."""
+
+_TICKS = 60
+
+
+async def hang(passing: Callable[[], int], progress: Callable[[], float]) -> None:
+    """Returns when one pass has got nowhere for `HANG_S`.
+
+    Looks are counted, not seconds: time in which this process itself stands still must not look like a hang.
+
+    Args:
+        passing: The number of the pass that is under way; 0: none is.
+        progress: Changes while one gets on.
+    """
+    before, looks = (0, 0.0), 0
+    while looks < _TICKS:
+        await asyncio.sleep(HANG_S / _TICKS)
+        now = passing(), progress()
+        looks = looks + 1 if now[0] and now == before else 0
+        before = now
