@@ -41,6 +41,12 @@ def fill(device: int, pointer: int, value: int, num_bytes: int) -> None:
     """Sets every byte. Returns when that is done."""
     use(device)
     _call("cudaMemset", pointer, value, num_bytes)
+    wait(device)
+
+
+def wait(device: int) -> None:
+    """Returns when everything is done that this process has begun on the device."""
+    use(device)
     _call("cudaDeviceSynchronize")
 
 

@@ -21,6 +21,10 @@ from kvtransfer.nixl.writer import Pages
 MODULES = ("nixl_cu13", "nixl_cu12")
 _PROGRESS_US = 100_000  # UCX wakes the progress thread when there is something; this is for what it misses
 _LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
+_UCX = {
+    "TLS": "^sm",
+    "CUDA_IPC_ENABLE_MNNVL": "n",  # else GPUs of another machine might map the pool, and write when the agent is gone
+}
 
 Handle = int
 
@@ -51,7 +55,7 @@ def options(host: str) -> dict[str, str]:
         host: IPv4 address of the interface to use.
     """
     devices = network_devices(host)
-    return {"TLS": "^sm"} | ({"NET_DEVICES": ",".join(devices)} if devices else {})
+    return _UCX | ({"NET_DEVICES": ",".join(devices)} if devices else {})
 
 
 class Agent:
@@ -91,6 +95,7 @@ class Agent:
             self._registered = self._nixl.nixlRegDList(self._segment(memory), [whole])
             self._agent.registerMem(self._registered, [self._backend])
         except self._errors as error:
+            self.close()
             raise TransferError(_advice(error)) from None
 
     def metadata(self) -> bytes:
@@ -102,7 +107,7 @@ class Agent:
         """Makes ready to write into the pool of the agent with this metadata.
 
         Raises:
-            TransferError: It can't be reached.
+            TransferError: It can't be reached; this one is closed.
         """
         try:
             name = self._agent.loadRemoteMD(metadata).decode()
@@ -110,6 +115,7 @@ class Agent:
             self._own = self._prepare(self._nixl.NIXL_INIT_AGENT, self._memory)
             self._theirs = self._prepare(name, pool)
         except self._errors as error:
+            self.close()
             raise TransferError(_advice(error)) from None
 
     def _prepare(self, name: str, pool: PoolMemory) -> Handle:
@@ -162,8 +168,14 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """Destroys the agent: nothing is read or written through it any more."""
+        """Destroys the agent: nothing is read or written through it any more.
+
+        Raises:
+            TransferError: The GPU doesn't tell.
+        """
         self._agent = None
+        if self._memory.device is not None:
+            cuda.wait(self._memory.device)  # UCX leaves behind the copies that its streams have begun
 
 
 def _spread(first: Pages, counts: Pages) -> NDArray[np.int32]:

@@ -35,7 +35,7 @@ class Door(Protocol):
         """Whether all of it has arrived; then the number is used up. Raises TransferError if the peer is gone."""
 
     def close(self) -> None:
-        """Nothing is read or written through it any more."""
+        """Returns when nothing is read or written through it any more. Raises TransferError if nobody can tell."""
 
 
 class Writer:
@@ -67,7 +67,8 @@ class Writer:
     async def close(self) -> None:
         """Closes the door after the calls before this one, with whatever still flies, and ends the thread.
 
-        When it returns, nothing reads or writes pages through the door any more.
+        When it returns, nothing reads or writes pages through the door any more. It does not where nobody can tell, as
+        of a GPU that is broken.
         """
         self._calls.put(None)
         await self._closed.wait()

@@ -16,6 +16,7 @@ import kvtransfer
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.checksums import page_checksums
+from kvtransfer.landings import BookedLanding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,11 +113,13 @@ def test_a_killed_sender_writes_nothing_after_its_landing_settled() -> None:
         other.connect(transport.address)
         everything = list(range(PAGES))
         landing = transport.expect(1, 1, everything)  # one page more than is pushed
+        assert isinstance(landing, BookedLanding)
         await other.push(Ticket(1, 1, 1, tuple(everything)), everything[1:])
-        other.kill()
         async with asyncio.timeout(DEADLINE_S):
-            if landing.revoke():  # it had not begun
-                return
+            while not landing.begun:  # noqa: ASYNC110 - it tells nobody, and does not last
+                await asyncio.sleep(0)
+            other.kill()
+            assert not landing.revoke()
             with pytest.raises(TransferError):
                 await landing.done()
             await landing.peer_gone()

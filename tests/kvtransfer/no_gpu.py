@@ -29,6 +29,7 @@ class Bindings:
 
     def __init__(self, nixl: Any) -> None:
         self._nixl = nixl
+        vars(self).update({name: value for name, value in vars(nixl).items() if name.endswith("Error")})
         self._thread = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -79,6 +80,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     bindings, memory = Bindings(agent.load()), Memory()
     patch.setattr(agent, "load", lambda: bindings)
     patch.setattr(cuda, "use", bindings.use)
+    patch.setattr(cuda, "wait", bindings.use)  # nothing is under way
     patch.setattr(cuda, "count", lambda: DEVICES)
     for name in ("allocate", "free", "fill", "read"):
         patch.setattr(cuda, name, getattr(memory, name))

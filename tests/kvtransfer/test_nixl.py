@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import kvtransfer
 from cpd.errors import ConfigError, StaleTransferError, TransferError
-from kvtransfer import addresses
+from kvtransfer import addresses, cuda
 from kvtransfer.nixl import agent
 from kvtransfer.nixl.details import Address, ReceiversPool, Sender, decode_process
 from kvtransfer.nixl.neighbour import ForbiddenError, Neighbour
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.nixl
 
 
 @pytest.fixture
-async def network() -> AsyncIterator[Real]:
+async def network(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Real]:
+    """Closed while what a test has patched still is."""
     network = Real("nixl")
     yield network
     await network.close()
@@ -197,6 +198,47 @@ async def test_gpus_of_one_machine_exchange_pages_only_if_they_can_see_each_othe
         await sender.connect(receiver.address)
 
 
+async def test_a_connection_is_closed_when_the_gpu_has_ended_what_its_agent_began(
+    network: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu.install(monkeypatch)
+    receiver, sender = [await network.open(Pool(4, device=no_gpu.DEVICE)) for _ in range(2)]
+    peer = await sender.connect(receiver.address)
+    asked, copied = threading.Event(), threading.Event()
+
+    def wait(device: int) -> None:
+        assert device == no_gpu.DEVICE
+        asked.set()
+        assert copied.wait(DEADLINE_S)
+
+    monkeypatch.setattr(cuda, "wait", wait)
+    closing = asyncio.create_task(peer.close())
+    assert await asyncio.to_thread(asked.wait, DEADLINE_S)
+    assert not closing.done()
+    copied.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await closing
+
+
+async def test_an_agent_that_reaches_nobody_is_destroyed_on_its_thread(
+    network: Real, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu.install(monkeypatch)
+    receiver, sender = [await network.open(Pool(4, device=no_gpu.DEVICE)) for _ in range(2)]
+    threads: list[str] = []
+    close = agent.Agent.close
+
+    def destroy(self: agent.Agent) -> None:
+        threads.append(threading.current_thread().name)
+        close(self)
+
+    monkeypatch.setattr(agent.Agent, "close", destroy)
+    monkeypatch.setattr(agent.Agent, "metadata", lambda self: b"none")
+    with pytest.raises(TransferError, match="NIXL failed"):
+        await sender.connect(receiver.address)
+    assert "kvtransfer-nixl-send" in threads
+
+
 async def test_an_agent_may_take_its_time_on_either_side(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
     real = agent.Agent.__init__
@@ -225,10 +267,10 @@ async def test_rdma_ports_with_a_link_are_used_beside_the_hosts_interface(
         (tmp_path / port).mkdir(parents=True)
         (tmp_path / port / "state").write_text(state + "\n")
     monkeypatch.setattr(addresses, "_RDMA", tmp_path)
-    assert agent.options("127.0.0.1") == {"TLS": "^sm", "NET_DEVICES": "lo"}
-    assert agent.options("0.0.0.0") == {"TLS": "^sm"}
+    assert agent.options("127.0.0.1")["NET_DEVICES"] == "lo"
+    assert "NET_DEVICES" not in agent.options("0.0.0.0")
     monkeypatch.setattr(addresses, "interface_of", lambda host: "lo")
-    assert agent.options("10.0.0.1") == {"TLS": "^sm", "NET_DEVICES": "lo,mlx5_0:1,mlx5_1:2"}
+    assert agent.options("10.0.0.1")["NET_DEVICES"] == "lo,mlx5_0:1,mlx5_1:2"
     pool = Pool(4)
     agent.Agent(pool.memory, agent.options("10.0.0.1"), progress=False).close()
     assert os.environ["UCX_NET_DEVICES"] == "lo,mlx5_0:1,mlx5_1:2"
