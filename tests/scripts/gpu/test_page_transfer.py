@@ -50,6 +50,15 @@ def test_a_transport_whose_peers_die_leaves_the_other_which_moves_every_page(mon
     assert "died" in report.figures[0].note
 
 
+@pytest.mark.nixl
+def test_the_transport_of_workers_is_measured_beside_them() -> None:
+    report = Report("page_transfer", "?", ENVIRONMENT, CEILINGS)
+    page_transfer.own_transport(report, "cpu", 2 << 20, [256 << 10, 1 << 20])
+    assert [(figure.name, figure.value is None) for figure in report.figures] == [
+        (f"CPD over NIXL: {pages} pages of {size} MiB", False) for size in ("0.25", "1") for pages in (1, 2)
+    ]
+
+
 def test_without_any_transport_the_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_transfer, "find_spec", lambda _: None)
     with pytest.raises(MissingError, match="NIXL"):
