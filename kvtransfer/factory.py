@@ -30,13 +30,15 @@ async def create(
     """
     if name not in (None, "auto", "nixl", "ucx"):
         raise ConfigError(f"transport: {name!r} is unknown; give auto, nixl or ucx")
-    if memory.device is not None:
-        if name == "ucx":
-            raise ConfigError("transport: ucx moves pages of host memory only; those of a GPU need nixl")
-        name = "nixl"
+    if memory.device is not None and name == "ucx":
+        raise ConfigError("transport: ucx moves pages of host memory only; those of a GPU need nixl")
     if (advertise_host or host) == "0.0.0.0":
         raise ConfigError("advertise-host: workers that listen on 0.0.0.0 must say which address others reach them at")
-    name, reason, cost = await _choose() if name == "auto" else (name or "ucx", "", None)
+    reason, cost = "", None
+    if memory.device is not None and name != "nixl":
+        name, reason = "nixl", "pages are in a GPU's memory"
+    elif name == "auto":
+        name, reason, cost = await _choose()
     transport: Transport
     if name == "nixl":
         from kvtransfer.nixl.transport import NixlTransport

@@ -38,10 +38,12 @@ async def test_what_was_asked_for_needs_no_reason() -> None:
     await transport.close()
 
 
-@pytest.mark.parametrize(("device", "name"), [(None, "ucx"), (0, "nixl")])
-async def test_who_is_not_told_takes_what_the_memory_needs(device: int | None, name: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "name", "reason"), [(None, "ucx", ""), (0, "nixl", "pages are in a GPU's memory")], ids=["host", "GPU"]
+)
+async def test_who_is_not_told_takes_what_the_memory_needs(device: int | None, name: str, reason: str) -> None:
     transport = await kvtransfer.create(None, Pool(4, device=device).memory, epoch=1, host="127.0.0.1")
-    assert transport.name == name
+    assert (transport.name, transport.reason) == (name, reason)
     await transport.close()
 
 
