@@ -17,22 +17,18 @@ class _Entry:
     users: int = 0
 
     @property
-    def works(self) -> bool:
-        """Whether there is a connection."""
-        task = self.connecting
-        return task.done() and not task.cancelled() and task.exception() is None and task.result().alive
-
-    @property
     def broken(self) -> bool:
         """Whether the connection did not come about or did not last."""
-        return self.connecting.done() and not self.works
+        task = self.connecting
+        return task.done() and (task.cancelled() or task.exception() is not None or not task.result().alive)
 
 
 class Peers:
     """One connection an address, shared by its fills.
 
-    A connection that broke is kept for those who still use it, and replaced for the next one. The longest idle ones
-    are closed when there are many.
+    A connection that broke is kept for those who still use it, and replaced for the next one. One that is still being
+    made when nobody waits for it any more goes on: it may take longer than a fill waits, and is there for the next one
+    then. The longest idle ones are closed when there are many.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -45,6 +41,7 @@ class Peers:
         entry = self._entries.get(address)
         if entry is None or entry.broken:
             entry = _Entry(asyncio.create_task(self._transport.connect(address), name="connect-pool"))
+            entry.connecting.add_done_callback(_take_note)
             self._entries[address] = entry
         self._entries.move_to_end(address)
         entry.users += 1
@@ -52,7 +49,7 @@ class Peers:
             yield entry.connecting
         finally:
             entry.users -= 1
-            if not entry.users and (not entry.works or self._entries.get(address) is not entry):
+            if not entry.users and (entry.broken or self._entries.get(address) is not entry):
                 if self._entries.get(address) is entry:
                     del self._entries[address]
                 await _close(entry)
@@ -68,6 +65,12 @@ class Peers:
         idle = [address for address, entry in self._entries.items() if not entry.users]
         for address in idle[: max(len(idle) - MAX_IDLE, 0)]:
             await _close(self._entries.pop(address))
+
+
+def _take_note(connecting: asyncio.Task[Peer]) -> None:
+    """Of a failure that nobody may have waited for; asyncio would report it as forgotten."""
+    if not connecting.cancelled():
+        connecting.exception()
 
 
 async def _close(entry: _Entry) -> None:

@@ -6,7 +6,7 @@ import pytest
 import worker.peers
 from cpd.errors import TransferError
 from kvtransfer.base import PoolMemory
-from kvtransfer.local import LocalNetwork, LocalTransport
+from kvtransfer.local import LocalNetwork, LocalPeer, LocalTransport
 from worker.peers import Peers
 
 
@@ -52,7 +52,30 @@ async def test_an_address_where_nobody_answers_is_tried_again_next_time() -> Non
     assert not peers._entries
 
 
-async def test_what_nobody_waits_for_any_more_is_not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_takes_longer_than_anybody_waits_is_there_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, begun, goes_on = LocalNetwork(), asyncio.Event(), asyncio.Event()
+    peers, there = Peers(transport(network)), transport(network)
+    real = LocalTransport.connect
+
+    async def connect(self: LocalTransport, address: bytes) -> LocalPeer:
+        assert not begun.is_set()
+        begun.set()
+        await goes_on.wait()
+        return await real(self, address)
+
+    monkeypatch.setattr(LocalTransport, "connect", connect)
+    async with peers.use(there.address):
+        await begun.wait()
+    goes_on.set()
+    async with peers.use(there.address) as connecting:
+        assert (await connecting).alive
+    await peers.close()
+    assert not there.connections
+
+
+async def test_closing_gives_up_what_is_still_being_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, given_up = asyncio.Event(), asyncio.Event()
 
     async def connect(self: LocalTransport, address: bytes) -> None:
@@ -65,11 +88,10 @@ async def test_what_nobody_waits_for_any_more_is_not_connected(monkeypatch: pyte
     monkeypatch.setattr(LocalTransport, "connect", connect)
     peers = Peers(transport(LocalNetwork()))
     async with peers.use(b"silent"):
-        async with peers.use(b"silent"):
-            await begun.wait()
-        assert not given_up.is_set()
+        await begun.wait()
+    assert not given_up.is_set()
+    await peers.close()
     assert given_up.is_set()
-    assert not peers._entries
 
 
 async def test_the_longest_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
