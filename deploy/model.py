@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cpd.config import ClusterSettings
 from cpd.errors import CheckpointError, CPDError
+from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 _ASKED = {
@@ -127,14 +128,14 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
         return settings.device
     device = resolve_device(settings.device)
     workers = settings.prefill + settings.combined
-    sharing = -(-workers // torch.cuda.device_count()) if device.type == "cuda" else workers
+    together = sharing(workers, torch.cuda.device_count()) if device.type == "cuda" else workers
     with gpu_errors_said():
         if settings.kv_memory is None:
-            kv_bytes = default_pool(device, fitted.weight_bytes, fitted.page_bytes, settings.gpu_memory / sharing)
+            kv_bytes = default_pool(device, fitted.weight_bytes, fitted.page_bytes, settings.gpu_memory / together)
         else:
             kv_bytes = int(settings.kv_memory)
         fitted.in_pool(kv_bytes)
-        check_memory(device, fitted.weight_bytes, kv_bytes, sharing)
+        check_memory(device, fitted.weight_bytes, kv_bytes, together)
     taken_bytes = workers * (fitted.weight_bytes + kv_bytes) if device.type == "cpu" else 0
     check_host_memory(settings.host_kv_memory, workers, taken_bytes)
     return device.type

@@ -33,7 +33,12 @@ def gpu_share(device: str, workers: int, gpus: float) -> float:
         return 0.0
     if gpus < 1:
         raise ConfigError("--device cuda: Ray finds no GPU, as `nvidia-smi` would; use --device cpu to go without")
-    return 1 / -(-workers // int(gpus))
+    return 1 / sharing(workers, int(gpus))
+
+
+def sharing(workers: int, gpus: int) -> int:
+    """How many workers share a GPU: they are spread evenly."""
+    return -(-workers // gpus)
 
 
 def bundles(
