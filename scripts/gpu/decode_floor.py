@@ -3,7 +3,7 @@
 Llama 3 8B's shape in bfloat16 with random weights, greedy, through the engine's own runner. A step is timed from its
 launch until its tokens are on the host, and as the engine runs decodes: launched before the last one's tokens are read.
 Its floor is the weights and the keys and values, read once, over the measured copy bandwidth. Eager steps are the same
-model without graphs.
+model without graphs. At the end torch's profiler says which kernels the time goes to.
 
 Usage: `python -m scripts.gpu.decode_floor [--out DIR]`
 """
@@ -12,16 +12,16 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from engine.batch import Batch, Lane
 from engine.runner import TorchRunner
 from scripts.engine_driver import as_in_a_worker
 from scripts.gpu.common import require, run_experiment
-from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes
-from scripts.gpu.random_model import StepTime, ahead_ms, random_runner, step_ms
+from scripts.gpu.models import MODELS, Lens, model_config, step_bytes
+from scripts.gpu.random_model import StepTime, ahead_ms, random_runner, random_step, step_ms
 from scripts.gpu.results import Report, Target
+from scripts.gpu.step_parts import report_parts
 
 QUESTION = "How close are decode steps of a Llama-3-8B shape to the bandwidth floor, with CUDA graphs?"
 MODEL = "Llama-3-8B"
@@ -40,9 +40,7 @@ def measure(
     report: Report, runner: TorchRunner, name: str, lens: Lens, how: Callable[[Lane, Batch], StepTime]
 ) -> float:
     """Times a decode step and reports it. ms"""
-    rng = np.random.default_rng(len(lens))
-    batch = step(lens, random_pages(lens, runner.num_pages, rng), runner.config.vocab_size, rng)
-    times = how(runner.full, batch)
+    times = how(runner.full, random_step(runner, lens))
     floor = report.ceilings.bytes_ms(step_bytes(runner.config, lens))
     report.add(name, times.whole.median, "ms", floor=floor, note=times.note)
     return times.whole.median
@@ -52,7 +50,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
     """Every figure, for a model of this config.json."""
     config = model_config(fields)
     tokens = max(BATCHES) * CONTEXT
-    eager_ms = {}
+    eager_ms, graph_ms = {}, {}
     for graphs in (0, max(BATCHES)):
         runner = random_runner(fields, tokens=tokens, graph_decodes=graphs, device=device)
         kind = "graph" if graphs else "eager"
@@ -63,6 +61,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
             if not graphs:
                 eager_ms[count] = median
                 continue
+            graph_ms[count] = median
             floor = report.ceilings.bytes_ms(step_bytes(config, lens))
             report.add(f"{name}: share of the floor", floor / median, "ratio", target=MIN_SHARE)
             if runner.full.queues:
@@ -74,6 +73,8 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
             outlier = measure(report, runner, f"{MODEL}: decode 127 x 256 and 1 x 8,192", OUTLIER, step_ms)
             uniform = measure(report, runner, f"{MODEL}: decode 128 x 318", UNIFORM, step_ms)
             report.add(f"{MODEL}: outlier / uniform", outlier / uniform, "ratio", target=MAX_OUTLIER)
+            for count, ms in graph_ms.items():
+                report_parts(report, runner, f"{MODEL}: decode {count} x {CONTEXT:,}", [(1, CONTEXT)] * count, ms)
         del runner
         gc.collect()
         torch.cuda.empty_cache()

@@ -2,7 +2,8 @@
 
 Qwen3 8B's shape in bfloat16 with random weights, through the engine's own runner. Chunks of 128 to 8,192 tokens, each
 the beginning of a prompt, in one mixed batch with 1 to 256 decodes of 1,024 tokens each. The stretch is the time of
-that step over the time of the decodes alone; beside it stands what the two would take one after the other.
+that step over the time of the decodes alone; beside it stands what the two would take one after the other. At the end
+torch's profiler says which kernels the time of the longest prefill goes to.
 
 Usage: `python -m scripts.gpu.mixed_regime [--out DIR]`
 """
@@ -10,14 +11,13 @@ Usage: `python -m scripts.gpu.mixed_regime [--out DIR]`
 import sys
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from engine.runner import TorchRunner
 from scripts.engine_driver import as_in_a_worker
 from scripts.gpu.common import require, run_experiment
-from scripts.gpu.models import MODELS, Lens, model_config, random_pages, step, step_bytes, step_flop
-from scripts.gpu.random_model import random_runner, step_ms
+from scripts.gpu.models import MODELS, Lens, model_config, step_bytes, step_flop
+from scripts.gpu.random_model import random_runner, random_step, step_ms
 from scripts.gpu.results import Report, Target
+from scripts.gpu.step_parts import report_parts
 
 QUESTION = "How much does a prefill chunk stretch the decodes in its batch?"
 MODEL = "Qwen3-8B"
@@ -30,9 +30,7 @@ MIN_PREFILL_SHARE = Target(at_least=0.65)
 
 def measure(report: Report, runner: TorchRunner, name: str, lens: Lens) -> float:
     """Times a step and reports it. ms"""
-    rng = np.random.default_rng(len(lens))
-    batch = step(lens, random_pages(lens, runner.num_pages, rng), runner.config.vocab_size, rng)
-    times = step_ms(runner.full, batch, warmup=2, repeats=7)
+    times = step_ms(runner.full, random_step(runner, lens), warmup=2, repeats=7)
     ceilings = report.ceilings
     floor = max(ceilings.bytes_ms(step_bytes(runner.config, lens)), ceilings.flop_ms(step_flop(runner.config, lens)))
     report.add(name, times.whole.median, "ms", floor=floor, note=times.note)
@@ -58,6 +56,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
             mixed = measure(report, runner, name, [*decodes, (chunk, chunk)])
             note = f"one after the other: {(alone + prefill_ms[chunk]) / alone:.3g}"
             report.add(f"{name}: stretch", mixed / alone, "ratio", note=note)
+    report_parts(report, runner, f"{MODEL}: prefill {longest:,}", [(longest, longest)], prefill_ms[longest])
 
 
 def run(report: Report) -> None:

@@ -18,6 +18,7 @@ from engine.config import load_config
 from engine.runner import TorchRunner
 from engine.weights import Checkpoint, expected_tensors
 from scripts.gpu.common import Timing
+from scripts.gpu.models import Lens, random_pages, step
 
 
 class _RandomCheckpoint(Checkpoint):
@@ -85,6 +86,12 @@ def random_runner(
     if lanes and runner.pool.is_cuda and not runner.splits:
         raise RuntimeError("the device can't be divided into lanes; the log says why")
     return runner
+
+
+def random_step(runner: TorchRunner, lens: Lens) -> Batch:
+    """A step with random tokens over sequences scattered in the pool; the same for as many sequences."""
+    rng = np.random.default_rng(len(lens))
+    return step(lens, random_pages(lens, runner.num_pages, rng), runner.config.vocab_size, rng)
 
 
 @dataclass(frozen=True, slots=True)

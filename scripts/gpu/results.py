@@ -135,7 +135,7 @@ class Report:
     ceilings: Ceilings
     out: Path | None = None
     figures: list[Figure] = field(default_factory=list)
-    series: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    series: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     error: str = ""
     _started: float = field(default_factory=time.monotonic)
 
@@ -155,8 +155,8 @@ class Report:
         print(" | ".join(cell for cell in row(figure) if cell), flush=True)
         self.write()
 
-    def add_series(self, name: str, points: Sequence[Mapping[str, float]]) -> None:
-        """Takes what only the file shows, such as a curve: a mapping of names with units to numbers for each point."""
+    def add_series(self, name: str, points: Sequence[Mapping[str, float | str]]) -> None:
+        """Takes what only the file shows, such as a curve: a mapping of names with units to values for each point."""
         self.series[name] = [dict(point) for point in points]
         self.write()
 

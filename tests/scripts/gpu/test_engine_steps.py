@@ -153,6 +153,7 @@ def test_decode_floor_compares_graphs_with_eager_and_an_outlier_with_uniform_len
     assert step.value is not None
     assert share.value == pytest.approx(step.floor / step.value)
     assert names["Llama-3-8B: outlier / uniform"].target == decode_floor.MAX_OUTLIER
+    assert {"Llama-3-8B: decode 1 x 48: no kernel", "Llama-3-8B: decode 3 x 48: no kernel"} <= names.keys()
 
 
 class QueueingLane:
@@ -201,6 +202,7 @@ def test_mixed_regime_reports_a_stretch_for_every_pair(report: Report, monkeypat
     mixed_regime.measure_all(report, SMALL, device="cpu")
     names = {figure.name: figure for figure in report.figures}
     assert names["Qwen3-8B: prefill 32: share of the peak"].target == mixed_regime.MIN_PREFILL_SHARE
+    assert "Qwen3-8B: prefill 32: no kernel" in names
     for count in (1, 2):
         for chunk in (16, 32):
             stretch = names[f"Qwen3-8B: decode {count} with prefill {chunk}: stretch"].value
