@@ -20,7 +20,7 @@ from engine.cuda.greenctx import GreenContexts, Partition, PartitionPair, Unusab
 from scripts.gpu.common import relative_error, require, require_cuda, run_experiment
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target
-from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, new_stream, together_ms
+from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, capture_on, new_stream, together_ms
 from scripts.gpu.workloads import Gemm, PagedDecode, compute_for
 
 QUESTION = "Into what parts can the SMs be split, and does work stay in its part?"
@@ -121,18 +121,6 @@ def sms_of_both(probes: Probes, device: torch.device, parts: PartitionPair) -> t
     torch.cuda.synchronize()
     prefill, decode = (set(out.tolist()) for out in outs)
     return prefill, decode
-
-
-def capture_on(stream: torch.cuda.Stream, launch: Launch) -> torch.cuda.CUDAGraph:
-    """A graph of one piece of work, captured on a stream after it ran there."""
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        launch()
-    return graph
 
 
 def replayed_sms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, out: torch.Tensor) -> set[int]:

@@ -92,3 +92,15 @@ def new_stream() -> torch.cuda.Stream:
 def event() -> torch.cuda.Event:
     """One that keeps time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def capture_on(stream: torch.cuda.Stream, launch: Launch) -> torch.cuda.CUDAGraph:
+    """A graph of one piece of work, captured on a stream after it ran there."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        launch()
+    return graph
