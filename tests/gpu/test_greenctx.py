@@ -10,8 +10,9 @@ from engine.cuda.driver import CudaDriver
 from engine.cuda.greenctx import GreenContexts, Partition, UnusablePartitionError
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_ops import TritonOps
-from scripts.gpu.partition import capture_on, replayed_sms, sms_of_both
+from scripts.gpu.partition import replayed_sms, sms_of_both
 from scripts.gpu.probes import Probes
+from scripts.gpu.streams import capture_on
 from scripts.gpu.toolchain import cuda_root
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
