@@ -16,6 +16,12 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1_024
 MAX_LOGIT_BIAS = 300
 MAX_PROMPTS = 128
+MAX_PARTS = 1 << 14
+"""Messages of a chat, and parts of their contents: a tenth of a second's work."""
+
+MAX_COMPLAINTS = 1_000
+"""A request that is wrong in more places is refused without looking for the first one."""
+
 MAX_SEED = (1 << 63) - 1
 MAX_PRIORITY = 100
 
@@ -24,6 +30,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -74,7 +81,7 @@ class GenerateRequest(_Model):
     logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0
     min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     ignore_eos: bool = False
     return_token_ids: bool = False
@@ -113,7 +120,7 @@ class Message(_Model):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<list>")],
+        Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<list>")],
         Discriminator(_text_or_list),
     ]
     name: str | None = None
@@ -122,7 +129,7 @@ class Message(_Model):
 class ChatRequest(GenerateRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -141,10 +148,12 @@ class CompletionRequest(GenerateRequest):
 
     prompt: Annotated[
         Annotated[str, Tag("<text>")]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("<list>")]
-        | Annotated[list[TokenId], Tag("<tokens>")]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("<list>")]
+        | Annotated[Tokens, Tag("<tokens>")]
         | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]], Field(max_length=MAX_PROMPTS), Tag("<token lists>")
+            list[Annotated[Tokens, Field(min_length=1)]],
+            Field(max_length=MAX_PROMPTS, fail_fast=True),
+            Tag("<token lists>"),
         ],
         Discriminator(_form),
     ]
@@ -216,11 +225,12 @@ def parse(body: bytes, kind: type[R], *, max_n: int) -> R:
         raise invalid(None, f"The body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise invalid(None, "The body must be a JSON object.", code="invalid_type")
+    if not _NOT_HONOURED.isdisjoint(data):
+        _take_out(data)
+    _check_parts(data.get("messages"))
     if b"\\u0000" in body and (path := _find_nul(data)) is not None:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     fields = _drop_nulls(data) if b"null" in body else data
-    if not _NOT_HONOURED.isdisjoint(fields):
-        _take_out(fields)
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
@@ -233,7 +243,7 @@ def _take_out(fields: dict[str, Any]) -> None:
     """Takes out what is not honoured; raises ApiError where it asks for something."""
     for name in _UNSUPPORTED.keys() & fields.keys():
         value = fields.pop(name)
-        if not any(value is passing or value == passing for passing in _passing(name, fields)):
+        if not any(value is passing or value == passing for passing in (None, *_passing(name, fields))):
             raise unsupported(name)
     for name in _HARMLESS & fields.keys():
         del fields[name]
@@ -241,7 +251,15 @@ def _take_out(fields: dict[str, Any]) -> None:
 
 def _passing(name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
     # best_of = n asks for no choice among the outputs
-    return (fields.get("n", 1),) if name == "best_of" else _UNSUPPORTED[name]
+    return (fields.get("n") or 1,) if name == "best_of" else _UNSUPPORTED[name]
+
+
+def _check_parts(messages: Any) -> None:
+    """Raises ApiError where there are too many."""
+    if isinstance(messages, list):
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        if len(messages) + sum(len(parts) for parts in contents if isinstance(parts, list)) > MAX_PARTS:
+            raise invalid("messages", f"'messages' must be at most {MAX_PARTS} messages and parts of their contents.")
 
 
 def _check(request: GenerateRequest, max_n: int) -> None:
@@ -282,6 +300,8 @@ def _find_nul(value: Any, path: str = "") -> str | None:
 
 def _explain(error: ValidationError) -> ApiError:
     """The first of pydantic's complaints, in OpenAI's words."""
+    if error.error_count() > MAX_COMPLAINTS:  # writing them down takes seconds
+        return invalid(None, f"The body is wrong in {error.error_count()} places.")
     first = error.errors(include_url=False)[0]
     *outer, last = first["loc"]
     # the last part may be whatever the client called it; others are fields or forms

@@ -2,9 +2,10 @@ from typing import Any
 
 import orjson
 import pytest
+from pydantic import ValidationError
 
 from router.errors import ApiError
-from router.schemas import ChatRequest, CompletionRequest, parse
+from router.schemas import MAX_PARTS, ChatRequest, CompletionRequest, parse
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -122,6 +123,7 @@ def test_fields_that_would_change_the_result_are_refused_by_name(field: str, val
         ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
         ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": -1}, "max_tokens", "invalid_value"),
         ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
@@ -202,6 +204,37 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(ApiError) as refusal:
         _text(prompt=prompt)
     assert orjson.loads(refusal.value.body())["error"]["param"].startswith("prompt")
+
+
+def test_one_complaint_ends_a_list() -> None:
+    wrong = [True] * 1_000
+    for prompt in (wrong, [wrong] * 100, [1, *wrong], ["a", *wrong[:100]]):
+        with pytest.raises(ValidationError) as refusal:
+            CompletionRequest.model_validate(TEXT | {"prompt": prompt})
+        assert refusal.value.error_count() == 1
+    part = {"type": "image", "text": "x"}
+    for messages in (wrong, [{"role": "user", "content": [part] * 1_000}]):
+        with pytest.raises(ValidationError) as refusal:
+            ChatRequest.model_validate(CHAT | {"messages": messages})
+        assert refusal.value.error_count() <= 2  # of one item
+
+
+def test_what_is_wrong_in_very_many_places_is_refused_with_their_number() -> None:
+    unknown = dict.fromkeys(map(str, range(5_000)), 1)
+    for fields in (unknown, {"logit_bias": dict.fromkeys(unknown, "x")}, {"messages": [CHAT["messages"][0] | unknown]}):
+        assert "5000" in _error(orjson.dumps(CHAT | fields))["message"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([{"role": "user", "content": "x"}] * (MAX_PARTS + 1), id="messages"),
+        pytest.param([{"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_PARTS // 2)}] * 2, id="parts"),
+    ],
+)
+def test_a_chat_of_very_many_parts_is_refused(messages: list[Any]) -> None:
+    error = _error(orjson.dumps(CHAT | {"messages": messages}))
+    assert (error["param"], error["code"]) == ("messages", "invalid_value")
 
 
 def test_completions_take_up_to_five_logprobs() -> None:
