@@ -67,7 +67,7 @@ PARTS = (
     _experiment("transformers_batching", 150, "Throughput against Hugging Face transformers"),
     _experiment("mixed_regime", 120, "What a prefill chunk costs the decodes beside it"),
     _experiment("evict_first", 90, "Do evict-first loads help the GEMM beside them?"),
-    _experiment("small_gemm", 90, "A kernel that streams weights against cuBLAS"),
+    _experiment("decode_kernels", 110, "Kernels that stream what decodes read against cuBLAS and FlashInfer"),
     _experiment("sanitizer", 240, "compute-sanitizer on the small GPU tests"),
     _tests("transfer", "test_cuda_transfer.py", 60, "Do pages cross between two processes?"),
     _experiment("page_transfer", 120, "NIXL, what CPD makes of it, and ucxx between two processes"),

@@ -133,40 +133,54 @@ class ContiguousDecode:
 
 
 class PagedDecode:
-    """FlashInfer's attention of one query token a sequence over pages in random order.
+    """FlashInfer's attention of one query token a sequence, in some layers, over pages in random order.
 
     Attributes:
-        out: Of the last piece. [sequences, HEADS, HEAD_DIM]
+        q: [sequences, HEADS, HEAD_DIM]
+        layers: Of each the keys and values, as in the engine's pool. [pages, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+        table: Pages of each sequence. [sequences, blocks] int32
+        context: Tokens of each sequence.
+        out: Of the last piece's last layer. [sequences, HEADS, HEAD_DIM]
     """
 
-    def __init__(self, flashinfer: Any, device: torch.device, sequences: int, context: int) -> None:
+    def __init__(
+        self,
+        flashinfer: Any,
+        device: torch.device,
+        sequences: int,
+        context: int,
+        layers: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         blocks = -(-context // BLOCK_SIZE)
         pages = sequences * blocks
-        self._context = context
-        self._q = torch.randn(sequences, HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
-        self._table = torch.randperm(pages, device=device).to(torch.int32)
-        shape = (pages, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        self._kv = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
-        self.out = torch.empty_like(self._q)
+        self.context = context
+        self.q = torch.randn(sequences, HEADS, HEAD_DIM, device=device).to(dtype)
+        self.table = torch.randperm(pages, device=device).to(torch.int32).view(sequences, blocks)
+        shape = (pages, layers, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        pool = torch.empty(shape, dtype=dtype, device=device).normal_()
+        self.layers = [pool[:, layer] for layer in range(layers)]
+        self.out = torch.empty_like(self.q)
         self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "HND", use_tensor_cores=True, backend="fa2"
         )
         self._wrapper.plan(
             torch.arange(0, pages + 1, blocks, dtype=torch.int32),
-            self._table,
+            self.table.view(-1),
             torch.full((sequences,), (context - 1) % BLOCK_SIZE + 1, dtype=torch.int32),
             *(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE),
-            q_data_type=torch.bfloat16,
-            kv_data_type=torch.bfloat16,
+            q_data_type=dtype,
+            kv_data_type=dtype,
         )
 
     def __call__(self) -> None:
-        self._wrapper.run(self._q, self._kv, out=self.out, enable_pdl=False)  # as the engine
+        for kv in self.layers:
+            self._wrapper.run(self.q, kv, out=self.out, enable_pdl=False)  # as the engine
 
     def reference(self) -> torch.Tensor:
         """What `out` should be, in float64."""
-        rows = self._kv[self._table.view(len(self._q), -1).long()]  # [sequences, blocks, 2, KV_HEADS, BLOCK, HEAD_DIM]
-        k, v = rows.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self._context].double()
-        q = self._q.view(len(self._q), KV_HEADS, -1, HEAD_DIM).double()
+        rows = self.layers[-1][self.table.long()]  # [sequences, blocks, 2, KV_HEADS, BLOCK, HEAD_DIM]
+        k, v = rows.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.context].double()
+        q = self.q.view(len(self.q), KV_HEADS, -1, HEAD_DIM).double()
         weights = (q @ k.transpose(2, 3) / HEAD_DIM**0.5).softmax(-1)
         return torch.matmul(weights, v).view_as(self.out)

@@ -30,7 +30,7 @@ class FakeWrapper:
         kv_data_type: torch.dtype,
     ) -> None:
         assert {indptr.dtype, indices.dtype, last_page_len.dtype} == {torch.int32}
-        assert q_data_type == kv_data_type == torch.bfloat16
+        assert q_data_type == kv_data_type
         self._shape = shape
         ends = indptr.tolist()
         self._rows = [indices[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
