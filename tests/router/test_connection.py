@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -8,7 +9,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from router.connection import Connection, connection_of
+from router.connection import HEAD_BYTES, Connection, connection_of
 
 Ask = Callable[[str], Awaitable[list[bytes]]]
 
@@ -32,8 +33,11 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] in ("/waits", "/late"):
         await scope["state"]["waiting"].until_gone(connection, receive, late=scope["path"] == "/late")
         return
+    while (await receive()).get("more_body"):
+        pass
     connection.hold()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+    headers = [] if scope["path"] == "/stays" else [(b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     if scope["path"] == "/breaks":
         raise RuntimeError("a bug")
     await send({"type": "http.response.body", "body": b"one", "more_body": True})
@@ -126,3 +130,61 @@ async def test_a_client_that_hangs_up_is_told_of(port: int, waiting: Waiting, se
         await waiting.hung_up.wait()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
+
+
+async def answer_to(port: int, *pieces: bytes) -> bytes:
+    """What comes until the connection is closed."""
+    _, client = connection = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    async with asyncio.timeout(10):
+        for piece in pieces:
+            connection[0].write(piece)
+            await asyncio.sleep(0)
+        await client.closed
+    return b"".join(client.pieces)
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nx: "], ids=repr)
+async def test_a_head_without_an_end_is_refused(port: int, start: bytes) -> None:
+    line = b"x: y\r\n" if start.endswith(b"\n") else b"xxxxxx"
+    answer = await answer_to(port, start + line * (HEAD_BYTES // 2))
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("rest", [b"1;", b"0\r\nx: "], ids=["extensions", "trailers"])
+async def test_chunks_of_everything_but_a_body_end_the_connection(port: int, rest: bytes) -> None:
+    head = b"POST /waits HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert await answer_to(port, head, rest, b"x" * 6 * HEAD_BYTES) == b""
+
+
+async def test_a_long_body_after_a_short_head_is_no_head(port: int) -> None:
+    chunks = b"1\r\nx\r\n" * HEAD_BYTES + b"0\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert (await answer_to(port, head, chunks)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST", b"POST / HTTP/1.1\r\nhost: x\r\n", b"\r\n"], ids=repr)
+async def test_a_head_has_a_minute_to_come(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.connection.HEAD_S", 0.05)
+    answer = await answer_to(port, sent)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+async def test_the_next_head_has_its_minute_from_the_end_of_the_response(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    monkeypatch.setattr("router.connection.HEAD_S", 0.0)
+    transport.write(request("/stays") + b"POST / HTTP/1.1\r\n")
+    async with asyncio.timeout(10):
+        await client.closed
+    response, _, refusal = b"".join(client.pieces).partition(b"0\r\n\r\n")
+    assert response.endswith(b"3\r\none\r\n3\r\ntwo\r\n")
+    assert refusal.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_what_is_no_http_is_refused_in_openais_shape(port: int) -> None:
+    answer = await answer_to(port, b"\x16\x03\x01 hello\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
