@@ -148,6 +148,8 @@ class Supervised:
             self._starts += 1
         if self._stopping.is_set():  # stop() may not have seen it
             child.terminate()
+        end = threading.Thread(target=_end_what_it_started, args=(child.pid,), name=f"end-{self.name}", daemon=True)
+        end.start()
         sentence = None
         assert child.stderr is not None
         assert child.stdin is not None
@@ -157,9 +159,8 @@ class Supervised:
             with self._lock:
                 self._lines.append(line.rstrip("\n"))
                 self._lines_seen += 1
+        end.join()
         code = child.wait()
-        with contextlib.suppress(ProcessLookupError):  # a compiler that it had started would go on for minutes
-            os.killpg(child.pid, signal.SIGKILL)
         for pipe in (child.stderr, child.stdin):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -170,3 +171,11 @@ class Supervised:
             self._child, self._exit_code, self._error = None, code, error
         if not self._stopping.is_set():
             log.warning("%s ended with code %s, starting it again", self.name, code)
+
+
+def _end_what_it_started(child: int) -> None:
+    """When a child ends: a compiler would go on for minutes, and keep the child's standard error open for as long."""
+    with contextlib.suppress(ChildProcessError):  # `stop` may have seen its end first
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)

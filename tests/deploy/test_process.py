@@ -73,6 +73,20 @@ def test_what_the_child_had_started_ends_with_it(supervise: Callable[..., Superv
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "it has ended")
 
 
+def test_a_child_is_started_again_also_while_what_it_had_started_could_still_write_to_its_log(
+    supervise: Callable[..., Supervised],
+) -> None:
+    child = supervise(
+        "import subprocess, sys, time; "
+        "print(subprocess.Popen(['sleep', '300']).pid, file=sys.stderr, flush=True); time.sleep(300)"
+    )
+    wait_for(lambda: bool(child.state().lines), "it has started one")
+    pid = child.state().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: child.state().starts == 2, "it is started again")
+
+
 def test_a_killed_child_is_started_again(supervise: Callable[..., Supervised]) -> None:
     child = supervise(CHILD)
     wait_for(lambda: "ready" in child.state().lines, "started")
