@@ -48,7 +48,7 @@ class TorchRunner:
         device: str,
         kv_bytes: int | None,
         max_model_len: int,
-        gpu_memory: float = 0.9,
+        gpu_memory: float = 1.0,
         max_num_seqs: int = 128,
         lanes: bool = True,
         on_progress: Callable[[str, float], None] | None = None,
@@ -61,7 +61,7 @@ class TorchRunner:
             device: cpu, cuda, or auto for a GPU if there is one.
             kv_bytes: Size of the KV pool; None: see `engine.memory.default_pool`.
             max_model_len: Longest prompt plus output; 0 for the checkpoint's limit.
-            gpu_memory: Part of a GPU's memory that the runner may take.
+            gpu_memory: Part of a GPU's memory that the runner may take, where `kv_bytes` doesn't tell.
             max_num_seqs: Sequences of one step. A GPU captures decode graphs for up to so many; 0: it captures none.
             lanes: Whether to prepare splits.
             on_progress: Called with what is going on and the fraction done.
