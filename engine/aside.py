@@ -59,6 +59,12 @@ class Aside:
         self._table = table
         self._build = build
         self._launched: deque[Launched] = deque()
+        self._collected = 0
+
+    @property
+    def under_way(self) -> int:
+        """The number of the first chunk that is not collected; 0: there is none. Any thread may ask."""
+        return self._collected + 1 if self._launched else 0
 
     @property
     def split(self) -> Split | None:
@@ -100,6 +106,7 @@ class Aside:
         launched = self._launched[0]
         ran = launched.split.prefill.collect()
         self._launched.popleft()
+        self._collected += 1
         for chunk in launched.plan.chunks:
             chunk.seq.aside = False
         for queued in self._launched:

@@ -139,6 +139,11 @@ class Engine:
         """
         return self._to_collect or (bool(self._requests) and not self._stalled)
 
+    @property
+    def aside(self) -> int:
+        """The number of the chunk that the prefill lane has to end next; 0: it has none. Any thread may ask."""
+        return self._aside.under_way
+
     def on_work(self, callback: Callable[[], None]) -> None:
         """Has `callback` called, on any thread, whenever the prefill lane or the host tier is done with something."""
         self._on_work = callback

@@ -9,18 +9,18 @@ HANG_S = 300.0
 _TICKS = 60
 
 
-async def hang(passing: Callable[[], int], progress: Callable[[], float]) -> None:
-    """Returns when one pass has got nowhere for `HANG_S`.
+async def hang(under_way: Callable[[], int], progress: Callable[[], float]) -> None:
+    """Returns when one thing has got nowhere for `HANG_S`: a pass of the engine, or a chunk on its prefill lane.
 
     Looks are counted, not seconds: time in which this process itself stands still must not look like a hang.
 
     Args:
-        passing: The number of the pass that is under way; 0: none is.
-        progress: Changes while one gets on.
+        under_way: The number of the one that is under way; 0: none is.
+        progress: Changes while it gets on.
     """
     before, looks = (0, 0.0), 0
     while looks < _TICKS:
         await asyncio.sleep(HANG_S / _TICKS)
-        now = passing(), progress()
+        now = under_way(), progress()
         looks = looks + 1 if now[0] and now == before else 0
         before = now

@@ -175,8 +175,8 @@ class Worker:
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
         self._engine.attach(self._service.hook, self._update)
-        watch = asyncio.create_task(self._watch(loaded.progress), name="engine-watch")
-        self._down.callback(watch.cancel)
+        self._watch("a step", lambda: self._engine.passing, loaded.progress)
+        self._watch("a chunk on the prefill lane", lambda: loaded.engine.aside, lambda: 0)
         await self._listen(host)
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, self.address)
@@ -281,10 +281,13 @@ class Worker:
         transfer = TransferProfile(fixed_ms=cost.fixed_ms, bytes_per_ms=cost.bytes_per_ms)
         return profile.model_copy(update={"transfer": transfer})
 
-    async def _watch(self, progress: Callable[[], float]) -> None:
-        await hang(lambda: self._engine.passing, progress)
-        log.critical("the engine hangs: for %g s a step has not got on", HANG_S)
-        self.lifecycle.stop("the engine hangs", exit_code=EXIT_RESTART)
+    def _watch(self, what: str, under_way: Callable[[], int], progress: Callable[[], float]) -> None:
+        async def watch() -> None:
+            await hang(under_way, progress)
+            log.critical("the engine hangs: for %g s %s has not got on", HANG_S, what)
+            self.lifecycle.stop("the engine hangs", exit_code=EXIT_RESTART)
+
+        self._down.callback(asyncio.create_task(watch(), name="engine-watch").cancel)
 
     def _engine_failed(self, error: BaseException) -> None:
         self.lifecycle.stop(f"the engine failed: {error!r}", exit_code=EXIT_RESTART)

@@ -55,10 +55,11 @@ class SharedRunner(FakeRunner):
 
     Args:
         before_step: Called before each step on the engine thread; a test can hold the engine there.
+        lanes: See FakeRunner.
     """
 
-    def __init__(self, num_pages: int, before_step: Callable[[], None] | None = None) -> None:
-        super().__init__(num_pages)
+    def __init__(self, num_pages: int, before_step: Callable[[], None] | None = None, lanes: bool = False) -> None:
+        super().__init__(num_pages, lanes)
         self.memory = np.full((num_pages, 16), GARBAGE, np.int64)
         self.pages = _Pages(self.memory)  # type: ignore[assignment]
         self._before_step = before_step
@@ -78,18 +79,24 @@ def fake_loader(
     host_pages: int = 0,
     on_host: Callable[[FakeHostMemory], None] = lambda host: None,
     progress: Callable[[], float] = lambda: 0,
+    lanes: bool = False,
 ) -> Callable[[WorkerSettings], Loaded]:
     """What `Worker` takes for `load`. `on_host` gets the host memory, if there is any."""
 
     def load(settings: WorkerSettings) -> Loaded:
-        runner = SharedRunner(num_pages, before_step)
+        runner = SharedRunner(num_pages, before_step, lanes)
         host = FakeHostMemory(runner, host_pages) if host_pages else None
         if host is not None:
             on_host(host)
         engine = Engine(
             runner,
             max_model_len=max_model_len,
-            colocation=Colocation(MODEL, token_budget=settings.token_budget),
+            colocation=Colocation(
+                MODEL,
+                token_budget=settings.token_budget,
+                mode="lanes",
+                splits=[split.shares for split in runner.splits],
+            ),
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
             host=host,

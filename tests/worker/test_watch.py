@@ -57,3 +57,20 @@ async def test_a_worker_whose_step_never_ends_is_to_be_started_anew(redis_url: s
         async with asyncio.timeout(DEADLINE_S):
             assert await w.task == EXIT_RESTART
         gate.open()
+
+
+async def test_a_worker_whose_prefill_lane_never_ends_a_chunk_is_to_be_started_anew(redis_url: str) -> None:
+    """Also while decodes get on beside it."""
+    gate = Gate()
+    async with (
+        running(
+            "combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait, lanes=True)
+        ) as w,
+        Client(w) as c,
+    ):
+        gate.slow()
+        decodes = await c.submit(make_request("a", prompt(8), max_tokens=1000), 1)
+        await eventually(lambda: decodes.started)
+        await c.submit(make_request("b", prompt(100), max_tokens=3), 2)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await w.task == EXIT_RESTART
