@@ -238,8 +238,13 @@ async def connect(address: str, kind: type[M], most_bytes: int) -> Stream[M]:
         OSError: Nobody does.
     """
     host, _, port = address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    _, stream = await loop.create_connection(lambda: Stream(kind, most_bytes), host.strip("[]"), int(port))
+    loop, stream = asyncio.get_running_loop(), Stream(kind, most_bytes)
+    try:
+        await loop.create_connection(lambda: stream, host.strip("[]"), int(port))
+    except BaseException:
+        # uvloop tells a protocol nothing of this, even where it has just told it of the connection
+        stream.connection_lost(None)
+        raise
     return stream
 
 

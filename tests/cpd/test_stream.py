@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
+import uvloop
 
 from cpd import stream
 from cpd.rpc import cpd_pb2 as pb
@@ -39,6 +41,11 @@ async def both() -> AsyncIterator[tuple[Wire, Wire]]:
     finally:
         here.abort()
         await server.close()
+
+
+def streams() -> int:
+    """That are remembered by somebody."""
+    return sum(isinstance(one, Stream) for one in gc.get_objects())
 
 
 async def received(wire: Wire) -> str:
@@ -174,3 +181,37 @@ async def test_a_connection_that_comes_while_the_server_closes_is_closed(turns: 
         with contextlib.suppress(ConnectionResetError):
             async with asyncio.timeout(20):
                 assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["refused", "cancelled"])
+def test_a_connection_that_nobody_gets_is_forgotten(cancelled: bool) -> None:
+    before = streams()
+
+    async def try_it() -> None:
+        server = StreamServer(pb.RouterMessage, MOST, Stream.closed)
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        if not cancelled:
+            await server.close()
+        await connect_in_vain(address)
+        await server.close()
+        async with asyncio.timeout(10):
+            while streams() > before:
+                await asyncio.sleep(0.01)
+                gc.collect()
+
+    uvloop.run(try_it())
+
+
+async def connect_in_vain(address: str) -> None:
+    """Whoever connects gives up just when the connection is made."""
+    made = Stream.connection_made
+    connecting = asyncio.ensure_future(connect(address, pb.RouterMessage, MOST))
+
+    def give_up(wire: Wire, transport: asyncio.BaseTransport) -> None:
+        made(wire, transport)
+        connecting.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "connection_made", give_up)
+        with pytest.raises((asyncio.CancelledError, ConnectionRefusedError)):
+            await connecting
