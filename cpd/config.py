@@ -22,6 +22,7 @@ from cpd.errors import ConfigError
 
 Role = Literal["prefill", "combined"]
 
+SamplingDefaults = Literal["model", "openai"]
 
 MOST_SLO_MS = 1e9
 """No target is longer: eleven days, which is none."""
@@ -207,6 +208,11 @@ class AllRoutersSettings(TargetSettings, SharedSettings):
         "auto",
         description="A prompt with more uncached tokens than this goes to a prefill worker; auto: where that is "
         "predicted to be better.",
+    )
+    sampling_defaults: SamplingDefaults = Field(
+        "model",
+        description="How what a request leaves out is sampled: as the model's generation_config.json says (model), or "
+        "by OpenAI's defaults alone (openai).",
     )
     max_n: int = Field(16, ge=1, description="Most choices (n) a request may ask for.")
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")

@@ -113,7 +113,7 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     from simulated_workers.engine import count_pages
     from simulated_workers.simulation import read_profile
 
-    load_checkpoint(directory, served_name="")
+    load_checkpoint(directory, sampling=settings.sampling_defaults)
     config = load_config(directory)
     if settings.simulate:
         count_pages(settings, read_profile(settings.simulate), config)

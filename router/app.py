@@ -64,7 +64,7 @@ def create_app(service: Service, keys: Keys, siblings: Siblings | None) -> ASGIA
             except TimeoutError:
                 message = f"The body did not come within {BODY_S:g} s."
                 raise invalid(None, message, code="request_timeout", status=408) from None
-            call = parse(body, kind, max_n=settings.max_n)
+            call = parse(body, kind, max_n=settings.max_n, defaults=service.checkpoint.sampling)
             completion, form = await start(call, scope["state"]["caller"])
             response = CompletionResponse(
                 completion, form, stream=call.stream, include_usage=call.include_usage, n=call.n

@@ -1,13 +1,17 @@
-"""What the router needs of a checkpoint directory: tokenizer, chat template, and the tokens that end an output."""
+"""What the router needs of a checkpoint directory: tokenizer, chat template, how to sample, and what ends an output."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
+from cpd.config import SamplingDefaults
 from cpd.errors import CheckpointError
 from router.detokenize import Vocabulary
+from router.schemas import SAMPLING, GenerateRequest
 from router.template import ChatTemplate, read_template
 from router.tokenizer import Tokenizer, load_tokenizer, special_tokens
 
@@ -20,6 +24,7 @@ class Checkpoint:
         name: Its name in the API.
         template: None for a base model, which has no chat.
         eos_ids: Tokens that end an output.
+        sampling: Fields of requests that leave them out; for others OpenAI's defaults hold.
     """
 
     name: str
@@ -27,14 +32,16 @@ class Checkpoint:
     vocabulary: Vocabulary
     template: ChatTemplate | None
     eos_ids: tuple[int, ...]
+    sampling: Mapping[str, float]
 
 
-def load_checkpoint(model_dir: Path, served_name: str = "") -> Checkpoint:
+def load_checkpoint(model_dir: Path, served_name: str = "", sampling: SamplingDefaults = "model") -> Checkpoint:
     """Reads the small files of a checkpoint.
 
     Args:
         model_dir: With tokenizer.json; tokenizer_config.json, config.json and generation_config.json where there are.
         served_name: Name in the API; empty takes the directory's.
+        sampling: Whose defaults hold.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -52,6 +59,7 @@ def load_checkpoint(model_dir: Path, served_name: str = "") -> Checkpoint:
         vocabulary=Vocabulary(tokenizer.backend),
         template=ChatTemplate(source, special_tokens(config)) if source is not None else None,
         eos_ids=_eos_ids(model_dir, config, tokenizer),
+        sampling=_sampling(model_dir / "generation_config.json") if sampling == "model" else {},
     )
 
 
@@ -66,6 +74,20 @@ def _eos_ids(model_dir: Path, tokenizer_config: dict[str, Any], tokenizer: Token
     text = special_tokens(tokenizer_config).get("eos_token")
     found = tokenizer.backend.token_to_id(text) if text is not None else None
     return (found,) if found is not None else ()
+
+
+def _sampling(file: Path) -> dict[str, float]:
+    """What its authors would have the model sampled with. As in vLLM and SGLang `do_sample` makes no difference."""
+    said = _read_json(file)
+    sampling = {name: said[name] for name in SAMPLING if said.get(name) is not None}
+    try:
+        GenerateRequest.model_validate({"model": "", **sampling})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][0])
+        reason = f"{file}: {name} is {sampling[name]!r}: {wrong['msg']}"
+        raise CheckpointError(f"{reason}; mend it, or start with --sampling-defaults openai") from None
+    return sampling
 
 
 def _read_json(file: Path) -> dict[str, Any]:

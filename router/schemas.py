@@ -5,6 +5,7 @@ Nothing that would change the result is ever ignored.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -59,6 +60,13 @@ class StreamOptions(_Model):
 
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against traffic analysis: never sent, which is allowed
+
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields that a model has defaults of its own for."""
 
 
 class GenerateRequest(_Model):
@@ -213,8 +221,11 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _NOT_HONOURED = _HARMLESS | _UNSUPPORTED.keys()
 
 
-def parse(body: bytes, kind: type[R], *, max_n: int) -> R:
+def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, float] = MappingProxyType({})) -> R:
     """The request in `body`, valid in itself.
+
+    Args:
+        defaults: Of `SAMPLING`, where they are others than OpenAI's.
 
     Raises:
         ApiError: It is no valid request; the error names the field.
@@ -232,7 +243,7 @@ def parse(body: bytes, kind: type[R], *, max_n: int) -> R:
         raise invalid(path, f"'{path}' contains a NUL character, which is not allowed in text.")
     fields = _drop_nulls(data) if b"null" in body else data
     try:
-        request = kind.model_validate(fields)
+        request = kind.model_validate({**defaults, **fields})
     except ValidationError as error:
         raise _explain(error) from None
     _check(request, max_n)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -25,6 +26,8 @@ from router.service import Service
 from router.siblings import Siblings
 from router.tenants import Keys, read_keys
 from router.workers import Workers
+
+log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
 REDIS_TIMEOUT_S = 2.0
@@ -77,7 +80,10 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     token = settings.cluster_token.get_secret_value()
     keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
-    checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name)
+    checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name, settings.sampling_defaults)
+    if checkpoint.sampling:
+        said = ", ".join(f"{name} {value:g}" for name, value in checkpoint.sampling.items())
+        log.info("sampling is by default as the model's generation_config.json says: %s", said)
     workers = Workers(router_id, token, itl_ms=settings.slo_itl)
     service = Service(settings, checkpoint, workers, Metrics(router_id, lambda: workers.sessions))
     member_host = settings.advertise_host or listener.getsockname()[0]

@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -320,6 +322,18 @@ class TestSampling:
         assert not sampling.HasField("top_logprobs")
         assert sampling.max_tokens == 512 - submit.prompt_len
         assert 0 < sampling.seed < 1 << 63
+
+    async def test_the_models_own_defaults(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, model_dir: Path, tmp_path: Path
+    ) -> None:
+        model = Path(shutil.copytree(model_dir, tmp_path / "model"))
+        (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 20, "eos_token_id": 1}')
+        worker = await start_worker(says("fox"))
+        router = await start_router(worker, model=str(model), served_model_name="small-model")
+        await router.http.post("/v1/chat/completions", json=CHAT | {"temperature": 0})
+        await router.http.post("/v1/completions", json=TEXT)
+        sampled = [(submit.sampling.temperature, submit.sampling.top_k) for submit in worker.submits]
+        assert sampled == [(0, 20), (0.5, 20)]
 
     async def test_edges(self, start_router: StartRouter, start_worker: StartWorker, says: Says) -> None:
         submit = await self._submitted(

@@ -42,6 +42,22 @@ def test_the_tokenizers_eos_counts_where_the_configurations_name_none(copy: Path
     assert load_checkpoint(copy).eos_ids == ()
 
 
+def test_sampling_is_by_default_as_the_models_authors_say(copy: Path) -> None:
+    assert load_checkpoint(copy).sampling == {}
+    said = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "presence_penalty": 1.5}
+    _edit(copy / "generation_config.json", do_sample=True, max_new_tokens=2048, **said)
+    del said["min_p"]
+    assert load_checkpoint(copy).sampling == said
+    assert load_checkpoint(copy, sampling="openai").sampling == {}
+
+
+def test_defaults_that_no_request_could_have_are_refused(copy: Path) -> None:
+    _edit(copy / "generation_config.json", top_p=0.9, temperature=20)
+    with pytest.raises(CheckpointError, match=r"temperature is 20: .* 2; .* --sampling-defaults openai"):
+        load_checkpoint(copy)
+    load_checkpoint(copy, sampling="openai")
+
+
 def test_a_base_model_has_no_template(copy: Path) -> None:
     (copy / "tokenizer_config.json").unlink()
     assert load_checkpoint(copy).template is None

@@ -35,6 +35,13 @@ def test_the_defaults_are_openais() -> None:
     assert (text.output_limit, text.stream, text.prompts) == (16, False, ["hi"])
 
 
+def test_a_models_defaults_hold_for_what_is_left_out() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    body = orjson.dumps(CHAT | {"temperature": 0, "top_k": None})
+    chat = parse(body, ChatRequest, max_n=4, defaults=defaults)
+    assert (chat.temperature, chat.top_k, chat.repetition_penalty, chat.top_p) == (0, 20, 1.05, 1.0)
+
+
 def test_null_is_the_same_as_left_out() -> None:
     assert (
         _chat(**dict.fromkeys(("temperature", "stop", "n", "tools", "user", "logit_bias", "stream_options"))) == _chat()
