@@ -21,7 +21,7 @@ async def create(
         epoch: Of the pool: another one each time a pool is made.
         host: Interface to listen on, an IPv4 address or a name of one; 0.0.0.0 for all.
         advertise_host: What peers connect to; empty takes `host`.
-        neighbours: Whether nixl may write straight into the memory of another process of this machine.
+        neighbours: Whether nixl may write straight into the host memory of another process of this machine.
 
     Raises:
         ConfigError: There is no transport of that name, or none for such memory, or nobody could connect to the address

@@ -159,6 +159,8 @@ class _Bench:
             self.transport_name = transport.name
             peer = await transport.connect(bytes.fromhex(there["address"]))
             self.route = peer.route
+            if settings.route == "network" and self.route != "network":
+                raise TransferError("--route network: between GPUs of one machine pages go by another route")
             tls = "sm" if peer.route == "memory" else "tcp"
             self.ceiling = self._ceiling(tls)
             pushes, ceilings = [], []

@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import psutil
 import pytest
@@ -45,32 +46,46 @@ async def test_every_kind_of_push_is_measured() -> None:
     assert shares[-1] == 1.0
 
 
-async def test_a_far_end_of_another_host_is_the_same_far_end() -> None:
-    command = ["-m", "kvtransfer.bench.far", "127.0.0.1", "0"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+@asynccontextmanager
+async def far_end(*command: str) -> AsyncIterator[str]:
+    """Where it listens. It ends with its caller, and in order."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, "127.0.0.1", "0", stdout=pipe)
     assert process.stdout is not None
-    async with asyncio.timeout(START_S):
-        where = (await process.stdout.readline()).decode().partition(far.READY)[2].strip()
+    try:
+        yield (await process.stdout.readline()).decode().partition(far.READY)[2].strip()
+    finally:
+        assert await process.wait() == 0
+
+
+def far_end_with_gpus() -> AbstractAsyncContextManager[str]:
+    setup = (
+        "import pytest, kvtransfer.bench.far, tests.kvtransfer.no_gpu as no_gpu; no_gpu.install(pytest.MonkeyPatch())"
+    )
+    return far_end("-c", f"{setup}; kvtransfer.bench.far.main()")
+
+
+async def test_a_far_end_of_another_host_is_the_same_far_end() -> None:
+    async with asyncio.timeout(START_S), far_end("-m", "kvtransfer.bench.far") as where:
         found = await measure(settings(pages=[2], connect=where), lambda *_: None)
-        assert await process.wait() == 0  # with its caller
     assert "far end: " in found.machine
 
 
 @pytest.mark.nixl
 async def test_pages_of_one_gpu_go_to_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu.install(monkeypatch)
-    setup = (
-        "import pytest, kvtransfer.bench.far, tests.kvtransfer.no_gpu as no_gpu; no_gpu.install(pytest.MonkeyPatch())"
-    )
-    command = ["-c", f"{setup}; kvtransfer.bench.far.main()", "127.0.0.1", "0"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
-    async with asyncio.timeout(START_S):
-        where = (await process.stdout.readline()).decode().partition(far.READY)[2].strip()
+    async with asyncio.timeout(START_S), far_end_with_gpus() as where:
         found = await measure(settings(transport="auto", device="cuda", connect=where), lambda *_: None)
-        assert await process.wait() == 0
     assert [one.pages for one in found.cells] == [1, 8]
     assert (found.transport, found.route) == ("nixl", "memory")
+
+
+@pytest.mark.nixl
+async def test_a_route_that_pages_do_not_take_is_not_measured_as_if_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu.install(monkeypatch)
+    async with asyncio.timeout(START_S), far_end_with_gpus() as where:
+        with pytest.raises(TransferError, match="by another route"):
+            await measure(settings(transport="nixl", device="cuda", route="network", connect=where), lambda *_: None)
 
 
 async def test_without_a_gpu_the_error_says_so() -> None:
