@@ -1,13 +1,14 @@
 """The one contract between scheduler and runner: which tokens a step computes, and where their keys and values go."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cpd.split import LaneSplit
+from engine.tally import Seen
 from engine.types import SamplingParams, TokenLogprobs
 
 IntArray = npt.NDArray[np.int32]
@@ -23,6 +24,7 @@ class SampleRow:
         position: Position of the token to be sampled (number of tokens before it), part of the noise's key.
         tokens: All tokens before it, prompt first; in a batch that is fed, all but the last one. [position] int32
         prompt_len: How many of those are the prompt.
+        seen: What is known of `tokens` from earlier steps, and is kept up by whoever samples.
     """
 
     row: int
@@ -31,6 +33,7 @@ class SampleRow:
     position: int
     tokens: IntArray
     prompt_len: int
+    seen: Seen = field(default_factory=Seen)
 
 
 @dataclass(slots=True)

@@ -88,7 +88,9 @@ def build_batch(plan: Plan, table: SeqTable) -> Batch:
             position = chunk.start + chunk.count
             tokens = table.tokens[seq.row, :position]
             for choice in chunk.choices:
-                samples.append(SampleRow(after - 1, request.params, choice, position, tokens, request.prompt_len))
+                samples.append(
+                    SampleRow(after - 1, request.params, choice, position, tokens, request.prompt_len, seq.seen)
+                )
         else:  # it holds the pages of its later chunks already
             block_tables[s, blocks_for(chunk.start + chunk.count) :] = 0
     return Batch(

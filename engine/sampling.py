@@ -210,9 +210,10 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     for i, row in enumerate(rows):
         p = row.params
         if p.repetition_penalty != 1.0:
-            scaled.add(i, row.tokens, np.full(len(row.tokens), p.repetition_penalty))  # twice is as good as once
+            ids, counts = row.seen.tokens.of(row.tokens)
+            scaled.add(i, ids, np.full(len(ids), p.repetition_penalty))  # once, however often it came
         if p.presence_penalty or p.frequency_penalty:
-            ids, counts = np.unique(row.tokens[row.prompt_len :], return_counts=True)
+            ids, counts = row.seen.outputs.of(row.tokens, row.prompt_len)
             shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
         if p.logit_bias:
             shifted.add(i, list(p.logit_bias), list(p.logit_bias.values()))

@@ -18,6 +18,7 @@ import numpy as np
 from cpd.blocks import BLOCK_SIZE, blocks_for
 from cpd.perfmodel import Work
 from engine.batch import IntArray
+from engine.tally import Seen
 from engine.types import Request
 
 
@@ -41,6 +42,7 @@ class Seq:
         hashes: Of the full blocks, as far as known.
         tokens: All tokens while it has no row.
         num_tokens: Known tokens.
+        seen: For its penalties.
         reported: Whether its first output went out.
         queued: Never admitted so far; counts against the queue's bound.
         work: What was to be computed when it came; the cache may have more or less of it by its first turn.
@@ -59,6 +61,7 @@ class Seq:
     hashes: list[bytes]
     tokens: IntArray | None
     num_tokens: int
+    seen: Seen = field(default_factory=Seen)
     reported: bool = False
     state: State = State.QUEUED
     queued: bool = False

@@ -293,7 +293,7 @@ def outline(plan: Plan, table: SeqTable) -> Batch:
             request, tokens = seq.request, table.rows[seq.row]
             params = request.params
             for choice in chunk.choices:
-                samples.append(SampleRow(0, params, choice, seq.num_tokens, tokens, request.prompt_len))
+                samples.append(SampleRow(0, params, choice, seq.num_tokens, tokens, request.prompt_len, seq.seen))
     return Batch(
         token_ids=np.empty(size, dtype=np.int32),
         positions=_NOTHING,
