@@ -24,6 +24,9 @@ from router.workers import Workers
 _LEAST_TOP_P = 1e-6
 """What top_p = 0 becomes: the most likely token alone."""
 
+_MANY_CHARS = 16
+"""A token has fewer, nearly always."""
+
 _PIECE_BYTES = 512 * BLOCK_SIZE * TOKEN_BYTES
 """Hashed at a time, in about half a millisecond; other work has its turn before the next ones."""
 
@@ -71,6 +74,7 @@ class Service:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
         text = self.checkpoint.template.render([one.model_dump(exclude_none=True) for one in request.messages])
+        await self._check_text(text, "messages")
         prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
         completion = await self._start(request, [prompt], caller, "messages")
         return completion, ChatFormat(self._shape(request, "chatcmpl"), self.checkpoint.vocabulary)
@@ -84,6 +88,9 @@ class Service:
         self.check_model(request.model)
         caller.tenant.check_priority(request.priority)
         encode = self.checkpoint.tokenizer.encode
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                await self._check_text(prompt, "prompt")
         prompts = [
             await encode(prompt) if isinstance(prompt, str) else pack_tokens(prompt) for prompt in request.prompts
         ]
@@ -142,6 +149,21 @@ class Service:
             completion.cancel()
             raise
         return completion
+
+    async def _check_text(self, text: str, param: str) -> None:
+        """Raises ApiError where a beginning of the text, twice as long as the context, shows that it is too long: all
+        of it can take many seconds, in which other long prompts wait."""
+        context = self.workers.max_model_len
+        chars = context * _MANY_CHARS
+        while 0 < chars < len(text):
+            beginning = await self.checkpoint.tokenizer.encode(text[:chars])
+            if len(beginning) // TOKEN_BYTES > 2 * context:
+                message = (
+                    f"This model's maximum context length is {context} tokens. However, the {param} alone has more "
+                    f"than {2 * context}. Please reduce its length."
+                )
+                raise invalid(param, message, code="context_length_exceeded")
+            chars *= 4
 
     def _check_prompt(self, prompt: bytes, output_limit: int | None, param: str) -> None:
         """Raises ApiError where the prompt can't be run."""

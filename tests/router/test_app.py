@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 from cpd.blocks import TOKEN_BYTES, extend_hashes, unpack_tokens
 from cpd.rpc import cpd_pb2 as pb
+from router.tokenizer import Tokenizer as PromptTokenizer
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 
 MODEL = "small-model"
@@ -411,6 +413,29 @@ class TestErrors:
         wrong = await router.http.get("/v1/chat/completions")
         assert (wrong.status_code, _error(wrong)["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"] == "POST"
+
+    async def test_of_a_text_far_longer_than_the_context_a_beginning_is_tokenised(
+        self, router: Router, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encoded: list[str] = []
+        encode = PromptTokenizer._encode
+
+        async def record(self: PromptTokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
+            encoded.extend(texts)
+            return await encode(self, texts, special_tokens=special_tokens)
+
+        monkeypatch.setattr(PromptTokenizer, "_encode", record)
+        text = "the quick brown fox " * 50_000
+        for path, body, param in (
+            ("/v1/completions", TEXT | {"prompt": ["fox", text]}, "prompt"),
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ):
+            response = await router.http.post(path, json=body)
+            assert response.status_code == 400
+            error = _error(response)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert "512 tokens" in error["message"]
+        assert 0 < sum(map(len, encoded)) < len(text) // 10
 
     async def test_more_than_the_context(self, router: Router, tokenizer: Tokenizer) -> None:
         prompt = len(tokenizer.encode(TEXT["prompt"]).ids)
