@@ -23,6 +23,8 @@ MAX_PARTS = 1 << 14
 MAX_COMPLAINTS = 1_000
 """A request that is wrong in more places is refused without looking for the first one."""
 
+MAX_TEMPLATE_KWARGS = 32
+
 MAX_SEED = (1 << 63) - 1
 MAX_PRIORITY = 100
 
@@ -138,6 +140,7 @@ class ChatRequest(GenerateRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=MAX_TEMPLATE_KWARGS)
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -283,6 +286,11 @@ def _check(request: GenerateRequest, max_n: int) -> None:
         raise invalid("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     if request.output_limit is not None and request.min_tokens > request.output_limit:
         raise invalid("min_tokens", f"'min_tokens' must be at most 'max_tokens' ({request.output_limit}).")
+    if isinstance(request, ChatRequest):
+        for name, value in request.chat_template_kwargs.items():
+            if not isinstance(value, bool | int | float | str):
+                path = f"chat_template_kwargs.{name[:40]}"
+                raise invalid(path, f"'{path}' must be a boolean, a number or a string.", code="invalid_type")
     for key in request.logit_bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise invalid("logit_bias", f"'logit_bias' must be keyed by token ids, but has {key[:20]!r}.")

@@ -73,7 +73,8 @@ class Service:
         if self.checkpoint.template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
-        text = self.checkpoint.template.render([one.model_dump(exclude_none=True) for one in request.messages])
+        messages = [one.model_dump(exclude_none=True) for one in request.messages]
+        text = self.checkpoint.template.render(messages, request.chat_template_kwargs)
         await self._check_text(text, "messages")
         prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
         completion = await self._start(request, [prompt], caller, "messages")

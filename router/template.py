@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,6 +22,7 @@ from cpd.errors import CheckpointError
 from router.errors import invalid
 
 Message = Mapping[str, Any]
+Scalar = bool | int | float | str
 
 _PROBE = "content-probe"
 
@@ -44,25 +46,30 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}") from None
-        self._special_tokens = dict(special_tokens)
+        own: dict[str, Any] = {"messages": (), "tools": None, "documents": None, "add_generation_prompt": True}
+        self._variables: Mapping[str, Any] = {**special_tokens, **own}
         self._knows_developer = "developer" in source
         self._takes_parts = self._probe_parts()
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], asked: Mapping[str, Scalar] = MappingProxyType({})) -> str:
         """The prompt text for `messages`, up to where the assistant's answer begins.
 
+        Args:
+            asked: More variables that the template sees, such as Qwen3's `enable_thinking`.
+
         Raises:
-            ApiError: The template refuses these messages (such as roles in an order that the model doesn't know).
+            ApiError: The template refuses these messages (such as roles in an order that the model doesn't know), or
+                one of its own variables was asked for.
         """
+        if taken := self._variables.keys() & asked:
+            raise invalid("chat_template_kwargs", f"'chat_template_kwargs' can't set '{min(taken)}'.")
         try:
-            return self._render([self._adapt(message) for message in messages])
+            return self._render([self._adapt(message) for message in messages], asked)
         except _REFUSALS as error:
             raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self._template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-        )
+    def _render(self, messages: Sequence[Message], asked: Mapping[str, Scalar] = MappingProxyType({})) -> str:
+        return self._template.render({**asked, **self._variables, "messages": messages})
 
     def _adapt(self, message: Message) -> Message:
         """Brings what OpenAI's API allows into the form that this template knows."""

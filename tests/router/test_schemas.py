@@ -42,6 +42,16 @@ def test_a_models_defaults_hold_for_what_is_left_out() -> None:
     assert (chat.temperature, chat.top_k, chat.repetition_penalty, chat.top_p) == (0, 20, 1.05, 1.0)
 
 
+def test_a_templates_variables_are_no_more_than_values() -> None:
+    asked = {"enable_thinking": False, "effort": "low", "n": 1, "share": 0.5}
+    assert _chat(chat_template_kwargs=asked | {"nothing": None}).chat_template_kwargs == asked
+    for wrong in ([1], {"a": 1}):
+        error = _error(orjson.dumps(CHAT | {"chat_template_kwargs": {"documents": wrong}}))
+        assert (error["param"], error["code"]) == ("chat_template_kwargs.documents", "invalid_type")
+    many = {str(number): number for number in range(33)}
+    assert _error(orjson.dumps(CHAT | {"chat_template_kwargs": many}))["param"] == "chat_template_kwargs"
+
+
 def test_null_is_the_same_as_left_out() -> None:
     assert (
         _chat(**dict.fromkeys(("temperature", "stop", "n", "tools", "user", "logit_bias", "stream_options"))) == _chat()

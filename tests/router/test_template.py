@@ -80,6 +80,27 @@ def test_content_parts_are_joined_for_a_template_that_takes_text(name: str) -> N
     assert template.render([{"role": "user", "content": parts}]) == joined
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+def test_variables_that_were_asked_for_are_there(oracle: PreTrainedTokenizerFast, thinking: bool) -> None:
+    source = next(path for path in TEMPLATES if path.stem == "qwen3").read_text()
+    chat = CHATS["turns"]
+    expected = oracle.apply_chat_template(
+        chat, chat_template=source, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+    )
+    assert ChatTemplate(source, SPECIAL).render(chat, {"enable_thinking": thinking}) == expected
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "bos_token"])
+def test_what_a_template_has_anyway_can_not_be_asked_for(name: str) -> None:
+    with pytest.raises(ApiError, match=f"can't set '{name}'"):
+        ChatTemplate("x", SPECIAL).render(CHATS["turns"], {name: "x"})
+
+
+@pytest.mark.parametrize("name", ["self", "loop", "range", "raise_exception", "__class__", "", "a b"])
+def test_no_name_of_a_variable_does_harm(name: str) -> None:
+    assert ChatTemplate("{{ messages[0].content }}", SPECIAL).render(CHATS["turns"], {name: "x"}) == "One?"
+
+
 def test_a_developer_is_the_system_for_a_template_that_does_not_know_the_role() -> None:
     template = ChatTemplate(next(path for path in TEMPLATES if path.stem == "chatml").read_text(), SPECIAL)
     question = {"role": "user", "content": "Hi"}
