@@ -1,9 +1,11 @@
 """The process around a worker, or around several: start, signals, exit code."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -11,8 +13,11 @@ import uvloop
 
 from cpd.config import Role, WorkerSettings
 from cpd.process import collect_garbage_rarely, end_with_supervisor, setup_logging, switch_threads_often
+from worker.node import EXIT_RESTART
 from worker.service import MakeService
 from worker.worker import Worker
+
+log = logging.getLogger(__name__)
 
 
 def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None:
@@ -26,6 +31,7 @@ def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None
     async def serve() -> int:
         worker = Worker(settings, role, make_service, load=load_engine)
         on_stop_signals(worker.lifecycle.stop)
+        on_failed_threads(worker.lifecycle.stop)
         return await worker.run()
 
     run_process(settings.worker_id or role, settings.log_level, serve)
@@ -52,3 +58,19 @@ def on_stop_signals(stop: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, f"got {number.name}")
+
+
+def on_failed_threads(stop: Callable[[str, int], None]) -> None:
+    """Has `stop` called on the running loop, with reason and exit code, when a thread of this process ends by an error.
+
+    Nobody knows what it has left undone: whoever waits for it would wait for ever.
+    """
+    loop = asyncio.get_running_loop()
+
+    def failed(what: threading.ExceptHookArgs) -> None:
+        name = what.thread.name if what.thread is not None else "?"
+        log.critical("thread %s failed", name, exc_info=what.exc_value)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends anyway
+            loop.call_soon_threadsafe(stop, f"thread {name} failed: {what.exc_value!r}", EXIT_RESTART)
+
+    threading.excepthook = failed

@@ -68,7 +68,7 @@ class Writer:
         """Closes the door after the calls before this one, with whatever still flies, and ends the thread.
 
         When it returns, nothing reads or writes pages through the door any more. It does not where nobody can tell, as
-        of a GPU that is broken.
+        of a GPU that is broken: the thread ends by an error then, which is to end the process.
         """
         self._calls.put(None)
         await self._closed.wait()

@@ -28,7 +28,7 @@ from tests.faults.points import Action, Point, Points
 from tests.faults.transport import FaultyTransport
 from worker.loading import load_engine
 from worker.node import Loaded
-from worker.process import on_stop_signals, run_process
+from worker.process import on_failed_threads, on_stop_signals, run_process
 from worker.worker import Worker
 
 
@@ -79,6 +79,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
         service = PrefillService if role == "prefill" else DecodeService
         worker = Worker(settings, role, service, load=loader(points), open_transport=opener(points))
         on_stop_signals(worker.lifecycle.stop)
+        on_failed_threads(worker.lifecycle.stop)
         async with server:
             return await worker.run()
 
