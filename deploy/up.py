@@ -146,7 +146,9 @@ def _launch(
     settings = settings.model_copy(
         update={"device": "cuda" if share else "cpu", "gpu_memory": settings.gpu_memory * (share or 1)}
     )
-    specs = processes(settings, LOOPBACK if session.hosts == 1 else settings.host)
+    # A Ray that others may join has one host or several: those that come later are to reach the workers of the first.
+    worker_host = LOOPBACK if ray_dir or settings.host not in WILDCARDS else settings.host
+    specs = processes(settings, worker_host)
     demands = bundles(specs, session.resources, share)
     return stack.enter_context(launched(specs, demands, cores_apart=not share))
 

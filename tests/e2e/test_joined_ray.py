@@ -1,0 +1,52 @@
+"""`cpd up` in a Ray that somebody else has started, such as one of several machines."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from deploy.endpoint import pick_port
+from deploy.raydir import clear_ray_dir, make_ray_dir
+
+pytestmark = pytest.mark.e2e
+
+RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
+PROGRAM = [sys.executable, "-c", "from cpd.cli import main; main()"]
+
+
+@pytest.fixture
+def ray_address() -> Iterator[str]:
+    """A Ray of one node, with room for a worker and a router."""
+    directory, port = make_ray_dir(), pick_port("127.0.0.1", 0)
+    flags = [f"--port={port}", f"--temp-dir={directory}/ray", "--num-cpus=2", "--include-dashboard=false"]
+    with subprocess.Popen(
+        [*RAY, "start", "--head", "--block", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+    ) as ray:
+        assert ray.stdout is not None
+        assert any("Ray runtime started" in line for line in ray.stdout)
+        yield f"127.0.0.1:{port}"
+        ray.terminate()
+    clear_ray_dir(directory)
+
+
+def test_workers_of_the_first_node_can_be_reached_from_those_that_join_later(ray_address: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    flags = ["--port=0", "--host=0.0.0.0", "--simulate=instant", "--prefill=0", "--log-level=warning"]
+    with subprocess.Popen(
+        [*PROGRAM, "up", "--ray-address", ray_address, *flags], stdout=subprocess.PIPE, env=environment, text=True
+    ) as up:
+        assert up.stdout is not None
+        assert up.stdout.readline().startswith("Serving")
+        status = subprocess.run([*PROGRAM, "status", "--json"], capture_output=True, env=environment, check=True)
+        up.terminate()
+    (worker,) = orjson.loads(status.stdout)["workers"]
+    assert worker["state"] == "ready"
+    assert not worker["address"].startswith("127.")
