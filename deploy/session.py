@@ -20,7 +20,6 @@ from cpd.errors import ConfigError
 
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's ports are open to every user of the machine, and run what they are sent
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",  # as other users of Ray set it, all workers would be on one GPU
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill supervisors for the memory of others
     "RAY_worker_niceness": "0",  # by default 15: whatever else runs here would go before the workers
     "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000",  # by default all of Ray ends a minute after its gcs_server

@@ -32,7 +32,7 @@ class Supervisor:
         self._process = Supervised(
             spec.name,
             lambda: spec.command(str(resolve_model(spec.model)), **flags),
-            spec.environment(),
+            {**spec.environment(), **_gpus()},
             _cores(specs, index) if cores_apart and spec.is_worker else frozenset(),
         )
 
@@ -43,6 +43,16 @@ class Supervisor:
     def stop(self) -> None:
         """Ends the process; returns when it is gone."""
         self._process.stop()
+
+
+def _gpus() -> dict[str, str]:
+    """Which GPUs the process sees: those that Ray gave this actor.
+
+    Ray itself may leave that to its users (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, as others who share it have it
+    set): all workers of a machine would be on the first one.
+    """
+    ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
 
 
 def _cores(specs: Sequence[ProcessSpec], index: int) -> frozenset[int]:

@@ -13,37 +13,31 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 pytestmark = pytest.mark.e2e
 
 PROGRAM = """
-import json, sys
+import json, sys, time
 from deploy import session
+from deploy.cluster import launched
 from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import ProcessSpec
 
-WORKERS, GPUS = 6, 3
+WORKERS, GPUS = 4, 2
+TELL = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr, flush=True); sys.stdin.read()"
+
+class Telling(ProcessSpec):
+    def command(self, model, **flags):
+        return [sys.executable, "-c", TELL]
+
 connected = session._connected
 session._connected = lambda namespace, **options: connected(namespace, num_gpus=GPUS, **options)
-workers = [ProcessSpec(f"combined-{n}", "combined", "m", ()) for n in range(WORKERS)]
-specs = [*workers, ProcessSpec("r", "router", "m", ())]
+workers = [Telling(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
+specs = [*workers, Telling("router-0", "router", ".", ())]
 with session.local_ray("gpus", sys.argv[1], local_resources(specs)) as here:
-    import ray
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    class Supervisor:
-        def sees(self):
-            return ProcessSpec("x", "combined", "m", ()).environment().get("CUDA_VISIBLE_DEVICES")
-
     demands = bundles(specs, here.resources, gpu_share("cuda", WORKERS, here.gpus))
-    group = placement_group(demands, strategy="PACK")
-    actors = [
-        ray.remote(Supervisor).options(
-            num_cpus=0,
-            num_gpus=demand.pop("GPU", 0),
-            resources=demand,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote()
-        for index, demand in enumerate(demands)
-    ]
-    print(json.dumps(ray.get([actor.sees.remote() for actor in actors])))
+    with launched(specs, demands, cores_apart=False) as cluster:
+        told = [None] * len(specs)
+        while not all(told):
+            told = [state.lines[0] if state and state.lines else seen for state, seen in zip(cluster.states(), told)]
+            time.sleep(0.05)
+        print(json.dumps(told))
 """
 
 
@@ -56,11 +50,10 @@ def ray_dir() -> Iterator[str]:
 
 def test_workers_share_the_gpus_evenly_and_see_no_other(ray_dir: str) -> None:
     """Also where the environment tells Ray to leave that to its users."""
-    environment = {**os.environ, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    told = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2,5"}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ray_dir], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", PROGRAM, ray_dir], env={**os.environ, **told}, capture_output=True, text=True, timeout=100
     )
     assert ran.returncode == 0, ran.stderr
-    *workers, router = json.loads(ran.stdout.splitlines()[-1])
-    assert sorted(workers) == ["0", "0", "1", "1", "2", "2"]
-    assert router is None
+    *workers, _ = json.loads(ran.stdout.splitlines()[-1])
+    assert sorted(workers) == ["2", "2", "5", "5"]
