@@ -50,6 +50,7 @@ class TorchRunner:
         max_model_len: int,
         gpu_memory: float = 1.0,
         max_num_seqs: int = 128,
+        graphs: bool = True,
         lanes: bool = True,
         on_progress: Callable[[str, float], None] | None = None,
     ) -> None:
@@ -62,7 +63,8 @@ class TorchRunner:
             kv_bytes: Size of the KV pool; None: see `engine.memory.default_pool`.
             max_model_len: Longest prompt plus output; 0 for the checkpoint's limit.
             gpu_memory: Part of a GPU's memory that the runner may take, where `kv_bytes` doesn't tell.
-            max_num_seqs: Sequences of one step. A GPU captures decode graphs for up to so many; 0: it captures none.
+            max_num_seqs: Sequences of one step.
+            graphs: Whether a GPU captures decodes of up to so many sequences as graphs.
             lanes: Whether to prepare splits.
             on_progress: Called with what is going on and the fraction done.
 
@@ -114,7 +116,7 @@ class TorchRunner:
                 sampler,
                 pool,
                 max_model_len=config.max_model_len,
-                most_decodes=max_num_seqs,
+                most_decodes=max_num_seqs if graphs else 0,
                 split=lanes,
                 on_progress=progress,
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpd.colocation import Colocation
-from cpd.config import WorkerSettings
+from cpd.config import Role, WorkerSettings
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
 from engine.cpu_lanes import own_cores, use_threads
@@ -26,7 +26,7 @@ _TORCHS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 @gpu_errors_said()
-def load_engine(settings: WorkerSettings) -> Loaded:
+def load_engine(settings: WorkerSettings, role: Role) -> Loaded:
     """Loads the model. To be called on the thread that will run the engine.
 
     Raises:
@@ -44,6 +44,7 @@ def load_engine(settings: WorkerSettings) -> Loaded:
         gpu_memory=settings.gpu_memory,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        graphs=role == "combined",  # a prefill worker's steps of single tokens are few
         lanes=settings.colocate != "mixed",
         on_progress=_log_progress(),
     )

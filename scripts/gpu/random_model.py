@@ -80,7 +80,8 @@ def random_runner(
             device=device,
             kv_bytes=pages * load_config(Path(folder)).page_bytes("bfloat16"),
             max_model_len=0,
-            max_num_seqs=graph_decodes,
+            max_num_seqs=max(1, graph_decodes),
+            graphs=graph_decodes > 0,
             lanes=lanes,
         )
     if lanes and runner.pool.is_cuda and not runner.splits:

@@ -32,11 +32,11 @@ from worker.process import on_failed_threads, on_stop_signals, run_process
 from worker.worker import Worker
 
 
-def loader(points: Points) -> Callable[[WorkerSettings], Loaded]:
+def loader(role: Role, points: Points) -> Callable[[WorkerSettings], Loaded]:
     """Loads the real engine, with a point before its steps."""
 
     def load(settings: WorkerSettings) -> Loaded:
-        loaded = load_engine(settings)
+        loaded = load_engine(settings, role)
         step = loaded.engine.step
 
         def held_step(now: float = 0.0) -> Any:
@@ -77,7 +77,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
     async def serve() -> int:
         server = await asyncio.start_unix_server(functools.partial(obey, points), socket)
         service = PrefillService if role == "prefill" else DecodeService
-        worker = Worker(settings, role, service, load=loader(points), open_transport=opener(points))
+        worker = Worker(settings, role, service, load=loader(role, points), open_transport=opener(points))
         on_stop_signals(worker.lifecycle.stop)
         on_failed_threads(worker.lifecycle.stop)
         async with server:

@@ -43,17 +43,18 @@ def directory(request: pytest.FixtureRequest, checkpoint: MakeCheckpoint) -> Pat
 
 @pytest.fixture(scope="module")
 def load() -> Load:
-    """`load(directory, dtype, graphs, lanes)`: a runner with decode graphs for so many sequences, made once."""
+    """`load(directory, dtype, graphs, lanes)`: a runner for 8 decodes, made once."""
 
     @cache
-    def make(directory: Path, dtype: str, graphs: int = 8, lanes: bool = False) -> TorchRunner:
+    def make(directory: Path, dtype: str, graphs: bool = True, lanes: bool = False) -> TorchRunner:
         return TorchRunner(
             directory,
             dtype=dtype,
             device="cuda",
             kv_bytes=PAGES * load_config(directory).page_bytes("float32"),
             max_model_len=LONGEST,
-            max_num_seqs=graphs,
+            max_num_seqs=8,
+            graphs=graphs,
             lanes=lanes,
         )
 
@@ -86,8 +87,8 @@ def test_float32_chooses_as_transformers(load: Load, directory: Path) -> None:
         pager.release(sequence)
 
 
-@pytest.mark.parametrize("graphs", [0, 8])
-def test_bfloat16_stays_within_tolerance(load: Load, directory: Path, graphs: int) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_bfloat16_stays_within_tolerance(load: Load, directory: Path, graphs: bool) -> None:
     """Batches of 1 to 11 decodes: with graphs, without, padded and beyond the largest graph."""
     runner = load(directory, "bfloat16", graphs)
     pager = Pager(runner, seed=1)
@@ -103,8 +104,8 @@ def test_bfloat16_stays_within_tolerance(load: Load, directory: Path, graphs: in
         assert_follows(directory, prompt, sequence.output)
 
 
-@pytest.mark.parametrize("graphs", [0, 8])
-def test_starting_a_step_waits_for_nothing(load: Load, directory: Path, graphs: int) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_starting_a_step_waits_for_nothing(load: Load, directory: Path, graphs: bool) -> None:
     """torch raises on every call that would wait for the device."""
     runner = load(directory, "bfloat16", graphs)
     pager = Pager(runner)

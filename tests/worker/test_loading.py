@@ -1,0 +1,28 @@
+"""What a worker's settings and role make of its runner."""
+
+from typing import Any
+
+import pytest
+
+from cpd.config import Role, WorkerSettings
+from engine.runner import TorchRunner
+from tests.conftest import MakeCheckpoint
+from worker import loading
+
+
+@pytest.mark.parametrize(("role", "graphs"), [("combined", True), ("prefill", False)])
+def test_a_prefill_worker_captures_no_decodes(
+    role: Role, graphs: bool, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But it has room for steps of as many sequences: each of them may lack its last token only."""
+    asked: list[dict[str, Any]] = []
+
+    class Spy(TorchRunner):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            asked.append(kwargs)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(loading, "TorchRunner", Spy)
+    settings = WorkerSettings(model=str(checkpoint("qwen3")), device="cpu", kv_memory=1 << 20, max_num_seqs=4)
+    assert loading.load_engine(settings, role).engine.max_num_seqs == 4
+    assert [(kwargs["graphs"], kwargs["max_num_seqs"]) for kwargs in asked] == [(graphs, 4)]
