@@ -50,7 +50,7 @@ def make_cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_d
     """The fastest back end that works on a GPU. The log says what is missing for a faster one."""
     try:
         ops = TritonOps()
-        ops.silu_mul(torch.zeros(1, 32, dtype=dtype, device=device))
+        ops.compile(heads, dtype, device)
     except _GPU_ERRORS:
         raise
     except _CANNOT_BUILD as error:
@@ -65,7 +65,7 @@ def make_cuda_ops(device: torch.device, dtype: torch.dtype, heads: Heads, most_d
         library = importlib.import_module("flashinfer")
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         fastest = FlashInferOps(library, heads, dtype, device, sms, most_decodes)
-        fastest.compile()
+        fastest.compile_attention()
     except _GPU_ERRORS:
         raise
     except _CANNOT_BUILD as error:

@@ -24,7 +24,7 @@ from cpd.blocks import BLOCK_SIZE
 from engine.batch import Batch, IntArray
 from engine.cuda.buffers import pack, packed_size
 from engine.ops.base import DeviceBatch, Heads
-from engine.ops.triton_ops import TritonOps
+from engine.ops.triton_ops import TritonOps, one_token
 
 HEAD_DIMS = (64, 128, 256)
 """What FlashInfer's kernels exist for."""
@@ -154,15 +154,13 @@ class FlashInferOps(TritonOps):
         """Ops for steps of exactly `size` decodes, of which everything but `prepare` can be captured."""
         return GraphedDecodeOps(self._library, self._geometry, self._dtype, self._workspace, size, pages)
 
-    def compile(self) -> None:
-        """Builds the kernels, or finds them built. Planning is what makes FlashInfer do it.
+    def compile_attention(self) -> None:
+        """Builds FlashInfer's kernels, or finds them built. Planning is what makes it do so.
 
         Raises:
             RuntimeError, OSError: That does not work here.
         """
-        one = np.ones(1, np.int32)
-        batch = Batch(one, one, one, np.array([0, 1], np.int32), one, one[:, None], 1, [])
-        self.prepare(DeviceBatch.of(batch, self._device))
+        self.prepare(one_token(self._device))
 
     def prepare(self, batch: DeviceBatch) -> None:
         self._staged.synchronize()  # what the last plan put into pinned memory has been copied

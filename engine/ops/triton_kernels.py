@@ -6,6 +6,7 @@ differs from step to step is an argument, since each class of numbers would be c
 
 import triton
 import triton.language as tl
+from triton import TritonError as TritonError
 
 
 @triton.jit

@@ -5,10 +5,12 @@ Needs the package `triton`, which torch for CUDA brings along.
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from cpd.blocks import BLOCK_SIZE
-from engine.ops.base import DeviceBatch
+from engine.batch import Batch
+from engine.ops.base import DeviceBatch, Heads
 from engine.ops.torch_ops import TorchOps
 
 _SILU_BLOCK = 1024
@@ -30,6 +32,28 @@ class TritonOps(TorchOps):
         from engine.ops import triton_kernels
 
         self._kernels = triton_kernels
+
+    def compile(self, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+        """Builds every kernel, or finds it built, by running it on one token.
+
+        Raises:
+            RuntimeError, OSError, SubprocessError: That does not work here.
+        """
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        row, norm, eps = zeros(1, heads.dim), zeros(heads.dim), 1e-6
+        cos_sin = torch.zeros(2, heads.dim, device=device)
+        page = zeros(1, 2, heads.num_kv, BLOCK_SIZE, heads.dim)
+        try:
+            self.rms_norm(row, norm, eps)
+            self.add_rms_norm(row, zeros(1, heads.dim), norm, eps)
+            self.silu_mul(row)
+            qkv = zeros(1, (heads.num_q + 2 * heads.num_kv) * heads.dim)
+            self.rope_store(qkv, one_token(device), cos_sin, norm, norm, eps, page)
+        except self._kernels.TritonError as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -85,6 +109,12 @@ class TritonOps(TorchOps):
         block = min(_SILU_BLOCK, _power_of_2(width))
         self._kernels.silu_mul[tokens, _cdiv(width, block)](gate_up, out, width=width, block=block, num_warps=4)
         return out
+
+
+def one_token(device: torch.device) -> DeviceBatch:
+    """A step of one token, the second of its sequence."""
+    one = np.ones(1, np.int32)
+    return DeviceBatch.of(Batch(one, one, one, np.array([0, 1], np.int32), one, one[:, None], 1, []), device)
 
 
 def _row_of(width: int) -> dict[str, int]:

@@ -52,7 +52,11 @@ def test_workers_share_the_gpus_evenly_and_see_no_other(ray_dir: str) -> None:
     """Also where the environment tells Ray to leave that to its users."""
     told = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2,5"}
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ray_dir], env={**os.environ, **told}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", PROGRAM, ray_dir],
+        env={**os.environ, **told},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert ran.returncode == 0, ran.stderr
     *workers, _ = json.loads(ran.stdout.splitlines()[-1])

@@ -7,7 +7,11 @@ import torch
 import torch.nn.functional as F
 
 
-class _Kernel:
+class TritonError(Exception):
+    """Triton's own errors are of this class, which is no RuntimeError."""
+
+
+class Kernel:
     """`kernel[grid](...)`"""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -22,24 +26,24 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-@_Kernel
+@Kernel
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, **_: Any) -> None:
     out.copy_(_norm(x, weight, eps))
 
 
-@_Kernel
+@Kernel
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, **_: Any) -> None:
     residual += x
     x.copy_(_norm(residual, weight, eps))
 
 
-@_Kernel
+@Kernel
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, **_: Any) -> None:
     gate, up = gate_up.chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
 
 
-@_Kernel
+@Kernel
 def rope_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,

@@ -110,6 +110,20 @@ def test_a_gpu_that_is_full_or_broken_is_not_taken_for_a_missing_back_end(
         chosen()
 
 
+@pytest.mark.parametrize("kernel", ["rms_norm", "add_rms_norm", "silu_mul", "rope_store"])
+def test_torch_alone_where_triton_cannot_compile_one_of_its_kernels(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one for a GPU that is newer than it is."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise fake_kernels.TritonError("sm_103a is not defined")
+
+    monkeypatch.setattr(fake_kernels, kernel, fake_kernels.Kernel(refuse))
+    assert type(chosen()) is TorchOps
+    assert "Triton does not work here, running on torch's own slower operations: TritonError: sm_103a" in caplog.text
+
+
 def test_torch_alone_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delattr(engine.ops, "triton_kernels")
     monkeypatch.setitem(sys.modules, "engine.ops.triton_kernels", None)

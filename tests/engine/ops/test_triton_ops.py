@@ -8,8 +8,9 @@ import torch
 
 from cpd.blocks import BLOCK_SIZE
 from engine.config import RopeConfig
-from engine.ops.base import DeviceBatch, Ops
+from engine.ops.base import DeviceBatch, Heads, Ops
 from engine.ops.torch_ops import TorchOps
+from engine.ops.triton_ops import TritonOps
 from engine.rope import rope_table
 from tests.engine.steps import lay_out, step_of
 
@@ -22,10 +23,8 @@ LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def ops() -> Ops:
+def ops() -> TritonOps:
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from engine.ops.triton_ops import TritonOps
-
     return TritonOps()
 
 
@@ -39,6 +38,11 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.is_contiguous()
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=2 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_are_tried_before_they_are_needed(ops: TritonOps, dtype: torch.dtype) -> None:
+    ops.compile(Heads(6, 2, 22), dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
