@@ -37,19 +37,20 @@ MIN_GAIN = Target(at_least=3.0)
 
 
 def measure_all(
-    report: Report, fields: Mapping[str, object], device: str = "cuda", cache_blocks: int | None = None
+    report: Report, fields: Mapping[str, object], device: str = "cuda", limits: Mapping[str, int] | None = None
 ) -> None:
     """Every figure, for a model of this config.json.
 
     Args:
-        cache_blocks: Of transformers' cache; None: as many as fit into the memory, which is its default.
+        limits: Of transformers' cache and steps, as `ContinuousBatchingConfig` names them; None: its own choice, for
+            which it takes all of the memory that is free.
     """
     own = _engine_tokens_s(fields, device)
     report.add(f"{MODEL}: {PROMPTS} x {PROMPT} + {OUTPUT}, engine", own, "tokens/s")
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    theirs, how = _transformers_tokens_s(fields, device, cache_blocks)
+    theirs, how = _transformers_tokens_s(fields, device, limits or {})
     report.add(f"{MODEL}: {PROMPTS} x {PROMPT} + {OUTPUT}, transformers", theirs, "tokens/s", note=how)
     report.add(f"{MODEL}: engine / transformers, throughput", own / theirs, "ratio", target=MIN_GAIN)
 
@@ -75,14 +76,14 @@ def _engine_tokens_s(fields: Mapping[str, object], device: str) -> float:
     return PROMPTS * OUTPUT / seconds
 
 
-def _transformers_tokens_s(fields: Mapping[str, object], device: str, cache_blocks: int | None) -> tuple[float, str]:
+def _transformers_tokens_s(fields: Mapping[str, object], device: str, limits: Mapping[str, int]) -> tuple[float, str]:
     """Output tokens a second, and which attention it used."""
     transformers = require("transformers", "transformers")
     shape = {name: value for name, value in fields.items() if name not in ("model_type", "torch_dtype")}
     config = transformers.AutoConfig.for_model(fields["model_type"], **shape)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    cache = transformers.ContinuousBatchingConfig(num_blocks=cache_blocks)
+    cache = transformers.ContinuousBatchingConfig(**limits)
     with patch.object(model, "set_attn_implementation", wraps=model.set_attn_implementation) as chosen:
         for prompts, output in (WARM_UP, (PROMPTS, OUTPUT)):
             outputs = model.generate_batch(
