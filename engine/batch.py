@@ -148,4 +148,7 @@ class Runner(Protocol):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page's keys and values, ordered after the last collected step. No lane may write to `source`
-        or use `target`."""
+        or use `target`. Later steps find it done; for other writers see `settle`."""
+
+    def settle(self) -> None:
+        """Returns when all copies of pages and to host memory are over: others may write into free pages then."""

@@ -256,8 +256,8 @@ class Engine:
         """
         self._requests.check(request)
         reservation = self._reservations.reserve(request, blocks)
-        if reservation is not None and self._host is not None:
-            self._host.settle()
+        if reservation is not None:
+            self._runner.settle()  # a copy from or to its pages may be queued still
         return reservation
 
     def activate(self, reservation: Reservation, request: Request, first: Sequence[Output]) -> list[Output]:

@@ -39,7 +39,7 @@ class TorchHostMemory(ABC):
         """See `engine.host_tier.HostMemory`. Where there are checksums it waits for the copies."""
         self._out(pages, slots)
         if self._sums is not None:
-            self.settle()
+            self._settle()
             for slot in slots:
                 self._sums[slot] = self._sum(slot)
 
@@ -50,8 +50,8 @@ class TorchHostMemory(ABC):
         return copy
 
     @abstractmethod
-    def settle(self) -> None:
-        """See `engine.host_tier.HostMemory`."""
+    def _settle(self) -> None:
+        """Returns when all that was copied out is there."""
 
     @abstractmethod
     def _out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class TorchHostMemory(ABC):
     def _copy_back(self, slots: Sequence[int], pages: Sequence[int]) -> int:
         good = len(slots)
         if self._sums is not None:
-            self.settle()
+            self._settle()
             good = next((index for index, slot in enumerate(slots) if self._sum(slot) != self._sums[slot]), good)
         self._back(slots[:good], pages[:good])
         return good
@@ -85,7 +85,7 @@ class TorchHostMemory(ABC):
 class CpuHostMemory(TorchHostMemory):
     """Beside a pool that is in host memory, too."""
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Nothing is under way."""
 
     def _out(self, pages: Sequence[int], slots: Sequence[int]) -> None:

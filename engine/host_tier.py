@@ -41,10 +41,7 @@ class HostMemory(Protocol):
         """How long it takes to copy one page, as measured."""
 
     def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies pages, before any later step or `copy_back` changes them; for other writers see `settle`."""
-
-    def settle(self) -> None:
-        """Returns when all that was copied out is there."""
+        """Copies pages, before any later step or `copy_back` changes them; for others see `Runner.settle`."""
 
     def copy_back(self, slots: Sequence[int], pages: Sequence[int], on_done: Callable[[], None]) -> Future[int]:
         """Copies slots to pages beside the steps.
@@ -178,10 +175,6 @@ class HostTier:
         """A prompt that has these blocks next computes them, for whatever reason."""
         if blocks := self._slots.find(hashes):
             self._counts["computed"] += blocks
-
-    def settle(self) -> None:
-        """Evicted pages may be written by anybody from now on."""
-        self._memory.settle()
 
     def held_pages(self) -> list[int]:
         """What returns hold."""

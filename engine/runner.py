@@ -151,6 +151,11 @@ class TorchRunner:
         """Copies one page's keys and values of all layers."""
         self._copy_page(source, target)
 
+    def settle(self) -> None:
+        """See `engine.batch.Runner`."""
+        if self._device.type == "cuda":
+            self._cuda.copies.settle()
+
     def host_memory(self, host_bytes: int, *, checksums: bool) -> TorchHostMemory:
         """Memory for pages that the pool evicts. To be called before the pool is used: copies are timed.
 

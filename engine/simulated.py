@@ -91,6 +91,9 @@ class SimulatedRunner:
     def copy_page(self, source: int, target: int) -> None:
         """Nothing is in the pages."""
 
+    def settle(self) -> None:
+        """No copy takes any time."""
+
     def ahead(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
         """The ends of decode steps one after the other from now on, if nothing else begins.
 

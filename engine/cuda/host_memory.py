@@ -44,9 +44,8 @@ class CudaHostMemory(TorchHostMemory):
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         super().__init__(pool, slots, checksums=checksums)
 
-    def settle(self) -> None:
-        """Waits for the copies out."""
-        self._copies.done.synchronize()
+    def _settle(self) -> None:
+        self._copies.settle()
 
     def _out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         self._copies.copy_out(pages, self._slots, slots)

@@ -18,7 +18,8 @@ is queued behind a chunk it starts when it wakes from that.
 |                                      | stream                                  | before the first lane was made      |
 | pages that a step writes             | the step's sequences                    | when the step has been collected    |
 | pages that `copy_page` writes, and   | the full lane's stream                  | in steps launched later, which wait |
-| those that are copied to the host    |                                         | `PageCopies.done`, on the device    |
+| those that are copied to the host    |                                         | `PageCopies.done`, on the device;   |
+|                                      |                                         | by other workers after `settle`     |
 | ops of full and all decode lanes     | the engine's thread, one step at a time | when the step has been collected    |
 | ops of all prefill lanes             | the prefill thread, the same            | the same                            |
 | graphs, their inputs and page tables | one lane                                | never                               |
@@ -61,6 +62,10 @@ class PageCopies:
         with torch.cuda.stream(self._stream):
             self._pool[target].copy_(self._pool[source])
             self.done.record(self._stream)
+
+    def settle(self) -> None:
+        """Waits until all of them are over."""
+        self.done.synchronize()
 
     def copy_out(self, pages: Sequence[int], slots: torch.Tensor, numbers: Sequence[int]) -> None:
         """Copies pages to these of the slots, which are in pinned memory."""

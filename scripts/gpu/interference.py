@@ -61,6 +61,10 @@ class Cut:
         """As the runner."""
         self.runner.copy_page(source, target)
 
+    def settle(self) -> None:
+        """As the runner."""
+        self.runner.settle()
+
 
 @dataclass(frozen=True, slots=True)
 class Burst:

@@ -182,6 +182,9 @@ class FakeRunner:
     Args:
         lanes: Whether there are prefill lanes, which run by hand.
         queues: Whether the other lanes compute later.
+
+    Attributes:
+        settled: Whether nothing was copied since `settle`.
     """
 
     def __init__(self, num_pages: int, lanes: bool = False, queues: bool = False) -> None:
@@ -189,6 +192,7 @@ class FakeRunner:
         self.pages = [[GARBAGE] * BLOCK_SIZE for _ in range(num_pages)]
         self.batches: list[Batch] = []
         self.copies: list[tuple[int, int]] = []
+        self.settled = True
         self.full = FakeLane(self, 1.0, queues=queues)
         self.prefill_lane = FakeLane(self, 0.5, by_hand=True)
         self.decode_lane = FakeLane(self, 0.5, queues=queues)
@@ -271,7 +275,11 @@ class FakeRunner:
             assert target not in step.pages, "a page is copied to where a lane works"
             assert source not in step.written, "a page is copied while it is written"
         self.copies.append((source, target))
+        self.settled = False
         self.pages[target] = list(self.pages[source])
+
+    def settle(self) -> None:
+        self.settled = True
 
     def _token(self, row: SampleRow, tokens: list[int], batch: Batch, contexts: list[list[int]]) -> int:
         s = int(np.searchsorted(batch.query_start, row.row, side="right")) - 1
@@ -318,10 +326,8 @@ class FakeHostMemory:
         self.copied_out.append(list(pages))
         for page, slot in zip(pages, slots, strict=True):
             self.slots[slot] = self._runner.read(page)
+            self._runner.settled = False
             self.damaged.discard(slot)
-
-    def settle(self) -> None:
-        pass
 
     def copy_back(self, slots: Sequence[int], pages: Sequence[int], on_done: Callable[[], None]) -> Future[int]:
         copy = _CopyBack(list(slots), list(pages), on_done, Future())

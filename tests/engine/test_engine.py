@@ -617,6 +617,18 @@ class TestReservations:
         assert engine.stats().prefill_tokens == 0
         assert_all_released(engine)
 
+    @pytest.mark.parametrize("host_pages", [0, 8])
+    def test_pages_are_reserved_when_no_copy_touches_them_any_more(self, host_pages: int) -> None:
+        """Others write into them as soon as they are told of them."""
+        engine, runner = make_engine(num_pages=8, host_pages=host_pages)
+        engine.add(make_request("copies and evicts", prompt(70), n=3, max_tokens=20))
+        drain(engine)
+        engine.add(make_request("evicts", prompt(100, 1), max_tokens=1))
+        drain(engine)
+        assert not runner.settled
+        assert engine.reserve(make_request("a", prompt(40, 2))) is not None
+        assert runner.settled
+
     def test_cached_prefix_is_held_and_only_the_rest_is_reserved(self) -> None:
         engine, runner = make_engine()
         engine.add(make_request("warm", prompt(48), max_tokens=1))

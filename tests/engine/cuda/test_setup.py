@@ -63,6 +63,9 @@ class FakeGpuRunner:
     def copy_page(self, source: int, target: int) -> None:
         self.lanes.copies.copy(source, target)
 
+    def settle(self) -> None:
+        self.lanes.copies.settle()
+
 
 @pytest.fixture(scope="module")
 def directory(checkpoint: MakeCheckpoint) -> Path:

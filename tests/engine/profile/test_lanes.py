@@ -73,6 +73,8 @@ class FakeRunner:
 
     def copy_page(self, source: int, target: int) -> None: ...
 
+    def settle(self) -> None: ...
+
 
 def connect(runner: FakeRunner) -> None:
     for prefill, decode in runner.lanes:

@@ -29,6 +29,9 @@ class Pool:
     def copy_page(self, source: int, target: int) -> None:
         self.copied.append(target)
 
+    def settle(self) -> None:
+        raise NotImplementedError
+
 
 def test_work_of_a_step_is_that_of_its_sequences() -> None:
     step = Step.prefill(100, 20) + Step.decode(3, 50)
