@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -118,6 +119,19 @@ def use_threads(count: int) -> None:
 def own_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def core_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The time of how many cores a container gets; None: nobody limits it.
+
+    Args:
+        cgroup: As a container sees its own. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    """
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
 
 
 def _run(compute: Compute, threads: int | None, batch: Batch) -> Ran:

@@ -10,7 +10,7 @@ from cpd.colocation import Colocation
 from cpd.config import Role, WorkerSettings
 from cpd.errors import ConfigError
 from cpd.perfmodel import PerfModel, Profile
-from engine.cpu_lanes import own_cores, use_threads
+from engine.cpu_lanes import core_quota, own_cores, use_threads
 from engine.device import gpu_errors_said
 from engine.engine import Engine
 from engine.profile.about import about
@@ -50,6 +50,13 @@ def load_engine(settings: WorkerSettings, role: Role) -> Loaded:
     )
     if runner.pool.is_cuda and any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _TORCHS):
         log.warning("pages can't go straight from GPU to GPU: take expandable_segments out of %s", " or ".join(_TORCHS))
+    if not runner.pool.is_cuda and (quota := core_quota()) is not None and quota < own_cores():
+        log.warning(
+            "threads on %d cores share the time of %g: all stand still when it is used up. Give the container cores "
+            "instead (docker run --cpuset-cpus; in Kubernetes whole CPUs and the static CPU manager policy)",
+            own_cores(),
+            quota,
+        )
     here = about(Path(settings.model), runner.dtype, runner.pool.device)
     profile = _profile(settings, runner, here)
     colocation = _colocation(settings, runner, profile)

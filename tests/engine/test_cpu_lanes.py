@@ -2,13 +2,14 @@
 
 import queue
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from engine.batch import Batch, Sampled, Split
-from engine.cpu_lanes import make_splits
+from engine.cpu_lanes import core_quota, make_splits
 
 NOTHING = np.zeros(0, np.int32)
 BATCH = Batch(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, 0, [])
@@ -89,3 +90,13 @@ def test_what_goes_wrong_on_the_prefill_lane_is_raised_when_it_is_collected() ->
     assert lane.done()
     with pytest.raises(RuntimeError, match="out of memory"):
         lane.collect()
+
+
+@pytest.mark.parametrize(("content", "cores"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("?", None)])
+def test_a_containers_share_of_time_is_read(tmp_path: Path, content: str, cores: float | None) -> None:
+    (tmp_path / "cpu.max").write_text(content)
+    assert core_quota(tmp_path) == cores
+
+
+def test_without_a_container_there_is_no_share(tmp_path: Path) -> None:
+    assert core_quota(tmp_path) is None

@@ -26,3 +26,17 @@ def test_a_prefill_worker_captures_no_decodes(
     settings = WorkerSettings(model=str(checkpoint("qwen3")), device="cpu", kv_memory=1 << 20, max_num_seqs=4)
     assert loading.load_engine(settings, role).engine.max_num_seqs == 4
     assert [(kwargs["graphs"], kwargs["max_num_seqs"]) for kwargs in asked] == [(graphs, 4)]
+
+
+@pytest.mark.parametrize(("quota", "warned"), [(None, False), (0.5, True), (1000.0, False)])
+def test_more_threads_than_a_container_has_time_for_are_warned_of(
+    quota: float | None,
+    warned: bool,
+    checkpoint: MakeCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(loading, "core_quota", lambda: quota)
+    settings = WorkerSettings(model=str(checkpoint("qwen3")), device="cpu", kv_memory=1 << 20, max_num_seqs=4)
+    loading.load_engine(settings, "combined")
+    assert ("--cpuset-cpus" in caplog.text) == warned
