@@ -51,7 +51,8 @@ def kernel_times(run: Callable[[], object], device: torch.device, steps: int = S
     """
     run()
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
         for _ in range(steps):
             run()
     times = [
