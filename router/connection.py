@@ -19,7 +19,7 @@ HEAD_BYTES = 1 << 16
 """What comes between two pieces of bodies may be so long: a request's head, what is written around chunks."""
 
 HEAD_S = 60.0
-"""From the start of a connection, or the end of a response, to the end of the next head, in seconds."""
+"""From the start of a connection, or the first byte of a later request, to the end of the head, in seconds."""
 
 _STATE = "connection"
 """Its name in the state of a request."""
@@ -32,8 +32,9 @@ class Connection(HttpToolsProtocol):
         self._writes = HoldingTransport(transport)
         self._hang_up: Callable[[], None] | None = None
         self._beside_bodies = 0  # bytes since the last piece of one, or the last head
+        self._in_head = False
         super().connection_made(cast(asyncio.Transport, self._writes))
-        self._expect_head()
+        self._head_late = self._expect_head()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._head_late.cancel()
@@ -42,6 +43,9 @@ class Connection(HttpToolsProtocol):
             self._hang_up()
 
     def data_received(self, data: bytes) -> None:
+        if self.timeout_keep_alive_task is not None:  # uvicorn's clock for connections that wait: it ends now
+            self._head_late.cancel()
+            self._head_late = self._expect_head()
         self._beside_bodies += len(data)
         super().data_received(data)
         if self._beside_bodies > HEAD_BYTES:
@@ -50,10 +54,12 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head = True
         self.scope["state"][_STATE] = self
 
     def on_headers_complete(self) -> None:
         self._beside_bodies = 0
+        self._in_head = False
         self._head_late.cancel()
         super().on_headers_complete()
 
@@ -63,14 +69,14 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.timeout_keep_alive_task is not None:  # no other request has come meanwhile
-            self._expect_head()
+        if self._in_head:  # a part of the next one has come already
+            self._head_late = self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(invalid(None, "The request is not valid HTTP.", code="invalid_http"))
 
-    def _expect_head(self) -> None:
-        self._head_late = self.loop.call_later(HEAD_S, self._refuse_late_head)
+    def _expect_head(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(HEAD_S, self._refuse_late_head)
 
     def _refuse_late_head(self) -> None:
         message = f"The request did not come within {HEAD_S:g} s."

@@ -37,6 +37,10 @@ SIBLINGS_POLL_S = 0.1
 GRACE_S = 1.0
 """Running responses have this long to end, in seconds, once the router is told to stop; then they fail."""
 
+KEEP_ALIVE_S = 620
+"""A connection waits for its next request so long, in seconds: longer than load balancers keep theirs (Google's 600 s).
+They would send requests on connections that are just being closed, and tell clients of a bad gateway."""
+
 SHUTDOWN_S = 2
 """After so long, in seconds, connections that are still open are cut."""
 
@@ -139,6 +143,7 @@ def _server(app: ASGIApp) -> "_Server":
             proxy_headers=False,
             server_header=False,
             backlog=2048,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
     )

@@ -20,9 +20,17 @@ class Client(asyncio.Protocol):
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.closed = asyncio.get_running_loop().create_future()
+        self._more = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append(data)
+        self._more.set()
+
+    async def has(self, data: bytes) -> None:
+        """Waits until some piece ends so."""
+        while not any(piece.endswith(data) for piece in self.pieces):
+            self._more.clear()
+            await self._more.wait()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed.set_result(None)
@@ -171,17 +179,37 @@ async def test_a_head_has_a_minute_to_come(port: int, sent: bytes, monkeypatch: 
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
 
-async def test_the_next_head_has_its_minute_from_the_end_of_the_response(
-    port: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("sent", [b"POST / HTTP/1.1\r\n", b"POST", b"\r\n"], ids=repr)
+async def test_the_next_head_has_a_minute_too_once_it_begins(
+    port: int, sent: bytes, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Early: before the response to the request before it is out."""
     transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
-    monkeypatch.setattr("router.connection.HEAD_S", 0.0)
-    transport.write(request("/stays") + b"POST / HTTP/1.1\r\n")
+    monkeypatch.setattr("router.connection.HEAD_S", 0.05)
     async with asyncio.timeout(10):
+        transport.write(request("/stays") + (sent if early else b""))
+        await client.has(b"0\r\n\r\n")
+        if not early or sent == b"\r\n":
+            transport.write(sent)
         await client.closed
     response, _, refusal = b"".join(client.pieces).partition(b"0\r\n\r\n")
     assert response.endswith(b"3\r\none\r\n3\r\ntwo\r\n")
     assert refusal.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_connection_may_wait_for_longer_than_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients and load balancers keep connections for the next request."""
+    transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    monkeypatch.setattr("router.connection.HEAD_S", 0.01)
+    async with asyncio.timeout(10):
+        transport.write(request("/stays"))
+        await client.has(b"0\r\n\r\n")
+        await answer_to(port)  # comes when a connection without a head has had its time
+        client.pieces.clear()
+        transport.write(request("/stays"))
+        await client.has(b"0\r\n\r\n")
+    transport.close()
 
 
 async def test_what_is_no_http_is_refused_in_openais_shape(port: int) -> None:
