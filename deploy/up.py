@@ -36,6 +36,7 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 from deploy.redis import EmbeddedRedis, embedded_redis
 from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
+from router.checkpoint import default_sampling
 from router.tenants import read_keys
 from simulated_workers.simulation import NOTICE, absolute, read_profile
 
@@ -107,6 +108,9 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
         device = check_model(directory, settings)
     if settings.simulate:
         console.print(NOTICE)
+    if settings.sampling_defaults == "model" and (sampling := default_sampling(directory)):
+        said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        console.print(f"Sampled by default as the model's generation_config.json says: {said}", soft_wrap=True)
     is_id = not Path(settings.model).expanduser().is_dir()
     return settings.model_copy(
         update={

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -26,8 +25,6 @@ from router.service import Service
 from router.siblings import Siblings
 from router.tenants import Keys, read_keys
 from router.workers import Workers
-
-log = logging.getLogger(__name__)
 
 LEASE_S = 5.0
 REDIS_TIMEOUT_S = 2.0
@@ -85,9 +82,6 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     token = settings.cluster_token.get_secret_value()
     keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
     checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name, settings.sampling_defaults)
-    if checkpoint.sampling:
-        said = ", ".join(f"{name} {value:g}" for name, value in checkpoint.sampling.items())
-        log.info("sampling is by default as the model's generation_config.json says: %s", said)
     workers = Workers(router_id, token, itl_ms=settings.slo_itl)
     service = Service(settings, checkpoint, workers, Metrics(router_id, lambda: workers.sessions))
     member_host = settings.advertise_host or listener.getsockname()[0]

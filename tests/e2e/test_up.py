@@ -154,14 +154,18 @@ def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
     assert command.run("status")[0] == 1
 
 
-def test_a_simulated_cluster_comes_up_says_so_and_ends_with_its_terminal(command: Command) -> None:
-    up = command.start("--simulate", "instant", "--prefill", "2", "--combined", "4", "--log-level", "warning")
+def test_a_simulated_cluster_comes_up_says_so_and_ends_with_its_terminal(command: Command, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny.CHECKPOINT, tmp_path / "model"))
+    (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 20}')
+    flags = ("--simulate", "instant", "--prefill", "2", "--combined", "4", "--log-level", "warning")
+    up = command.start("--model", str(model), *flags)
     assert up.stdout is not None
     url = up.stdout.readline().split()[-1]
     assert url.startswith("http://127.0.0.1:"), command.errors()
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        model = client.models.list().data[0].id
-        assert client.completions.create(model=model, prompt="fox " * 9, max_tokens=8).usage
+        name = client.models.list().data[0].id
+        assert client.completions.create(model=name, prompt="fox " * 9, max_tokens=8).usage
+    assert "generation_config.json says: temperature 0.5, top_k 20" in command.errors()
     code, output = command.run("status")
     assert (code, "combined-3" in output, "prefill-1" in output, "simulated" in output) == (0, True, True, True)
     assert "simulated" in command.errors()
