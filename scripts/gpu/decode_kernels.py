@@ -89,7 +89,6 @@ def whole_device(report: Report, config: ModelConfig, flashinfer: Any, device: t
             for kind, best in best_of_each(report, work, stream):
                 totals[kind] = totals.get(kind, 0.0) + best.ms * matrix.count
                 report.add(f"{work.name}, {kind}", best.ms, "ms", floor=least, note=best.way.how)
-            del work
         for kind, ms in totals.items():
             report.add(f"{MODEL}: linear layers of a step, {rows} rows, {kind}", ms, "ms", floor=floor)
     for sequences, context in CONTEXTS:
@@ -98,7 +97,6 @@ def whole_device(report: Report, config: ModelConfig, flashinfer: Any, device: t
         for kind, best in best_of_each(report, attention, stream):
             name = f"{MODEL}: {attention.name}, {kind}"
             report.add(name, best.ms * config.num_layers, "ms", floor=floor, note=best.way.how)
-        del attention
 
 
 def beside_a_prefill(report: Report, driver: Driver, works: Sequence[Work], device: torch.device) -> None:

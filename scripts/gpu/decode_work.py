@@ -35,7 +35,6 @@ class Tiling:
     width: int
     inner: int
     stages: int
-    warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,6 @@ class Products:
                 inner_block=tiling.inner,
                 evict=evict,
                 num_stages=tiling.stages,
-                num_warps=tiling.warps,
             )
 
 
@@ -210,7 +208,6 @@ class Attention:
                 splits=splits,
                 evict=evict,
                 num_stages=tiling.stages,
-                num_warps=tiling.warps,
             )
             merge_parts[len(q) * HEADS,](parts, exponents, out, dim=HEAD_DIM, splits=splits, num_warps=1)
 
