@@ -108,7 +108,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
         device = check_model(directory, settings)
     if settings.simulate:
         console.print(NOTICE)
-    if settings.sampling_defaults == "model" and (sampling := default_sampling(directory)):
+    if sampling := default_sampling(directory, settings.sampling_defaults):
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
         console.print(f"Sampled by default as the model's generation_config.json says: {said}", soft_wrap=True)
     is_id = not Path(settings.model).expanduser().is_dir()

@@ -59,7 +59,7 @@ def load_checkpoint(model_dir: Path, served_name: str = "", sampling: SamplingDe
         vocabulary=Vocabulary(tokenizer.backend),
         template=ChatTemplate(source, special_tokens(config)) if source is not None else None,
         eos_ids=_eos_ids(model_dir, config, tokenizer),
-        sampling=default_sampling(model_dir) if sampling == "model" else {},
+        sampling=default_sampling(model_dir, sampling),
     )
 
 
@@ -76,13 +76,15 @@ def _eos_ids(model_dir: Path, tokenizer_config: dict[str, Any], tokenizer: Token
     return (found,) if found is not None else ()
 
 
-def default_sampling(model_dir: Path) -> dict[str, float]:
-    """What its authors would have the model sampled with, as its generation_config.json says. As in vLLM and SGLang
-    `do_sample` makes no difference.
+def default_sampling(model_dir: Path, whose: SamplingDefaults) -> dict[str, float]:
+    """What differs from OpenAI's defaults: what its authors would have the model sampled with, as its
+    generation_config.json says. As in vLLM and SGLang `do_sample` makes no difference.
 
     Raises:
         CheckpointError: No request could ask for that.
     """
+    if whose == "openai":
+        return {}
     file = model_dir / "generation_config.json"
     said = _read_json(file)
     sampling = {name: said[name] for name in SAMPLING if said.get(name) is not None}
