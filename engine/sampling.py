@@ -210,7 +210,7 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     for i, row in enumerate(rows):
         p = row.params
         if p.repetition_penalty != 1.0:
-            ids, counts = row.seen.tokens.of(row.tokens)
+            ids, _ = row.seen.tokens.of(row.tokens)
             scaled.add(i, ids, np.full(len(ids), p.repetition_penalty))  # once, however often it came
         if p.presence_penalty or p.frequency_penalty:
             ids, counts = row.seen.outputs.of(row.tokens, row.prompt_len)
