@@ -34,7 +34,7 @@ $(READY): pyproject.toml requirements.lock
 	@# Compiling what is imported when it is imported is quicker than compiling all of torch and Ray now.
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
-	$(BIN)/python -m engine.kernels
+	$(BIN)/python -m engine.ops.kernels
 	touch $(READY)
 
 # Regenerates cpd/rpc from proto/; tests/cpd/test_rpc.py fails when it is stale.

@@ -8,7 +8,7 @@ import typer
 from bench.interference.settings import InterferenceSettings
 from bench.settings import RunSettings
 from bench.sweep.settings import SweepSettings
-from cpd.options import clean_exit, command
+from cpd.common.options import clean_exit, command
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bench.settings import RunSettings
 from bench.workloads.lengths import Distribution
 from bench.workloads.randomness import Stream, generator
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 DEFAULT_SESSIONS = 200
 

@@ -1,6 +1,6 @@
 """Errors of the load generator."""
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 
 
 class BenchError(CPDError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from bench.result import Request
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,16 @@ import os
 
 import typer
 
-from cpd.config import WorkerSettings
-from cpd.options import command
+from cpd.common.config import WorkerSettings
+from cpd.common.options import command
 
 
 def run(settings: WorkerSettings) -> None:
     """Answers requests: prefills short prompts itself, has long ones prefilled elsewhere, and decodes."""
     # Before torch is imported: threads that spin between steps take the cores from whoever shares them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Before CUDA starts: with the default of 8 hardware queues a decode's launch can wait behind a prefill's.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from decode_worker.service import DecodeService
     from worker import process

@@ -7,7 +7,7 @@ for a choice that is not open: so each (request, attempt, choice) gets exactly o
 import asyncio
 from collections.abc import Collection, Sequence
 
-from cpd.errors import QueueFullError
+from cpd.common.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Output, Request
 from worker.sessions import Session

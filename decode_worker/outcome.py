@@ -8,7 +8,7 @@ from engine.types import Output
 
 
 class Status(Enum):
-    """How a fill ended; see the table in `decode_worker.fill`."""
+    """How a fill ended; see the table in `decode_worker.remote_prefill`."""
 
     COMPLETE = auto()
     FINISHED = auto()

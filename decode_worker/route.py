@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from cpd.blocks import BLOCK_SIZE, extend_hashes
-from cpd.errors import QueueFullError
+from cpd.common.blocks import BLOCK_SIZE, extend_hashes
+from cpd.common.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import Fill
+from decode_worker.landing_queue import ReservationQueue
 from decode_worker.live import LiveRequest
 from decode_worker.outcome import Outcome, Status
-from decode_worker.prefix_fill import PrefixFill
-from decode_worker.reservations import ReservationQueue
+from decode_worker.prefix_fetch import PrefixFill
+from decode_worker.remote_prefill import Fill
 from engine.engine import Engine
 from engine.types import Output, Request
 from worker.engine_bridge import EngineDiedError
@@ -90,7 +90,7 @@ class Route:
     def __init__(self, live: LiveRequest, message: pb.Submit, routes: Routes) -> None:
         self._live = live
         self._candidates = list(message.prefill_candidates)
-        self._cached_at = message.cached_at if message.HasField("cached_at") else None
+        self._prefix_source = message.prefix_source if message.HasField("prefix_source") else None
         self._long_prefill_tokens = message.long_prefill_tokens  # more uncached tokens are not prefilled here
         self._routes = routes
         self._requests = [live.request]
@@ -111,11 +111,11 @@ class Route:
             self._live.refuse(pb.Refusal.KIND_FAILED, "the worker failed to place the request")
 
     async def _run(self) -> None:
-        if self._cached_at is not None and not self._candidates:
+        if self._prefix_source is not None and not self._candidates:
             look = await self._look()
             if look.verdict is not Verdict.TOO_LONG:
                 return
-            await self._fill_prefix(self._requests[0], self._cached_at, look)
+            await self._fill_prefix(self._requests[0], self._prefix_source, look)
             self._long_prefill_tokens = len(self._live.request.token_ids)
         for candidate in self._candidates:
             look = await self._look()
@@ -166,16 +166,16 @@ class Route:
 
     # ---- there ----
 
-    async def _fill_prefix(self, request: Request, cached_at: pb.CachedPrefix, look: Look) -> None:
-        if look.cached_tokens >= cached_at.blocks * BLOCK_SIZE:
+    async def _fill_prefix(self, request: Request, prefix_source: pb.PrefixSource, look: Look) -> None:
+        if look.cached_tokens >= prefix_source.blocks * BLOCK_SIZE:
             return
-        fill = self._make(PrefixFill, request, cached_at, look)
+        fill = self._make(PrefixFill, request, prefix_source, look)
         outcome = await self._outcome(fill, look, timeout_s=self._routes.node.settings.fill_progress_s)
         self._routes.outcomes[f"prefix_{_COUNTED_AS[outcome.status]}"] += 1
         if outcome.status is Status.COMPLETE:
-            self._live.prefix_worker = cached_at.worker_id
+            self._live.prefix_worker = prefix_source.worker_id
         elif not self._live.ended.done():
-            log.warning("no prefix of %s from %s: %s", self._live.trace_id, cached_at.worker_id, outcome.reason)
+            log.warning("no prefix of %s from %s: %s", self._live.trace_id, prefix_source.worker_id, outcome.reason)
 
     async def _fill(self, request: Request, candidate: pb.PrefillCandidate, look: Look) -> Outcome:
         outcome = await self._outcome(self._make(Fill, request, candidate, look), look)
@@ -184,7 +184,7 @@ class Route:
         return outcome
 
     def _make(
-        self, kind: type[Fill], request: Request, candidate: pb.PrefillCandidate | pb.CachedPrefix, look: Look
+        self, kind: type[Fill], request: Request, candidate: pb.PrefillCandidate | pb.PrefixSource, look: Look
     ) -> Fill:
         live, routes = self._live, self._routes
         return kind(

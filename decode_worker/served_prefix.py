@@ -13,8 +13,8 @@ The caller answers FillReady at once (it never waits for pages), so that pins ar
 
 from enum import Enum, auto
 
-from cpd.blocks import HASH_BYTES, split_hashes
-from cpd.errors import TransferError
+from cpd.common.blocks import HASH_BYTES, split_hashes
+from cpd.common.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer
 from worker.convert import InvalidRequestError
@@ -61,8 +61,8 @@ class ServedPrefix(ServedFill):
         try:
             async with self._peers.use(self._address) as connecting:
                 peer = await self._unless_stopped(connecting)
-                await self._outlet.engine.call(lambda engine: engine.bring_back(self._hashes))
-                await self._outlet.engine.poll(lambda engine: None if engine.returning(self._hashes) else True)
+                await self._outlet.engine.call(lambda engine: engine.load(self._hashes))
+                await self._outlet.engine.poll(lambda engine: None if engine.loading(self._hashes) else True)
                 self._pinned = await self._outlet.engine.call(lambda engine: engine.pin_cached(self._hashes))
                 if not self._pinned:
                     return self._refuse("nothing of it can be had from this cache")

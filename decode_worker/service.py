@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Collection
 from functools import partial
 
-from cpd.errors import QueueFullError
+from cpd.common.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import Fill
+from decode_worker.landing_queue import ReservationQueue
 from decode_worker.live import Key, LiveRequest
-from decode_worker.reservations import ReservationQueue
+from decode_worker.remote_prefill import Fill
 from decode_worker.route import Route, Routes, add_all
 from decode_worker.served_prefix import ServedPrefix
 from engine.engine import Engine
@@ -111,7 +111,7 @@ class DecodeService:
         self._live[key] = live
         self._by_engine_id[request.id] = live
         live.ended.add_done_callback(lambda _: self._forget(live))
-        if message.prefill_candidates or message.HasField("cached_at"):
+        if message.prefill_candidates or message.HasField("prefix_source"):
             route = Route(live, message, self._shared)
             task = asyncio.create_task(route.run(), name=f"route-{request.id}")
             self._routes.add(task)

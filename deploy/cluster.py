@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from deploy.process import ProcessState
 from deploy.processes import ProcessSpec
 from deploy.session import dead_process

@@ -13,7 +13,7 @@ _STATUS_WIDTH = 60
 
 
 def message_of(line: str) -> str:
-    """The message of a log line (`cpd.process.setup_logging`), or the whole line where it is none."""
+    """The message of a log line (`cpd.common.process.setup_logging`), or the whole line where it is none."""
     match = _LOG_LINE.match(line)
     return match["message"] if match else line
 

@@ -9,7 +9,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import orjson
 
-from cpd.errors import ConfigError, CPDError
+from cpd.common.errors import ConfigError, CPDError
 
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::")

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cpd.config import ClusterSettings
-from cpd.errors import CheckpointError, CPDError
+from cpd.common.config import ClusterSettings
+from cpd.common.errors import CheckpointError, CPDError
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -104,16 +104,16 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     """
     import torch
 
-    from engine.config import load_config
-    from engine.device import gpu_errors_said, resolve_device
-    from engine.fit import count_slots, fit
-    from engine.memory import check_host_memory, check_memory, default_pool
-    from engine.weights import Checkpoint
-    from router.checkpoint import load_checkpoint
+    from engine.execution.device import gpu_errors_said, resolve_device
+    from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
+    from engine.execution.memory_plan import count_slots, fit
+    from engine.model.config import load_config
+    from engine.model.weights import Checkpoint
+    from router.text.checkpoint import load_checkpoint
     from simulated_workers.engine import count_pages
     from simulated_workers.simulation import read_profile
 
-    load_checkpoint(directory, sampling=settings.sampling_defaults)
+    load_checkpoint(directory)
     config = load_config(directory)
     if settings.simulate:
         count_pages(settings, read_profile(settings.simulate), config)

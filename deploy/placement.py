@@ -7,7 +7,7 @@ node does, a worker takes one CPU and a router next to nothing. A local Ray decl
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from deploy.processes import Kind, ProcessSpec
 
 _ROUTER_CPU = 0.01

@@ -3,8 +3,8 @@
     starting ──▶ running ──▶ (died) waiting ──▶ running …
                     └─────── stop() ──────────▶ stopped
 
-The child's standard input is a pipe that closes with this process, however it ends (`cpd.process`); its log lines
-come over its standard error. One thread owns the child; it runs on the child's cores, which the child inherits.
+The child's standard input is a pipe that closes with this process, however it ends (`cpd.common.process`); its log
+lines come over its standard error. One thread owns the child; it runs on the child's cores, which the child inherits.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 
 log = logging.getLogger(__name__)
 

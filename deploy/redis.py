@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SOCKET = 107  # bytes, of sockaddr_un

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 from deploy.endpoint import read_cluster
 from deploy.state import ClusterDir, ClusterState
 from simulated_workers.simulation import NOTICE, SIMULATED

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's ports are open to every user of the machine, and run what they are sent

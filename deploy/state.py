@@ -19,7 +19,7 @@ from pathlib import Path
 
 import orjson
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from deploy.raydir import clear_ray_dir
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import orjson
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.endpoint import read_cluster

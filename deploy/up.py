@@ -22,10 +22,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from cpd.config import ClusterSettings
-from cpd.errors import ConfigError, CPDError
-from cpd.membership import Member, members
-from cpd.perfmodel import Profile
+from cpd.common.config import ClusterSettings
+from cpd.common.errors import ConfigError, CPDError
+from cpd.common.membership import Member, members
+from cpd.performance.model import Profile
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
 from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
@@ -36,8 +36,8 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 from deploy.redis import EmbeddedRedis, embedded_redis
 from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
-from router.checkpoint import default_sampling
-from router.tenants import read_keys
+from router.api.sampling_defaults import default_sampling
+from router.api.tenants import read_keys
 from simulated_workers.simulation import NOTICE, absolute, read_profile
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,15 +1,12 @@
 """What the steps of the recent past consisted of, and when they ran."""
 
 from collections import deque
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from cpd.perfmodel import Work
-from engine.batch import Ran
-from engine.plan import Plan
+from engine.execution.executor import StepResult
+from engine.inflight import InFlightStep, LaneName
 
-LaneName = Literal["full", "prefill", "decode"]
-
-KEPT_STEPS = 16_384
+MAX_RECORDS = 16_384
 
 
 class StepRecord(NamedTuple):
@@ -46,24 +43,22 @@ class StepTrace:
     """The last steps, in the order in which they were collected."""
 
     def __init__(self) -> None:
-        self._records: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
+        self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
 
-    def add(
-        self, lane: LaneName, share: float, plan: Plan, work: Work, ran: Ran, waiting: int, waiting_tokens: int
-    ) -> None:
-        """A plan, which is so much work, has been computed."""
-        decodes, prefills = len(plan.singles), plan.longer
-        prefill_context = sum(chunk.start + chunk.count for chunk in prefills)
+    def add(self, step: InFlightStep, result: StepResult, waiting: int, waiting_tokens: int) -> None:
+        """A step has been collected."""
+        decodes, prefills = len(step.plan.decodes), step.plan.prefills
+        prefill_context = sum(chunk.end for chunk in prefills)
         self._records.append(
             StepRecord(
-                lane=lane,
-                share=share,
-                start_s=ran.start_s,
-                ms=ran.ms,
+                lane=step.name,
+                share=step.lane.share,
+                start_s=result.start_s,
+                ms=result.ms,
                 decodes=decodes,
-                decode_context=work.context - prefill_context,
+                decode_context=step.work.context - prefill_context,
                 prefills=len(prefills),
-                prefill_tokens=work.tokens - decodes,
+                prefill_tokens=step.work.tokens - decodes,
                 prefill_context=prefill_context,
                 waiting=waiting,
                 waiting_tokens=waiting_tokens,
@@ -71,5 +66,5 @@ class StepTrace:
         )
 
     def records(self) -> list[StepRecord]:
-        """All that is kept, oldest first."""
+        """All steps that are still known, oldest first."""
         return list(self._records)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
-from cpd.blocks import Tier
+from cpd.common.blocks import Tier
 
 
 class Finish(IntEnum):
@@ -106,7 +106,7 @@ class Output:
         logprobs: One a token where the request asked for them, else empty.
         finish: Set when this is the choice's last output.
         cached_tokens: With the first output of a choice: prompt tokens that were taken from the cache.
-        queued_s: With the first output of a choice: how long the request waited for its first turn.
+        queued_s: With the first output of a choice: how long the request waited until it was first scheduled.
     """
 
     request_id: str
@@ -184,10 +184,10 @@ class HostStats:
     """The host tier.
 
     Attributes:
-        pages: That it has room for; 0: there is none.
-        kept: Of them, with a block.
+        pages: Its size; 0: there is no host tier.
+        kept: Pages that hold a block.
         blocks: Totals since the start, by what happened to blocks: kept (copied out), skipped (too many were evicted
-            together), evicted (for others), returned, computed (although they were kept), damaged.
+            together), evicted (for others), returned (loaded), computed (although they were there), damaged.
     """
 
     pages: int = 0
@@ -207,9 +207,9 @@ class EngineStats:
         decodes: Sequences that lack one token.
         decode_context: Tokens that these attend to, summed.
         prefill_ms: Predicted time until `waiting_tokens` are computed.
-        late_ms: Of that, what a prompt passes that comes now and can be in time: others that are late.
+        late_ms: The part of it that belongs to late prompts, which a prompt that comes now and can be in time passes.
         step_ms: Mean of the recent steps that had decodes; 0: there were none.
-        slower: How many times as long as predicted recent steps took, on median; 0: too few of them to tell.
+        slower: How many times as long as predicted recent steps took, on median; 0: too few to tell.
         unanswered: Routers' numbers of the newest requests that have no token yet.
     """
 

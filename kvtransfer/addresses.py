@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from cpd.errors import ConfigError, TransferError
+from cpd.common.errors import ConfigError, TransferError
 
 KEY_BYTES = 16
 _ADDRESS = struct.Struct(f"<4sH{KEY_BYTES}s")

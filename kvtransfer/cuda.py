@@ -6,7 +6,7 @@ They block without the GIL, and work beside torch, with which they share the dev
 import ctypes
 from typing import Any
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 
 
 def use(device: int) -> None:

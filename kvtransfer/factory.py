@@ -2,7 +2,7 @@
 
 import logging
 
-from cpd.errors import ConfigError, TransferError
+from cpd.common.errors import ConfigError, TransferError
 from kvtransfer.base import Cost, PoolMemory, Transport
 from kvtransfer.probe import probe
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from enum import Enum
 
-from cpd.errors import StaleTransferError, TransferError
+from cpd.common.errors import StaleTransferError, TransferError
 from kvtransfer.latch import Latch
 
 

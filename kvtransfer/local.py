@@ -9,7 +9,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook
 from kvtransfer.pushes import PushedTransfer, Run, check_push, merge

@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import dataclass
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.addresses import rdma_ports
 from kvtransfer.base import Cost
 

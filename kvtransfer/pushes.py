@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Ticket
 from kvtransfer.latch import Latch
 

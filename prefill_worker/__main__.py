@@ -4,14 +4,16 @@ import os
 
 import typer
 
-from cpd.config import WorkerSettings
-from cpd.options import command
+from cpd.common.config import WorkerSettings
+from cpd.common.options import command
 
 
 def run(settings: WorkerSettings) -> None:
     """Computes prompts and pushes their KV pages to decode workers."""
     # Before torch is imported: threads that spin between steps take the cores from whoever shares them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Before CUDA starts: with the default of 8 hardware queues a decode's launch can wait behind a prefill's.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from prefill_worker.service import PrefillService
     from worker import process

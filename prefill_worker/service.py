@@ -4,14 +4,14 @@ import itertools
 import time
 from collections import deque
 
-from cpd.blocks import blocks_for
-from cpd.perfmodel import Work
+from cpd.common.blocks import blocks_for
+from cpd.performance.model import Work
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
-from engine.fair_queue import passed
+from engine.scheduling.fair_queue import passed
 from engine.types import StepOutput
-from prefill_worker.fill import Chunk, Fill, PagesToPush, State
-from prefill_worker.queue import FillQueue
+from prefill_worker.job_queue import FillQueue
+from prefill_worker.prefill_job import Chunk, Fill, PagesToPush, State
 from worker.convert import request_from_wire
 from worker.delivery import Outlet, Traffic
 from worker.engine_bridge import Update
@@ -88,10 +88,10 @@ class PrefillService:
         load.waiting_tokens += work.tokens
         load.queued_tokens += queue.waiting_tokens
         queue_ms = self._prefill_ms(work)
-        load.late_ms += passed(queue_ms, self._prefill_ms(queue.late_work(time.monotonic() + load.prefill_ms / 1e3)))
+        load.overdue_ms += passed(queue_ms, self._prefill_ms(queue.late_work(time.monotonic() + load.prefill_ms / 1e3)))
         load.prefill_ms += queue_ms
         waiting = (fill for fill in self._fills.values() if fill.state in (State.QUEUED, State.READY))
-        load.unanswered.extend(fill.request.number for fill in waiting)
+        load.awaiting_first_token.extend(fill.request.number for fill in waiting)
         load.fills.update(self._server.outcomes)
 
     def _prefill_ms(self, work: Work) -> float:

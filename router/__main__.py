@@ -7,9 +7,9 @@ import signal
 import typer
 import uvloop
 
-from cpd.config import RouterSettings
-from cpd.options import command
-from cpd.process import collect_garbage_rarely, end_with_supervisor, setup_logging
+from cpd.common.config import RouterSettings
+from cpd.common.options import command
+from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging
 from router.server import listen, serve
 
 
@@ -31,7 +31,7 @@ async def _until_signalled(settings: RouterSettings, router_id: str) -> None:
 
 
 def main() -> None:
-    """Runs what the command line says."""
+    """Runs the command line."""
     typer.run(command(RouterSettings, run))
 
 

@@ -1,14 +1,29 @@
-"""What clients are told when something is wrong: one exception, in OpenAI's shape."""
+"""Errors for clients: one exception, in OpenAI's shape."""
 
 import math
 from collections.abc import Mapping
 
 import orjson
+from typing_extensions import TypedDict
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 
-_MOST_TOLD = 500
-"""Characters."""
+_MAX_LINE_CHARS = 500
+
+
+class ErrorDetail(TypedDict):
+    """`param` names the field of the request that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorResponse(TypedDict):
+    """The document of every error."""
+
+    error: ErrorDetail
 
 
 class ApiError(CPDError):
@@ -16,10 +31,10 @@ class ApiError(CPDError):
 
     Args:
         status: HTTP status.
-        message: What is wrong and what to do about it.
+        message: For people: what is wrong, and what to do about it.
         kind: OpenAI's error type, such as `invalid_request_error`.
         code: Short stable name of the error.
-        param: Field of the request that is wrong.
+        param: The field of the request that is wrong.
         headers: Additional response headers.
     """
 
@@ -37,7 +52,7 @@ class ApiError(CPDError):
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
-        self._detail = {"message": message, "type": kind, "param": param, "code": code}
+        self._detail: ErrorDetail = {"message": message, "type": kind, "param": param, "code": code}
 
     def body(self) -> bytes:
         """The JSON document that describes the error."""
@@ -50,17 +65,17 @@ def invalid(param: str | None, message: str, *, code: str = "invalid_value", sta
 
 
 def unsupported(param: str) -> ApiError:
-    """A field that would change the result, and that this server can't honour."""
+    """The request has a field that would change the result, and that this server does not support."""
     return invalid(param, f"'{param}' is not supported by this server; leave it out.", code="unsupported_parameter")
 
 
 def unavailable(message: str, retry_after_s: float, *, code: str = "service_unavailable") -> ApiError:
-    """No worker can take the request now; trying again after `retry_after_s` seconds is sensible."""
+    """No worker can take the request now; the client may retry after `retry_after_s` seconds."""
     return ApiError(503, message, kind="server_error", code=code, headers=_retry_after(retry_after_s))
 
 
 def too_many(message: str, retry_after_s: float) -> ApiError:
-    """This tenant has its share of the cluster; trying again after `retry_after_s` seconds is sensible."""
+    """The tenant already has its share of the cluster; it may retry after `retry_after_s` seconds."""
     headers = _retry_after(retry_after_s)
     return ApiError(429, message, kind="tokens", code="rate_limit_exceeded", headers=headers)
 
@@ -80,9 +95,9 @@ def error_event(error: ApiError) -> bytes:
 
 
 def one_line(text: str) -> str:
-    """What another process says, for logs and answers."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text[:_MOST_TOLD])
-    return line if len(text) <= _MOST_TOLD else f"{line}…"
+    """Another process' text in one line of bounded length, for logs and answers."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[:_MAX_LINE_CHARS])
+    return line if len(text) <= _MAX_LINE_CHARS else f"{line}…"
 
 
 def describe(error: BaseException) -> str:

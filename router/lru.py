@@ -1,4 +1,4 @@
-"""A mapping that forgets what was not used for longest."""
+"""A bounded mapping that drops the least recently used entries."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """At most `capacity` of whatever `put` counts."""
+    """Keeps entries whose sizes add up to at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -21,7 +21,7 @@ class LRU(Generic[K, V]):
         return self._size
 
     def get(self, key: K) -> V | None:
-        """What was put there, if it is still known."""
+        """The key's value, or None if it is not (or no longer) there."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -29,7 +29,7 @@ class LRU(Generic[K, V]):
         return entry[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Remembers a value, which counts as `size`; one that is too large for everything is not remembered."""
+        """Keeps a value of this size, unless it is larger than the capacity."""
         if key in self._entries:
             self._size -= self._entries.pop(key)[1]
         self._entries[key] = (value, size)

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics (docs/metrics.md describes them)."""
+"""The router's Prometheus metrics, which docs/metrics.md describes."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from cpd.rpc import cpd_pb2 as pb
-from router.view import WorkerView
+from router.placement.worker_load import WorkerLoad
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -17,7 +17,7 @@ PAGE_STATES = ("free", "cached", "used", "reserved", "quarantined")
 
 
 class WorkerReport(Protocol):
-    """What the metrics show of one worker."""
+    """The parts of a worker session that metrics show."""
 
     @property
     def id(self) -> str: ...
@@ -28,22 +28,22 @@ class WorkerReport(Protocol):
     @property
     def load(self) -> pb.Load: ...
     @property
-    def view(self) -> WorkerView | None: ...
+    def worker_load(self) -> WorkerLoad | None: ...
 
 
 def pages(load: pb.Load) -> dict[str, int]:
-    """The pages of a worker's pool by owner state."""
+    """The number of pages of a worker's pool, by owner state."""
     return {state: getattr(load, f"{state}_pages") for state in PAGE_STATES}
 
 
 class Metrics:
     """All metrics of one router process, in a registry of its own.
 
-    One with labels is called with their values. What the library finds then is kept: looking takes microseconds.
+    A metric with labels is a cached function of their values, since finding one in the library takes microseconds.
 
     Args:
-        router_id: Stands with what this router reports on workers.
-        workers: The workers to report on, asked at every scrape.
+        router_id: Label of what this router reports on workers.
+        workers: Returns the workers to report on; called at every scrape.
     """
 
     def __init__(self, router_id: str, workers: Callable[[], Iterable[WorkerReport]]) -> None:
@@ -106,7 +106,7 @@ class Metrics:
         self.placements = cache(
             Counter(
                 "cpd_placements",
-                "Decisions where a prompt goes, by route; replicated: another combined worker had more of it cached.",
+                "Placements by route; replicated: another combined worker had more of the prompt cached.",
                 ["route", "replicated"],
                 registry=self.registry,
             ).labels
@@ -114,12 +114,12 @@ class Metrics:
         self.registry.register(_Workers(router_id, workers))
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format. May be called on any thread."""
+        """The metrics in Prometheus' text format. Any thread may call it."""
         return generate_latest(self.registry)
 
 
 class _Workers:
-    """Reads the workers' loads at every scrape, so that none outlives its worker."""
+    """Reads the workers' loads at every scrape, so that no value outlives its worker."""
 
     def __init__(self, router_id: str, workers: Callable[[], Iterable[WorkerReport]]) -> None:
         self._router_id = router_id
@@ -132,7 +132,7 @@ class _Workers:
         waiting = GaugeMetricFamily("cpd_worker_waiting", "Requests in the waiting queue.", labels=labels)
         tokens = GaugeMetricFamily("cpd_worker_waiting_tokens", "Prompt tokens not yet computed.", labels=labels)
         queued = GaugeMetricFamily(
-            "cpd_worker_queued_tokens", "Prompt tokens of requests that wait for their first turn.", labels=labels
+            "cpd_worker_queued_tokens", "Prompt tokens of requests not yet scheduled.", labels=labels
         )
         by_state = GaugeMetricFamily(
             "cpd_worker_pages", "Pages of the KV pool, by owner state.", labels=[*labels, "state"]
@@ -144,21 +144,22 @@ class _Workers:
             "cpd_worker_fill_failures", "Failed remote prefills, by reason.", labels=[*labels, "reason"]
         )
         host_pages = GaugeMetricFamily("cpd_worker_host_pages", "Pages that host memory has room for.", labels=labels)
-        host_kept = GaugeMetricFamily("cpd_worker_host_kept_pages", "Evicted pages in host memory.", labels=labels)
+        host_offloaded = GaugeMetricFamily(
+            "cpd_worker_host_offloaded_pages", "Evicted pages in host memory.", labels=labels
+        )
         host_blocks = CounterMetricFamily(
             "cpd_worker_host_blocks", "Blocks of the host tier, by what happened to them.", labels=[*labels, "event"]
         )
         ttft = SummaryMetricFamily("cpd_worker_ttft_seconds", "TTFT of prompts it computed.", labels=labels)
         error = SummaryMetricFamily(
-            "cpd_worker_ttft_error_seconds", "How far off the predictions of these TTFTs were.", labels=labels
+            "cpd_worker_ttft_error_seconds", "Absolute error of the predictions of these TTFTs.", labels=labels
         )
         for worker in self._workers():
             names, load = [self._router_id, worker.id, worker.role], worker.load
-            view = worker.view
-            if view is not None:
-                predictions = view.predictions
-                ttft.add_metric(names, predictions.count, predictions.ttft_ms / 1e3)
-                error.add_metric(names, predictions.count, predictions.error_ms / 1e3)
+            if worker.worker_load is not None:
+                errors = worker.worker_load.ttft_errors
+                ttft.add_metric(names, errors.count, errors.ttft_ms / 1e3)
+                error.add_metric(names, errors.count, errors.error_ms / 1e3)
             live.add_metric(names, int(worker.live))
             running.add_metric(names, load.running)
             waiting.add_metric(names, load.waiting)
@@ -175,8 +176,8 @@ class _Workers:
             for reason, count in sorted(load.fill_failures.items()):
                 failures.add_metric([*names, reason], count)
             host_pages.add_metric(names, load.host_pages)
-            host_kept.add_metric(names, load.host_kept_pages)
+            host_offloaded.add_metric(names, load.host_offloaded_pages)
             for event, count in sorted(load.host_blocks.items()):
                 host_blocks.add_metric([*names, event], count)
         by_worker = [live, running, waiting, tokens, queued, by_state, preemptions, computed, fills, failures]
-        return [*by_worker, host_pages, host_kept, host_blocks, ttft, error]
+        return [*by_worker, host_pages, host_offloaded, host_blocks, ttft, error]

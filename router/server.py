@@ -1,4 +1,4 @@
-"""A router process from its settings to its end: socket, lease, workers, HTTP server."""
+"""The life of a router process: settings, socket, lease, workers, HTTP servers, orderly end."""
 
 import asyncio
 import contextlib
@@ -14,37 +14,39 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from starlette.types import ASGIApp
 
-from cpd.config import RouterSettings
-from cpd.errors import ConfigError
-from cpd.membership import Member, lease
-from router.app import create_app
-from router.checkpoint import load_checkpoint
-from router.connection import Connection
+from cpd.common.config import RouterSettings
+from cpd.common.errors import ConfigError
+from cpd.common.membership import Member, lease
+from router.api.app import create_app
+from router.api.connection import Connection
+from router.api.sampling_defaults import default_sampling
+from router.api.service import Service
+from router.api.tenants import Keys, read_keys
+from router.dispatch.workers import Workers
 from router.metrics import Metrics
-from router.service import Service
-from router.siblings import Siblings
-from router.tenants import Keys, read_keys
-from router.workers import Workers
+from router.operations.peer_routers import PeerRouters
+from router.text.checkpoint import load_checkpoint
 
 LEASE_S = 5.0
 REDIS_TIMEOUT_S = 2.0
-SIBLINGS_POLL_S = 0.1
-"""Between two looks whether another router serves the port, while this one is not ready, in seconds."""
+PEERS_POLL_S = 0.1
+"""While this router is not ready, it asks at this interval, in seconds, whether a peer serves the port."""
 
 GRACE_S = 1.0
-"""Running responses have this long to end, in seconds, once the router is told to stop; then they fail."""
+"""Time that running responses have to end once the router is told to stop, in seconds; then they fail."""
 
 KEEP_ALIVE_S = 620
-"""A connection waits for its next request so long, in seconds: longer than load balancers keep theirs (Google's 600 s).
-They would send requests on connections that are just being closed, and tell clients of a bad gateway."""
+"""Time that an idle connection is kept, in seconds: longer than load balancers keep theirs (Google's 600 s). Otherwise
+they would send requests on connections that are just being closed, and tell clients of a bad gateway."""
 
 SHUTDOWN_S = 2
-"""After so long, in seconds, connections that are still open are cut."""
+"""Connections that are still open this long after the server stopped listening are cut, in seconds."""
 
 
 def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
-    """A socket to listen on; where it is `shared`, several routers may have one, and the kernel spreads connections
-    over them.
+    """A socket to listen on.
+
+    Several routers may have a `shared` one for the same address: the kernel spreads connections over them.
 
     Raises:
         ConfigError: The address can't be used.
@@ -58,7 +60,7 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
         for option in (socket.SO_REUSEADDR, socket.SO_KEEPALIVE):
             listener.setsockopt(socket.SOL_SOCKET, option, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-        # accepted connections inherit these: a client's machine that is gone is noticed within a minute
+        # inherited by accepted connections: a client's machine that is gone is noticed within a minute
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -72,7 +74,7 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
 async def serve(settings: RouterSettings, router_id: str, listener: socket.socket, stop: asyncio.Event) -> None:
     """Serves HTTP on `listener` until `stop` is set; running responses then have GRACE_S to end.
 
-    While this router is not ready and another one is that has the same port, clients are left to that one.
+    While this router is not ready and a peer serves the same port, this router takes no connections.
 
     Raises:
         CPDError: The settings or the checkpoint can't be used.
@@ -81,19 +83,20 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     token = settings.cluster_token.get_secret_value()
     keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
-    checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name, settings.sampling_defaults)
+    checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name)
+    sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
     workers = Workers(router_id, token, itl_ms=settings.slo_itl)
-    service = Service(settings, checkpoint, workers, Metrics(router_id, lambda: workers.sessions))
+    service = Service(settings, checkpoint, sampling_defaults, workers, Metrics(router_id, lambda: workers.sessions))
     member_host = settings.advertise_host or listener.getsockname()[0]
-    siblings = Siblings(router_id, lambda: workers.routers)
-    server = _server(create_app(service, keys, siblings))
+    peers = PeerRouters(router_id, lambda: workers.routers)
+    server = _server(create_app(service, keys, peers))
     admin = _server(create_app(service, keys, None))
     ended = asyncio.Event()
 
     async def serve_public(member: Member) -> None:
-        await workers.looked.wait()
-        while not (stop.is_set() or workers.ready) and await siblings.serve_at(member):  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(SIBLINGS_POLL_S)
+        await workers.polled.wait()
+        while not (stop.is_set() or workers.ready) and await peers.serve_at(member):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(PEERS_POLL_S)
         if not stop.is_set():
             await server.serve(sockets=[listener])
 
@@ -107,12 +110,13 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         settings.redis_url,
         socket_timeout=REDIS_TIMEOUT_S,
         socket_connect_timeout=REDIS_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),  # both users try again by themselves
+        retry=Retry(NoBackoff(), 0),  # both users of the client retry by themselves
     )
     with listen(settings.host, settings.admin_port, shared=False) as admin_listener:
         member = _member(router_id, member_host, listener, admin_listener)
         async with (
             redis,
+            contextlib.aclosing(peers),
             lease(redis, settings.cluster, member, LEASE_S),
             asyncio.TaskGroup() as group,
         ):
@@ -144,7 +148,7 @@ def _server(app: ASGIApp) -> "_Server":
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process: uvicorn would raise them again, past whatever still has to end."""
+    """Leaves signals to the process: uvicorn would raise them again before the rest has ended."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

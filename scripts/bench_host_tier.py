@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE
-from cpd.colocation import Colocation
-from cpd.perfmodel import PerfModel
-from engine.config import load_config
-from engine.cpu_lanes import own_cores, use_threads
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.performance.colocation import Colocation
+from cpd.performance.model import PerfModel
+from engine.execution.cpu.lanes import own_cores, use_threads
+from engine.execution.runner import TorchRunner
+from engine.model.config import load_config
 from engine.profile.about import about
 from engine.profile.rough import time_a_few_steps
-from engine.runner import TorchRunner
 from models.tiny.make import write
 from scripts.bench_main_path import MODEL
 from scripts.engine_driver import EngineDriver

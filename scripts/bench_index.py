@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cpd.blocks import Tier, extend_hashes, hash_root
-from router.index import PrefixIndex
+from cpd.common.blocks import Tier, extend_hashes, hash_root
+from router.prefix_index.index import PrefixIndex
 
 CHAIN = 128
 ROUNDS, LOOKUPS = 40, 200
@@ -98,7 +98,7 @@ def _measure(mix: str, workers: int, entries: int) -> Result:
     before, fill_s = _resident(), 0.0
     for name, chains in zip(names, held, strict=True):
         snapshot = b"".join(chains)
-        index.reset(name, entries)
+        index.reset(name)
         started = time.thread_time()
         for start in range(0, len(snapshot), 8 * 1024):
             index.move(name, snapshot[start : start + 8 * 1024], Tier.PAGES)

@@ -17,13 +17,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
-from engine.config import RopeConfig
-from engine.model import LayerByLayer
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from engine.model.config import RopeConfig
+from engine.model.decoder import LayerByLayer
+from engine.model.rope import rope_table
 from engine.ops.base import DeviceBatch, FusedStack, Layer, Linear, Ops, Stack
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.torch_ops import TorchOps
-from engine.rope import rope_table
 from tests.engine.steps import step_of
 
 DTYPE = torch.bfloat16

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from bench.report.page import Chart, Page
-from cpd.colocation import Colocation, Mode
-from cpd.perfmodel import PerfModel, Profile
-from engine.cpu_lanes import own_cores, use_threads
+from cpd.performance.colocation import Colocation, Mode
+from cpd.performance.model import PerfModel, Profile
+from engine.execution.cpu.lanes import own_cores, use_threads
+from engine.execution.runner import TorchRunner
 from engine.profile.rough import time_a_few_steps
-from engine.runner import TorchRunner
 from models.tiny.make import write
 from scripts.engine_driver import EngineDriver
 

@@ -27,9 +27,9 @@ from bench.client.target import Target
 from bench.record import Failure, Record
 from bench.tokens import Texts
 from bench.workloads.base import Message
+from cpd.common.stream import connect
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
-from cpd.stream import connect
 from models.tiny.make import write
 from scripts.bench_main_path import MODEL, bench_settings
 from tests.e2e.cluster import TOKEN, Cluster

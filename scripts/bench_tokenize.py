@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from string import ascii_lowercase
 
-from cpd.blocks import TOKEN_BYTES, extend_hashes, hash_root, pack_tokens
-from router.checkpoint import load_checkpoint
-from router.tokenizer import Tokenizer
+from cpd.common.blocks import TOKEN_BYTES, extend_hashes, hash_root, pack_tokens
+from router.text.checkpoint import load_checkpoint
+from router.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parents[1] / "models" / "tiny" / "checkpoint"
 REPEATS = 20

@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Sequence
 
-from cpd.blocks import extend_hashes, hash_root
-from cpd.colocation import Colocation
-from cpd.process import collect_garbage_rarely, switch_threads_often
-from engine.batch import Runner
+from cpd.common.blocks import extend_hashes, hash_root
+from cpd.common.process import collect_garbage_rarely, switch_threads_often
+from cpd.performance.colocation import Colocation
 from engine.engine import Engine
-from engine.host_tier import HostMemory
+from engine.execution.executor import Executor
+from engine.kv.host_tier import HostMemory
 from engine.types import Output, Request, SamplingParams
 
 ROOT = hash_root(b"bench")
@@ -33,7 +33,7 @@ class EngineDriver:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Executor,
         colocation: Colocation,
         *,
         max_len: int,

@@ -152,6 +152,7 @@ def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
 
 _SETTINGS = {
     "OMP_WAIT_POLICY": "PASSIVE",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # as workers run
     "TRITON_INTERPRET": "0",  # the tests would have kernels interpreted where they see no `nvidia-smi`
     "HF_HUB_OFFLINE": "1",  # a look for what nobody needs waits long where there is no network
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever plugins that machine has

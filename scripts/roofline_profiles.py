@@ -10,8 +10,8 @@ number below says where it comes from.
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpd.blocks import BLOCK_SIZE
-from cpd.perfmodel import Profile, ShareProfile, StepCost, TransferProfile
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.performance.model import Profile, ShareProfile, StepCost, TransferProfile
 
 PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 

@@ -13,13 +13,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from cpd.blocks import BLOCK_SIZE
-from cpd.perfmodel import PerfModel, Profile, Work
-from engine.simulated import SimulatedRunner, VirtualTime
-from sim.settings import CompareSettings
-from sim.work import DECODES, PROMPTS, decodes_s, prompts_s
-from sim.worker import VOCAB_SIZE
-from sim.workload import Mix
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.performance.model import PerfModel, Profile, Work
+from sim.cluster.settings import CompareSettings
+from sim.cluster.work import DECODES, PROMPTS, decodes_s, prompts_s
+from sim.cluster.worker import VOCAB_SIZE
+from sim.cluster.workload import Mix
+from sim.device.runner import SimulatedRunner, VirtualTime
 
 TOKEN_S = 0.025
 """Between two tokens of an answer: decides only when a next turn comes."""

@@ -24,12 +24,12 @@ import numpy as np
 import orjson
 
 from bench.record import Record
-from sim.cluster import SimCluster
-from sim.compare import as_row, search_rate
-from sim.policies import PolicyName
-from sim.run import evidence
-from sim.settings import CompareSettings
-from sim.workload import Session, Turn, Workload, make_workload
+from sim.cluster.compare import as_row, search_rate
+from sim.cluster.policies import PolicyName
+from sim.cluster.run import evidence
+from sim.cluster.settings import CompareSettings
+from sim.cluster.simulation import SimCluster
+from sim.cluster.workload import Session, Turn, Workload, make_workload
 
 CHOSEN: dict[PolicyName, dict[str, Any]] = {
     "aggregated": {},
@@ -44,7 +44,13 @@ TRIED: dict[PolicyName, list[dict[str, Any]]] = {
     "cpd": [{"prefill_workers": number} for number in (0, 6, 8)],
 }
 
-ABLATIONS: tuple[PolicyName, ...] = ("cpd-no-lanes", "cpd-no-remote", "cpd-no-cache", "cpd-no-harm", "cpd-no-queue")
+ABLATIONS: tuple[PolicyName, ...] = (
+    "cpd-no-lanes",
+    "cpd-no-remote",
+    "cpd-no-cache",
+    "cpd-no-interference",
+    "cpd-no-queue",
+)
 
 MIXES = (
     {"long_share": 0.0, "agent_share": 0.0},

@@ -22,11 +22,11 @@ import numpy as np
 import orjson
 
 from bench.result import Result, Stat
-from cpd.perfmodel import Profile, ShareProfile, StepCost, TransferProfile
+from cpd.performance.model import Profile, ShareProfile, StepCost, TransferProfile
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "models" / "tiny" / "checkpoint"
-CPD = [sys.executable, "-c", "from cpd.cli import main; main()"]
+CPD = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
 REQUESTS_PER_S = 1.3
 """Divided by how many times slower the cluster is than ten times slower than the profile."""
 

@@ -4,8 +4,8 @@ import os
 
 import typer
 
-from cpd.config import SimulatedSettings
-from cpd.options import command
+from cpd.common.config import SimulatedSettings
+from cpd.common.options import command
 
 
 def run(settings: SimulatedSettings) -> None:

@@ -4,15 +4,15 @@ import time
 from hashlib import blake2b
 from typing import Protocol
 
-from cpd.blocks import POOL_BYTES
-from cpd.colocation import Colocation
-from cpd.config import EngineSettings, WorkerSettings
-from cpd.errors import ConfigError
-from cpd.perfmodel import PerfModel, Profile
-from engine.config import ModelConfig
+from cpd.common.blocks import POOL_BYTES
+from cpd.common.config import EngineSettings, WorkerSettings
+from cpd.common.errors import ConfigError
+from cpd.performance.colocation import Colocation
+from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
-from engine.simulated import PAGE_BYTES, SimulatedRunner, VirtualTime, outline
+from engine.model.config import ModelConfig
 from kvtransfer.base import PoolMemory
+from sim.device.runner import PAGE_BYTES, SimulatedRunner, VirtualTime, outline
 from simulated_workers.simulation import SIMULATED
 from worker.convert import Limits
 from worker.node import Loaded

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cpd.config import Role, SimulatedSettings, WorkerSettings
-from cpd.perfmodel import PerfModel, Profile
+from cpd.common.config import Role, SimulatedSettings, WorkerSettings
+from cpd.performance.model import PerfModel, Profile
 from decode_worker.service import DecodeService
-from engine.config import load_config
-from engine.quiet import Choose
-from engine.simulated import VirtualTime, chooser
+from engine.model.config import load_config
 from kvtransfer.base import PoolMemory, Transport
 from kvtransfer.local import LocalNetwork
 from prefill_worker.service import PrefillService
+from sim.device.fast_forward import Choose
+from sim.device.runner import VirtualTime, chooser
 from simulated_workers.engine import Load, make_loader, page_bytes_of
 from simulated_workers.inline import InlineEngine
 from simulated_workers.simulation import INSTANT, SIMULATED, read_profile

@@ -5,7 +5,8 @@
 A step of a simulated device is computed at once, and says when it would have ended: until then nobody learns what it
 brought, and commands wait. So many workers share one event loop, and none waits for another one's thread.
 
-Where steps take no time, those that only decode are made together (`Engine.fast_forward`): nothing can come between.
+Where steps take no time, those that only decode are made together (`sim/device/fast_forward.py`), because nothing can
+come between.
 """
 
 import asyncio
@@ -13,9 +14,9 @@ import logging
 from collections.abc import Callable
 
 from engine.engine import Engine
-from engine.quiet import Choose
-from engine.simulated import VirtualTime
 from engine.types import StepOutput
+from sim.device.fast_forward import Choose, FastForward
+from sim.device.runner import VirtualTime
 from worker.engine_bridge import Command, EngineBridge
 
 log = logging.getLogger(__name__)
@@ -125,10 +126,10 @@ class InlineEngine(EngineBridge):
 
     def _together(self, engine: Engine) -> StepOutput | None:
         """Makes steps that only decode and take no time; None where the next one is none of these."""
-        steps = min(engine.quiet_steps, MOST_AT_ONCE) if self._choose else 0
+        steps = min(engine.uneventful_steps, MOST_AT_ONCE) if self._choose else 0
         if self._choose is None or steps < 2:
             return None
-        return engine.fast_forward([0.0] * steps, engine.quiet_run(steps, self._choose))
+        return FastForward(engine, steps, self._choose).end([0.0] * steps)
 
     def _finish(self, engine: Engine, output: StepOutput | None) -> None:
         """A step's time is over."""

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cpd.errors import ConfigError
-from cpd.perfmodel import Profile
+from cpd.common.errors import ConfigError
+from cpd.performance.model import Profile
 
 SIMULATED = "simulated"
 """Their dtype and their transport, as routers and `/cluster` see them."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
+from cpd.common.stream import Stream, StreamError, connect
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import Stream, StreamError, connect
 
 MAX_MESSAGE_BYTES = 64 << 20
 """A prompt of a million tokens with its hashes is about 4 MiB."""
@@ -94,6 +94,7 @@ class Channel:
             raise RefusedError(answer.end.reason if answer is not None else "it closed the stream")
         for request in self._unsent[1:]:
             wire.send(request)
+        self._unsent.clear()
         self._wire = wire
 
     def _take(self, event: pb.FillEvent) -> None:

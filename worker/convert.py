@@ -5,8 +5,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpd.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, Tier, largest_token, split_hashes
-from cpd.errors import CPDError
+from cpd.common.blocks import BLOCK_SIZE, HASH_BYTES, TOKEN_BYTES, Tier, largest_token, split_hashes
+from cpd.common.errors import CPDError
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
 

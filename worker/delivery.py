@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer, PoolMemory, Ticket, Transfer
 from kvtransfer.checksums import page_checksums

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cpd.blocks import Tier
-from cpd.errors import CPDError
+from cpd.common.blocks import Tier
+from cpd.common.errors import CPDError
 from engine.engine import Engine
 from engine.types import CacheEvent, EngineStats, StepOutput
 

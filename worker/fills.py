@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
+from cpd.common.stream import Stream, StreamError
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import Stream, StreamError
 from kvtransfer.base import Peer
 from worker.convert import InvalidRequestError
 from worker.delivery import Delivery, Outlet

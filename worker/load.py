@@ -32,14 +32,14 @@ def load_from_stats(stats: EngineStats, state: pb.State.ValueType) -> pb.Load:
         decodes=stats.decodes,
         decode_context=stats.decode_context,
         prefill_ms=stats.prefill_ms,
-        late_ms=stats.late_ms,
+        overdue_ms=stats.late_ms,
         step_ms=stats.step_ms,
-        slower=stats.slower,
+        slowdown=stats.slower,
         queued_tokens=stats.queued_tokens,
         host_pages=stats.host.pages,
-        host_kept_pages=stats.host.kept,
+        host_offloaded_pages=stats.host.kept,
         host_blocks=stats.host.blocks,
-        unanswered=stats.unanswered,
+        awaiting_first_token=stats.unanswered,
     )
 
 

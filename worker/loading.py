@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpd.colocation import Colocation
-from cpd.config import Role, WorkerSettings
-from cpd.errors import ConfigError
-from cpd.perfmodel import PerfModel, Profile
-from engine.cpu_lanes import core_quota, own_cores, use_threads
-from engine.device import gpu_errors_said
+from cpd.common.config import Role, WorkerSettings
+from cpd.common.errors import ConfigError
+from cpd.performance.colocation import Colocation
+from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
+from engine.execution.cpu.lanes import core_quota, own_cores, use_threads
+from engine.execution.device import gpu_errors_said
+from engine.execution.runner import TorchRunner
 from engine.profile.about import about
 from engine.profile.rough import time_a_few_steps
-from engine.runner import TorchRunner
 from kvtransfer.base import PoolMemory
 from worker.convert import Limits
 from worker.node import Loaded

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cpd.colocation import Colocation
-from cpd.config import WorkerSettings
-from cpd.perfmodel import Profile
+from cpd.common.config import WorkerSettings
+from cpd.performance.colocation import Colocation
+from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from kvtransfer.base import PoolMemory, Transport

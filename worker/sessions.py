@@ -16,9 +16,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from cpd.blocks import Tier, short_hashes
+from cpd.common.blocks import Tier, short_hashes
+from cpd.common.stream import StreamError
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import StreamError
 from engine.types import CacheEvent, Output
 from worker.channels import MAX_MESSAGE_BYTES
 from worker.convert import tier_to_wire

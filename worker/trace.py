@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 
 from cpd.rpc import cpd_pb2 as pb
-from engine.trace import LaneName
+from engine.inflight import LaneName
 from worker.engine_bridge import EngineBridge
 
 _LANES: Mapping[LaneName, pb.Lane.ValueType] = {

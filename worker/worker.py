@@ -6,7 +6,7 @@ Who owns what, from the inside out; each is closed before the one above it in th
     engine          its bridge: the engine thread, alone
     transport       the event loop; reads and writes pool memory
     service         requests and fills; uses engine and transport
-    servers         sessions and fills (cpd/stream.py), administration (gRPC); use the service
+    servers         sessions and fills (cpd/common/stream.py), administration (gRPC); use the service
     lease           lists the worker for as long as its servers listen
 """
 
@@ -26,14 +26,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 import kvtransfer
-from cpd.blocks import BLOCK_SIZE
-from cpd.config import Role, WorkerSettings
-from cpd.errors import ConfigError
-from cpd.membership import Member, lease
-from cpd.perfmodel import Profile, TransferProfile
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.common.config import Role, WorkerSettings
+from cpd.common.errors import ConfigError
+from cpd.common.membership import Member, lease
+from cpd.common.stream import StreamServer
+from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
-from cpd.stream import StreamServer
 from engine.engine import Engine
 from engine.types import EngineStats, PoolCounts
 from kvtransfer.base import PoolMemory, Transport
@@ -176,7 +176,7 @@ class Worker:
         self._down.callback(self._reporter.close)
         self._engine.attach(self._service.hook, self._update)
         self._watch("a step", lambda: self._engine.passing, loaded.progress)
-        self._watch("a chunk on the prefill lane", lambda: loaded.engine.aside, lambda: 0)
+        self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk, lambda: 0)
         await self._listen(host)
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, self.address)

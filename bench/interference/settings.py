@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from bench.settings import TargetSettings
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 
 class InterferenceSettings(TargetSettings):

@@ -24,7 +24,7 @@ from bench.load.pulse import Pulse
 from bench.load.sender import Sender
 from bench.record import Record
 from bench.workloads.make import make_workload
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 
 REPORT_INTERVAL_S = 0.2
 

@@ -7,9 +7,9 @@ import typer
 
 from bench.mock.behaviour import Behaviour, MockSettings
 from bench.mock.server import Server
-from cpd.errors import ConfigError
-from cpd.options import command
-from cpd.process import end_with_supervisor
+from cpd.common.errors import ConfigError
+from cpd.common.options import command
+from cpd.common.process import end_with_supervisor
 
 
 def run(settings: MockSettings) -> None:

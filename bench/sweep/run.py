@@ -29,7 +29,7 @@ from bench.sweep.report import show, write_html
 from bench.sweep.result import Point, Sweep
 from bench.sweep.search import MaxRate, is_enough, share_interval
 from bench.sweep.settings import SweepSettings
-from cpd.errors import ConfigError, CPDError
+from cpd.common.errors import ConfigError, CPDError
 
 _DURATION_S = 20.0  # of a point, if neither --duration nor --num-requests is given
 _ONE_TURN = ("random", "shared-prefix", "trace")  # workloads

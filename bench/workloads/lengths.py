@@ -6,7 +6,7 @@ from typing import Literal, Self, cast
 
 import numpy as np
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 Kind = Literal["constant", "uniform", "normal", "lognormal"]
 

@@ -11,7 +11,7 @@ from bench.workloads.multi_turn import MultiTurn
 from bench.workloads.random import RandomPrompts
 from bench.workloads.shared_prefix import SharedPrefix
 from bench.workloads.trace import Trace
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 _PRESETS = {
     "heavy": {"input_len": "2048", "later_len": "512", "output_len": "256"},

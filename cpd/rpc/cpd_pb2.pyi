@@ -3,10 +3,11 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Sessions between routers and workers, and fills between workers, are streams of messages on a port of their own
-(cpd/stream.py): see below. Calls are for administration; each carries the metadata
+Sessions (router to worker) and Fills (worker to worker) are message streams on the worker's session port
+(cpd/common/stream.py). gRPC calls are for administration only; each carries the metadata
 `authorization: Bearer <cluster token>`.
-Block hashes are 16 bytes (cpd/blocks.py), sent joined into one byte string; cache events carry their first 8 bytes.
+Block hashes have 16 bytes (cpd/common/blocks.py) and are sent joined into one byte string. Cache events carry only the
+first 8 bytes of each.
 """
 
 from collections import abc as _abc
@@ -68,9 +69,9 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     TIER_UNSPECIFIED: _Tier.ValueType  # 0
     TIER_PAGES: _Tier.ValueType  # 1
     TIER_HOST: _Tier.ValueType  # 2
-    """in host memory, and in no page"""
+    """in host memory and in no page"""
     TIER_NONE: _Tier.ValueType  # 3
-    """in neither: it is cached no more"""
+    """not cached any more"""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
     """Where a worker has a block."""
@@ -78,9 +79,9 @@ class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
 TIER_UNSPECIFIED: Tier.ValueType  # 0
 TIER_PAGES: Tier.ValueType  # 1
 TIER_HOST: Tier.ValueType  # 2
-"""in host memory, and in no page"""
+"""in host memory and in no page"""
 TIER_NONE: Tier.ValueType  # 3
-"""in neither: it is cached no more"""
+"""not cached any more"""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 class _FinishReason:
@@ -172,7 +173,7 @@ class RouterHello(_message.Message):
     token: _builtins.str
     """the cluster token"""
     worker_id: _builtins.str
-    """in place of router_id: another worker's, and fills follow"""
+    """set instead of router_id when another worker connects, to send Fills"""
     def __init__(
         self,
         *,
@@ -190,7 +191,7 @@ Global___RouterHello: _TypeAlias = RouterHello  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
-    """Results are keyed by (request, attempt, choice); those of older attempts are dropped by the router."""
+    """Results are keyed by (request, attempt, choice). The router drops results of older attempts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -209,36 +210,36 @@ class Submit(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    CACHED_AT_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     request: _builtins.int
-    """chosen by the router, unique among its live requests"""
+    """chosen by the router, unique among its running requests"""
     attempt: _builtins.int
     tokens: _builtins.bytes
-    """int32 each, little-endian: the prompt, then output already emitted (after a replay)"""
+    """int32 each, little-endian: the prompt, then, after a replay, the output so far"""
     prompt_len: _builtins.int
     hash_root: _builtins.bytes
     block_hashes: _builtins.bytes
-    """of all full blocks of tokens"""
+    """of all full blocks of `tokens`"""
     n: _builtins.int
     """choices `choice` .. `choice + n - 1`"""
     choice: _builtins.int
     tenant: _builtins.str
     long_prefill_tokens: _builtins.int
-    """with candidates: prefill locally up to this; when all have failed, else Reroute"""
+    """with candidates: when all have failed, prefill locally up to this, else Reroute"""
     trace_id: _builtins.str
     """the client's request id, for logs"""
     priority: _builtins.int
-    """higher ones first"""
+    """higher goes first"""
     deadline_ms: _builtins.int
-    """the first token is wanted within that long of receipt; 0: no hurry"""
+    """target time from receipt to the first token; 0: none"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def prefill_candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillCandidate]:
-        """in the order to try; empty: prefill locally"""
+        """in the order to try them; empty: prefill locally"""
 
     @_builtins.property
-    def cached_at(self) -> Global___CachedPrefix:
+    def prefix_source(self) -> Global___PrefixSource:
         """without candidates: asked if more than long_prefill_tokens are uncached here"""
 
     def __init__(
@@ -259,11 +260,11 @@ class Submit(_message.Message):
         trace_id: _builtins.str = ...,
         priority: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
-        cached_at: Global___CachedPrefix | None = ...,
+        prefix_source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cached_at", b"cached_at", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix_source", b"prefix_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cached_at", b"cached_at", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,8 +322,8 @@ class PrefillCandidate(_message.Message):
 Global___PrefillCandidate: _TypeAlias = PrefillCandidate  # noqa: Y015
 
 @_typing.final
-class CachedPrefix(_message.Message):
-    """Blocks of the prompt that another combined worker has in its cache, as far as the router knows."""
+class PrefixSource(_message.Message):
+    """Another combined worker that, as far as the router knows, has the prompt's first blocks cached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -333,7 +334,7 @@ class CachedPrefix(_message.Message):
     address: _builtins.str
     """host:port of its port for sessions"""
     blocks: _builtins.int
-    """the first so many"""
+    """number of leading blocks"""
     def __init__(
         self,
         *,
@@ -347,7 +348,7 @@ class CachedPrefix(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CachedPrefix: _TypeAlias = CachedPrefix  # noqa: Y015
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -404,7 +405,7 @@ class Sampling(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """a request ends with one of these (and emits it)"""
+        """each ends the output, and is emitted"""
 
     def __init__(
         self,
@@ -450,7 +451,7 @@ class WorkerMessage(_message.Message):
     FILL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
-        """always first, then the snapshot"""
+        """always first; the snapshot follows"""
 
     @_builtins.property
     def snapshot(self) -> Global___Snapshot: ...
@@ -493,7 +494,7 @@ Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
 
 @_typing.final
 class End(_message.Message):
-    """The worker ends the session: always the last message."""
+    """The worker ends the session. Always the last message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -514,7 +515,7 @@ Global___End: _TypeAlias = End  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):
-    """What waited to be sent at the same time, in order: a message costs more than what is in it."""
+    """Messages that were due at the same time, in order. Batching saves the fixed cost of each message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -563,7 +564,7 @@ class Hello(_message.Message):
     role: Global___Role.ValueType
     state: Global___State.ValueType
     fingerprint: _builtins.bytes
-    """of weights, dtypes, block size: equal on workers that can exchange pages"""
+    """of weights, dtypes and block size; workers with equal ones can exchange pages"""
     epoch: _builtins.int
     """of the KV pool"""
     block_size: _builtins.int
@@ -573,26 +574,26 @@ class Hello(_message.Message):
     vocab_size: _builtins.int
     dtype: _builtins.str
     transport: _builtins.str
-    """equal on workers that can exchange pages"""
+    """workers with the same one can exchange pages"""
     profile: _builtins.bytes
-    """JSON (cpd/perfmodel.py) of what the worker predicts its steps with; empty: nothing"""
+    """JSON of its performance profile (cpd/performance/model.py); empty: it has none"""
     token_budget: _builtins.int
-    """of a step on the whole device; 0: what follows from the profile (cpd/colocation.py)"""
+    """of a step on the whole device; 0: derived from the profile (cpd/performance/colocation.py)"""
     colocate: _builtins.str
     """mixed, lanes or auto"""
     transport_reason: _builtins.str
-    """why the worker chose it; empty if it was told to"""
+    """why the worker chose it; empty if configured"""
     host_pages: _builtins.int
-    """evicted blocks that host memory keeps at most"""
+    """capacity of host memory for offloaded pages"""
     host_page_ms: _builtins.float
-    """of copying one of them back"""
+    """time to load one of them back"""
     max_num_seqs: _builtins.int
-    """sequences that run at a time at most; 0: it does not say"""
+    """batch slots: most sequences that run at once; 0: unknown"""
     device: _builtins.str
-    """what it computes on, and with whose kernels; for people"""
+    """the device and its kernels, for people to read"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """of the device, that decode lanes may have; the prefill lane has the rest"""
+        """shares of the device a decode lane may have; the prefill lane gets the rest"""
 
     def __init__(
         self,
@@ -629,7 +630,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """The cached blocks at the time of event `number`; several messages, below 256 KiB and of one tier each."""
+    """The blocks cached as of event `number`, in several messages of one tier and less than 256 KiB each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -660,7 +661,7 @@ Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """Numbered without gaps on one session, from Snapshot.number + 1; a gap means: open a new session."""
+    """Numbered without gaps within a session, from Snapshot.number + 1. After a gap the router opens a new session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,7 +695,7 @@ class CacheEvent(_message.Message):
     hashes: _builtins.bytes
     """8 bytes each"""
     tier: Global___Tier.ValueType
-    """where these blocks are from now on, and were not before"""
+    """where these blocks are from now on"""
     def __init__(
         self,
         *,
@@ -792,27 +793,27 @@ class Load(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
-    SLOWER_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_FIELD_NUMBER: _builtins.int
     FILL_FAILURES_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
-    HOST_KEPT_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_OFFLOADED_PAGES_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
-    UNANSWERED_FIELD_NUMBER: _builtins.int
-    LATE_MS_FIELD_NUMBER: _builtins.int
+    AWAITING_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    OVERDUE_MS_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """sequences in the batch"""
     waiting: _builtins.int
-    """requests in the queue, being filled ones included"""
+    """requests in the waiting queue, those in remote prefill included"""
     waiting_tokens: _builtins.int
-    """prompt tokens to be computed, of waiting (as of their arrival) and running requests"""
+    """prompt tokens still to compute, of waiting (as of their arrival) and running requests"""
     free_pages: _builtins.int
     cached_pages: _builtins.int
     used_pages: _builtins.int
     reserved_pages: _builtins.int
     quarantined_pages: _builtins.int
     preemptions: _builtins.int
-    """these are totals since the start"""
+    """this and the next three are totals since the start"""
     prefill_tokens: _builtins.int
     decode_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -821,36 +822,36 @@ class Load(_message.Message):
     decode_context: _builtins.int
     """tokens that these attend to"""
     prefill_ms: _builtins.float
-    """predicted, until all of waiting_tokens are computed; 0 without a profile"""
+    """predicted time to compute all of waiting_tokens; 0 without a profile"""
     step_ms: _builtins.float
-    """mean of the recent steps with decodes; 0: there were none"""
+    """mean of the recent steps with decodes; 0: none"""
     queued_tokens: _builtins.int
-    """of requests that wait for their first turn: what the queue's bound counts"""
-    slower: _builtins.float
-    """recent steps took so many times as long as the profile says; 0: too few to tell"""
+    """prompt tokens of requests not yet scheduled; the queue limit counts these"""
+    slowdown: _builtins.float
+    """duration of recent steps divided by the profile's prediction; 0: too few steps"""
     host_pages: _builtins.int
-    """that host memory has room for; 0: it keeps none"""
-    host_kept_pages: _builtins.int
-    """of them, with a block"""
-    late_ms: _builtins.float
-    """of prefill_ms, what a prompt passes that comes now and can be in time"""
+    """pages that host memory has room for; 0: no host tier"""
+    host_offloaded_pages: _builtins.int
+    """pages in host memory"""
+    overdue_ms: _builtins.float
+    """part of prefill_ms that is for prompts past their deadline; a new prompt goes before these"""
     @_builtins.property
     def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """by outcome: completed, failed, cancelled, local_fallback, rerouted; prefix_completed, prefix_failed and
-        prefix_cancelled, of prefixes from other caches; prefix_served, to others
+        """Totals by outcome. Remote prefills: completed, failed, cancelled, local_fallback, rerouted. Prefix fetches:
+        prefix_completed, prefix_failed, prefix_cancelled, and prefix_served to other workers.
         """
 
     @_builtins.property
     def fill_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """failed fills by reason (decode_worker/outcome.py)"""
+        """failed Fills by reason (decode_worker/outcome.py)"""
 
     @_builtins.property
     def host_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """totals by what happened to them (engine/types.py: HostStats)"""
+        """totals by event (engine/types.py: HostStats)"""
 
     @_builtins.property
-    def unanswered(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Submit.request of the newest requests that have no token yet and are in prefill_ms"""
+    def awaiting_first_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Submit.request of the newest requests included in prefill_ms"""
 
     def __init__(
         self,
@@ -874,17 +875,17 @@ class Load(_message.Message):
         prefill_ms: _builtins.float = ...,
         step_ms: _builtins.float = ...,
         queued_tokens: _builtins.int = ...,
-        slower: _builtins.float = ...,
+        slowdown: _builtins.float = ...,
         fill_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         host_pages: _builtins.int = ...,
-        host_kept_pages: _builtins.int = ...,
+        host_offloaded_pages: _builtins.int = ...,
         host_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        unanswered: _abc.Iterable[_builtins.int] | None = ...,
-        late_ms: _builtins.float = ...,
+        awaiting_first_token: _abc.Iterable[_builtins.int] | None = ...,
+        overdue_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_kept_pages", b"host_kept_pages", "host_pages", b"host_pages", "late_ms", b"late_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slower", b"slower", "state", b"state", "step_ms", b"step_ms", "unanswered", b"unanswered", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -927,7 +928,7 @@ class Output(_message.Message):
     attempt: _builtins.int
     choice: _builtins.int
     finish: Global___FinishReason.ValueType
-    """set: the last message of this choice"""
+    """if set, this is the choice's last message"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -936,7 +937,7 @@ class Output(_message.Message):
 
     @_builtins.property
     def prefilled(self) -> Global___Prefilled:
-        """with the first tokens of this attempt"""
+        """with the attempt's first tokens"""
 
     def __init__(
         self,
@@ -966,13 +967,13 @@ class Prefilled(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFIX_WORKER_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """prompt tokens taken from a cache; after a fill from the larger one of both workers"""
+    """prompt tokens taken from a cache; after a remote prefill, the larger count of the two workers"""
     prefill_worker: _builtins.str
     """empty: computed by the decode worker"""
     queue_ms: _builtins.float
-    """how long it waited for its turn in the queue of the worker that computed it"""
+    """time in the waiting queue of the worker that computed it"""
     prefix_worker: _builtins.str
-    """from whose cache some of cached_tokens came; empty: from none but the own one"""
+    """worker from whose cache a prefix was fetched; empty: none"""
     def __init__(
         self,
         *,
@@ -1018,7 +1019,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """Terminal for all choices of (request, attempt)."""
+    """Ends all choices of (request, attempt)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1030,20 +1031,20 @@ class Refusal(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         KIND_UNSPECIFIED: Refusal._Kind.ValueType  # 0
         KIND_QUEUE_FULL: Refusal._Kind.ValueType  # 1
-        """place it elsewhere, or later"""
+        """place the request elsewhere, or later"""
         KIND_REROUTE: Refusal._Kind.ValueType  # 2
-        """prefill failed or the worker drains: place it anew"""
+        """remote prefill failed, or the worker drains: place the request again"""
         KIND_FAILED: Refusal._Kind.ValueType  # 3
-        """an error of the worker; not the client's fault"""
+        """an error in the worker, not in the request"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: Refusal.Kind.ValueType  # 0
     KIND_QUEUE_FULL: Refusal.Kind.ValueType  # 1
-    """place it elsewhere, or later"""
+    """place the request elsewhere, or later"""
     KIND_REROUTE: Refusal.Kind.ValueType  # 2
-    """prefill failed or the worker drains: place it anew"""
+    """remote prefill failed, or the worker drains: place the request again"""
     KIND_FAILED: Refusal.Kind.ValueType  # 3
-    """an error of the worker; not the client's fault"""
+    """an error in the worker, not in the request"""
 
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
@@ -1058,10 +1059,10 @@ class Refusal(_message.Message):
     message: _builtins.str
     retry_after_ms: _builtins.int
     over_share: _builtins.bool
-    """with QUEUE_FULL: the tenant has its share of the queue; there may be room for others"""
+    """with QUEUE_FULL: this tenant has used its share of the queue; others may still have room"""
     @_builtins.property
     def failed_prefill_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """candidates that were tried in vain: not to be offered again"""
+        """candidates that failed; do not offer them again"""
 
     def __init__(
         self,
@@ -1084,16 +1085,16 @@ Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class FillRequest(_message.Message):
-    """---- Fill, decode worker to prefill worker or to another decode worker ----
+    """---- Fill: from a decode worker to a prefill worker, or to another decode worker ----
 
-    Makes the KV pages of a prompt appear in the caller's landing and returns the first token.
-    On the worker's port for sessions, where the caller's Hello is answered with an empty one. Then a stream carries one
-    fill after the other: the next one's start comes when the last one was Released or Refused.
-    The caller's side of the life cycle:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
+    Makes the KV pages of a prompt appear in the caller's landing (its receive buffer) and returns the first token.
+    It runs on the session port, where the server answers the caller's Hello with an empty one. A stream carries one Fill
+    after the other: the next start is sent when the last Fill was Released or Refused.
+    The caller sees:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
     The prompt may be computed, and FirstTokens come, before the landing is known.
     With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
-    in the cache, the landing is for these, and there are no FirstTokens.
-    Cancelling: send `cancel` and wait for Released. A broken stream is not Released: the pages are quarantined.
+    cached, the landing is for these, and there are no FirstTokens.
+    To cancel, send `cancel` and wait for Released. If the stream breaks first, the landing's pages are quarantined.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1162,13 +1163,13 @@ class FillStart(_message.Message):
     """of the decode worker's pool"""
     trace_id: _builtins.str
     tenant: _builtins.str
-    """this one and the next two as in Submit"""
+    """this and the next two as in Submit"""
     priority: _builtins.int
     deadline_ms: _builtins.int
     checksums: _builtins.bool
-    """FillPages is to carry them"""
+    """FillPages must carry them"""
     cache_only: _builtins.bool
-    """only what is cached is wanted, of the full blocks"""
+    """send only full blocks that are cached; compute nothing"""
     request: _builtins.int
     """as in Submit"""
     @_builtins.property
@@ -1216,10 +1217,10 @@ class FillLanding(_message.Message):
     generation: _builtins.int
     epoch: _builtins.int
     first_block: _builtins.int
-    """the caller's cache holds the blocks before this one"""
+    """the caller already has the blocks before this one"""
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """the caller's page for each block from first_block on, the partial last one included"""
+        """page for each block from first_block on, including a partial last one"""
 
     def __init__(
         self,
@@ -1266,7 +1267,7 @@ class FillEvent(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___FillReady:
-        """about to start: answer with the landing"""
+        """about to start: the caller answers with the landing"""
 
     @_builtins.property
     def progress(self) -> Global___FillProgress: ...
@@ -1274,7 +1275,7 @@ class FillEvent(_message.Message):
     def first_tokens(self) -> Global___FillFirstTokens: ...
     @_builtins.property
     def released(self) -> Global___FillReleased:
-        """last: nothing is in flight and nothing will be sent"""
+        """last: nothing is in flight and nothing more will be sent"""
 
     @_builtins.property
     def refused(self) -> Global___FillRefused:
@@ -1311,7 +1312,7 @@ class FillReady(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """with cache_only: the first so many are here, and stay until the fill ends"""
+    """with cache_only: leading blocks that are cached, and held until the Fill ends"""
     def __init__(
         self,
         *,
@@ -1327,7 +1328,7 @@ Global___FillReady: _TypeAlias = FillReady  # noqa: Y015
 
 @_typing.final
 class FillProgress(_message.Message):
-    """Renews the caller's lease on the fill: the peer is alive and working."""
+    """The peer's engine is working on the Fill; the caller waits on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1348,9 +1349,7 @@ Global___FillProgress: _TypeAlias = FillProgress  # noqa: Y015
 
 @_typing.final
 class FillAlive(_message.Message):
-    """Something comes every second, this if nothing else: the process runs. Progress tells that its engine does, too: it has
-    answered since, or got on with a step that takes long.
-    """
+    """Sent every second in which nothing else is: the process runs. It does not say that the engine gets on; Progress does."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1367,7 +1366,7 @@ Global___FillAlive: _TypeAlias = FillAlive  # noqa: Y015
 
 @_typing.final
 class FillPages(_message.Message):
-    """Pages that are being pushed, each of them told once. What arrived is used when it is what was told."""
+    """Announces pages that are being pushed, each page once. The caller uses a page once it has arrived and was announced."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1381,9 +1380,9 @@ class FillPages(_message.Message):
     first_block: _builtins.int
     """of the prompt"""
     pages: _builtins.int
-    """for the blocks from that one on"""
+    """for the blocks from first_block on"""
     checksums: _builtins.bytes
-    """where asked for, xxh3_64 of each page, 8 bytes each, little-endian"""
+    """if requested: xxh3_64 of each page, 8 bytes each, little-endian"""
     def __init__(
         self,
         *,
@@ -1409,12 +1408,12 @@ class FillFirstTokens(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """of the prompt, in the prefill worker's cache"""
+    """prompt tokens from the prefill worker's cache"""
     queue_ms: _builtins.float
-    """how long the fill waited for its turn"""
+    """time in the prefill worker's waiting queue"""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Output]:
-        """one a choice; request and attempt are unset"""
+        """one per choice; request and attempt are unset"""
 
     def __init__(
         self,
@@ -1438,7 +1437,7 @@ class FillReleased(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     pages: _builtins.int
-    """pushed and locally complete; fewer than the landing's means the fill failed"""
+    """pushed and locally complete; fewer than the landing has means the Fill failed"""
     error: _builtins.str
     def __init__(
         self,
@@ -1514,7 +1513,7 @@ class TraceRequest(_message.Message):
 
     SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """steps that began that long ago at most; 0: all that are kept"""
+    """only steps that began within this time; 0: all that are kept"""
     def __init__(
         self,
         *,
@@ -1535,7 +1534,7 @@ class TraceReply(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedStep]:
-        """in the order in which they ended"""
+        """in the order they ended"""
 
     def __init__(
         self,
@@ -1576,17 +1575,17 @@ class TracedStep(_message.Message):
     decodes: _builtins.int
     """sequences that computed one token"""
     decode_context: _builtins.int
-    """tokens that these attended to"""
+    """tokens these attended to"""
     prefills: _builtins.int
-    """sequences that computed more"""
+    """sequences that computed several tokens"""
     prefill_tokens: _builtins.int
-    """what these computed"""
+    """tokens these computed"""
     prefill_context: _builtins.int
-    """tokens that their last ones attended to"""
+    """tokens that their last tokens attended to"""
     waiting: _builtins.int
-    """sequences that were not running when the step was over"""
+    """sequences not running when the step ended"""
     waiting_tokens: _builtins.int
-    """tokens of those that had never run"""
+    """tokens of sequences that have never run"""
     def __init__(
         self,
         *,

@@ -50,14 +50,14 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once.
+        """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """What the engine's last steps consisted of: some 16,000 of them are kept.
+        """The work of the engine's most recent steps; about 16,000 are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

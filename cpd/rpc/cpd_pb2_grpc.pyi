@@ -3,10 +3,11 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Sessions between routers and workers, and fills between workers, are streams of messages on a port of their own
-(cpd/stream.py): see below. Calls are for administration; each carries the metadata
+Sessions (router to worker) and Fills (worker to worker) are message streams on the worker's session port
+(cpd/common/stream.py). gRPC calls are for administration only; each carries the metadata
 `authorization: Bearer <cluster token>`.
-Block hashes are 16 bytes (cpd/blocks.py), sent joined into one byte string; cache events carry their first 8 bytes.
+Block hashes have 16 bytes (cpd/common/blocks.py) and are sent joined into one byte string. Cache events carry only the
+first 8 bytes of each.
 """
 
 from collections import abc as _abc
@@ -38,17 +39,17 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]
-    """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
+    """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits."""
     Trace: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]
-    """What the engine's last steps consisted of: some 16,000 of them are kept."""
+    """The work of the engine's most recent steps; about 16,000 are kept."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]  # type: ignore[assignment]
-    """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
+    """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits."""
     Trace: _aio.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]  # type: ignore[assignment]
-    """What the engine's last steps consisted of: some 16,000 of them are kept."""
+    """The work of the engine's most recent steps; about 16,000 are kept."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,7 +58,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cpd_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.DrainReply, _abc.Awaitable[_cpd_pb2.DrainReply]]:
-        """Takes no new requests, finishes the running ones, gives up the lease and exits. Answers at once."""
+        """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits."""
 
     @_abc_1.abstractmethod
     def Trace(
@@ -65,6 +66,6 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cpd_pb2.TraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.TraceReply, _abc.Awaitable[_cpd_pb2.TraceReply]]:
-        """What the engine's last steps consisted of: some 16,000 of them are kept."""
+        """The work of the engine's most recent steps; about 16,000 are kept."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,10 +8,10 @@ import sysconfig
 
 import torch
 
-from engine.kernels import KernelsUnavailableError
 from engine.ops.base import Heads, Ops
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.flashinfer_ops import HEAD_DIMS, FlashInferOps
+from engine.ops.kernels import KernelsUnavailableError
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_ops import TritonOps
 

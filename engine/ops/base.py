@@ -1,7 +1,7 @@
 """What a device must provide for the forward pass: one protocol, one file a back end.
 
 Letters in shape comments: T tokens of the step, S sequences, H hidden size, Hq query heads, Hkv key-value heads,
-D head size, I width of the MLP, R sampled rows, V vocabulary, BS block size (`cpd.blocks.BLOCK_SIZE`).
+D head size, I width of the MLP, R sampled rows, V vocabulary, BS block size (`cpd.common.blocks.BLOCK_SIZE`).
 
 Layer views of the KV pool are `pool[:, layer]`: [num_pages, 2, Hkv, BS, D], strided over pages and contiguous within
 one page. Index 0 of the second dimension is keys, 1 is values.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Batch
-from engine.cuda.buffers import pack
+from engine.ops.buffers import pack
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [T, in] -> x @ weight.T + bias, [T, out]."""

@@ -1,4 +1,4 @@
-"""Ops of the compiled CPU kernels (`engine.kernels`), for float32 and bfloat16.
+"""Ops of the compiled CPU kernels (`engine.ops.kernels`), for float32 and bfloat16.
 
 A result has the same bits alone, in any batch, in any chunk and with any number of threads: every sum is taken in an
 order that depends on nothing but the token's own position.
@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from engine import kernels
+from engine.ops import kernels
 from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
 
 

@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from cpd.blocks import BLOCK_SIZE
+from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import Batch, IntArray
-from engine.cuda.buffers import pack, packed_size
 from engine.ops.base import DeviceBatch, Heads
+from engine.ops.buffers import pack, packed_size
 from engine.ops.triton_ops import TritonOps, one_token
 
 HEAD_DIMS = (64, 128, 256)
@@ -91,7 +91,7 @@ class Geometry:
         return max(self.splits, -(-rows // self.decode_tile) + decodes - 1)
 
     def workspace_bytes(self, most_decodes: int) -> int:
-        """Room for float32 partial results of every block."""
+        """Room for every block's partial results; they are bf16, and have room for float32 here."""
         rows = max(self.splits * _TILES[-1], self.decode_blocks(most_decodes) * self.decode_tile)
         return max(_LEAST_WORKSPACE, rows * self.heads.num_q * (self.heads.dim + 1) * 4 + 1024)
 

@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from cpd.blocks import BLOCK_SIZE
-from engine.cuda.buffers import upload
+from cpd.common.blocks import BLOCK_SIZE
 from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
+from engine.ops.buffers import upload
 
 _DECODES_AT_ONCE = 16
 """Decodes whose contexts are gathered and padded to one length."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from cpd.blocks import BLOCK_SIZE
+from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import Batch
 from engine.ops.base import DeviceBatch, Heads
 from engine.ops.torch_ops import TorchOps

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from engine.cpu_lanes import own_cores
+from engine.execution.cpu.lanes import own_cores
 
 SM_STEP = 8
 """Partitions of a GPU of compute capability 9.0 have a multiple of so many SMs."""
 
 
 def about(model_dir: Path, dtype: str, device: torch.device) -> dict[str, Any]:
-    """The fields of a `cpd.perfmodel.Profile` that name what is measured: model, device, units and their steps."""
+    """The fields of a profile (`cpd.performance.model.Profile`) that name what is measured: model, device, units."""
     return {"model": f"{model_dir.name}, {dtype}", **_about_device(device)}
 
 

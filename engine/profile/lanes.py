@@ -5,8 +5,9 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
-from cpd.perffit import Sample
-from engine.batch import Batch, Lane, Runner, Split
+from cpd.performance.fit import Sample
+from engine.batch import Batch
+from engine.execution.executor import Executor, Lane, Split
 from engine.profile.measure import Limits, Progress, allowed, decode_series, measure, mixed_series, prefill_series
 from engine.profile.steps import Step, StepBatches, StepTimer
 
@@ -21,7 +22,7 @@ _PREFILLS = [[Step.prefill(tokens) for tokens in (64, 256, 1024)]]
 _TRIES = 3
 
 
-def measure_samples(runner: Runner, limits: Limits, seconds: float, on_progress: Progress) -> list[Sample]:
+def measure_samples(runner: Executor, limits: Limits, seconds: float, on_progress: Progress) -> list[Sample]:
     """Measures what a profile is fitted to.
 
     Args:
@@ -51,7 +52,7 @@ def measure_samples(runner: Runner, limits: Limits, seconds: float, on_progress:
 
 
 def _measure_split(
-    runner: Runner,
+    runner: Executor,
     split: Split,
     alone: Mapping[float, Mapping[Step, float]],
     limits: Limits,

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpd.perffit import Sample
-from cpd.perfmodel import PerfModel, Profile, Work
+from cpd.performance.fit import Sample
+from cpd.performance.model import PerfModel, Profile, Work
 from engine.profile.budget import BudgetSweep
 from engine.profile.splits import SplitTable
 

@@ -4,7 +4,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cpd.perfmodel import PerfModel, Profile, Work
+from cpd.performance.model import PerfModel, Profile, Work
 from engine.profile.budget import BudgetSweep
 from engine.profile.splits import SplitTable
 

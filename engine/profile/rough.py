@@ -3,9 +3,9 @@
 from itertools import accumulate
 from typing import Any
 
-from cpd.blocks import BLOCK_SIZE
-from cpd.perfmodel import Profile, ShareProfile, StepCost
-from engine.batch import Runner
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.performance.model import Profile, ShareProfile, StepCost
+from engine.execution.executor import Executor
 from engine.profile.steps import Step, StepBatches, StepTimer
 
 _RUNS = 3
@@ -24,7 +24,7 @@ _ENOUGH_MS = 100.0
 """A chunk that takes so long is the largest one that is tried."""
 
 
-def time_a_few_steps(runner: Runner, max_len: int, **about: Any) -> Profile:
+def time_a_few_steps(runner: Executor, max_len: int, **about: Any) -> Profile:
     """Times decodes and prefills on the whole device. Shares of it are taken to scale.
 
     About a second for most models that a device can serve well.

@@ -3,19 +3,19 @@
 from functools import partial
 from pathlib import Path
 
-from cpd.config import ModelSettings
-from cpd.errors import ConfigError
-from cpd.perffit import Sample, fit_profile
-from cpd.perfmodel import Profile
-from engine.cpu_lanes import own_cores, use_threads
-from engine.device import gpu_errors_said
+from cpd.common.config import ModelSettings
+from cpd.common.errors import ConfigError
+from cpd.performance.fit import Sample, fit_profile
+from cpd.performance.model import Profile
+from engine.execution.cpu.lanes import own_cores, use_threads
+from engine.execution.device import gpu_errors_said
+from engine.execution.runner import TorchRunner
 from engine.profile.about import about
 from engine.profile.budget import BudgetSweep, sweep_budget
 from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits, Progress
 from engine.profile.settings import BudgetSettings, ProfileSettings
 from engine.profile.steps import Step, StepBatches, StepTimer
-from engine.runner import TorchRunner
 
 QUICK_S, THOROUGH_S = 60.0, 240.0
 BUDGET_S = 60.0

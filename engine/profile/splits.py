@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpd.errors import ConfigError
-from cpd.perfmodel import PerfModel, Profile, Work
-from cpd.split import Device, LaneLoad, LaneSplit, lane_split, lane_splits, prepared_splits
+from cpd.common.errors import ConfigError
+from cpd.performance.model import PerfModel, Profile, Work
+from cpd.performance.split import Device, LaneLoad, LaneSplit, lane_split, lane_splits, prepared_splits
 
 DECODES = (1, 4, 16, 64, 128)
 CONTEXTS = (256, 1024, 4096)

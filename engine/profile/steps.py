@@ -6,9 +6,10 @@ from typing import Self
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
-from cpd.perfmodel import Work
-from engine.batch import Batch, Lane, Runner, SampleRow
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from cpd.performance.model import Work
+from engine.batch import Batch, SampleRow
+from engine.execution.executor import Executor, Lane
 from engine.types import SamplingParams
 
 
@@ -53,7 +54,7 @@ class StepBatches:
         skip: Pages that are left to the other lane.
     """
 
-    def __init__(self, runner: Runner, skip: int = 0) -> None:
+    def __init__(self, runner: Executor, skip: int = 0) -> None:
         self._runner = runner
         self._order = np.random.default_rng(0).permutation(runner.num_pages).astype(np.int32)[skip:]
         self._touched = 1

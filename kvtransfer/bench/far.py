@@ -14,8 +14,8 @@ import time
 from asyncio import StreamReader, StreamWriter
 from typing import Any
 
-from cpd.errors import ConfigError, TransferError
-from cpd.process import switch_threads_often
+from cpd.common.errors import ConfigError, TransferError
+from cpd.common.process import switch_threads_often
 from kvtransfer import cuda
 from kvtransfer.base import Landing, Transport
 from kvtransfer.bench import perftest

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Ticket
 from kvtransfer.bench import perftest
 from kvtransfer.bench.far import READY, machine

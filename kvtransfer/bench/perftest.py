@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 
 _TEST = ("-t", "ucp_put_bw", "-s", str(256 << 20), "-n", "5", "-w", "1")
 _MB = 1 << 20  # its megabyte

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer import cuda
 from kvtransfer.base import PoolMemory
 

@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from pydantic import ByteSize
 
-from cpd.errors import CPDError
-from cpd.process import switch_threads_often
+from cpd.common.errors import CPDError
+from cpd.common.process import switch_threads_often
 from kvtransfer.bench.measure import measure
 from kvtransfer.bench.settings import TransferBenchSettings
 

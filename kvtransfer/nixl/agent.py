@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer import cuda
 from kvtransfer.addresses import network_devices
 from kvtransfer.base import PoolMemory

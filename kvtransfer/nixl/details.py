@@ -3,7 +3,7 @@
 import struct
 from dataclasses import dataclass
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer import addresses
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session.frames import CONNECTION_BYTES

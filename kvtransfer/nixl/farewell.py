@@ -6,7 +6,7 @@ Until it knows, or this process is gone, it keeps the pages that may have been u
 import asyncio
 import contextlib
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.addresses import resolve
 from kvtransfer.nixl.details import Address
 from kvtransfer.nixl.link import read_frame

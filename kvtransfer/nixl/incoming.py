@@ -13,7 +13,7 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from typing import NoReturn
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.landings import LandingBook
 from kvtransfer.nixl.agent import Agent, options

@@ -6,7 +6,7 @@ import socket
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.session import frames
 
 _TICK_S = 0.25

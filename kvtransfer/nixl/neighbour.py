@@ -13,7 +13,7 @@ import select
 import numpy as np
 from numpy.typing import NDArray
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.nixl.writer import Pages

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.agent import Agent, options
 from kvtransfer.nixl.details import Address, ReceiversPool, Sender

@@ -6,8 +6,8 @@ import secrets
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 
-from cpd.errors import ConfigError, TransferError
-from cpd.stream import stop_listening
+from cpd.common.errors import ConfigError, TransferError
+from cpd.common.stream import stop_listening
 from kvtransfer.addresses import KEY_BYTES, resolve
 from kvtransfer.base import Cost, PoolMemory, Route, Ticket
 from kvtransfer.landings import BookedLanding, LandingBook

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 
 _FIRST_LOOK_S = 0.0001
 _SLOWEST_LOOK_S = 0.002

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from cpd.errors import StaleTransferError, TransferError
+from cpd.common.errors import StaleTransferError, TransferError
 from kvtransfer.addresses import KEY_BYTES
 
 MAX_FRAME_BYTES = 1 << 20

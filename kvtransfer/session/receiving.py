@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from cpd.errors import StaleTransferError, TransferError
+from cpd.common.errors import StaleTransferError, TransferError
 from kvtransfer.landings import BookedLanding, LandingBook, LandingState
 from kvtransfer.session import limits
 from kvtransfer.session.frames import Hello, Offer, Over, Refuse, Reject

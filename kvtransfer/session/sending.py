@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.pushes import PushedTransfer, Run
 from kvtransfer.session import limits
 from kvtransfer.session.frames import Done, Grant, Offer, Refuse, refusal

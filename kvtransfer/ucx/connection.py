@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Any
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.session import frames
 from kvtransfer.ucx.reactor import Reactor
 

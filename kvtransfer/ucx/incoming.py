@@ -6,7 +6,7 @@ greeting ── Hello ──▶ open ──────▶ failed
 
 from typing import Any
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.landings import LandingBook
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving

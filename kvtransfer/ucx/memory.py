@@ -15,7 +15,7 @@ import hmac
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 
 _IN_PROGRESS = 1
 _FIRST_ERROR = (1 << 64) - 100  # a status in place of a request: UCX's errors are -1 to -100

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.latch import Latch
 from kvtransfer.pushes import PushedTransfer

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from cpd.errors import ConfigError, TransferError
+from cpd.common.errors import ConfigError, TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.latch import Latch
 from kvtransfer.ucx.memory import OpenMemory, Ucp

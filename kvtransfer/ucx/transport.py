@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from cpd.errors import ConfigError, TransferError
+from cpd.common.errors import ConfigError, TransferError
 from kvtransfer import addresses
 from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
 from kvtransfer.base import Cost, PoolMemory, Route, Ticket

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from cpd.blocks import extend_hashes, hash_root
-from cpd.colocation import Colocation
-from cpd.perfmodel import PerfModel, Profile
+from cpd.common.blocks import extend_hashes, hash_root
+from cpd.performance.colocation import Colocation
+from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
-from engine.runner import TorchRunner
+from engine.execution.runner import TorchRunner
 from engine.types import Request, SamplingParams
 from models.tiny import CHECKPOINT
 from models.tiny.data.cases import UNSEEN, Case, recall_case, request_case

@@ -1,6 +1,7 @@
 """The network in training: Qwen3 in float32, with parameters under their Hugging Face names (less the `model.` prefix).
 
-Serving computes the same in `engine.model`; here there is no cache, and the vocabulary is scored only where asked.
+Serving computes the same in `engine.model.decoder`; here there is no cache, and the vocabulary is scored only where
+asked.
 """
 
 from dataclasses import dataclass

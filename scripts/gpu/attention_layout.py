@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpd.blocks import BLOCK_SIZE
-from engine.config import ModelConfig
+from cpd.common.blocks import BLOCK_SIZE
+from engine.model.config import ModelConfig
 from scripts.gpu.common import measure_ms, relative_error, require, run_experiment
 from scripts.gpu.models import MODELS, Lens, attention_flop, kv_bytes, model_config, random_pages
 from scripts.gpu.results import Report, Target

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from engine.batch import Batch, Lane
-from engine.runner import TorchRunner
+from engine.batch import Batch
+from engine.execution.executor import Lane
+from engine.execution.runner import TorchRunner
 from scripts.engine_driver import as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.models import MODELS, Lens, model_config, step_bytes
@@ -64,7 +65,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
             graph_ms[count] = median
             floor = report.ceilings.bytes_ms(step_bytes(config, lens))
             report.add(f"{name}: share of the floor", floor / median, "ratio", target=MIN_SHARE)
-            if runner.full.queues:
+            if runner.full.overlaps:
                 ahead = measure(report, runner, f"{name}, {kind}, launched ahead", lens, ahead_ms)
                 report.add(f"{name}, launched ahead: share of the floor", floor / ahead, "ratio", target=MIN_SHARE)
             target = MIN_GAIN if count == 1 else None

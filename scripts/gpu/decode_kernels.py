@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from engine.config import ModelConfig
-from engine.cuda.driver import CudaDriver, Driver
-from engine.cuda.greenctx import GreenContexts
-from engine.cuda.setup import DECODE_SHARES
+from engine.execution.cuda.driver import CudaDriver, Driver
+from engine.execution.cuda.greenctx import GreenContexts
+from engine.execution.cuda.setup import DECODE_SHARES
+from engine.model.config import ModelConfig
 from scripts.gpu.common import measure_ms, require, require_cuda, run_experiment
 from scripts.gpu.decode_work import Attention, Products, Way, Work, matrices
 from scripts.gpu.models import MODELS, kv_bytes, model_config

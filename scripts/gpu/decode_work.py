@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from cpd.blocks import BLOCK_SIZE
-from engine.config import ModelConfig
+from cpd.common.blocks import BLOCK_SIZE
+from engine.model.config import ModelConfig
 from scripts.gpu.common import relative_error
 from scripts.gpu.models import BF16_BYTES
 from scripts.gpu.streams import Launch

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from cpd.perffit import fit_profile
-from cpd.perfmodel import PerfModel, Profile
+from cpd.performance.fit import fit_profile
+from cpd.performance.model import PerfModel, Profile
+from engine.execution.runner import TorchRunner
 from engine.profile.about import about
 from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits
-from engine.runner import TorchRunner
 from scripts.gpu.results import Report
 
 SECONDS = 45.0

@@ -11,8 +11,8 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from engine.cuda.driver import CudaDriver, Driver
-from engine.cuda.greenctx import GreenContexts
+from engine.execution.cuda.driver import CudaDriver, Driver
+from engine.execution.cuda.greenctx import GreenContexts
 from scripts.gpu.common import require_cuda, run_experiment
 from scripts.gpu.probes import Policy, Probes
 from scripts.gpu.results import Report, Target

@@ -18,9 +18,9 @@ from statistics import median
 import numpy as np
 
 from bench.interference.gaps import mean_gap_ms
-from cpd.colocation import Colocation
-from engine.batch import Lane, Split
-from engine.runner import TorchRunner
+from cpd.performance.colocation import Colocation
+from engine.execution.executor import Lane, Split
+from engine.execution.runner import TorchRunner
 from scripts.engine_driver import EngineDriver, as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.device_model import device_model
@@ -46,7 +46,7 @@ MAX_OVER_FULL = Target(at_most=1.35)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A runner as if its device were only what is given here. See `engine.batch.Runner`."""
+    """A runner as if its device were only what is given here. See `engine.execution.executor.Executor`."""
 
     runner: TorchRunner
     full: Lane
@@ -170,6 +170,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
         return Colocation(model, mode="lanes", splits=[split.shares for split in splits], itl_ms=ITL_MS)
 
     mixed = Colocation(model, token_budget=MIXED_BUDGET, mode="mixed")
+    measure("mixed", mixed)  # the baseline first: a run that is cut short has it
     measure("lanes", lanes(runner.splits))
     for split in runner.splits:
         decodes = streams(Cut(runner, split.decode), mixed)
@@ -178,7 +179,6 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
         name = f"decodes on {split.decode.share:.0%}"
         report.add(f"{MODEL}: {DECODES} {name}, alone", alone_ms, "ms")
         measure(name, lanes([split]), alone_ms)
-    measure("mixed", mixed)
 
 
 def _report(report: Report, name: str, cells: Mapping[tuple[int, int], Sequence[Burst]], lane_ms: float | None) -> None:

@@ -11,7 +11,7 @@ Usage: `python -m scripts.gpu.mixed_regime [--out DIR]`
 import sys
 from collections.abc import Mapping, Sequence
 
-from engine.runner import TorchRunner
+from engine.execution.runner import TorchRunner
 from scripts.engine_driver import as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.models import MODELS, Lens, model_config, step_bytes, step_flop

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from engine.batch import Batch, SampleRow
-from engine.config import ModelConfig, load_config
+from engine.model.config import ModelConfig, load_config
+from engine.model.weights import expected_tensors
 from engine.types import SamplingParams
-from engine.weights import expected_tensors
 
 BF16_BYTES = 2
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from cpd.split import lane_splits
-from engine.cuda.driver import CudaDriver, CudaError, CudaUnavailableError, Driver, SmResource
-from engine.cuda.greenctx import GreenContexts, Partition, PartitionPair, UnusablePartitionError
+from cpd.performance.split import lane_splits
+from engine.execution.cuda.driver import CudaDriver, CudaError, CudaUnavailableError, Driver, SmResource
+from engine.execution.cuda.greenctx import GreenContexts, Partition, PartitionPair, UnusablePartitionError
 from scripts.gpu.common import relative_error, require, require_cuda, run_experiment
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target

@@ -12,11 +12,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from cpd.blocks import blocks_for
-from engine.batch import Batch, Lane
-from engine.config import load_config
-from engine.runner import TorchRunner
-from engine.weights import Checkpoint, expected_tensors
+from cpd.common.blocks import blocks_for
+from engine.batch import Batch
+from engine.execution.executor import Lane
+from engine.execution.runner import TorchRunner
+from engine.model.config import load_config
+from engine.model.weights import Checkpoint, expected_tensors
 from scripts.gpu.common import Timing
 from scripts.gpu.models import Lens, random_pages, step
 
@@ -69,8 +70,8 @@ def random_runner(
     pages = blocks_for(tokens) + 1
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("engine.runner.Checkpoint", _RandomCheckpoint),
-        patch("engine.runner.model_fingerprint", return_value=bytes(16)),
+        patch("engine.execution.runner.Checkpoint", _RandomCheckpoint),
+        patch("engine.execution.runner.model_fingerprint", return_value=bytes(16)),
         patch("engine.ops._CANNOT_BUILD", ()),  # figures of a slower back end would be taken for the fastest one's
     ):
         Path(folder, "config.json").write_text(json.dumps(fields))
@@ -130,11 +131,11 @@ def ahead_ms(lane: Lane, batch: Batch, *, warmup: int = 3, repeats: int = 40) ->
     """Times a step of decodes as an engine runs them: each is launched before the tokens of the last one are read.
 
     Args:
-        lane: One that queues.
+        lane: One that overlaps.
         batch: Every token of it is sampled from.
     """
     lane.launch(batch)
-    fed = replace(batch, fed=np.arange(len(batch.token_ids), dtype=np.int32))
-    times = step_ms(lane, fed, warmup=warmup, repeats=repeats)  # what is collected is always the step before
+    overlapped = replace(batch, token_sources=np.arange(len(batch.token_ids), dtype=np.int32))
+    times = step_ms(lane, overlapped, warmup=warmup, repeats=repeats)  # what is collected is always the step before
     lane.collect()
     return times

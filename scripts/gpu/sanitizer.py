@@ -103,7 +103,7 @@ def run(report: Report) -> None:
                 errors, note = run_check(tool, check, log)
             except subprocess.TimeoutExpired:
                 report.add(name, None, "errors", target=NONE, note=f"stopped after {check.seconds:.0f} s")
-                return
+                continue
             report.add(name, errors, "errors", target=NONE, note=note)
 
 

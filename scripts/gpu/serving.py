@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cpd.colocation import Colocation, Mode
-from cpd.perfmodel import PerfModel
-from engine.runner import TorchRunner
+from cpd.performance.colocation import Colocation, Mode
+from cpd.performance.model import PerfModel
+from engine.execution.runner import TorchRunner
 from scripts.engine_driver import EngineDriver, as_in_a_worker
 from scripts.gpu.common import require, run_experiment
 from scripts.gpu.device_model import device_model

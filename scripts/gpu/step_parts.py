@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.runner import TorchRunner
+from engine.execution.runner import TorchRunner
 from scripts.gpu.models import Lens, attention_flop, kv_bytes, step_bytes, step_flop
 from scripts.gpu.random_model import random_step
 from scripts.gpu.results import Report

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from cpd.colocation import Colocation
-from cpd.perfmodel import PerfModel
+from cpd.performance.colocation import Colocation
+from cpd.performance.model import PerfModel
 from engine.profile.about import about
 from engine.profile.rough import time_a_few_steps
 from scripts.engine_driver import EngineDriver, as_in_a_worker

@@ -2,8 +2,8 @@
 
 Three pairs: a compute-bound beside a memory-bound kernel, and a prefill's GEMM beside a decode's GEMM and beside its
 attention. For every split the times t(SMs) of a piece are measured, alone and beside the other kind, and the time of
-100 pieces of each. From the curves `cpd.split.plan_split` chooses a split. At the end 100 pieces of each are timed
-on one stream, on two plain streams, on the best split of the sweep, and as planned, in turns.
+100 pieces of each. From the curves `cpd.performance.split.plan_split` chooses a split. At the end 100 pieces of each
+are timed on one stream, on two plain streams, on the best split of the sweep, and as planned, in turns.
 
 Usage: `python -m scripts.gpu.two_kernels [--out DIR]`
 """
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cpd.split import Curve, Device, LaneSplit, Workload, lane_splits, plan_split
-from engine.cuda.driver import CudaDriver, Driver
-from engine.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
+from cpd.performance.split import Curve, Device, LaneSplit, Workload, lane_splits, plan_split
+from engine.execution.cuda.driver import CudaDriver, Driver
+from engine.execution.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
 from scripts.gpu.common import require_cuda, run_experiment
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target, number, text_table

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cpd.blocks import BLOCK_SIZE
+from cpd.common.blocks import BLOCK_SIZE
 from scripts.gpu.common import MissingError, require
 from scripts.gpu.probes import BLOCK, Policy, Probes
 from scripts.gpu.streams import Load, alone_ms

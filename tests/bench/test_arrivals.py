@@ -3,7 +3,7 @@ import pytest
 
 from bench.arrivals import ClosedLoop, OpenLoop, plan_arrivals
 from bench.settings import RunSettings
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 
 def settings(**values: object) -> RunSettings:

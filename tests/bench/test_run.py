@@ -23,7 +23,7 @@ from bench.mock.process import MockServer
 from bench.prepare import cluster_snapshot
 from bench.run import command_line
 from bench.settings import RunSettings
-from cpd.cli import app
+from cpd.cli.main import app
 
 
 @pytest.fixture(scope="module")

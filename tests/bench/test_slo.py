@@ -4,7 +4,7 @@ from bench.metrics import summarise
 from bench.record import Failure, Record
 from bench.result import Request
 from bench.slo import Slo
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from tests.bench.records import completed, failed
 
 

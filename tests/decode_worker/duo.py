@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from cpd.blocks import BLOCK_SIZE
+from cpd.common.blocks import BLOCK_SIZE
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import State
+from decode_worker.remote_prefill import State
 from decode_worker.service import DecodeService
 from engine.types import Request
 from kvtransfer.local import LocalNetwork
@@ -33,9 +33,9 @@ class Side:
     gate: Gate
     pushes: asyncio.Event
 
-    def hint(self, blocks: int = CACHED // BLOCK_SIZE) -> pb.CachedPrefix:
+    def hint(self, blocks: int = CACHED // BLOCK_SIZE) -> pb.PrefixSource:
         """What a router says that believes so many blocks to be in this worker's cache."""
-        return pb.CachedPrefix(worker_id=self.worker.worker.id, address=self.worker.session, blocks=blocks)
+        return pb.PrefixSource(worker_id=self.worker.worker.id, address=self.worker.session, blocks=blocks)
 
     def states(self) -> list[State]:
         """Of the fills that it has asked for."""
@@ -62,9 +62,9 @@ class Duo:
     source: Side
     network: LocalNetwork
 
-    async def submit(self, request: Request, number: int, hint: pb.CachedPrefix | None = None) -> Answer:
+    async def submit(self, request: Request, number: int, hint: pb.PrefixSource | None = None) -> Answer:
         """Submits to `here`; `hint` says where else the prompt is, by default at `source`."""
-        return await self.here.router.submit(request, number, cached_at=hint or self.source.hint())
+        return await self.here.router.submit(request, number, prefix_source=hint or self.source.hint())
 
     async def balanced(self) -> None:
         await self.here.router.balanced()

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import State
+from decode_worker.remote_prefill import State
 from decode_worker.service import DecodeService
 from engine.types import Request
 from kvtransfer.local import LocalNetwork

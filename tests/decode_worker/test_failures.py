@@ -58,7 +58,7 @@ async def test_a_silent_prefill_worker_is_given_up(redis_url: str) -> None:
 async def test_one_whose_process_does_not_run_is_given_up_sooner(
     monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
-    monkeypatch.setattr("decode_worker.fill.SILENT_S", 0.3)
+    monkeypatch.setattr("decode_worker.remote_prefill.SILENT_S", 0.3)
     async with pair(redis_url, fill_progress_s=60) as p, silent_server() as address:
         silent = pb.PrefillCandidate(worker_id="silent", address=address)
         answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[silent])
@@ -71,7 +71,7 @@ async def test_one_whose_process_does_not_run_is_given_up_sooner(
 async def test_a_decode_worker_that_was_stopped_itself_gives_nobody_up(
     monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
-    monkeypatch.setattr("decode_worker.fill.SILENT_S", 0.5)
+    monkeypatch.setattr("decode_worker.remote_prefill.SILENT_S", 0.5)
     monkeypatch.setattr("worker.fills.HEARTBEAT_S", 0.1)
     request = make_request("a", prompt(200), max_tokens=20)
     async with pair(redis_url) as p:
@@ -211,7 +211,7 @@ async def test_an_unexpected_error_keeps_no_pages(
         raise RuntimeError("a bug")
 
     async with reached(redis_url, stage) as (p, answer):
-        monkeypatch.setattr("decode_worker.fill.first_outputs_from_wire", fail)
+        monkeypatch.setattr("decode_worker.remote_prefill.first_outputs_from_wire", fail)
         p.prefill_gate.open()
         await p.router.done(answer)
         assert answer.refusal is not None

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cpd.perfmodel import Profile, Work
+from cpd.performance.model import Profile, Work
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.local import LocalNetwork
 from tests.decode_worker.pair import pair

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import State
+from decode_worker.remote_prefill import State
 from tests.decode_worker.duo import CACHED, TOKENS, Duo, duo
 from tests.decode_worker.pair import TARGET, Pair, assert_right, eventually_started, pair
 from tests.engine.fakes import FakeHostMemory, make_request, prompt, states_of

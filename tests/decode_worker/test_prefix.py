@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from cpd.blocks import BLOCK_SIZE
+from cpd.common.blocks import BLOCK_SIZE
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.fill import State
+from decode_worker.remote_prefill import State
 from tests.decode_worker.duo import CACHED, TARGET, TOKENS, Duo, Stage, duo, let_go, reached
 from tests.decode_worker.pair import assert_right
 from tests.decode_worker.unsafe import Unsafe
@@ -120,7 +120,7 @@ class TestFill:
             ours = make_request("ours", prompt(TOKENS), max_tokens=10)
             theirs = make_request("theirs", prompt(TOKENS, 5), max_tokens=10)
             answer = await d.submit(ours, 2)
-            other = await d.source.router.submit(theirs, 2, cached_at=d.here.hint())
+            other = await d.source.router.submit(theirs, 2, prefix_source=d.here.hint())
             if num_pages == 256:
                 await eventually(lambda: d.here.states() == d.source.states() == [State.LANDED])
             let_go(d)
@@ -323,7 +323,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("stage", Stage)
     async def test_the_other_worker_ends(self, monkeypatch: pytest.MonkeyPatch, redis_url: str, stage: Stage) -> None:
-        monkeypatch.setattr("decode_worker.fill.SILENT_S", 0.5)
+        monkeypatch.setattr("decode_worker.remote_prefill.SILENT_S", 0.5)
         monkeypatch.setattr("worker.fills.HEARTBEAT_S", 0.1)
         async with reached(redis_url, stage) as (d, answer):
             stopping = asyncio.create_task(d.source.worker.stop())

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
-from cpd.config import Role
-from cpd.perfmodel import Profile, TransferProfile
+from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from cpd.common.config import Role
+from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request, SamplingParams
 from tests.conftest import MakeCheckpoint
@@ -140,13 +140,13 @@ async def test_a_prefix_from_another_decode_workers_cache_changes_no_answer(
         source, here = await asyncio.gather(*(stack.enter_async_context(worker) for worker in workers))
         there = await stack.enter_async_context(Client(source, token=TOKEN))
         router = await stack.enter_async_context(Client(here, token=TOKEN))
-        hint = pb.CachedPrefix(worker_id="source", address=source.session, blocks=length // BLOCK_SIZE)
+        hint = pb.PrefixSource(worker_id="source", address=source.session, blocks=length // BLOCK_SIZE)
         prompts = [request(f"r{salt}", length, salt=salt, seed=salt % 2) for salt in range(4)]
         references = [await there.submit(one, number) for number, one in enumerate(prompts)]
         await there.done(*references)
 
         async def ask(number: int) -> Answer:
-            answer = await router.submit(prompts[number], number, cached_at=hint)
+            answer = await router.submit(prompts[number], number, prefix_source=hint)
             await router.done(answer)
             assert answer.tokens == references[number].tokens
             await router.balanced()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cpd.blocks import extend_hashes
+from cpd.common.blocks import extend_hashes
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Request
 from kvtransfer.local import LocalNetwork
@@ -49,7 +49,7 @@ async def test_any_mix_of_routes_aborts_and_failures(redis_url: str, seed: int) 
         )
         views = [await stack.enter_async_context(Client(worker)) for worker in (*prefills[1:], source)]
         await views[-1].done(*[await views[-1].submit(make_request(f"s{i}", prompt(300, i)), i) for i in range(3)])
-        hint = pb.CachedPrefix(worker_id=source.worker.id, address=source.session, blocks=18)
+        hint = pb.PrefixSource(worker_id=source.worker.id, address=source.session, blocks=18)
         requests = [_request(rng, number) for number in range(REQUESTS)]
         tasks = [
             asyncio.create_task(_ask(rng, router, request, number, prefills, hint))
@@ -76,7 +76,7 @@ async def _ask(
     request: Request,
     number: int,
     prefills: list[Running],
-    hint: pb.CachedPrefix,
+    hint: pb.PrefixSource,
 ) -> None:
     """Behaves like a router: places anew what was refused, with the tokens so far; or hangs up."""
     await asyncio.sleep(rng.random() * 0.5)
@@ -86,7 +86,7 @@ async def _ask(
         number,
         candidates=candidates,
         long_prefill_tokens=rng.choice([0, 32, 150]),
-        cached_at=None if candidates else hint,
+        prefix_source=None if candidates else hint,
     )
     if rng.random() < 0.3:
         await asyncio.sleep(rng.random() * 0.1)

@@ -139,7 +139,7 @@ async def test_many_prompts_take_turns_when_pages_are_few(redis_url: str) -> Non
 
 async def test_the_prefill_worker_tells_routers_which_of_their_requests_it_has(redis_url: str) -> None:
     async with reached(redis_url, Stage.QUEUED) as (p, answer):
-        await eventually(lambda: TARGET in p.prefill_view.load.unanswered)
+        await eventually(lambda: TARGET in p.prefill_view.load.awaiting_first_token)
         p.prefill_gate.open()
         await p.router.done(answer)
-        await eventually(lambda: not p.prefill_view.load.unanswered)
+        await eventually(lambda: not p.prefill_view.load.awaiting_first_token)

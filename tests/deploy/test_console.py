@@ -15,7 +15,7 @@ def state(*lines: str, pid: int | None = 1) -> ProcessState:
 
 def test_log_lines_of_our_processes_are_understood() -> None:
     program = (
-        "import logging; from cpd.process import setup_logging; setup_logging('info', 'combined-0');"
+        "import logging; from cpd.common.process import setup_logging; setup_logging('info', 'combined-0');"
         "log = logging.getLogger('worker.loading'); log.info('weights: %d %%', 40); log.warning('slow')"
     )
     output = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr

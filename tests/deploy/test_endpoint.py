@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cpd.errors import ConfigError, CPDError
+from cpd.common.errors import ConfigError, CPDError
 from deploy.endpoint import has_workers, pick_port, read_cluster, url_of
 
 

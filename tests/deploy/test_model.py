@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from cpd.config import ClusterSettings
-from cpd.errors import CheckpointError, CPDError
+from cpd.common.config import ClusterSettings
+from cpd.common.errors import CheckpointError, CPDError
 from deploy.model import check_model, inspect_model, resolve_model
 from models.tiny import CHECKPOINT
 
@@ -90,7 +90,7 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(
 
 
 def test_workers_of_one_machine_share_its_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.memory.available_memory", lambda device: 10 << 30)
+    monkeypatch.setattr("engine.execution.memory_limits.available_memory", lambda device: 10 << 30)
     inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=1)
     with pytest.raises(CPDError, match="for each of 3 workers do not fit"):
         inspect(checkpoint, device="cpu", kv_memory=4 << 30, prefill=1, combined=2)
@@ -110,7 +110,7 @@ def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pyte
     ):
         inspect(checkpoint, kv_memory=4 << 30, prefill=1, combined=4)
     assert inspect(checkpoint, gpu_memory=0.5, prefill=0, combined=4) == "cuda"
-    monkeypatch.setattr("engine.memory._MOST_PAGES", 1 << 40)
+    monkeypatch.setattr("engine.execution.memory_limits._MOST_PAGES", 1 << 40)
     with pytest.raises(CPDError, match=r"a KV pool of 5.2 GiB for each of 2 workers .* lower --gpu-memory"):
         inspect(checkpoint, prefill=0, combined=4)
 
@@ -132,7 +132,7 @@ def test_all_workers_of_one_machine_share_what_it_has_beside_its_gpus(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10 << 30, 16 << 30))
-    monkeypatch.setattr("engine.memory._left_in_system", lambda: 8 << 30)
+    monkeypatch.setattr("engine.execution.memory_limits._left_in_system", lambda: 8 << 30)
     inspect(checkpoint, kv_memory=4 << 30, host_kv_memory=4 << 30, prefill=1, combined=1)
     with pytest.raises(CPDError, match=r"for each of 2 workers do not fit into the 8.0 GiB"):
         inspect(checkpoint, kv_memory=4 << 30, host_kv_memory=5 << 30, prefill=1, combined=1)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from cpd.errors import CheckpointError
+from cpd.common.errors import CheckpointError
 from deploy.process import ProcessState, Supervised
 from tests.waiting import DEADLINE_S
 
 CHILD = """
 import sys
-from cpd.process import end_with_supervisor
+from cpd.common.process import end_with_supervisor
 end_with_supervisor()
 print("ready", file=sys.stderr, flush=True)
 import signal
@@ -22,7 +22,7 @@ signal.sigwait([signal.SIGINT])
 """
 SUPERVISOR = f"""
 import sys, os, signal, time
-from cpd.errors import CheckpointError
+from cpd.common.errors import CheckpointError
 from deploy.process import Supervised
 child = Supervised("child", lambda: [sys.executable, "-c", {CHILD!r}], dict(os.environ))
 while not child.state().lines:

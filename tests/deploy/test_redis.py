@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from cpd.errors import CPDError
+from cpd.common.errors import CPDError
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.deploy.test_process import alive, wait_for
 

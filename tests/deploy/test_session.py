@@ -1,6 +1,6 @@
 import pytest
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from deploy.endpoint import pick_port
 from deploy.session import joined_ray
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from deploy.state import ClusterDir, ClusterState
 from tests.deploy.test_process import wait_for
 
@@ -84,7 +84,7 @@ def test_what_another_version_wrote_is_told_while_it_runs_and_cleared_away_after
 
 def test_many_that_start_at_once_run_one_after_the_other() -> None:
     owner = (
-        "from cpd.errors import ConfigError; from deploy.state import ClusterDir\n"
+        "from cpd.common.errors import ConfigError; from deploy.state import ClusterDir\n"
         "for _ in range(50):\n"
         "    try:\n"
         "        with ClusterDir('c').hold(): print('held', flush=True)\n"

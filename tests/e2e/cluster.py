@@ -16,8 +16,8 @@ from typing import Any, Self
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from cpd.config import ClusterSettings
-from cpd.membership import Member, members
+from cpd.common.config import ClusterSettings
+from cpd.common.membership import Member, members
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import has_workers, pick_port, read_cluster, url_of
 from deploy.process import Supervised

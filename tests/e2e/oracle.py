@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.sampling import gumbel_noise
+from engine.execution.sampling.sampler import gumbel_noise
 from tests.checkpoints import load_oracle
 
 MARGIN = 1e-4

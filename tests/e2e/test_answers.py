@@ -92,7 +92,7 @@ async def test_answers_are_right_from_pages_that_come_back_from_host_memory(chec
             (placement,) = (await http.get(f"/requests/{request_id}")).json()["placements"]
         assert placement["predicted"]["uncached_tokens"] == 150 - placement["actual"]["cached_tokens"] == 150 % 16
         assert placement["predicted"]["host_tokens"] > 0
-        assert "come back from host memory" in placement["why"]
+        assert "loaded from host memory" in placement["why"]
         (worker,) = cluster.wait_until_idle()["workers"]
         host = worker["load"]["host"]
         assert host["pages"] == 64

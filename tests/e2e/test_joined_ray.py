@@ -15,7 +15,7 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 pytestmark = pytest.mark.e2e
 
 RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
-PROGRAM = [sys.executable, "-c", "from cpd.cli import main; main()"]
+PROGRAM = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.e2e.cluster import eventually
 
 pytestmark = pytest.mark.e2e
 
-PROGRAM = [sys.executable, "-c", "from cpd.cli import main; main()"]
+PROGRAM = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
 UP_S, DOWN_S = 100.0, 60.0
 
 

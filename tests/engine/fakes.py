@@ -13,11 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE, Tier, blocks_for, extend_hashes
-from cpd.colocation import Colocation, Mode
-from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
-from engine.batch import Batch, Ran, Sampled, SampleRow, Split
+from cpd.common.blocks import BLOCK_SIZE, Tier, blocks_for, extend_hashes
+from cpd.performance.colocation import Colocation, Mode
+from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost
+from engine.batch import Batch, Sampled, SampleRow
 from engine.engine import Engine
+from engine.execution.executor import Split, StepResult
 from engine.types import CacheEvent, Finish, Output, Request, Reservation, SamplingParams, StepOutput
 
 ROOT = b"0123456789abcdef"
@@ -103,13 +104,13 @@ class FakeLane:
 
     Args:
         by_hand: It computes until `finish` is called, and then goes on with what is queued.
-        queues: It computes later: when `get_on` is called, at the latest when somebody waits for it.
+        overlaps: It computes later: when `get_on` is called, at the latest when somebody waits for it.
     """
 
-    def __init__(self, runner: "FakeRunner", share: float, *, by_hand: bool = False, queues: bool = False) -> None:
+    def __init__(self, runner: "FakeRunner", share: float, *, by_hand: bool = False, overlaps: bool = False) -> None:
         self.share = share
-        self.queues = queues
-        self.fed = 0
+        self.overlaps = overlaps
+        self.overlapped = 0
         self._runner = runner
         self._by_hand = by_hand
         self._queued: list[FakeStep] = []
@@ -120,16 +121,16 @@ class FakeLane:
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
         launched = len(self._queued) + len(self._ended) + self.running
-        assert launched <= (self._by_hand or batch.fed is not None), "the last step was not collected"
-        assert batch.fed is None or self.queues, "nobody feeds this lane"
-        self.fed += batch.fed is not None
+        assert launched <= (self._by_hand or batch.token_sources is not None), "the last step was not collected"
+        assert batch.token_sources is None or self.overlaps, "the lane does not overlap steps"
+        self.overlapped += batch.token_sources is not None
         step = self._runner.begin(batch)
         self._runner.enter(step, self)
         self._queued.append(step)
         self._on_done = on_done
         if self._by_hand:
             self._go_on()
-        elif not self.queues:
+        elif not self.overlaps:
             self.get_on()
 
     @property
@@ -160,11 +161,11 @@ class FakeLane:
     def done(self) -> bool:
         return bool(self._ended)
 
-    def collect(self) -> Ran:
-        if self.queues and not self._ended:
+    def collect(self) -> StepResult:
+        if self.overlaps and not self._ended:
             self.get_on()
         assert self._ended, "no step was launched, or it would wait"
-        return Ran(self._ended.pop(0).sampled, time.perf_counter(), 1.0)
+        return StepResult(self._ended.pop(0).sampled, time.perf_counter(), 1.0)
 
     def _go_on(self) -> None:
         if self._step is None and self._queued:
@@ -181,21 +182,21 @@ class FakeRunner:
 
     Args:
         lanes: Whether there are prefill lanes, which run by hand.
-        queues: Whether the other lanes compute later.
+        overlaps: Whether the other lanes compute later.
 
     Attributes:
         settled: Whether nothing was copied since `settle`.
     """
 
-    def __init__(self, num_pages: int, lanes: bool = False, queues: bool = False) -> None:
+    def __init__(self, num_pages: int, lanes: bool = False, overlaps: bool = False) -> None:
         self.num_pages = num_pages
         self.pages = [[GARBAGE] * BLOCK_SIZE for _ in range(num_pages)]
         self.batches: list[Batch] = []
         self.copies: list[tuple[int, int]] = []
         self.settled = True
-        self.full = FakeLane(self, 1.0, queues=queues)
+        self.full = FakeLane(self, 1.0, overlaps=overlaps)
         self.prefill_lane = FakeLane(self, 0.5, by_hand=True)
-        self.decode_lane = FakeLane(self, 0.5, queues=queues)
+        self.decode_lane = FakeLane(self, 0.5, overlaps=overlaps)
         self.splits = [Split(self.prefill_lane, self.decode_lane)] if lanes else []
         self.host: FakeHostMemory | None = None
         self._launched: list[FakeStep] = []
@@ -226,10 +227,10 @@ class FakeRunner:
         """
         batch = step.batch
         token_ids = batch.token_ids.tolist()
-        if batch.fed is not None:
+        if batch.token_sources is not None:
             assert before is not None
-            assert batch.num_decodes == len(token_ids) == len(batch.fed) == len(batch.samples)
-            token_ids = [before.sampled[index].token_id for index in batch.fed]
+            assert batch.num_decodes == len(token_ids) == len(batch.token_sources) == len(batch.samples)
+            token_ids = [before.sampled[index].token_id for index in batch.token_sources]
             for tokens, token_id in zip(step.tokens, token_ids, strict=True):
                 tokens[-1] = token_id
         contexts = []
@@ -297,7 +298,7 @@ class _CopyBack:
 
 
 class FakeHostMemory:
-    """Host memory beside a FakeRunner's pages. See `engine.host_tier.HostMemory`.
+    """Host memory beside a FakeRunner's pages. See `engine.kv.host_tier.HostMemory`.
 
     Args:
         by_hand: Copies back take until `finish` is called.
@@ -533,10 +534,10 @@ def engine_of(
 
 
 def make_engine(
-    num_pages: int = 64, *, colocate: Mode = "mixed", queues: bool = False, host_pages: int = 0, **options: int
+    num_pages: int = 64, *, colocate: Mode = "mixed", overlaps: bool = False, host_pages: int = 0, **options: int
 ) -> tuple[Engine, FakeRunner]:
     """A small engine and its runner; options as in `engine_of`."""
-    runner = FakeRunner(num_pages, lanes=colocate != "mixed", queues=queues)
+    runner = FakeRunner(num_pages, lanes=colocate != "mixed", overlaps=overlaps)
     if host_pages:
         runner.host = FakeHostMemory(runner, host_pages)
     return engine_of(runner, colocate=colocate, host=runner.host, **options), runner

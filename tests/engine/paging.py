@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
-from engine.batch import Batch, Runner, Sampled, SampleRow
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from engine.batch import Batch, Sampled, SampleRow
+from engine.execution.executor import Executor
 from engine.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -34,7 +35,7 @@ class Running:
 class Pager:
     """Hands out pages in random order, so that a sequence's pages are scattered over the pool."""
 
-    def __init__(self, runner: Runner, seed: int = 0) -> None:
+    def __init__(self, runner: Executor, seed: int = 0) -> None:
         self._runner = runner
         self._free = list(range(runner.num_pages))
         random.Random(seed).shuffle(self._free)

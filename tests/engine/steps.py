@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from engine.batch import Batch
 from engine.ops.base import DeviceBatch
 

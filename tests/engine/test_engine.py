@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from cpd.blocks import Tier
-from cpd.errors import QueueFullError
-from cpd.perfmodel import Work
+from cpd.common.blocks import Tier
+from cpd.common.errors import QueueFullError
+from cpd.performance.model import Work
 from engine.batch import Batch
-from engine.engine import STEPS_TO_TELL, Engine
+from engine.engine import MIN_STEPS_TO_COMPARE, Engine
 from engine.types import Computed, Finish, Output, Request
 from tests.engine.fakes import (
     GARBAGE,
@@ -949,7 +949,7 @@ class TestQueue:
     def test_stats_tell_how_much_slower_than_predicted_steps_are(self) -> None:
         engine, _ = make_engine()
         engine.add(make_request("a", prompt(10), max_tokens=20))
-        for _ in range(STEPS_TO_TELL - 1):
+        for _ in range(MIN_STEPS_TO_COMPARE - 1):
             engine.step()
         assert engine.stats().slower == 0
         engine.step()

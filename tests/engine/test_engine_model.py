@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
-from cpd.colocation import Colocation
-from engine.config import load_config
+from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from cpd.performance.colocation import Colocation
 from engine.engine import Engine
-from engine.runner import TorchRunner
-from engine.sampling import gumbel_noise
+from engine.execution.runner import TorchRunner
+from engine.execution.sampling.sampler import gumbel_noise
+from engine.model.config import load_config
 from engine.types import Request, SamplingParams
 from tests.checkpoints import load_oracle
 from tests.conftest import MakeCheckpoint

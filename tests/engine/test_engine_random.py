@@ -8,8 +8,8 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpd.blocks import Tier
-from cpd.colocation import Mode
+from cpd.common.blocks import Tier
+from cpd.performance.colocation import Mode
 from engine.types import Computed, Request, Reservation
 from tests.engine.fakes import (
     GARBAGE,
@@ -45,7 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
             token_budget=budget,
             max_num_seqs=data.draw(st.sampled_from(self.max_num_seqs)),
             colocate=data.draw(st.sampled_from(self.modes)),
-            queues=data.draw(st.booleans()),
+            overlaps=data.draw(st.booleans()),
             host_pages=data.draw(st.sampled_from([0, 1, 3, 9, 30])),
         )
         self.host = self.runner.host
@@ -182,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
     def pin_cached(self, data: st.DataObject) -> None:
         request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
         if data.draw(st.booleans()):
-            self.engine.bring_back(request.block_hashes)
+            self.engine.load(request.block_hashes)
         if pages := self.engine.pin_cached(request.block_hashes):
             computed = Computed(request.id, 16 * len(pages), pages)
             assert self.content(computed) == states_of(request.token_ids)[: computed.num_tokens]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cpd.blocks import Tier
-from engine.batch import Ran
+from cpd.common.blocks import Tier
 from engine.engine import Engine
+from engine.execution.executor import StepResult
 from tests.engine.fakes import (
     FakeRunner,
     Served,
@@ -312,7 +312,7 @@ class TestAuto:
 def test_what_fails_on_the_lane_fails_the_engine_and_frees_nothing() -> None:
     runner = FakeRunner(64, lanes=True)
 
-    def fail() -> Ran:
+    def fail() -> StepResult:
         raise RuntimeError("device lost")
 
     engine = engine_of(runner, colocate="lanes")

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpd.blocks import extend_hashes, hash_root
-from cpd.colocation import Colocation, Mode
-from engine.config import load_config
-from engine.cpu_lanes import use_threads
+from cpd.common.blocks import extend_hashes, hash_root
+from cpd.performance.colocation import Colocation, Mode
 from engine.engine import Engine
-from engine.host_tier import HostMemory
-from engine.runner import TorchRunner
+from engine.execution.cpu.lanes import use_threads
+from engine.execution.runner import TorchRunner
+from engine.kv.host_tier import HostMemory
+from engine.model.config import load_config
 from engine.types import Output, Request, SamplingParams
 from tests.conftest import MakeCheckpoint
 from tests.engine.fakes import MODEL, assert_all_released

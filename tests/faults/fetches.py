@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from enum import Enum
 
-from cpd.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request, SamplingParams
 from tests.e2e.oracle import Oracle
@@ -91,8 +91,8 @@ async def _held(
     await source.done(await source.submit(_request(prompt, 1), number))
     worker, point, k = _HOLDS[phase]
     await cluster.order(worker, point, Action.HOLD, k)
-    hint = pb.CachedPrefix(worker_id=SOURCE, address=source.session, blocks=PROMPT_TOKENS // BLOCK_SIZE)
-    answer = await here.submit(_request(prompt, MAX_TOKENS), number, cached_at=hint)
+    hint = pb.PrefixSource(worker_id=SOURCE, address=source.session, blocks=PROMPT_TOKENS // BLOCK_SIZE)
+    answer = await here.submit(_request(prompt, MAX_TOKENS), number, prefix_source=hint)
     while not await cluster.reached(worker):
         if answer.done:
             return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 
 
 class Point(Enum):

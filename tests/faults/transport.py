@@ -4,7 +4,7 @@ import asyncio
 import ctypes
 from collections.abc import Sequence
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
 from kvtransfer.local import LocalNetwork
 from tests.faults.points import Action, Point, Points

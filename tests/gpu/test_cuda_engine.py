@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cpd.blocks import blocks_for, extend_hashes, hash_root
-from cpd.colocation import Mode
+from cpd.common.blocks import blocks_for, extend_hashes, hash_root
+from cpd.performance.colocation import Mode
 from engine.batch import SampleRow
-from engine.config import load_config
-from engine.runner import TorchRunner
+from engine.execution.runner import TorchRunner
+from engine.model.config import load_config
 from engine.types import Request, SamplingParams
 from tests.checkpoints import oracle_generate, oracle_logits
 from tests.conftest import MakeCheckpoint

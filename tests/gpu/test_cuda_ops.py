@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from cpd.blocks import BLOCK_SIZE
+from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import SampleRow
-from engine.cuda.graphs import graph_sizes
+from engine.execution.cuda.graphs import graph_sizes
+from engine.execution.sampling.sampler import Sampler
 from engine.ops import make_ops
 from engine.ops.base import DeviceBatch, Heads
 from engine.ops.flashinfer_ops import FlashInferOps, PageBuffer
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_ops import TritonOps
-from engine.sampling import Sampler
 from engine.types import SamplingParams
 from tests.engine.ops.test_triton_ops import (
     ops,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvtransfer
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.checksums import page_checksums
 from kvtransfer.landings import BookedLanding

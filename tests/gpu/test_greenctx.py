@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from cpd.split import lane_splits
-from engine.cuda.driver import CudaDriver
-from engine.cuda.greenctx import GreenContexts, Partition, UnusablePartitionError
+from cpd.performance.split import lane_splits
+from engine.execution.cuda.driver import CudaDriver
+from engine.execution.cuda.greenctx import GreenContexts, Partition, UnusablePartitionError
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_ops import TritonOps
 from scripts.gpu.partition import replayed_sms, sms_of_both

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvtransfer
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Landing, Peer, Ticket, Transport
 from tests.kvtransfer import no_gpu
 from tests.kvtransfer.pools import Pool

@@ -15,7 +15,7 @@ import sys
 import time
 
 import kvtransfer
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Transport
 from kvtransfer.nixl.process import ProcessIdentity
 from tests.kvtransfer.pools import EMPTY, Pool, ticket

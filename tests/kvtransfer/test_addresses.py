@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.nixl.details import Address
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from pydantic import ByteSize
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Cost
 from kvtransfer.bench import far
 from kvtransfer.bench.measure import measure

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpd.errors import StaleTransferError, TransferError
+from cpd.common.errors import StaleTransferError, TransferError
 from kvtransfer.base import Peer, Ticket, Transport
 from kvtransfer.landings import BookedLanding
 from kvtransfer.session.frames import Offer, Refuse

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import kvtransfer
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from tests.kvtransfer.pools import Pool
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Landing, Transfer, Transport
 from kvtransfer.nixl.details import Address
 from kvtransfer.nixl.link import read_frame

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.session import frames
 
 u64 = st.integers(0, 2**64 - 1)

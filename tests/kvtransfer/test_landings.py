@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.landings import BookedLanding, LandingBook, LandingState
 
 PAGES = 12

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.nixl import neighbour
 from kvtransfer.nixl.neighbour import Neighbour
 from kvtransfer.nixl.process import ProcessIdentity

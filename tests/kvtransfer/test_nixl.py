@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvtransfer
-from cpd.errors import ConfigError, StaleTransferError, TransferError
+from cpd.common.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer import addresses, cuda
 from kvtransfer.nixl import agent
 from kvtransfer.nixl.details import Address, ReceiversPool, Sender, decode_process

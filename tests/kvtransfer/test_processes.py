@@ -12,7 +12,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 import kvtransfer
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import Landing, Transport
 from kvtransfer.landings import BookedLanding
 from kvtransfer.nixl.process import ProcessIdentity

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvtransfer
-from cpd.errors import ConfigError, StaleTransferError, TransferError
+from cpd.common.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer.base import Transport
 from kvtransfer.landings import BookedLanding
 from kvtransfer.session import frames

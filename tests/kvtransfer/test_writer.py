@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.nixl.writer import Door, Pages, Writer
 
 PAGES = np.array([0], np.int64)

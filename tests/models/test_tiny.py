@@ -3,7 +3,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from engine.config import load_config
+from engine.model.config import load_config
 from models.tiny import CHECKPOINT
 from models.tiny.data.dialogue import said
 from models.tiny.make import write

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpd.blocks import BLOCK_SIZE, blocks_for, pack_tokens
+from cpd.common.blocks import BLOCK_SIZE, blocks_for, pack_tokens
+from cpd.common.stream import Stream, connect
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import Stream, connect
 from engine.engine import Engine
 from engine.types import Request, StepOutput
 from kvtransfer.base import Landing, PoolMemory
@@ -471,7 +471,7 @@ async def test_an_unexpected_error_ends_one_fill_and_keeps_no_pages(
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("prefill_worker.fill.Fill._land", fail)
+    monkeypatch.setattr("prefill_worker.prefill_job.Fill._land", fail)
     async with setup(redis_url) as s:
         s.gate.close()
         call = s.receiver.fill()
@@ -506,7 +506,7 @@ async def test_the_queue_and_its_bound_show_in_the_load(redis_url: str) -> None:
             await eventually(partial(s.waits, min(i, 1)))
         assert (await calls[2].expect("refused")).queue_full
         assert s.view.load.waiting_tokens == 200
-        await eventually(lambda: list(s.view.load.unanswered) in ([10], [11]))  # either may have come first
+        await eventually(lambda: list(s.view.load.awaiting_first_token) in ([10], [11]))  # either may have come first
 
 
 async def test_a_fill_must_start_with_its_start(redis_url: str) -> None:

@@ -15,9 +15,10 @@ import pytest
 from redis.asyncio import Redis
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cpd.config import RouterSettings
+from cpd.common.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
-from router import sessions, siblings
+from router.dispatch import worker_session as sessions
+from router.operations import peer_routers
 from router.server import listen, serve
 from tests.router.fake_worker import Answer, FakeWorker, Script, outputs
 from tests.waiting import DEADLINE_S
@@ -62,7 +63,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted workers say nothing by themselves, and routers that run answer, however busy the machine is."""
     monkeypatch.setattr(sessions, "SILENT_S", 60.0)
-    monkeypatch.setattr(siblings, "ANSWER_S", 10.0)
+    monkeypatch.setattr(peer_routers, "ANSWER_S", 10.0)
 
 
 @pytest.fixture

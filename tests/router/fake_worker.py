@@ -9,10 +9,10 @@ from typing import Any, Literal, Self
 
 from redis.asyncio import Redis
 
-from cpd.blocks import TOKEN_BYTES
-from cpd.membership import Member, lease, members
+from cpd.common.blocks import TOKEN_BYTES
+from cpd.common.membership import Member, lease, members
+from cpd.common.stream import Stream, StreamError, StreamServer
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import Stream, StreamError, StreamServer
 
 Answer = pb.Output | pb.Refusal
 Script = Callable[[pb.Submit], AsyncIterator[Answer]]

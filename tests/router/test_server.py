@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from router.server import listen
 from tests.router.conftest import Says, StartWorker, eventually
 

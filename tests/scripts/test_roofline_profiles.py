@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpd.perfmodel import PerfModel, Profile, Work
+from cpd.performance.model import PerfModel, Profile, Work
 from scripts.roofline_profiles import BANDWIDTH, MATMUL_FLOPS, PROFILES, SHAPES, SMS, file_of, profile
 
 QWEN = SHAPES["Qwen3-8B"]

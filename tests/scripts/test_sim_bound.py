@@ -1,8 +1,8 @@
 import pytest
 
-from cpd.perfmodel import PerfModel, Profile
+from cpd.performance.model import PerfModel, Profile
 from scripts.sim_bound import devices, highest_rate, modes, needs
-from sim.settings import CompareSettings
+from sim.cluster.settings import CompareSettings
 
 SETTINGS = CompareSettings(warmup=1.0, duration=2.0)
 MODEL = PerfModel(Profile.load(SETTINGS.profile))

@@ -1,7 +1,7 @@
 """The study's own workload; its policies are tested with the simulator."""
 
 from scripts.sim_study import Cell, compute
-from sim.settings import CompareSettings
+from sim.cluster.settings import CompareSettings
 
 
 def test_a_burst_stretches_gaps_less_than_with_chunked_prefill() -> None:

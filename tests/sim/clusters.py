@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cpd.perfmodel import PerfModel, Profile
-from sim.cluster import Outcome, SimCluster
-from sim.policies import PolicyName
-from sim.settings import SimSettings
-from sim.workload import Session, Turn, Workload
+from cpd.performance.model import PerfModel, Profile
+from sim.cluster.policies import PolicyName
+from sim.cluster.settings import SimSettings
+from sim.cluster.simulation import Outcome, SimCluster
+from sim.cluster.workload import Session, Turn, Workload
 
 PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "h200-qwen3-8b.json"
 MODEL = PerfModel(Profile.load(PROFILE))

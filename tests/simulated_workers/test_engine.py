@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from cpd.config import WorkerSettings
-from cpd.errors import ConfigError
-from cpd.perfmodel import Profile
-from engine.config import ModelConfig, load_config
-from engine.simulated import VirtualTime
+from cpd.common.config import WorkerSettings
+from cpd.common.errors import ConfigError
+from cpd.performance.model import Profile
+from engine.model.config import ModelConfig, load_config
 from models import tiny
+from sim.device.runner import VirtualTime
 from simulated_workers.engine import CONTEXT, Load, make_loader
 from simulated_workers.simulation import absolute, read_profile
 from worker.node import Loaded

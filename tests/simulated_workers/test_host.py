@@ -8,12 +8,12 @@ from itertools import count
 import pytest
 from redis.asyncio import Redis
 
-from cpd.config import Role, WorkerSettings
-from cpd.errors import ConfigError
-from cpd.membership import Member, members
-from cpd.perfmodel import Profile
+from cpd.common.config import Role, WorkerSettings
+from cpd.common.errors import ConfigError
+from cpd.common.membership import Member, members
+from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb
-from engine.config import load_config
+from engine.model.config import load_config
 from kvtransfer.local import LocalNetwork
 from models import tiny
 from simulated_workers.engine import make_loader

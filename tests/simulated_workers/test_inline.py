@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import pytest
 
-from cpd.colocation import Colocation, Mode
-from cpd.perfmodel import PerfModel, Profile, ShareProfile, StepCost
+from cpd.performance.colocation import Colocation, Mode
+from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost
 from engine.engine import Engine
-from engine.quiet import Choose
-from engine.simulated import SimulatedRunner, VirtualTime, chooser, outline
 from engine.types import StepOutput
+from sim.device.fast_forward import Choose
+from sim.device.runner import SimulatedRunner, VirtualTime, chooser, outline
 from simulated_workers.inline import InlineEngine
 from tests.engine.fakes import make_request, prompt
 from tests.jumping import run_jumping

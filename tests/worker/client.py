@@ -7,10 +7,10 @@ from typing import Any, Protocol, Self
 
 import grpc
 
-from cpd.blocks import pack_tokens
+from cpd.common.blocks import pack_tokens
+from cpd.common.stream import StreamError, connect
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
-from cpd.stream import StreamError, connect
 from engine.types import Finish, Request
 from tests.waiting import DEADLINE_S, eventually
 from worker.auth import token_metadata
@@ -108,7 +108,7 @@ class Client:
         attempt: int = 0,
         candidates: Sequence[pb.PrefillCandidate] = (),
         long_prefill_tokens: int = 32,
-        cached_at: pb.CachedPrefix | None = None,
+        prefix_source: pb.PrefixSource | None = None,
         tenant: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
@@ -130,7 +130,7 @@ class Client:
                     choice=request.first_choice,
                     prefill_candidates=candidates,
                     long_prefill_tokens=long_prefill_tokens,
-                    cached_at=cached_at,
+                    prefix_source=prefix_source,
                     trace_id=request.id,
                     tenant=tenant,
                     priority=priority,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from cpd.colocation import Colocation
-from cpd.config import WorkerSettings
-from cpd.errors import TransferError
+from cpd.common.config import WorkerSettings
+from cpd.common.errors import TransferError
+from cpd.performance.colocation import Colocation
 from engine.batch import Batch
 from engine.engine import Engine
 from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport

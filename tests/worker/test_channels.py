@@ -1,13 +1,14 @@
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 import worker.channels
-from cpd import stream
+from cpd.common import stream
+from cpd.common.stream import Stream, StreamServer
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import Stream, StreamServer
 from tests.waiting import eventually
 from worker.channels import Channels, StreamEnded
 
@@ -72,6 +73,16 @@ async def test_a_stream_is_used_for_one_fill_after_the_other() -> None:
             await fill(channels, there)
         assert len(there.streams) == 1
         assert there.requests == [START] * 3
+
+
+async def test_an_idle_stream_keeps_no_message_alive() -> None:
+    async with connected() as (channels, there):
+        await fill(channels, there)
+        (idle,) = channels._channels
+        its_own = gc.get_referents(idle)
+        lists = [one for one in its_own if isinstance(one, list)]
+        kept = [one for one in [*its_own, *gc.get_referents(*lists)] if isinstance(one, pb.RouterMessage)]
+        assert kept == []
 
 
 async def test_no_fill_gets_the_stream_of_a_worker_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.blocks import extend_hashes, hash_root
+from cpd.common.blocks import extend_hashes, hash_root
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish, Output, Request, SamplingParams, TokenLogprobs
 from worker.convert import (

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from cpd.blocks import Tier
+from cpd.common.blocks import Tier
 from engine.batch import Batch
 from engine.engine import Engine
 from engine.types import Output, StepOutput

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from cpd.config import Role, WorkerSettings
-from engine.runner import TorchRunner
+from cpd.common.config import Role, WorkerSettings
+from engine.execution.runner import TorchRunner
 from tests.conftest import MakeCheckpoint
 from worker import loading
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import worker.peers
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.local import LocalNetwork, LocalPeer, LocalTransport
 from worker.peers import Peers

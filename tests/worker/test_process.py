@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from cpd.errors import TransferError
+from cpd.common.errors import TransferError
 from kvtransfer.nixl.writer import Pages, Writer
 from tests.waiting import DEADLINE_S
 from worker.node import EXIT_RESTART, Lifecycle

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cpd.blocks import Tier
+from cpd.common.blocks import Tier
+from cpd.common.stream import Stream, StreamServer, connect
 from cpd.rpc import cpd_pb2 as pb
-from cpd.stream import Stream, StreamServer, connect
 from engine.engine import Engine
 from engine.types import Output
 from tests.engine.fakes import make_engine, make_request, prompt

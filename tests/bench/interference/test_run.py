@@ -18,7 +18,7 @@ from bench.interference.settings import InterferenceSettings
 from bench.interference.table import show
 from bench.interference.verdicts import shape, verdicts
 from bench.result import Client
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from tests.bench.interference.cells import grid
 from tests.bench.interference.engine_server import Engine, engine_server
 

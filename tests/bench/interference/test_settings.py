@@ -1,7 +1,7 @@
 import pytest
 
 from bench.interference.settings import InterferenceSettings
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 
 def test_the_grid_begins_with_the_smallest_burst() -> None:

@@ -13,7 +13,7 @@ from bench.errors import BenchError
 from bench.mock.behaviour import Behaviour
 from bench.mock.process import MockServer
 from bench.sweep.search import share_interval
-from cpd.cli import app
+from cpd.cli.main import app
 
 
 @pytest.fixture(scope="module")

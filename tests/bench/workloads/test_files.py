@@ -9,7 +9,7 @@ import pytest
 from bench.errors import BenchError
 from bench.tokens import Texts
 from bench.workloads.base import Message, Workload
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from tests.bench.workloads.making import all_messages, tokens, workload
 
 TALK = {

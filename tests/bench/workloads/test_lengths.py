@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.workloads.lengths import Distribution
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 
 
 def draws(text: str, least: float = 1) -> list[float]:

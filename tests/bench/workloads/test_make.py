@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.tokens import Texts
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from tests.bench.workloads.making import common_tokens, exact, first_texts, workload
 
 KINDS = ("random", "shared-prefix", "multi-turn", "trace", "jsonl")

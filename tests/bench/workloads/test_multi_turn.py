@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from tests.bench.workloads.making import common_tokens, prompt_len, tokens, workload
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.errors import BenchError
-from cpd.errors import ConfigError
+from cpd.common.errors import ConfigError
 from tests.bench.workloads.making import OVERHEAD, common_tokens, first_texts, prompt_len, workload
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.cuda.fake_cuda import recorded
+from tests.engine.execution.cuda.fake_cuda import recorded
 
 SMS = 132
 

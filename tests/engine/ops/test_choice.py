@@ -15,7 +15,7 @@ from engine.ops.base import Heads, Ops
 from engine.ops.flashinfer_ops import FlashInferOps
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_ops import TritonOps
-from tests.engine.cuda.fake_cuda import cuda
+from tests.engine.execution.cuda.fake_cuda import cuda
 from tests.engine.ops import fake_flashinfer, fake_kernels
 
 __all__ = ["cuda"]

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import engine.ops
-from cpd.blocks import BLOCK_SIZE
+from cpd.common.blocks import BLOCK_SIZE
 from engine.ops.base import Heads
 from engine.ops.flashinfer_ops import FlashInferOps, Geometry, PageBuffer, PageTable
 from engine.ops.torch_ops import TorchOps
-from tests.engine.cuda.fake_cuda import FakeEvent, cuda
+from tests.engine.execution.cuda.fake_cuda import FakeEvent, cuda
 from tests.engine.ops import fake_flashinfer, fake_kernels
 from tests.engine.steps import Lens, lay_out, step_of
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from cpd.perffit import Sample, fit_profile
-from engine.batch import Batch, Lane, Ran, Sampled, Split
+from cpd.performance.fit import Sample, fit_profile
+from engine.batch import Batch, Sampled
+from engine.execution.executor import Lane, Split, StepResult
+from engine.execution.runner import TorchRunner
 from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits
-from engine.runner import TorchRunner
 from tests.conftest import MakeCheckpoint
 
 DECODE_SLOWDOWN, PREFILL_SLOWDOWN = 1.25, 1.5
@@ -21,7 +22,7 @@ class FakeLane:
     The prefill lane is done when it has been asked `patience` times.
     """
 
-    queues = False
+    overlaps = False
 
     def __init__(self, share: float, slowdown: float = 1.0, patience: int = 0) -> None:
         self.share = share
@@ -30,7 +31,7 @@ class FakeLane:
         self._slowdown = slowdown
         self._patience = patience
         self._asked = 0
-        self._ran: Ran | None = None
+        self._ran: StepResult | None = None
 
     @property
     def busy(self) -> bool:
@@ -46,13 +47,13 @@ class FakeLane:
         if self.other and (self.other.busy or self._patience):
             ms *= self._slowdown
         self._asked = 0
-        self._ran = Ran([Sampled(0)] * len(batch.samples), 0.0, ms)
+        self._ran = StepResult([Sampled(0)] * len(batch.samples), 0.0, ms)
 
     def done(self) -> bool:
         self._asked += 1
         return self._asked > self._patience
 
-    def collect(self) -> Ran:
+    def collect(self) -> StepResult:
         ran, self._ran = self._ran, None
         assert ran is not None
         return ran

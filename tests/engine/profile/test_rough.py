@@ -4,11 +4,12 @@ from typing import Any, cast
 
 import pytest
 
-from cpd.perfmodel import PerfModel, Profile, Work
-from engine.batch import Batch, Ran, Runner
+from cpd.performance.model import PerfModel, Profile, Work
+from engine.batch import Batch
+from engine.execution.executor import Executor, StepResult
+from engine.execution.runner import TorchRunner
 from engine.profile.rough import time_a_few_steps
-from engine.runner import TorchRunner
-from engine.simulated import work_of
+from sim.device.runner import work_of
 from tests.conftest import MakeCheckpoint
 
 H200 = Path(__file__).parents[3] / "profiles" / "h200-qwen3-8b.json"
@@ -31,13 +32,13 @@ class FakeDevice:
             self.chunks.append(len(batch.token_ids))
         self._work = work_of(batch)
 
-    def collect(self) -> Ran:
-        return Ran([], 0.0, self._model.step_ms(self._work))
+    def collect(self) -> StepResult:
+        return StepResult([], 0.0, self._model.step_ms(self._work))
 
 
 def rough(device: FakeDevice) -> PerfModel:
     about: dict[str, Any] = {"device": "d", "model": "m"}
-    return PerfModel(time_a_few_steps(cast(Runner, device), 40_960, **about))
+    return PerfModel(time_a_few_steps(cast(Executor, device), 40_960, **about))
 
 
 def test_long_prompts_are_not_taken_to_be_quick_where_short_ones_only_wait_for_the_weights() -> None:

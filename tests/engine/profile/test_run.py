@@ -9,9 +9,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from cpd.errors import ConfigError
-from cpd.perffit import Sample, fit_profile
-from cpd.perfmodel import PerfModel, Profile, Work
+from cpd.common.errors import ConfigError
+from cpd.performance.fit import Sample, fit_profile
+from cpd.performance.model import PerfModel, Profile, Work
+from engine.execution.runner import TorchRunner
 from engine.profile.about import about
 from engine.profile.budget import sweep_budget
 from engine.profile.lanes import measure_samples
@@ -22,7 +23,6 @@ from engine.profile.run import run_budget, run_profile
 from engine.profile.settings import BudgetSettings, ProfileSettings
 from engine.profile.splits import split_table
 from engine.profile.steps import Step
-from engine.runner import TorchRunner
 from tests.conftest import MakeCheckpoint
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cpd.errors import ConfigError
-from cpd.perfmodel import Profile, ShareProfile, StepCost
-from cpd.split import LaneSplit
+from cpd.common.errors import ConfigError
+from cpd.performance.model import Profile, ShareProfile, StepCost
+from cpd.performance.split import LaneSplit
 from engine.profile.splits import SplitTable, split_table
 
 

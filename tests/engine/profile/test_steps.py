@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cpd.blocks import BLOCK_SIZE
-from cpd.perfmodel import Work
-from engine.batch import Lane, Split
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.performance.model import Work
+from engine.execution.executor import Lane, Split
+from engine.execution.runner import TorchRunner
 from engine.profile.steps import Step, StepBatches, StepTimer
-from engine.runner import TorchRunner
 from tests.conftest import MakeCheckpoint
 
 

@@ -5,7 +5,7 @@ import torch
 
 from scripts.gpu import common
 from scripts.gpu.results import Report
-from tests.engine.cuda.fakes import FakeDriver
+from tests.engine.execution.cuda.fakes import FakeDriver
 from tests.scripts.gpu.fake_gpu import FakeGpu
 from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scripts.gpu.probes import Policy
-from tests.engine.cuda.fakes import FakeDriver
+from tests.engine.execution.cuda.fakes import FakeDriver
 
 RECORD_MS = 1e-3
 """Recording an event takes no time on a real device, but no two are at the same moment."""

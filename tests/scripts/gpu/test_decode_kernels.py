@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cuda.setup import DECODE_SHARES
+from engine.execution.cuda.setup import DECODE_SHARES
 from scripts.gpu import decode_kernels, decode_work
 from scripts.gpu.decode_work import Attention, Matrix, Products, Tiling, Way, Work, matrices
 from scripts.gpu.models import MODELS, model_config, step_bytes

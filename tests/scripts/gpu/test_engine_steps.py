@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Batch, Ran
-from engine.weights import expected_tensors
+from engine.batch import Batch
+from engine.execution.executor import StepResult
+from engine.model.weights import expected_tensors
 from scripts.gpu import (
     attention_layout,
     decode_floor,
@@ -68,7 +69,7 @@ def test_on_a_gpu_slower_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("no C compiler")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("engine.runner.check_memory", lambda *_: None)
+    monkeypatch.setattr("engine.execution.runner.check_memory", lambda *_: None)
     monkeypatch.setattr("engine.ops.TritonOps", broken)
     with pytest.raises(OSError, match="no C compiler"):
         random_runner(SMALL, tokens=64, graph_decodes=0)
@@ -157,27 +158,27 @@ def test_decode_floor_compares_graphs_with_eager_and_an_outlier_with_uniform_len
 
 
 class QueueingLane:
-    """Chooses token 7 for each sample, and checks who may be launched when. See `engine.batch.Lane`."""
+    """Chooses token 7 for each sample, and checks who may be launched when. See `engine.execution.executor.Lane`."""
 
-    share, queues = 1.0, True
+    share, overlaps = 1.0, True
 
     def __init__(self) -> None:
-        self.fed: list[bool] = []
+        self.overlapped: list[bool] = []
         self._launched = 0
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
-        assert self._launched <= (batch.fed is not None)
-        if batch.fed is not None:
-            assert batch.fed.tolist() == list(range(len(batch.samples)))
-        self.fed.append(batch.fed is not None)
+        assert self._launched <= (batch.token_sources is not None)
+        if batch.token_sources is not None:
+            assert batch.token_sources.tolist() == list(range(len(batch.samples)))
+        self.overlapped.append(batch.token_sources is not None)
         self._launched += 1
 
     def done(self) -> bool:
         return self._launched > 0
 
-    def collect(self) -> Ran:
+    def collect(self) -> StepResult:
         self._launched -= 1
-        return Ran([], 0.0, 0.0)
+        return StepResult([], 0.0, 0.0)
 
 
 def test_steps_that_are_launched_ahead_are_fed_by_the_one_before() -> None:
@@ -185,7 +186,7 @@ def test_steps_that_are_launched_ahead_are_fed_by_the_one_before() -> None:
     lens = [(1, 20)] * 3
     batch = step(lens, random_pages(lens, 20, rng), 100, rng)
     times = ahead_ms(lane, batch, warmup=1, repeats=2)
-    assert lane.fed == [False, True, True, True]
+    assert lane.overlapped == [False, True, True, True]
     assert not lane.done()
     assert times.launch.median <= times.whole.median
 

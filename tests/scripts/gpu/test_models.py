@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from cpd.blocks import BLOCK_SIZE, blocks_for
-from engine.weights import expected_tensors
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from engine.model.weights import expected_tensors
 from scripts.gpu.models import (
     MODELS,
     attention_flop,

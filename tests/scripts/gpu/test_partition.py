@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cuda.driver import CudaError
+from engine.execution.cuda.driver import CudaError
 from scripts.gpu import partition, workloads
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Exit

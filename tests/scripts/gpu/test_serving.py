@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu_lanes import own_cores, use_threads
+from engine.execution.cpu.lanes import own_cores, use_threads
 from engine.types import Finish, Output
 from scripts.gpu import interference, serving, transformers_batching
 from scripts.gpu.device_model import device_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpd.split import Device, lane_splits
+from cpd.performance.split import Device, lane_splits
 from scripts.gpu import two_kernels, workloads
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Exit, Report

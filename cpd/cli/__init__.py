@@ -1,0 +1,1 @@
+"""The `cpd` command, one file a subcommand. Imports the rest only when a subcommand needs it."""

@@ -1,0 +1,1 @@
+"""What every process uses: settings, errors, block hashes, leases, streams of messages."""

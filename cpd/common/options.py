@@ -1,0 +1,86 @@
+"""Command-line flags from settings: every field of a settings class becomes one typer option."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic_core import PydanticUndefined
+
+from cpd.common.config import Settings
+from cpd.common.errors import CPDError
+
+S = TypeVar("S", bound=Settings)
+
+
+def command(settings: type[S], run: Callable[[S], None]) -> Callable[..., None]:
+    """A typer command with one flag a field of `settings`, that calls `run` with the merged settings.
+
+    A CPDError that `run` raises is printed as one sentence, and the process exits with code 1.
+    """
+
+    def call(config: Path | None = None, **flags: Any) -> None:
+        given = {name: value for name, value in flags.items() if value not in (None, [])}
+        with clean_exit():
+            run(settings.load(given, config))
+
+    config_option = typer.Option("--config", help="YAML file with any of these settings.")
+    parameters = [
+        _parameter("config", Annotated[Path | None, config_option]),
+        *(_parameter(name, _annotation(settings, name)) for name in settings.model_fields),
+    ]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__doc__ = run.__doc__
+    return call
+
+
+class clean_exit:  # noqa: N801 - reads as a statement
+    """Turns a CPDError into one line on stderr and exit code 1."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, CPDError):
+            sys.stderr.write(f"error: {error}\n")
+            raise typer.Exit(1) from error
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _annotation(settings: type[Settings], name: str) -> Any:
+    field = settings.model_fields[name]
+    shown = "" if field.default is PydanticUndefined else _show(field.default)
+    default = f" [default: {shown}]" if shown else ""
+    env = f" [env: {settings.model_config['env_prefix']}{name.upper()}]"
+    help_text = f"{field.description}{default}{env}"
+    flag = "--" + name.replace("_", "-")
+    if isinstance(field.json_schema_extra, dict):
+        flag = str(field.json_schema_extra["flag"])
+    kind: Any = _without_none(field.annotation)
+    if get_origin(kind) is Literal:
+        help_text = f"{'|'.join(filter(None, get_args(kind)))}. {help_text}"
+    if kind is bool:
+        flag += "/--no-" + flag.removeprefix("--")
+    base = {int: int, float: float, bool: bool}.get(kind, str)
+    if get_origin(kind) is list:
+        return Annotated[list[str] | None, typer.Option(flag, help=help_text)]
+    return Annotated[base | None, typer.Option(flag, help=help_text)]
+
+
+def _without_none(kind: Any) -> Any:
+    """X of `X | None`; other unions are texts."""
+    if get_origin(kind) in (UnionType, Union):
+        parts = [part for part in get_args(kind) if part is not NoneType]
+        return parts[0] if len(parts) == 1 else str
+    return kind
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return ""
+    return value.human_readable() if hasattr(value, "human_readable") else str(value)

@@ -1,0 +1,1 @@
+"""Lanes on a CPU."""

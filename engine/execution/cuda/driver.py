@@ -1,0 +1,202 @@
+"""The calls of the CUDA driver that torch does not offer: SM resources, Green Contexts and their streams.
+
+`Driver` is the boundary: everything above it runs against a fake where there is no GPU. See NVIDIA's driver API
+reference, "Green Contexts".
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cpd.common.errors import CPDError
+
+_PROBE_THREADS = 1024
+_PROBE = b"""
+.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry probe() { ret; }
+"""
+
+_ADVICE = {
+    "CUDA_ERROR_NO_DEVICE": "there is no GPU that this process may use; check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU, or lower --kv-memory",
+    "CUDA_ERROR_NOT_SUPPORTED": "neither this GPU nor its driver can do that; use --colocate mixed",
+    "CUDA_ERROR_INVALID_CONTEXT": "this thread must have used torch on the GPU before, as in torch.cuda.synchronize()",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel went wrong before and the process must be restarted; "
+    "CUDA_LAUNCH_BLOCKING=1 tells which",
+}
+_GENERAL_ADVICE = "use --colocate mixed to go without Green Contexts"
+
+
+class CudaUnavailableError(CPDError):
+    """The driver, the device or the Python package for it is missing, or too old for what is asked of it."""
+
+
+class CudaError(CPDError):
+    """A call of the driver failed.
+
+    Attributes:
+        call: Such as cuGreenCtxCreate.
+        code: Such as CUDA_ERROR_OUT_OF_MEMORY.
+    """
+
+    def __init__(self, call: str, code: str) -> None:
+        super().__init__(f"{call} failed with {code}: {_ADVICE.get(code, _GENERAL_ADVICE)}")
+        self.call = call
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class SmResource:
+    """SMs that a Green Context can be made of.
+
+    Attributes:
+        handle: The driver's.
+        sms: How many.
+        minimum: SMs of a part at least; 0: the driver does not tell.
+        step: Parts are multiples of it; 0: the driver does not tell.
+    """
+
+    handle: Any
+    sms: int
+    minimum: int
+    step: int
+
+
+class Driver(Protocol):
+    """What is asked of the driver, on a thread that has used torch on the device.
+
+    Every call raises `CudaError` if it fails, and `CudaUnavailableError` if there is no driver, or one without that
+    call. Contexts are opaque; streams are handles as torch takes them.
+    """
+
+    def version(self) -> int:
+        """The CUDA version that the driver speaks: 1000 x major + 10 x minor."""
+
+    def compute_capability(self, device: int) -> tuple[int, int]:
+        """Major and minor."""
+
+    def sm_resource(self, device: int) -> SmResource:
+        """All SMs of a device."""
+
+    def split(self, resource: SmResource, sms: int) -> tuple[SmResource, SmResource]:
+        """Takes SMs out of a device's resource. Returns them, no fewer than asked for, and the rest."""
+
+    def create_context(self, device: int, resource: SmResource) -> Any:
+        """A Green Context of these SMs."""
+
+    def destroy_context(self, context: Any) -> None:
+        """Its streams must be gone."""
+
+    def create_stream(self, context: Any) -> int:
+        """A stream whose kernels stay within the context's SMs. It does not wait for the default stream."""
+
+    def synchronize(self, stream: int) -> None:
+        """Waits until the stream has done its work."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """It must be idle."""
+
+    def max_clusters(self, stream: int, blocks: int) -> int:
+        """How many thread-block clusters, of so many blocks of 1,024 threads each, can run at once on the SMs of a
+        stream. Needs compute capability 9.0."""
+
+
+class CudaDriver:
+    """The real one, through the package cuda-bindings. See `Driver`.
+
+    Raises:
+        CudaUnavailableError: The package is missing.
+        CudaError, CudaUnavailableError: The driver cannot be initialised.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise CudaUnavailableError(
+                f"the Python package cuda-bindings is missing ({error}): install CPD with its extra `gpu`"
+            ) from error
+        self._cuda = driver
+        self._call("cuInit", 0)
+
+    def version(self) -> int:
+        return int(self._call("cuDriverGetVersion"))
+
+    def compute_capability(self, device: int) -> tuple[int, int]:
+        handle = self._call("cuDeviceGet", device)
+        attribute = self._cuda.CUdevice_attribute
+        major, minor = (
+            int(self._call("cuDeviceGetAttribute", key, handle))
+            for key in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        return major, minor
+
+    def sm_resource(self, device: int) -> SmResource:
+        handle = self._call("cuDeviceGet", device)
+        kind = self._cuda.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        return _resource(self._call("cuDeviceGetDevResource", handle, kind))
+
+    def split(self, resource: SmResource, sms: int) -> tuple[SmResource, SmResource]:
+        groups, count, rest = self._call("cuDevSmResourceSplitByCount", 1, resource.handle, 0, sms)
+        if count != 1:  # what a driver does that rounds up to more than there is
+            raise CudaError("cuDevSmResourceSplitByCount", "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION")
+        return _resource(groups[0]), _resource(rest)
+
+    def create_context(self, device: int, resource: SmResource) -> Any:
+        description = self._call("cuDevResourceGenerateDesc", [resource.handle], 1)
+        flags = self._cuda.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        return self._call("cuGreenCtxCreate", description, self._call("cuDeviceGet", device), int(flags))
+
+    def destroy_context(self, context: Any) -> None:
+        self._call("cuGreenCtxDestroy", context)
+
+    def create_stream(self, context: Any) -> int:
+        flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._call("cuGreenCtxStreamCreate", context, int(flags), 0))
+
+    def synchronize(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", self._cuda.CUstream(stream))
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy", self._cuda.CUstream(stream))
+
+    def max_clusters(self, stream: int, blocks: int) -> int:
+        cuda = self._cuda
+        dimension = cuda.CUlaunchAttribute()
+        dimension.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension.value.clusterDim.x, dimension.value.clusterDim.y, dimension.value.clusterDim.z = blocks, 1, 1
+        launch = cuda.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = blocks, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = _PROBE_THREADS, 1, 1
+        launch.hStream = cuda.CUstream(stream)
+        launch.attrs, launch.numAttrs = [dimension], 1
+        code = ctypes.create_string_buffer(_PROBE)  # ends with NUL, as PTX must
+        library = self._call("cuLibraryLoadData", ctypes.addressof(code), [], [], 0, [], [], 0)
+        try:
+            kernel = self._call("cuLibraryGetKernel", library, b"probe")
+            return int(self._call("cuOccupancyMaxActiveClusters", cuda.CUfunction(int(kernel)), launch))
+        finally:
+            self._call("cuLibraryUnload", library)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """What a driver function returns beside its status: nothing, one value, or several."""
+        try:
+            status, *values = getattr(self._cuda, name)(*args)
+        except (AttributeError, RuntimeError) as error:  # so the package says that it, or the driver, has no such call
+            raise CudaUnavailableError(
+                f"{name} is not there ({error}): update the NVIDIA driver and the package cuda-bindings"
+            ) from error
+        if status != self._cuda.CUresult.CUDA_SUCCESS:
+            raise CudaError(name, getattr(status, "name", str(status)))
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+def _resource(handle: Any) -> SmResource:
+    sm = handle.sm
+    minimum, step = (getattr(sm, name, 0) for name in ("minSmPartitionSize", "smCoscheduledAlignment"))  # since CUDA 13
+    return SmResource(handle, sm.smCount, minimum, step)

@@ -1,5 +1,0 @@
-"""CPU kernels in C++: torch operators under `torch.ops.cpd`, compiled for the machine they run on."""
-
-from engine.kernels.build import KernelsUnavailableError, load
-
-__all__ = ["KernelsUnavailableError", "load"]

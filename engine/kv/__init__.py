@@ -1,0 +1,1 @@
+"""The paged KV cache: pages, their blocks, and where evicted blocks go."""

@@ -1,0 +1,224 @@
+"""Weights of a checkpoint directory: which tensors there must be, where they lie, and reading them fused and cast.
+
+Files are memory-mapped: a tensor costs memory only in its final place.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.common.errors import CheckpointError
+from engine.model.config import Dtype, ModelConfig, read_json
+
+_TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_INDEX = "model.safetensors.index.json"
+_WHOLE_BYTES = 64 << 10
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: `begin` and `end` are offsets into the file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """The safetensors files of one directory. A context manager, as the mapped files stay open."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Reads the headers of all files.
+
+        Raises:
+            CheckpointError: A file is missing, truncated or damaged.
+        """
+        self._dir = model_dir
+        self._entries: dict[str, TensorEntry] = {}
+        self._open_files = contextlib.ExitStack()
+        self._files: dict[Path, Any] = {}
+        named = _files(model_dir)
+        for path in dict.fromkeys(named.values()) if isinstance(named, dict) else [named]:
+            self._entries.update(_read_header(path))
+        if isinstance(named, dict):
+            for name, path in named.items():
+                if name not in self._entries:
+                    raise CheckpointError(f"{path}: tensor {name} is missing, though {_INDEX} lists it")
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._open_files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    @property
+    def dtype(self) -> Dtype:
+        """Type of the embedding, for checkpoints whose config.json does not tell."""
+        entry = self._entries.get("model.embed_tokens.weight")
+        if entry is None or entry.dtype not in _TORCH_DTYPES:
+            return "float32"
+        return _TORCH_DTYPES[entry.dtype]  # type: ignore[return-value]
+
+    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Finds out in no time whether every expected tensor is there, and of the right shape and a known type.
+
+        Raises:
+            CheckpointError: One is not; the message names it.
+        """
+        for name, shape in expected.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                raise CheckpointError(
+                    f"{self._dir}: tensor {name} is missing; the checkpoint is incomplete or its config.json is of "
+                    "another model"
+                )
+            if entry.shape != shape:
+                raise CheckpointError(
+                    f"{entry.path}: tensor {name} has shape {list(entry.shape)}, but config.json asks for "
+                    f"{list(shape)}; the two are of different models"
+                )
+            if entry.dtype not in _TORCH_DTYPES:
+                raise CheckpointError(
+                    f"{entry.path}: tensor {name} has type {entry.dtype}, which is not supported; use weights in "
+                    "float32, bfloat16 or float16"
+                )
+
+    def unused(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
+        """Tensors that the model has no place for."""
+        return [name for name in self._entries if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+
+    def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The named tensors, joined along their first dimension, in a new tensor of `dtype` on `device`."""
+        entries = [self._entries[name] for name in names]
+        rows = sum(entry.shape[0] for entry in entries)
+        joined = torch.empty(rows, *entries[0].shape[1:], dtype=dtype, device=device)
+        start = 0
+        for name, entry in zip(names, entries, strict=True):
+            joined[start : start + entry.shape[0]].copy_(self._file(entry.path).get_tensor(name))
+            start += entry.shape[0]
+        return joined
+
+    def entries(self) -> Iterator[tuple[str, TensorEntry]]:
+        """All tensors by name."""
+        yield from sorted(self._entries.items())
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = self._open_files.enter_context(safe_open(path, framework="pt"))
+        return self._files[path]
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this configuration consists of."""
+    hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            linear(f"{prefix}.self_attn.{name}_proj", rows, hidden, config.qkv_bias)
+        linear(f"{prefix}.self_attn.o_proj", hidden, queries, config.o_bias)
+        if config.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        linear(f"{prefix}.mlp.gate_proj", width, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.up_proj", width, hidden, config.mlp_bias)
+        linear(f"{prefix}.mlp.down_proj", hidden, width, config.mlp_bias)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype) -> bytes:
+    """Digest (16 bytes) of everything that decides a KV page's content: equal on workers that can exchange pages.
+
+    It covers the shape of the model, the run's type, the block size, and of every tensor name, type, shape and
+    samples of its bytes, so that two fine-tunes of one model differ. Sharding makes no difference.
+    """
+    essentials = asdict(config)
+    for without_effect in ("max_model_len", "eos_token_ids", "dtype", "sliding_window"):
+        del essentials[without_effect]
+    digest = blake2b(json.dumps([essentials, dtype, BLOCK_SIZE], sort_keys=True).encode(), digest_size=16)
+    with Checkpoint(model_dir) as checkpoint, contextlib.ExitStack() as stack:
+        files = {}
+        for name, entry in checkpoint.entries():
+            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+            if entry.path not in files:
+                files[entry.path] = stack.enter_context(entry.path.open("rb"))
+            size = entry.end - entry.begin
+            if size <= _WHOLE_BYTES:
+                spans = [(0, size)]
+            else:
+                last = size - _SAMPLE_BYTES
+                spans = [(last * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]
+            for offset, length in spans:
+                files[entry.path].seek(entry.begin + offset)
+                digest.update(files[entry.path].read(length))
+    return digest.digest()
+
+
+def _files(model_dir: Path) -> Path | dict[str, Path]:
+    """The one safetensors file, or for every tensor of a sharded checkpoint the file it is in."""
+    single, index_path = model_dir / "model.safetensors", model_dir / _INDEX
+    if single.exists():
+        return single
+    if not index_path.exists():
+        pickled = sorted(path.name for path in model_dir.glob("pytorch_model*.bin"))
+        found = f"; {pickled[0]} cannot be used, convert the weights to safetensors" if pickled else ""
+        raise CheckpointError(f"{model_dir} holds neither model.safetensors nor {_INDEX}{found}")
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_path} has no weight_map from tensors to files; download it again")
+    for file_name in dict.fromkeys(weight_map.values()):
+        if Path(file_name).name != file_name:
+            raise CheckpointError(f"{index_path} lists {file_name}, which is not a file beside it; download it again")
+        if not (model_dir / file_name).is_file():
+            raise CheckpointError(f"{model_dir / file_name} is missing, though {_INDEX} lists it; download it again")
+    return {name: model_dir / file_name for name, file_name in weight_map.items()}
+
+
+def _read_header(path: Path) -> dict[str, TensorEntry]:
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # checks the header and that the file is as long as it says
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or no safetensors file ({error}); download it again") from None
+    header.pop("__metadata__", None)
+    data = 8 + length
+    return {
+        name: TensorEntry(
+            path,
+            field["dtype"],
+            tuple(field["shape"]),
+            data + field["data_offsets"][0],
+            data + field["data_offsets"][1],
+        )
+        for name, field in header.items()
+    }

@@ -1,0 +1,14 @@
+"""`python -m engine.ops.kernels`: compiles the kernels ahead of their first use. Without a compiler it only says so."""
+
+import logging
+
+from cpd.common.process import setup_logging
+from engine.ops.kernels import KernelsUnavailableError
+from engine.ops.kernels.build import build
+
+if __name__ == "__main__":
+    setup_logging("info", "kernels")
+    try:
+        build()
+    except KernelsUnavailableError as error:
+        logging.getLogger("engine.ops.kernels").warning("CPU inference will run on slower kernels: %s", error)

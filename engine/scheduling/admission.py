@@ -1,0 +1,107 @@
+"""Which waiting sequence may start, and in which pages."""
+
+from typing import NamedTuple
+
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.waiting_queue import WaitingQueue
+
+
+class Limits(NamedTuple):
+    """What sequences that start must leave.
+
+    Attributes:
+        rows: That are free.
+        headroom: Pages that must stay available.
+        version: The scheduler's.
+    """
+
+    rows: int
+    headroom: int
+    version: int
+
+
+class Admitted(NamedTuple):
+    """A sequence that starts.
+
+    Attributes:
+        pages: For all its tokens, held by it.
+        cached_tokens: What need not be computed.
+        found: Blocks found in the cache.
+    """
+
+    seq: Sequence
+    pages: list[int]
+    cached_tokens: int
+    found: int
+
+
+class Prefix(NamedTuple):
+    """A sequence that waits for its prefix: `block` is the last one that something fills for it."""
+
+    seq: Sequence
+    block: bytes
+
+
+class Admission:
+    """Takes sequences out of the waiting queue."""
+
+    def __init__(self, waiting: WaitingQueue, cache: KVCacheManager) -> None:
+        self._waiting = waiting
+        self._cache = cache
+
+    def first(self, now: float, limits: Limits) -> Sequence | None:
+        """The sequence to start next, unless it can't start as things are."""
+        seq = self._waiting.first(now)
+        if seq is None or self._waiting.is_blocked(seq, limits.version):
+            return None
+        if limits.rows <= 0:
+            self._waiting.block(seq, limits.version)
+            return None
+        return seq
+
+    def take_next(self, longest: int, now: float, limits: Limits) -> Admitted | Prefix | None:
+        """Takes the next sequence out, to start or to wait for its prefix. None: no sequence can start now.
+
+        One that lacks more tokens than `longest` waits for the prefill lane; meanwhile shorter ones may pass it.
+        """
+        seq = self.first(now, limits)
+        if seq is None:
+            return None
+        found, awaited = self._cache.find(seq.hashes, seq.num_tokens, limits.headroom)
+        if awaited is not None:
+            self._waiting.take(seq)
+            return Prefix(seq, awaited)
+        if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
+            return self._take_passing(seq, longest, now, limits)
+        return self._admit(seq, found, limits)
+
+    def _take_passing(self, first: Sequence, longest: int, now: float, limits: Limits) -> Admitted | None:
+        """Admits a sequence that lacks no more than `longest` tokens, while `first` waits for the prefill lane.
+
+        That costs `first` nothing: a row and all the pages that it may need are left to it. So it can start as soon as
+        the lane is free, which does not depend on the sequences that pass.
+        """
+        if limits.rows < 2:
+            return None
+        left = self._cache.pool.available - limits.headroom - blocks_for(first.num_tokens) - 1
+        for seq in self._waiting.passing(now):
+            # What it lacked when it came is cheap to know.
+            if seq.work.tokens > longest or blocks_for(seq.num_tokens) > left:
+                continue
+            found = self._cache.pool.find(seq.hashes)
+            if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
+                continue
+            if self._cache.pending.last_shared(seq.hashes, len(found)) is None:
+                return self._admit(seq, found, limits)
+        return None
+
+    def _admit(self, seq: Sequence, found: list[int], limits: Limits) -> Admitted | None:
+        """Admits a sequence whose first blocks are in the pages `found`. None: too few pages."""
+        pages = self._cache.allocate(found, seq.num_tokens, limits.headroom)
+        if pages is None:
+            self._waiting.block(seq, limits.version)
+            return None
+        self._waiting.take(seq)
+        return Admitted(seq, pages, min(len(found) * BLOCK_SIZE, seq.num_tokens - 1), len(found))

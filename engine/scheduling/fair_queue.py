@@ -1,0 +1,211 @@
+"""The order of a waiting queue: by priority, fairly among tenants, then by deadline. Reads no clock.
+
+    class      a higher priority goes first
+    tenant     within a class by deficit round robin: each round adds QUANTUM tokens to what a tenant may take, and the
+               round ends when its next item needs more (Shreedhar and Varghese, 1995)
+    deadline   within a tenant the earliest deadline first; items that would miss theirs, by how long they are predicted
+               to take, come after the others; those without a deadline come last; ties in the order of arrival
+
+Beside all that, the item that has waited longest gets one token in AGED_SHARE. So none starves, whatever its class,
+tenant or deadline: an item that comes when W tokens wait, its own included, is taken before AGED_SHARE * W more, and
+those of the largest item, have been taken. What a tenant gets in this way counts against its next rounds.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
+from typing import Generic, NamedTuple, TypeVar
+
+QUANTUM = 512
+"""Tokens that a round adds to what a tenant may take."""
+
+MAX_DEBT = 8 * QUANTUM
+"""The most that a tenant owes after its items were taken out of turn while no other one of its class waited."""
+
+AGED_SHARE = 8
+"""Larger: late requests and lower classes wait longer. Smaller: fewer deadlines are kept."""
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms on which an item waits.
+
+    Attributes:
+        tokens: What taking it costs.
+        tenant: Whose it is.
+        priority: Its class.
+        deadline: When it should be done, in seconds by the clock of the queue's owner.
+    """
+
+    tokens: int
+    tenant: str = ""
+    priority: int = 0
+    deadline: float = inf
+
+
+class _Entry(NamedTuple, Generic[T]):
+    """Sorted by deadline, then arrival, which no two share.
+
+    Attributes:
+        takes_s: How long it is predicted to take.
+    """
+
+    deadline: float
+    number: int
+    item: T
+    tokens: int
+    takes_s: float
+
+
+@dataclass(slots=True)
+class _Account(Generic[T]):
+    """One tenant in one class.
+
+    Attributes:
+        credit: Tokens that it may take. Negative where it took some out of turn.
+        has_turn: It has got its quantum in this round.
+        entries: Sorted.
+    """
+
+    credit: int = 0
+    has_turn: bool = False
+    entries: list[_Entry[T]] = field(default_factory=list)
+
+    def first(self, now: float) -> _Entry[T]:
+        return next(self.in_order(now))
+
+    def in_order(self, now: float) -> Iterator[_Entry[T]]:
+        entries = self.entries
+        in_time = bisect_left(entries, now, key=_deadline)
+        without = bisect_left(entries, inf, lo=in_time, key=_deadline)
+        too_long: list[_Entry[T]] = []
+        for entry in map(entries.__getitem__, range(in_time, without)):
+            if now + entry.takes_s <= entry.deadline:
+                yield entry
+            else:
+                too_long.append(entry)
+        yield from map(entries.__getitem__, range(in_time))
+        yield from too_long
+        yield from map(entries.__getitem__, range(without, len(entries)))
+
+
+def passed(total: float, late: float) -> float:
+    """How much of the `total` that waits an item passes that comes now and can be in time.
+
+    That is the `late` part, except what goes first because of its age.
+    """
+    in_time = max(0.0, total - late)
+    return max(0.0, total - in_time * AGED_SHARE / (AGED_SHARE - 1))
+
+
+def _deadline(entry: _Entry[T]) -> float:
+    return entry.deadline
+
+
+class FairQueue(Generic[T]):
+    """See the module. `T` is the type of the items."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[T, tuple[Terms, _Entry[T]]] = OrderedDict()  # oldest first
+        self._classes: dict[int, OrderedDict[str, _Account[T]]] = {}  # in each, the tenant of the round first
+        self._by_deadline: list[_Entry[T]] = []  # sorted
+        self._arrivals = 0
+        self._past_oldest = 0
+
+    def __iter__(self) -> Iterator[T]:
+        """In the order of arrival."""
+        return iter(self._entries)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, item: T, terms: Terms, takes_s: float = 0.0) -> None:
+        """Adds an item that is predicted to take `takes_s`."""
+        self._arrivals += 1
+        entry = _Entry(terms.deadline, self._arrivals, item, terms.tokens, takes_s)
+        self._entries[item] = terms, entry
+        ring = self._classes.setdefault(terms.priority, OrderedDict())
+        insort(ring.setdefault(terms.tenant, _Account()).entries, entry)
+        insort(self._by_deadline, entry)
+
+    def first(self, now: float) -> T | None:
+        """The item to take at the time `now`."""
+        if not self._entries:
+            return None
+        oldest = next(iter(self._entries))
+        if self._past_oldest >= (AGED_SHARE - 1) * self._entries[oldest][0].tokens:
+            return oldest
+        ring = self._classes[max(self._classes)]
+        while True:
+            tenant, account = next(iter(ring.items()))
+            if not account.has_turn:
+                account.has_turn = True
+                account.credit += QUANTUM
+            entry = account.first(now)
+            if account.credit >= entry.tokens:
+                return entry.item
+            account.has_turn = False
+            ring.move_to_end(tenant)
+
+    def late(self, now: float) -> list[T]:
+        """The items that miss their deadlines if the first begins at `now` and all go by deadline. Others pass them."""
+        late: list[T] = []
+        for deadline, _, item, _, takes_s in self._by_deadline:
+            if now + takes_s <= deadline:
+                now += takes_s
+            else:
+                late.append(item)
+        return late
+
+    def expect(self, item: T, takes_s: float) -> None:
+        """Changes how long an item is predicted to take."""
+        terms, entry = self._entries[item]
+        changed = entry._replace(takes_s=takes_s)
+        for entries in (self._classes[terms.priority][terms.tenant].entries, self._by_deadline):
+            entries[bisect_left(entries, entry)] = changed
+        self._entries[item] = terms, changed
+
+    def out_of_turn(self, now: float, most: int | None = None) -> Iterator[T]:
+        """The items that may go where the first one can't: by class, then tenants by credit, then by deadline.
+
+        Args:
+            most: Of each tenant; None: all of them.
+        """
+        for priority in sorted(self._classes, reverse=True):
+            for account in sorted(self._classes[priority].values(), key=lambda account: -account.credit):
+                yield from (entry.item for entry in islice(account.in_order(now), most))
+
+    def take(self, item: T) -> None:
+        """Takes the first item, or another one out of turn; its tenant pays for it."""
+        terms, _ = self._entries[item]
+        oldest = next(iter(self._entries))
+        due = (AGED_SHARE - 1) * self._entries[oldest][0].tokens
+        if item is not oldest and self._past_oldest < due:  # while it can't go when due, it is owed no more
+            self._past_oldest += terms.tokens
+        account = self._classes[terms.priority][terms.tenant]
+        account.credit = max(account.credit - terms.tokens, -max(terms.tokens, MAX_DEBT))
+        self.remove(item)
+
+    def remove(self, item: T) -> None:
+        """Takes an item out that leaves without being taken."""
+        if item is next(iter(self._entries)):
+            self._past_oldest = max(0, self._past_oldest - (AGED_SHARE - 1) * self._entries[item][0].tokens)
+        terms, entry = self._entries.pop(item)
+        ring = self._classes[terms.priority]
+        account = ring[terms.tenant]
+        for entries in (account.entries, self._by_deadline):
+            del entries[bisect_left(entries, entry)]
+        if not account.entries:
+            del ring[terms.tenant]
+        if not ring:
+            del self._classes[terms.priority]
+        if not self._entries:
+            self._past_oldest = 0

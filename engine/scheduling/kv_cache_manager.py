@@ -1,0 +1,126 @@
+"""The KV cache as the scheduler sees it: where the blocks of a prompt are, and pages for what is computed.
+
+A block is in a page, is being filled by a running sequence, a landing reservation or a load from host memory, or is in
+host memory only, or nowhere.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import takewhile
+
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from engine.kv.block_pool import BlockPool
+from engine.kv.host_tier import HostTier
+from engine.scheduling import sequence
+from engine.scheduling.prefix_wait import PendingBlocks
+
+
+class KVCacheManager:
+    """Finds, allocates and publishes blocks.
+
+    Args:
+        pool: The pages.
+        copy_page: Copies a page's content, source to target, before the next step runs.
+        host: Where evicted blocks may be loaded from.
+        on_loaded: Called when `take_loaded` has something to do, on any thread.
+
+    Attributes:
+        pool, copy_page: As given.
+        pending: Blocks that are being filled, and the sequences that wait for them.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        copy_page: Callable[[int, int], None],
+        host: HostTier | None = None,
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.pool = pool
+        self.copy_page = copy_page
+        self.pending = PendingBlocks[sequence.Sequence]()
+        self._host = host
+        self._on_loaded = on_loaded
+
+    def cached_blocks(self, hashes: Sequence[bytes], num_tokens: int) -> int:
+        """How many of the first blocks of a prompt need not be computed: they are in pages, or would be loaded."""
+        found = len(self.pool.find(hashes))
+        return found if self._host is None else found + self._host.should_load(hashes, found, num_tokens)
+
+    def find(self, hashes: Sequence[bytes], num_tokens: int, headroom: int) -> tuple[list[int], bytes | None]:
+        """Looks for the first blocks of a prompt, and starts to load those that are quicker to load than to compute.
+
+        Args:
+            headroom: Pages that a load must leave available, beside those for the whole prompt.
+
+        Returns:
+            The pages of those in the cache, and the last one of the next blocks that something fills; None: compute.
+        """
+        found = self.pool.find(hashes)
+        awaited = self.pending.last_shared(hashes, len(found))
+        return found, awaited or self.load(hashes, found, num_tokens, headroom)
+
+    def load(self, hashes: Sequence[bytes], found: list[int], num_tokens: int, headroom: int) -> bytes | None:
+        """Loads the blocks that follow the pages `found` from host memory, as `find` does. Returns the last of them."""
+        host, first = self._host, len(found)
+        blocks = host.should_load(hashes, first, num_tokens) if host is not None else 0
+        loading = list(takewhile(lambda block: not self._is_known(block), hashes[first : first + blocks]))
+        if host is None or not loading:
+            return None
+        load = host.load(loading, found, blocks_for(num_tokens) - first + headroom, self._on_loaded)
+        if load is None:
+            return None
+        self.pending.claim(load, loading)
+        return loading[-1]
+
+    def take_loaded(self) -> list[sequence.Sequence]:
+        """Publishes what has been loaded from host memory. Returns the sequences that waited for it."""
+        woken: list[sequence.Sequence] = []
+        while self._host is not None and self._host.done:
+            load, good = self._host.collect()
+            woken += self.publish(load.pages[:good], load.hashes[:good])
+            woken += self.pending.give_up(load)
+            self.pool.release(load.prefix + load.pages)
+        return woken
+
+    def allocate(self, found: list[int], num_tokens: int, headroom: int) -> list[int] | None:
+        """Pages for a whole sequence, whose first blocks are in the pages `found` and are shared.
+
+        Where all of it is cached, the last block is copied and the last token is computed again: its logits are
+        needed, and a page that others read is never written to.
+
+        Args:
+            headroom: Pages that must stay available.
+
+        Returns:
+            The pages, now held; None if there are too few: then those found only become the last to be evicted.
+        """
+        whole = len(found) * BLOCK_SIZE == num_tokens
+        shared = found[:-1] if whole else found
+        need = blocks_for(num_tokens) - len(shared)
+        if self.pool.available_beside(shared) < need + headroom:
+            self.pool.touch(shared)  # the sequence will need them soon
+            return None
+        self.pool.hold(shared)
+        own = self.pool.take(need)
+        assert own is not None, "fewer are taken than are available"
+        if whole and own[0] != found[-1]:  # the page found may just have been taken: then its content is in place
+            self.copy_page(found[-1], own[0])
+        return shared + own
+
+    def fill(self, filler: Hashable, hashes: Sequence[bytes], *, computes: bool = False) -> None:
+        """`filler` is going to publish these blocks.
+
+        Args:
+            computes: It computes them, though some may be in host memory.
+        """
+        self.pending.claim(filler, hashes)
+        if computes and self._host is not None:
+            self._host.computed(hashes)
+
+    def publish(self, pages: list[int], hashes: list[bytes]) -> list[sequence.Sequence]:
+        """Makes full blocks findable in pages that the caller holds. Returns the sequences that waited for them."""
+        self.pool.publish(pages, hashes)
+        return self.pending.published(hashes)
+
+    def _is_known(self, block_hash: bytes) -> bool:
+        return self.pool.is_cached(block_hash) or self.pending.is_filled(block_hash)

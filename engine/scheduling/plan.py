@@ -1,0 +1,113 @@
+"""What one step computes, and the batch it makes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from cpd.performance.model import Work
+from engine.batch import Batch, IntArray, SampleRow
+from engine.scheduling.sequence import Sequence, SequenceTable
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start .. start + num_tokens - 1` of a sequence.
+
+    Attributes:
+        num_samples: After how many of its last tokens one is sampled: 1 for a decode and for a prompt's last chunk, 0
+            for the prompt's other ones.
+        choices: The sequence's, as of the launch: some may be ended while the chunk runs.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    num_samples: int
+    choices: list[int]
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a lane computes in one step.
+
+    Attributes:
+        decodes: Chunks of one token, whether the sequence is decoding or one token of its prompt was left: attention
+            computes both in the same way, and they come first in the batch.
+        prefills: Longer chunks.
+        token_sources: See `engine.batch.Batch`.
+    """
+
+    decodes: list[Chunk] = field(default_factory=list)
+    prefills: list[Chunk] = field(default_factory=list)
+    token_sources: IntArray | None = None
+
+    def add(self, seq: Sequence, start: int, num_tokens: int) -> None:
+        """Computes some tokens of a sequence; those before them have been computed by then."""
+        num_samples = int(start + num_tokens == seq.num_tokens)
+        chunks = self.decodes if num_tokens == 1 else self.prefills
+        chunks.append(Chunk(seq, start, num_tokens, num_samples, seq.choices))
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of them, in the batch's order."""
+        return self.decodes + self.prefills if self.prefills else self.decodes
+
+    @property
+    def work(self) -> Work:
+        """As far as its time goes."""
+        count = len(self.decodes)
+        decodes = Work.decode(count, sum([chunk.start for chunk in self.decodes]) + count)
+        return sum([Work.prefill(chunk.num_tokens, chunk.start) for chunk in self.prefills], decodes)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+
+BuildBatch = Callable[[Plan, SequenceTable], Batch]
+
+
+def build_batch(plan: Plan, table: SequenceTable) -> Batch:
+    """The arrays of a step. Samples are in the order of chunks, then of choices."""
+    chunks = plan.chunks
+    size = len(chunks)
+    rows = np.fromiter((chunk.seq.row for chunk in chunks), np.int32, size)
+    starts = np.fromiter((chunk.start for chunk in chunks), np.int32, size)
+    if plan.prefills:
+        counts = np.fromiter((chunk.num_tokens for chunk in chunks), np.int32, size)
+        query_start = np.zeros(size + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+        token_rows = np.repeat(rows, counts)
+        context_lens = starts + counts
+    else:
+        query_start = np.arange(size + 1, dtype=np.int32)
+        positions, token_rows, context_lens = starts, rows, starts + np.int32(1)
+    pages = table.pages[token_rows, positions // BLOCK_SIZE]
+    block_tables: IntArray = table.pages[rows, : blocks_for(int(context_lens.max()))]
+    samples: list[SampleRow] = []
+    for s, (chunk, after) in enumerate(zip(chunks, query_start[1:].tolist(), strict=True)):
+        if not chunk.num_samples:  # it holds the pages of its later chunks already
+            block_tables[s, blocks_for(chunk.end) :] = 0
+            continue
+        seq, request, end = chunk.seq, chunk.seq.request, chunk.end
+        tokens = table.tokens[seq.row, :end]
+        for choice in chunk.choices:
+            samples.append(SampleRow(after - 1, request.params, choice, end, tokens, request.prompt_len, seq.counts))
+    return Batch(
+        token_ids=table.tokens[token_rows, positions],
+        positions=positions,
+        slots=pages * np.int32(BLOCK_SIZE) + positions % BLOCK_SIZE,
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        num_decodes=len(plan.decodes),
+        samples=samples,
+        token_sources=plan.token_sources,
+    )

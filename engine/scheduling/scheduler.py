@@ -1,0 +1,404 @@
+"""The scheduler: owns all sequences (`engine/scheduling/sequence.py`) and decides which tokens a step computes.
+
+    schedule_decodes, schedule_prefills ──▶ plans ──launched, collected──▶ commit, append, fork, finish ──▶ …
+
+There are no phases: every sequence has `num_computed` tokens and catches up with `num_tokens`. Running sequences go
+before waiting ones, and those with one token to compute before those with more. Among themselves, older ones go first.
+How many prefill tokens a step may have, and on which lane, is decided by `cpd.performance.colocation`.
+
+A waiting sequence starts when there are a row, pages for all its tokens and, beside them, one page for each running
+sequence and reservation to grow by. While another sequence, a reservation or a load from host memory fills its next
+block, it waits for that prefix. When pages run out all the same, the newest running sequence is preempted: its pages
+go to the cache, and it is the first to be scheduled again.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterable
+from operator import attrgetter
+
+import numpy as np
+
+from cpd.common.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from cpd.performance.colocation import PrefillBudget
+from cpd.performance.model import Work
+from engine.scheduling.admission import Admission, Limits, Prefix
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.plan import Chunk, Plan
+from engine.scheduling.queue_limit import QueueLimit
+from engine.scheduling.sequence import Sequence, SequenceState, SequenceTable
+from engine.scheduling.waiting_queue import WaitingQueue
+
+
+class Scheduler:
+    """Owns the sequences and their pages.
+
+    Args:
+        cache: Where pages come from.
+        max_len: Tokens of the longest sequence.
+        max_num_seqs: Running sequences at most.
+        limit: Of the waiting queue.
+        step_ms: Predicts how long a prompt takes with nothing beside it.
+
+    Attributes:
+        cache, pool: Where pages come from.
+        table: Tokens and pages of the running sequences.
+        running: Oldest first.
+        waiting: Sequences that could run.
+        preemptions: So far.
+        cached_tokens: Prompt tokens found in the cache so far.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        *,
+        max_len: int,
+        max_num_seqs: int,
+        limit: QueueLimit | None = None,
+        step_ms: Callable[[Work], float] = lambda work: 0.0,
+    ) -> None:
+        self.cache = cache
+        self.pool = cache.pool
+        self.table = SequenceTable(max_num_seqs, max_len)
+        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue(limit)
+        self._admission = Admission(self.waiting, cache)
+        self.preemptions = 0
+        self.cached_tokens = 0
+        self._step_ms = step_ms
+        self._reserved_rows = 0
+        self._prefilling: list[Sequence] = []  # running ones that `schedule_decodes` left to `schedule_prefills`
+        self._changes = 0
+        self._exhausted_at = -1  # the version at which no other sequence could start
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a sequence may start or go on, or a reservation be made, that could not before."""
+        return self._changes + self.pool.releases
+
+    @property
+    def headroom(self) -> int:
+        """Pages kept for the growth of what runs, or is going to."""
+        return len(self.running) + self._reserved_rows
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run."""
+        return self.cache.pending.num_waiting + len(self.waiting)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences that are not on the prefill lane."""
+        return [seq for seq in self.running if not seq.lane_chunks]
+
+    # ---- which tokens a step computes ----
+
+    def schedule_decodes(self) -> Plan:
+        """Begins a step: one token of each running sequence that lacks just one. Preempts for the pages they need."""
+        decodes: list[Chunk] = []
+        prefilling: list[Sequence] = []
+        running = SequenceState.RUNNING
+        for seq in tuple(self.running):
+            if seq.state is not running or seq.lane_chunks:  # preempted for an older one, or busy
+                continue
+            known, computed = seq.num_tokens, seq.num_computed
+            if seq.num_pages * BLOCK_SIZE < known and not self._grow(seq):
+                continue
+            if known - computed == 1:
+                decodes.append(Chunk(seq, computed, 1, 1, seq.choices))
+            else:
+                prefilling.append(seq)
+        self._prefilling = prefilling
+        return Plan(decodes)
+
+    def wants_prefill(self, now: float = 0.0) -> bool:
+        """Whether `schedule_prefills` may find something to do."""
+        return bool(self._prefilling) or self._admission.first(now, self._limits) is not None
+
+    def schedule_prefills(self, step: Plan, budget: PrefillBudget, now: float = 0.0) -> Plan:
+        """Adds prefills to the step that `schedule_decodes` began, within the budget; waiting sequences start for it.
+
+        Args:
+            now: The order of the waiting queue depends on the time.
+
+        Returns:
+            What goes to the prefill lane.
+        """
+        self._exhausted_at = -1
+        lane = Plan()
+        mixed, beside_lane, lane_left = budget.mixed, budget.mixed_beside_lane, budget.lane_chunk
+        while mixed > 0 or lane_left:
+            longest = self.table.max_len if lane_left or budget.chunked else mixed
+            seq = self._next_prefilling(longest) or self._start_next(longest, now)
+            if seq is None:
+                self._exhausted_at = self.version
+                break
+            count = seq.num_tokens - seq.num_computed
+            if count <= mixed or budget.chunked:
+                count = min(count, mixed)
+                step.add(seq, seq.num_computed, count)
+                mixed, beside_lane = mixed - count, beside_lane - count
+                if beside_lane < 0:
+                    lane_left = 0  # this batch needs the whole device
+            else:
+                count = min(count, lane_left)
+                lane.add(seq, seq.num_computed, count)
+                mixed, lane_left = min(mixed, beside_lane), lane_left - count
+        return lane
+
+    def may_start(self, now: float = 0.0) -> bool:
+        """Whether a waiting sequence may start that `schedule_prefills` has not tried in vain already."""
+        return self._exhausted_at != self.version and self._admission.first(now, self._limits) is not None
+
+    def stuck(self, now: float = 0.0) -> Sequence | None:
+        """The sequence that can't go on or start, when the plan is empty."""
+        return self.running[0] if self.running else self.waiting.first(now)
+
+    # ---- what becomes of a sequence ----
+
+    def add(self, seq: Sequence) -> None:
+        """Puts a new sequence in the waiting queue."""
+        cached = min(self.cache.cached_blocks(seq.hashes, seq.num_tokens) * BLOCK_SIZE, seq.num_tokens - 1)
+        work = Work.prefill(seq.num_tokens - cached, cached)
+        self.waiting.add(seq, work, self._step_ms(work) / 1e3)
+        self._changes += 1
+
+    def start(self, seq: Sequence, pages: list[int], num_computed: int, num_published: int) -> None:
+        """Lets a sequence run in pages that it holds, and that have its first tokens and published blocks already."""
+        self.table.enter(seq, pages)
+        seq.num_computed, seq.num_published = num_computed, num_published
+        seq.state = SequenceState.RUNNING
+        insort(self.running, seq, key=attrgetter("order"))
+        self._changes += 1  # it no longer keeps reservations from pages
+
+    def lane_launched(self, plan: Plan) -> None:
+        """The prefill lane computes a plan: its sequences can't be in another step or be preempted."""
+        for chunk in plan.chunks:
+            chunk.seq.lane_chunks += 1
+
+    def lane_collected(self, plan: Plan) -> None:
+        """The prefill lane has computed a plan: its sequences may go on elsewhere."""
+        for chunk in plan.chunks:
+            chunk.seq.lane_chunks -= 1
+        self._changes += 1
+
+    def commit(self, chunk: Chunk, num_accepted: int) -> None:
+        """A chunk has been computed, and as many of its sampled tokens hold: publishes the blocks that are complete."""
+        seq = chunk.seq
+        seq.num_computed = chunk.start + chunk.num_tokens - chunk.num_samples + num_accepted
+        if seq.num_computed >= (seq.num_published + 1) * BLOCK_SIZE:
+            self.publish(seq)
+
+    def extend(self, seq: Sequence, token_ids: list[int]) -> None:
+        """A decoding sequence gets these tokens, each as if in a step of its own."""
+        self.append(seq, token_ids)
+        seq.num_computed = seq.num_tokens - 1
+        while seq.num_pages * BLOCK_SIZE < seq.num_computed:
+            if not self.add_page_to_each([seq]):
+                raise AssertionError("there are no pages for these steps")
+        if seq.num_computed >= (seq.num_published + 1) * BLOCK_SIZE:
+            self.publish(seq)
+
+    def publish(self, seq: Sequence) -> None:
+        """Makes the computed full blocks of a running sequence findable."""
+        known, first, last = len(seq.hashes), seq.num_published, seq.num_computed // BLOCK_SIZE
+        if known < last:
+            tokens = self.table.tokens[seq.row, known * BLOCK_SIZE : last * BLOCK_SIZE]
+            seq.hashes += extend_hashes(seq.hashes[-1] if known else seq.request.hash_root, tokens)
+        self.publish_pages(self.table.pages[seq.row, first:last].tolist(), seq.hashes[first:last])
+        seq.num_published = last
+
+    def publish_pages(self, pages: list[int], hashes: list[bytes]) -> None:
+        """Makes full blocks findable in pages that the caller holds."""
+        self._wake(self.cache.publish(pages, hashes))
+
+    def append(self, seq: Sequence, token_ids: list[int]) -> None:
+        """A running sequence gets tokens, to be computed next."""
+        row = self.table.rows[seq.row]
+        for token_id in token_ids:
+            row[seq.num_tokens] = token_id
+            seq.num_tokens += 1
+
+    def add_page_to_each(self, seqs: list[Sequence]) -> bool:
+        """Gives each of these running sequences one more page. False, and nothing changes, if there are too few."""
+        pages = self.pool.take(len(seqs))
+        for seq, page in zip(seqs, pages or (), strict=pages is not None):
+            self.table.add_pages(seq, [page])
+        return pages is not None
+
+    def fork(self, seq: Sequence, choice: int, token_ids: list[int]) -> Sequence:
+        """A choice leaves the running `seq`, whose tokens are all computed, with its own next tokens.
+
+        The two share the full pages; the partial last one is copied. Without a free page or row the new sequence
+        waits as if preempted.
+        """
+        shared = self.table.pages_of(seq)
+        partial = shared.pop() if seq.num_tokens % BLOCK_SIZE else None
+        child = Sequence(
+            request=seq.request,
+            choices=[choice],
+            order=(seq.order[0], choice),
+            hashes=seq.hashes[: seq.num_published],
+            tokens=np.append(self.table.tokens_of(seq), np.array(token_ids, dtype=np.int32)),
+            num_tokens=seq.num_tokens + len(token_ids),
+            first_token_sent=True,
+        )
+        own = self.pool.take(0 if partial is None else 1) if self._free_rows > 0 else None
+        if own is None:
+            self._wake([child])
+            return child
+        self.pool.hold(shared)
+        if partial is not None:
+            self.cache.copy_page(partial, own[0])
+        self.start(child, shared + own, seq.num_computed, seq.num_published)
+        return child
+
+    def finish(self, seq: Sequence) -> list[int]:
+        """Takes a sequence out, whatever its state. Returns its pages, which are the caller's to release."""
+        pages: list[int] = []
+        if seq.state is SequenceState.RUNNING:
+            pages = self._stop(seq)
+        elif seq.state is SequenceState.WAITING_FOR_PREFIX:
+            self.cache.pending.stop_waiting(seq)
+        else:
+            self.waiting.remove(seq)
+        if seq.queued:
+            self.waiting.give_up(seq)
+        seq.state = SequenceState.FINISHED
+        self._changes += 1
+        return pages
+
+    def take_loaded(self) -> None:
+        """Publishes what has been loaded from host memory."""
+        self._wake(self.cache.take_loaded())
+
+    # ---- landing reservations ----
+
+    def spare_for_reservation(self) -> int | None:
+        """How many pages a landing reservation must leave available; None: waiting sequences come first.
+
+        They are the headroom, and what resumable sequences need: these may wait for no more than the prefill lane.
+        """
+        resumable = self.waiting.resumable
+        if self._free_rows <= len(resumable) or not self.waiting.may_be_overtaken:
+            return None
+        return self.headroom + sum(blocks_for(seq.num_tokens) + 1 for seq in resumable)
+
+    def reserve_row(self, filler: Hashable, hashes: list[bytes]) -> None:
+        """Keeps a row free for a reservation, which is going to fill these blocks."""
+        self.cache.fill(filler, hashes)
+        self._reserved_rows += 1
+        self.waiting.overtake()
+
+    def free_reserved_row(self, filler: Hashable) -> None:
+        """A reservation has ended. The sequences that wait for its blocks look for what is published by then."""
+        self._reserved_rows -= 1
+        self._changes += 1
+        self._wake(self.cache.pending.give_up(filler))
+
+    # ---- figures ----
+
+    def running_work(self) -> tuple[Work, Work]:
+        """What the sequences that were scheduled decode, and what they lack before they do."""
+        num_decodes = context = 0
+        lacking = Work()
+        for seq in self.running:
+            if seq.num_tokens - seq.num_computed == 1:
+                num_decodes += 1
+                context += seq.num_tokens
+            else:
+                lacking += Work.prefill(seq.num_tokens - seq.num_computed, seq.num_computed)
+        for seq in (*self.waiting.resumable, *self.cache.pending.waiting()):
+            if not seq.queued:
+                lacking += Work.prefill(seq.num_tokens)
+        return Work.decode(num_decodes, context), lacking
+
+    def seqs(self) -> list[Sequence]:
+        """All sequences, in whatever state."""
+        return [*self.running, *self.cache.pending.waiting(), *self.waiting]
+
+    def held_pages(self) -> list[int]:
+        """The pages of all running sequences; a page as often as it is held."""
+        return [page for seq in self.running for page in self.table.pages_of(seq)]
+
+    def check_integrity(self, num_reservations: int = 0) -> None:
+        """Raises AssertionError unless all records agree."""
+        self.table.check_integrity(self.running)
+        self.cache.pending.check_integrity()
+        states = dict.fromkeys(self.waiting, SequenceState.WAITING)
+        states |= dict.fromkeys(self.running, SequenceState.RUNNING)
+        states |= dict.fromkeys(self.waiting.resumable, SequenceState.RESUMABLE)
+        states |= dict.fromkeys(self.cache.pending.waiting(), SequenceState.WAITING_FOR_PREFIX)
+        if wrong := [seq.request.id for seq, state in states.items() if seq.state is not state]:
+            raise AssertionError(f"the sequences of {wrong} are in other states than their places say")
+        self.waiting.check_integrity([seq for seq in states if seq.queued])
+        if self._reserved_rows != num_reservations:
+            raise AssertionError("rows are reserved for no landing")
+        for block_hash, filler in self.cache.pending.fillers().items():
+            is_waiting = isinstance(filler, Sequence) and filler.state is not SequenceState.RUNNING
+            if is_waiting or self.pool.is_cached(block_hash):
+                raise AssertionError("a block is pending that is in the cache, or that nothing fills")
+
+    # ---- starting and preempting ----
+
+    @property
+    def _free_rows(self) -> int:
+        """Rows for sequences that may start."""
+        return self.table.free_rows - self._reserved_rows
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self._free_rows, self.headroom, self.version)
+
+    def _start_next(self, longest: int, now: float) -> Sequence | None:
+        """Starts the next waiting sequence that lacks no more tokens than `longest`. None: none can start now."""
+        while isinstance(taken := self._admission.take_next(longest, now, self._limits), Prefix):
+            taken.seq.state = SequenceState.WAITING_FOR_PREFIX
+            self.cache.pending.wait(taken.seq, taken.block)
+        if taken is None:
+            return None
+        seq, cached = taken.seq, taken.cached_tokens
+        if seq.queued:
+            seq.cached_tokens = min(cached, seq.request.prompt_len)
+            self.cached_tokens += seq.cached_tokens
+            seq.queued_s = max(0.0, now - seq.request.received)  # simulated time may be a little behind
+            self.waiting.first_run(seq, now)
+        self.start(seq, taken.pages, cached, cached // BLOCK_SIZE)
+        self.cache.fill(seq, seq.hashes[taken.found :], computes=True)
+        return seq
+
+    def _next_prefilling(self, longest: int) -> Sequence | None:
+        """Takes the next running sequence out that lacks no more tokens than `longest`."""
+        for index, seq in enumerate(self._prefilling):
+            if seq.num_tokens - seq.num_computed <= longest:
+                return self._prefilling.pop(index)
+        return None
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Gets the pages that a running sequence lacks, from newer sequences if need be. False: it can't go on now."""
+        while seq.num_pages * BLOCK_SIZE < seq.num_tokens:
+            if self.add_page_to_each([seq]):
+                continue
+            newest = self.running[-1]
+            if newest.lane_chunks:  # the lane still uses its pages; they can be had when its chunk is computed
+                return False
+            if len(self.running) > 1:
+                self.preemptions += 1
+                self.pool.release(self._stop(newest))
+                self._wake([newest])
+            if newest is seq:
+                return False
+        return True
+
+    def _stop(self, seq: Sequence) -> list[int]:
+        self.running.remove(seq)
+        pages = self.table.leave(seq)
+        self._wake(self.cache.pending.give_up(seq))
+        return pages
+
+    def _wake(self, seqs: Iterable[Sequence]) -> None:
+        """These sequences may go on, and come before those that were never scheduled."""
+        for seq in seqs:
+            seq.state = SequenceState.RESUMABLE
+            self.waiting.resume(seq)
+            self._changes += 1

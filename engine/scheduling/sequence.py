@@ -1,0 +1,148 @@
+"""Sequences, and the table with the tokens and pages of the running ones.
+
+    WAITING ──scheduled──▶ RUNNING ──finished or aborted──▶ FINISHED
+      │                     │   ▲
+      ▼           preempted ▼   │ scheduled again
+    WAITING_FOR_PREFIX ──▶ RESUMABLE
+                  woken
+
+A sequence in WAITING_FOR_PREFIX waits until a block is published that another one is computing or receiving. RESUMABLE
+sequences were scheduled before and come before the queue. A sequence has a row of the table, and pages, exactly while
+it is RUNNING.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from cpd.performance.model import Work
+from engine.batch import IntArray
+from engine.token_counts import PenaltyCounts
+from engine.types import Request
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    WAITING_FOR_PREFIX = auto()
+    RESUMABLE = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens being computed: a whole request until its prompt is computed, then one of its choices.
+
+    The output processor changes `choices` and `first_token_sent`, samplers change `counts`; everything else belongs to
+    the scheduler.
+
+    Attributes:
+        choices: One, or all of the request's before the prompt is computed.
+        order: Age; older sequences are scheduled first and preempted last.
+        hashes: Of the full blocks, as far as known.
+        tokens: All tokens while it has no row.
+        num_tokens: Known tokens.
+        counts: Of its tokens, for its penalties.
+        first_token_sent: Whether its first output went out.
+        queued: Never scheduled so far; counts against the queue limit.
+        work: What was to be computed when it came; the cache may have more or less of it when it is scheduled.
+        queued_s: How long it waited until it was first scheduled.
+        lane_chunks: Chunks of it on the prefill lane that are not collected.
+        row: In the table, while running.
+        num_computed: Tokens whose keys and values are in the pages.
+        num_pages: Pages it holds.
+        num_published: Leading blocks that it has published, or found in the cache.
+        cached_tokens: Prompt tokens found in the cache when it was first scheduled.
+    """
+
+    request: Request
+    choices: list[int]
+    order: tuple[int, int]
+    hashes: list[bytes]
+    tokens: IntArray | None
+    num_tokens: int
+    counts: PenaltyCounts = field(default_factory=PenaltyCounts)
+    first_token_sent: bool = False
+    state: SequenceState = SequenceState.WAITING
+    queued: bool = False
+    work: Work = field(default_factory=Work)
+    queued_s: float = 0.0
+    lane_chunks: int = 0
+    row: int = -1
+    num_computed: int = 0
+    num_pages: int = 0
+    num_published: int = 0
+    cached_tokens: int = 0
+
+
+class SequenceTable:
+    """Tokens and pages of the running sequences, one row each, so that batches are built by array operations.
+
+    Attributes:
+        max_len: Tokens of the longest sequence.
+        tokens: [rows, max_len] int32
+        pages: In block order, zero beyond a sequence's last page. [rows, blocks of the longest sequence] int32
+        rows: Views of the rows of `tokens`. [max_len] each
+    """
+
+    def __init__(self, num_rows: int, max_len: int) -> None:
+        self.num_rows = num_rows
+        self.max_len = max_len
+        self.tokens: IntArray = np.zeros((num_rows, max_len), dtype=np.int32)
+        self.pages: IntArray = np.zeros((num_rows, blocks_for(max_len)), dtype=np.int32)
+        self.rows = list(self.tokens)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def free_rows(self) -> int:
+        """Sequences that can still start."""
+        return len(self._free_rows)
+
+    def enter(self, seq: Sequence, pages: list[int]) -> None:
+        """Gives a sequence a row, with its tokens and these pages. There must be a free row."""
+        if seq.tokens is None:
+            raise AssertionError("the sequence has a row already")
+        seq.row = self._free_rows.pop()
+        self.tokens[seq.row, : seq.num_tokens] = seq.tokens
+        self.pages[seq.row, : len(pages)] = pages
+        seq.tokens, seq.num_pages = None, len(pages)
+
+    def leave(self, seq: Sequence) -> list[int]:
+        """Takes the row back; the sequence keeps its tokens. Returns its pages, which are the caller's to release."""
+        pages = self.pages_of(seq)
+        seq.tokens = self.tokens_of(seq).copy()
+        self.pages[seq.row, : seq.num_pages] = 0
+        self._free_rows.append(seq.row)
+        seq.row, seq.num_pages, seq.num_computed, seq.num_published = -1, 0, 0, 0
+        return pages
+
+    def add_pages(self, seq: Sequence, pages: list[int]) -> None:
+        """Appends pages."""
+        self.pages[seq.row, seq.num_pages : seq.num_pages + len(pages)] = pages
+        seq.num_pages += len(pages)
+
+    def tokens_of(self, seq: Sequence) -> IntArray:
+        """A view of a sequence's tokens. [num_tokens]"""
+        return self.tokens[seq.row, : seq.num_tokens]
+
+    def pages_of(self, seq: Sequence) -> list[int]:
+        """A sequence's pages."""
+        pages: list[int] = self.pages[seq.row, : seq.num_pages].tolist()
+        return pages
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless rows and sequences agree."""
+        rows = [seq.row for seq in running]
+        if sorted(rows + self._free_rows) != list(range(self.num_rows)):
+            raise AssertionError("rows and running sequences disagree")
+        for row in self._free_rows:
+            if self.pages[row].any():
+                raise AssertionError(f"row {row} is free but has pages")
+        for seq in running:
+            if seq.num_pages * BLOCK_SIZE < seq.num_computed or self.pages[seq.row, seq.num_pages :].any():
+                raise AssertionError(f"row {seq.row} has other pages than its sequence")

@@ -1,0 +1,129 @@
+"""The waiting queue: the sequences that are ready to run but have no row or pages."""
+
+from bisect import insort
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from cpd.performance.model import Work
+from engine.scheduling.fair_queue import FairQueue, Terms
+from engine.scheduling.queue_limit import QueueLimit
+from engine.scheduling.sequence import Sequence
+from engine.types import Request
+
+MAX_PASSING, MAX_PASSING_OF_TENANT = 128, 32
+"""Most sequences that are looked at when one may pass the first: a few microseconds for every ten of them."""
+
+
+def terms_of(request: Request) -> Terms:
+    """The terms on which a request waits until it is first scheduled."""
+    return Terms(len(request.token_ids), request.tenant, request.priority, request.deadline)
+
+
+class WaitingQueue:
+    """Resumable sequences (preempted, woken, or forked without a page), then new ones in fair order.
+
+    The queue also protects its first sequence from landing reservations, which don't wait in it: while that sequence
+    lacks pages or a row, one reservation may overtake it, and no second one before it is scheduled. Resumable sequences
+    are left all pages that they need (`Scheduler.spare_for_reservation`).
+
+    Attributes:
+        limit: Counts the tokens of all sequences that have never been scheduled, those that wait for a prefix included.
+        queued_work: What these lack.
+        resumable: Oldest first.
+    """
+
+    def __init__(self, limit: QueueLimit | None = None) -> None:
+        self.limit = limit or QueueLimit()
+        self.queued_work = Work()
+        self.resumable: list[Sequence] = []
+        self._new = FairQueue[Sequence]()
+        self._blocked: tuple[Sequence, int] | None = None  # the first one, and the version at which it was blocked
+        self._overtaken = False
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.resumable
+        yield from self._new
+
+    def __len__(self) -> int:
+        return len(self.resumable) + len(self._new)
+
+    def first(self, now: float) -> Sequence | None:
+        """The sequence to schedule next at the time `now`."""
+        return self.resumable[0] if self.resumable else self._new.first(now)
+
+    def passing(self, now: float) -> Iterator[Sequence]:
+        """Some of the sequences that may pass the first one."""
+        return islice(chain(self.resumable, self._new.out_of_turn(now, MAX_PASSING_OF_TENANT)), MAX_PASSING)
+
+    def late_work(self, now: float) -> Work:
+        """The work of new sequences that will miss their deadlines if scheduling them begins at `now`."""
+        return Work.total(seq.work for seq in self._new.late(now))
+
+    def add(self, seq: Sequence, work: Work, takes_s: float) -> None:
+        """Adds a new sequence that lacks this work, which is predicted to take `takes_s`."""
+        seq.queued, seq.work = True, work
+        self.queued_work += work
+        self.limit.add(seq.request.tenant, seq.num_tokens, seq.request.received)
+        self._new.push(seq, terms_of(seq.request), takes_s)
+
+    def resume(self, seq: Sequence) -> None:
+        """Adds a sequence that was scheduled before."""
+        insort(self.resumable, seq, key=lambda other: other.order)
+
+    def take(self, seq: Sequence) -> None:
+        """A sequence is scheduled: it runs or waits for a prefix."""
+        if seq in self._new:
+            self._new.take(seq)
+        else:
+            self.resumable.remove(seq)
+        self._unblock(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """A sequence ends before it is scheduled."""
+        if seq in self._new:
+            self._new.remove(seq)
+        else:
+            self.resumable.remove(seq)
+        self._unblock(seq)
+
+    def first_run(self, seq: Sequence, now: float) -> None:
+        """A queued sequence, which has been taken, starts to run and no longer counts against the limit."""
+        self.limit.take(seq.request.tenant, seq.num_tokens, now)
+        self._not_queued(seq)
+
+    def give_up(self, seq: Sequence) -> None:
+        """A queued sequence ends and no longer counts against the limit."""
+        self.limit.remove(seq.request.tenant, seq.num_tokens)
+        self._not_queued(seq)
+
+    def block(self, seq: Sequence, version: int) -> None:
+        """The first sequence can't start at this version of the scheduler."""
+        self._blocked = seq, version
+
+    def is_blocked(self, seq: Sequence, version: int) -> bool:
+        """Whether a sequence could not start at this version."""
+        return self._blocked == (seq, version)
+
+    @property
+    def may_be_overtaken(self) -> bool:
+        """Whether a reservation may take pages that the first sequence may lack."""
+        return self._blocked is None or not self._overtaken
+
+    def overtake(self) -> None:
+        """A reservation was made."""
+        self._overtaken = self._blocked is not None
+
+    def check_integrity(self, queued: list[Sequence]) -> None:
+        """Raises AssertionError unless exactly these sequences count against the limit."""
+        if self.limit.tokens != sum(seq.num_tokens for seq in queued):
+            raise AssertionError("the count of queued tokens is wrong")
+        if self.queued_work != Work.total(seq.work for seq in queued):
+            raise AssertionError("the work of the queued sequences is wrong")
+
+    def _not_queued(self, seq: Sequence) -> None:
+        self.queued_work -= seq.work
+        seq.queued = False
+
+    def _unblock(self, seq: Sequence) -> None:
+        if self._blocked is not None and self._blocked[0] is seq:
+            self._blocked, self._overtaken = None, False

@@ -1,0 +1,151 @@
+"""uvicorn's HTTP connection, with four additions.
+
+- The head of a response is written together with the first of its body, so that the client wakes up once.
+- A callback tells that the client hung up. uvicorn's own way takes a task a request.
+- The size of a request's head is limited, and so is the time until it is complete.
+- Requests that are not valid HTTP get an error in OpenAI's shape.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from router.errors import ApiError, invalid
+
+HEAD_BYTES = 1 << 16
+"""Most bytes between two pieces of bodies: a request's head, or the framing of chunks."""
+
+HEAD_S = 60.0
+"""Time for a head, in seconds: from the connection's start, or a later request's first byte, to the head's end."""
+
+_STATE = "connection"
+"""The connection's key in a request's state."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._writes = HoldingTransport(transport)
+        self._hang_up: Callable[[], None] | None = None
+        self._beside_bodies = 0  # bytes since the last head or the last piece of a body
+        self._in_head = False
+        super().connection_made(cast(asyncio.Transport, self._writes))
+        self._head_late = self._expect_head()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._head_late.cancel()
+        super().connection_lost(error)
+        if self._hang_up is not None:
+            self._hang_up()
+
+    def data_received(self, data: bytes) -> None:
+        if self.timeout_keep_alive_task is not None:  # the connection was idle: a new request begins
+            self._head_late.cancel()
+            self._head_late = self._expect_head()
+        self._beside_bodies += len(data)
+        super().data_received(data)
+        if self._beside_bodies > HEAD_BYTES:
+            message = f"The request has more than {HEAD_BYTES} bytes beside its body."
+            self._refuse(invalid(None, message, code="request_too_large", status=431))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self.scope["state"][_STATE] = self
+
+    def on_headers_complete(self) -> None:
+        self._beside_bodies = 0
+        self._in_head = False
+        self._head_late.cancel()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._beside_bodies = 0
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_head:  # part of the next head has arrived already
+            self._head_late = self._expect_head()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(invalid(None, "The request is not valid HTTP.", code="invalid_http"))
+
+    def _expect_head(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(HEAD_S, self._refuse_late_head)
+
+    def _refuse_late_head(self) -> None:
+        message = f"The request did not come within {HEAD_S:g} s."
+        self._refuse(invalid(None, message, code="request_timeout", status=408))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Closes the connection; sends the error first, unless a response is under way."""
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            body = error.body()
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the last request has arrived completely."""
+        return not self.cycle.more_body
+
+    def hold(self) -> None:
+        """Holds the next write back until the one after it."""
+        self._writes.hold = True
+
+    @contextlib.contextmanager
+    def on_hang_up(self, call: Callable[[], None]) -> Iterator[None]:
+        """While the context is open, calls `call` when the client hangs up; at once if it already has."""
+        self._hang_up = call
+        self.flow.resume_reading()  # a long request may have paused reading, which hides the hang-up
+        if self.transport.is_closing():
+            call()
+        try:
+            yield
+        finally:
+            self._hang_up = None
+
+
+def connection_of(scope: Scope) -> Connection:
+    """The connection that a request arrived on."""
+    connection: Connection = scope["state"][_STATE]
+    return connection
+
+
+class HoldingTransport:
+    """A transport that can hold a write back until the one after it.
+
+    Attributes:
+        hold: Hold the next write back.
+    """
+
+    __slots__ = ("_held", "_transport", "hold")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held = b""
+        self.hold = False
+
+    def write(self, data: bytes) -> None:
+        """Writes `data` after what was held back, or holds both back."""
+        data, self._held = self._held + data, b""
+        if self.hold:
+            self._held, self.hold = data, False
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Writes what was held back and closes the connection."""
+        self.hold = False
+        self.write(b"")
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

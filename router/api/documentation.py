@@ -1,0 +1,94 @@
+"""The parts of `/openapi.json` that FastAPI can't read from the endpoints' signatures.
+
+The generating endpoints read and check their bodies themselves, so that nothing is parsed twice.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from router.api.responses import ChatCompletionChunk, TextCompletionChunk
+from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.errors import ErrorResponse
+
+DESCRIPTION = """An OpenAI-compatible API. A field that would change the result is never ignored: it is honoured, or
+refused by name. `null` is the same as leaving a field out."""
+
+ANY_ERROR: Mapping[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorResponse, "description": "Any error, such as 405 or 431, has this shape."}
+}
+
+NO_KEY: dict[str, Any] = {"security": []}
+"""For a route that wants no API key."""
+
+_ERRORS = {
+    400: "The request is not valid; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The API key does not allow this.",
+    404: "There is no such model or request.",
+    408: "The body did not arrive within a minute.",
+    413: "The body is larger than `--max-body`.",
+    429: "This API key has its share of every worker's queue; `Retry-After` says when it will have less.",
+    500: "A worker failed the request.",
+    503: "No worker is ready, or all queues are full; `Retry-After` says when to try again.",
+}
+
+_REF = "#/components/schemas/{model}"
+_TEXT = {"schema": {"type": "string"}}
+_HEADERS = {
+    "x-request-id": _TEXT | {"description": "The client's own id, if it sent a usable one."},
+    "x-cpd-route": {"schema": {"enum": ["local", "remote"]}, "description": "Where the first prompt was prefilled."},
+    "x-cpd-decode-worker": _TEXT,
+    "x-cpd-prefill-worker": _TEXT | {"description": "Only with the route `remote`."},
+}
+_REQUEST_ID = {"name": "x-request-id", "in": "header", "description": "The request's id, up to 128 characters."} | _TEXT
+_UNDECLARED: list[Any] = [ChatRequest, CompletionRequest, ChatCompletionChunk, TextCompletionChunk]
+
+
+def returns(document: type, *error_statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that returns a document, or these errors."""
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": document}}
+    for status in error_statuses:
+        responses[status] = {"model": ErrorResponse, "description": _ERRORS[status]}
+    return responses
+
+
+def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[str, Any]:
+    """What a generating route is declared with.
+
+    Args:
+        whole: The response in one piece.
+        chunk: The data of a stream's event.
+    """
+    responses = returns(whole, 400, 401, 403, 404, 408, 413, 429, 500, 503)
+    responses[200] |= {
+        "description": "One document; with `stream` server-sent events, whose last data is `[DONE]`, or an error.",
+        "content": {"text/event-stream": {"schema": _ref(chunk)}},
+        "headers": _HEADERS,
+    }
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    return {"responses": responses, "openapi_extra": {"requestBody": body, "parameters": [_REQUEST_ID]}}
+
+
+def complete(app: FastAPI, *, needs_key: bool) -> None:
+    """Adds to the application's OpenAPI document what its routes only refer to, and how clients authenticate."""
+    declared = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = declared()
+        components = document.setdefault("components", {})
+        if "securitySchemes" not in components:
+            inputs = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in _UNDECLARED]
+            _, undeclared = TypeAdapter.json_schemas(inputs, ref_template=_REF)  # type: ignore[arg-type]
+            components["schemas"] = undeclared["$defs"] | components.get("schemas", {})
+            components["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"api_key": []}] if needs_key else []
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend the document
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": _REF.format(model=kind.__name__)}

@@ -1,0 +1,89 @@
+"""The ASGI application in front of all routes: API key, request id, and the short way to the routes that generate."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.api.body import ClientGoneError
+from router.api.connection import connection_of
+from router.api.service import Caller
+from router.api.tenants import Keys, Tenant
+from router.errors import ApiError, failed
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_OPEN_PATHS = frozenset({"/livez", "/readyz", "/docs", "/openapi.json"})
+_DOCS_ASSETS = "/static-offline-docs/"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class Gate:
+    """In front of every route.
+
+    Args:
+        app: The application with all routes.
+        generating: Endpoints of those POST routes that nearly all requests are for, by path. They are called directly:
+            the framework's middleware and routing would be a tenth of the router's work for a request.
+        keys: Who may call.
+        refuse: Makes the response to an error.
+    """
+
+    def __init__(
+        self, app: ASGIApp, generating: Mapping[str, Endpoint], keys: Keys, refuse: Callable[[ApiError], Response]
+    ) -> None:
+        self._app = app
+        self._generating = generating
+        self._keys = keys
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        sent_id = headers.get(b"x-request-id", b"")
+        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if scope["method"] == "POST":  # a body follows
+                    connection_of(scope).hold()
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            is_open = scope["path"] in _OPEN_PATHS or scope["path"].startswith(_DOCS_ASSETS)
+            tenant = Tenant() if is_open else self._keys.tenant(headers.get(b"authorization", b""))
+            scope["state"] = {
+                **scope.get("state", {}),
+                "caller": Caller(tenant, request_id.decode(), asyncio.get_running_loop().time()),
+            }
+            if scope["method"] == "HEAD":  # answered as GET; the HTTP server leaves the body out
+                scope = {**scope, "method": "GET"}
+            endpoint = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
+            if endpoint is None:
+                await self._app(scope, receive, send_with_id)
+            else:
+                response = await endpoint(Request(scope, receive))
+                await response(scope, receive, send_with_id)
+        except ApiError as error:
+            await self._refuse(error)(scope, receive, send_with_id)
+        except ClientGoneError:
+            return
+        except Exception:
+            if not started:
+                await self._refuse(internal_error())(scope, receive, send_with_id)
+            raise  # to the HTTP server, which logs it
+
+
+def internal_error() -> ApiError:
+    """The answer to a request that met a bug."""
+    return failed("The server made an error; its log has the details.")

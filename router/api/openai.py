@@ -1,0 +1,225 @@
+"""Responses and stream chunks in OpenAI's format.
+
+For speed, the parts that all chunks of a stream have in common are encoded once.
+"""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import orjson
+
+from cpd.common.blocks import unpack_tokens
+from router.api.responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ScoredToken,
+    TextChoice,
+    TextLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from router.api.schemas import GenerateRequest
+from router.dispatch.output import Choice, Delta, FinishReason, TokenScore
+from router.text.detokenize import Vocabulary
+
+DONE = b"data: [DONE]\n\n"
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for tokens of almost no probability: JSON has no infinity."""
+
+
+class Format(ABC):
+    """Writes the response of one call.
+
+    Args:
+        fingerprint: The workers' fingerprint of the model.
+
+    Class attributes:
+        ID: Prefix of the response's id.
+        KIND, CHUNK_KIND: `object` of a whole response and of a chunk.
+        PLAIN: The JSON around the text of a chunk that has nothing but text; `%d` is the choice's index.
+    """
+
+    ID: ClassVar[str]
+    KIND: ClassVar[str]
+    CHUNK_KIND: ClassVar[str]
+    PLAIN: ClassVar[tuple[bytes, bytes]]
+
+    def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes) -> None:
+        self._n = request.n
+        self._logprobs_asked = request.alternatives is not None
+        self._ids_asked = request.return_token_ids
+        self._vocabulary = vocabulary
+        self._common: dict[str, Any] = {
+            "id": f"{self.ID}-{secrets.token_hex(12)}",
+            "object": self.KIND,
+            "created": int(time.time()),
+            "model": request.model,
+            "system_fingerprint": f"fp_{fingerprint.hex()[:10]}",
+        }
+        chunk = orjson.dumps({**self._common, "object": self.CHUNK_KIND})
+        self._head = b"data: " + chunk[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._is_plain = not self._logprobs_asked and not self._ids_asked
+        self._before_text, after_text = self.PLAIN
+        self._after_text = after_text + b',"logprobs":null,"finish_reason":null}' + self._tail
+
+    @abstractmethod
+    def first(self, index: int, prompt: bytes) -> bytes:
+        """The chunk that opens a choice of a prompt, whose tokens are packed."""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """A chunk for each piece of new text; one for all of it if the client asked for more than text."""
+        if self._is_plain:
+            head = self._head + self._before_text % index
+            return b"".join([b"%b%b%b" % (head, orjson.dumps(piece), self._after_text) for piece in delta.pieces])
+        return self._chunk(index, None, delta)
+
+    def final(self, index: int, finish: FinishReason, delta: Delta) -> bytes:
+        """The chunk that closes a choice; `delta` has no text."""
+        return self._chunk(index, finish, delta)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after all choices, where it was asked for."""
+        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
+        """The response in one piece."""
+
+    @abstractmethod
+    def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes: ...
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text and bytes. Part of a character has no text, and gets OpenAI's name for it."""
+        raw = self._vocabulary.token_bytes(token_id)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+    def _response(self, choices: Sequence[Mapping[str, Any]], usage: Usage, **extra: Any) -> bytes:
+        return orjson.dumps({**self._common, "choices": choices, "usage": usage, **extra})
+
+
+class ChatFormat(Format):
+    """`chat.completion` and its chunks."""
+
+    ID, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    PLAIN = b'{"index":%d,"delta":{"content":', b"}"
+
+    def first(self, index: int, prompt: bytes) -> bytes:
+        delta: ChatDelta = {"role": "assistant", "content": ""}
+        choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        extra = b""
+        if self._ids_asked and index == 0:
+            extra = b',"prompt_token_ids":' + orjson.dumps(_ids(prompt))
+        return self._head + orjson.dumps(choice) + b"]" + extra + self._tail[1:]
+
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
+        extra = {"prompt_token_ids": _ids(prompts[0])} if self._ids_asked else {}
+        return self._response([self._choice(choice) for choice in choices], usage, **extra)
+
+    def _choice(self, choice: Choice) -> ChatChoice:
+        delta = choice.take()
+        written: ChatChoice = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": self._logprobs(delta.scores),
+            "finish_reason": choice.finish,
+        }
+        if self._ids_asked:
+            written["token_ids"] = delta.token_ids
+        return written
+
+    def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes:
+        choice: ChatChunkChoice = {
+            "index": index,
+            "delta": {"content": delta.text} if finish is None else {},
+            "logprobs": self._logprobs(delta.scores) if delta.scores else None,
+            "finish_reason": finish,
+        }
+        if self._ids_asked:
+            choice["token_ids"] = delta.token_ids
+        return self._head + orjson.dumps(choice) + self._tail
+
+    def _logprobs(self, scores: Sequence[TokenScore]) -> ChatLogprobs | None:
+        if not self._logprobs_asked:
+            return None
+        content: list[ScoredToken] = [
+            {**self._scored(score.token_id, score.logprob), "top_logprobs": [self._scored(*top) for top in score.top]}
+            for score in scores
+        ]
+        return {"content": content, "refusal": None}
+
+    def _scored(self, token_id: int, logprob: float) -> TokenLogprob:
+        text, raw = self._token(token_id)
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(raw)}
+
+
+class CompletionFormat(Format):
+    """`text_completion` and its chunks."""
+
+    ID, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
+    PLAIN = b'{"index":%d,"text":', b""
+
+    def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes) -> None:
+        super().__init__(request, vocabulary, fingerprint)
+        self._opening: dict[int, bytes] = {}
+
+    def first(self, index: int, prompt: bytes) -> bytes:
+        # no chunk opens a text; the prompt's token ids go with its first chunk
+        if self._ids_asked:
+            self._opening[index] = prompt
+        return b""
+
+    def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
+        written = []
+        for choice in choices:
+            entry = self._entry(choice.index, choice.finish, choice.take())
+            if self._ids_asked:
+                entry["prompt_token_ids"] = _ids(prompts[choice.index // self._n])
+            written.append(entry)
+        return self._response(written, usage)
+
+    def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes:
+        entry = self._entry(index, finish, delta)
+        if (prompt := self._opening.pop(index, None)) is not None:
+            entry["prompt_token_ids"] = _ids(prompt)
+        return self._head + orjson.dumps(entry) + self._tail
+
+    def _entry(self, index: int, finish: FinishReason | None, delta: Delta) -> TextChoice:
+        entry: TextChoice = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": self._logprobs(delta.scores),
+            "finish_reason": finish,
+        }
+        if self._ids_asked:
+            entry["token_ids"] = delta.token_ids
+        return entry
+
+    def _logprobs(self, scores: Sequence[TokenScore]) -> TextLogprobs | None:
+        if not self._logprobs_asked:
+            return None
+        return {
+            "tokens": [self._token(score.token_id)[0] for score in scores],
+            "token_logprobs": [max(score.logprob, LEAST_LOGPROB) for score in scores],
+            "top_logprobs": [self._alternatives(score) for score in scores],
+            "text_offset": [score.offset for score in scores],
+        }
+
+    def _alternatives(self, score: TokenScore) -> dict[str, float]:
+        """The most likely tokens; the chosen one is always among them."""
+        scored = [*score.top, (score.token_id, score.logprob)]
+        return {self._token(token_id)[0]: max(logprob, LEAST_LOGPROB) for token_id, logprob in scored}
+
+
+def _ids(prompt: bytes) -> list[int]:
+    ids: list[int] = unpack_tokens(prompt).tolist()
+    return ids

@@ -1,0 +1,222 @@
+"""Turns a valid request into a running completion: prompt text, tokens, limits, placement."""
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
+from cpd.common.config import RouterSettings
+from cpd.rpc import cpd_pb2 as pb
+from router.api.openai import ChatFormat, CompletionFormat, Format
+from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.tenants import Tenant
+from router.dispatch.attempts import RoutedRequest
+from router.dispatch.completion import Completion, PromptConsumer
+from router.dispatch.dispatcher import RETRY_S, Dispatcher
+from router.dispatch.output import Choice
+from router.dispatch.workers import Workers
+from router.errors import invalid, unavailable
+from router.metrics import Metrics
+from router.placement.costs import PolicySettings
+from router.text.checkpoint import Checkpoint
+
+_LEAST_TOP_P = 1e-6
+"""Stands for top_p = 0: only the most likely token remains."""
+
+_MANY_CHARS = 16
+"""Nearly every token has fewer characters."""
+
+_PIECE_BYTES = 512 * BLOCK_SIZE * TOKEN_BYTES
+"""Prompt bytes hashed at a time, in about half a millisecond; between the pieces other tasks run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        request_id: Returned with the response, and used in logs.
+        started: Loop time at which the request's head was read.
+    """
+
+    tenant: Tenant
+    request_id: str
+    started: float
+
+
+class Service:
+    """Turns requests to the API into running completions, without HTTP.
+
+    Args:
+        sampling_defaults: Sampling fields whose defaults differ from OpenAI's.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        checkpoint: Checkpoint,
+        sampling_defaults: Mapping[str, float],
+        workers: Workers,
+        metrics: Metrics,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.sampling_defaults = sampling_defaults
+        self.workers = workers
+        self.metrics = metrics
+        self.settings = settings
+        policy = PolicySettings(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
+        self.dispatcher = Dispatcher(workers, metrics, policy, rng=Random(secrets.randbits(64)))
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) where `name` is not the model served here."""
+        if name != self.checkpoint.name:
+            message = f"The model '{name}' does not exist. This server has '{self.checkpoint.name}'."
+            raise invalid("model", message, code="model_not_found", status=404)
+
+    async def chat(self, request: ChatRequest, caller: Caller) -> tuple[Completion, Format]:
+        """Starts a chat completion.
+
+        Raises:
+            ApiError: The request can't be served; nothing was started.
+        """
+        self.check_model(request.model)
+        caller.tenant.check_priority(request.priority)
+        if self.checkpoint.template is None:
+            message = "This model has no chat template; use /v1/completions."
+            raise invalid("messages", message, code="no_chat_template")
+        messages = [one.model_dump(exclude_none=True) for one in request.messages]
+        text = self.checkpoint.template.render(messages, request.chat_template_kwargs)
+        await self._check_text(text, "messages")
+        prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
+        completion = await self._start(request, [prompt], caller, "messages")
+        return completion, ChatFormat(request, self.checkpoint.vocabulary, self.workers.fingerprint)
+
+    async def complete(self, request: CompletionRequest, caller: Caller) -> tuple[Completion, Format]:
+        """Starts a text completion.
+
+        Raises:
+            ApiError: The request can't be served; nothing was started.
+        """
+        self.check_model(request.model)
+        caller.tenant.check_priority(request.priority)
+        encode = self.checkpoint.tokenizer.encode
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                await self._check_text(prompt, "prompt")
+        prompts = [
+            await encode(prompt) if isinstance(prompt, str) else pack_tokens(prompt) for prompt in request.prompts
+        ]
+        completion = await self._start(request, prompts, caller, "prompt")
+        return completion, CompletionFormat(request, self.checkpoint.vocabulary, self.workers.fingerprint)
+
+    async def _start(self, request: GenerateRequest, prompts: list[bytes], caller: Caller, param: str) -> Completion:
+        if not self.workers.ready:
+            raise unavailable("No worker is ready to serve the model.", RETRY_S)
+        for prompt in prompts:
+            self._check_prompt(prompt, request.output_limit, param)
+        # read before the first await: later, other workers may be there
+        context, fingerprint = self.workers.max_model_len, self.workers.fingerprint
+        seed = secrets.randbits(63) if request.seed is None else request.seed & ((1 << 63) - 1)
+        samplings = [
+            self._sampling(request, seed, request.output_limit or context - len(prompt) // TOKEN_BYTES)
+            for prompt in prompts
+        ]
+        root = hash_root(fingerprint, caller.tenant.salt)
+        hashes = [await _hash(root, prompt) for prompt in prompts]
+        choices = [
+            Choice(index, self.checkpoint.vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
+        ]
+        completion = Completion(self.dispatcher, self.metrics, choices, eager=request.stream, started=caller.started)
+        try:
+            for position, prompt in enumerate(prompts):
+                own = choices[position * request.n : (position + 1) * request.n]
+                completion.start(
+                    RoutedRequest(
+                        trace_id=caller.request_id,
+                        tenant=caller.tenant.name,
+                        tokens=prompt,
+                        fingerprint=fingerprint,
+                        hash_root=root,
+                        block_hashes=hashes[position],
+                        sampling=samplings[position],
+                        n=request.n,
+                        consumer=PromptConsumer(completion, self.metrics, own),
+                        priority=-request.priority,
+                        received=caller.started,
+                    )
+                )
+        except BaseException:
+            completion.cancel()
+            raise
+        return completion
+
+    async def _check_text(self, text: str, param: str) -> None:
+        """Raises ApiError if the beginning of a long text already has twice the context's tokens.
+
+        Tokenising all of it can take many seconds, in which other long prompts wait.
+        """
+        context = self.workers.max_model_len
+        chars = context * _MANY_CHARS
+        while 0 < chars < len(text):
+            beginning = await self.checkpoint.tokenizer.encode(text[:chars])
+            if len(beginning) // TOKEN_BYTES > 2 * context:
+                message = (
+                    f"This model's maximum context length is {context} tokens. However, the {param} alone has more "
+                    f"than {2 * context}. Please reduce its length."
+                )
+                raise invalid(param, message, code="context_length_exceeded")
+            chars *= 4
+
+    def _check_prompt(self, prompt: bytes, output_limit: int | None, param: str) -> None:
+        """Raises ApiError if the prompt can't be run."""
+        if not prompt:
+            raise invalid(param, f"'{param}' is empty: it gives no token to continue from.")
+        vocab_size, largest = self.workers.vocab_size, largest_token(prompt)
+        if largest >= vocab_size:
+            raise invalid(param, f"'{param}' has token id {largest}, but the model's vocabulary has {vocab_size}.")
+        context = self.workers.max_model_len
+        tokens, wanted = len(prompt) // TOKEN_BYTES, output_limit or 1
+        if tokens + wanted > context:
+            raise invalid(
+                param,
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{tokens + wanted} tokens ({tokens} in the {param}, {wanted} in the completion). "
+                f"Please reduce the length of the {param} or completion.",
+                code="context_length_exceeded",
+            )
+
+    def _sampling(self, request: GenerateRequest, seed: int, max_tokens: int) -> pb.Sampling:
+        """The request's sampling parameters as a protobuf message."""
+        vocab_size = self.workers.vocab_size
+        bias = {int(token_id): value for token_id, value in request.logit_bias.items()}
+        if bias and max(bias) >= vocab_size:
+            message = f"'logit_bias' has token id {max(bias)}, but the model's vocabulary has {vocab_size}."
+            raise invalid("logit_bias", message)
+        return pb.Sampling(
+            temperature=request.temperature,
+            top_p=max(request.top_p, _LEAST_TOP_P),
+            top_k=max(request.top_k, 0),
+            min_p=request.min_p,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=bias,
+            seed=seed,
+            top_logprobs=request.alternatives,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            stop_token_ids=() if request.ignore_eos else self.checkpoint.eos_ids,
+        )
+
+
+async def _hash(root: bytes, tokens: bytes) -> list[bytes]:
+    """The hashes of a prompt's full blocks."""
+    hashes: list[bytes] = []
+    for start in range(0, len(tokens), _PIECE_BYTES):
+        if start:
+            await asyncio.sleep(0)
+        hashes += extend_hashes(hashes[-1] if hashes else root, tokens[start : start + _PIECE_BYTES])
+    return hashes

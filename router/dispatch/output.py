@@ -1,0 +1,155 @@
+"""The text of one choice, growing as its tokens come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cpd.rpc import cpd_pb2 as pb
+from router.text.detokenize import Detokenizer
+from router.text.stops import StopMatcher
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token of the text with its log-probabilities.
+
+    Attributes:
+        offset: Where the token begins in the choice's text, in characters.
+        top: The most likely tokens with their log-probabilities, as many as the request wants.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of a choice, since the last delta was taken.
+
+    Attributes:
+        pieces: The text, one piece per token that completed some.
+    """
+
+    pieces: list[str]
+    token_ids: list[int]
+    scores: list[TokenScore]
+
+    @property
+    def text(self) -> str:
+        """The text in one piece."""
+        return "".join(self.pieces)
+
+
+class Choice:
+    """Turns the tokens of one choice into deltas of text.
+
+    The token that ends an output (EOS) and the text from a stop string on are not text, but count as tokens. Scores are
+    released together with their text.
+
+    Args:
+        index: The choice's index in the response.
+        detokenizer: A detokenizer for this choice alone.
+        stops: Stop strings.
+        min_tokens: Stop strings count from this many tokens on.
+
+    Attributes:
+        num_tokens: Tokens so far.
+        finish: Why the choice ended; None while it runs.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_min_tokens",
+        "_pieces",
+        "_released",
+        "_scores",
+        "_seen",
+        "_stops",
+        "_token_ids",
+        "finish",
+        "index",
+        "num_tokens",
+    )
+
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._scores: list[TokenScore] = []
+        self._seen = 0  # characters detokenised
+        self._released = 0  # characters of text put into pieces
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> None:
+        """Takes new tokens. Sets `self.finish` if the choice ends, by the argument or by a stop string."""
+        is_stop = finish == pb.FINISH_STOP
+        if self._stops is None and not logprobs:
+            self.num_tokens += len(token_ids)
+            self._token_ids.extend(token_ids)
+            self._pieces += filter(None, map(self._detokenizer.push, token_ids[:-1] if is_stop else token_ids))
+        else:
+            self._push_each(token_ids, logprobs, is_stop)
+        if finish != pb.FINISH_NONE and self.finish is None:
+            self._release(self._detokenizer.flush())
+            if self.finish is None:
+                self._let_through(self._stops.flush() if self._stops is not None else "")
+                self.finish = "stop" if is_stop else "length"
+
+    def _push_each(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], is_stop: bool) -> None:
+        """Takes tokens one by one, to find stop strings or to place log-probabilities in the text."""
+        last = len(token_ids) - 1
+        for position, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            self._token_ids.append(token_id)
+            if is_stop and position == last:
+                break
+            if logprobs:
+                scored = logprobs[position]
+                top = tuple(zip(scored.top_ids, scored.top_logprobs, strict=True))
+                self._scores.append(TokenScore(token_id, scored.logprob, top, self._seen))
+            self._release(self._detokenizer.push(token_id))
+            if self.finish is not None:
+                return
+
+    @property
+    def has_delta(self) -> bool:
+        """There is text to take, or the choice has ended."""
+        return bool(self._pieces) or self.finish is not None
+
+    def take(self) -> Delta:
+        """Returns the output since the last call."""
+        ready = len(self._scores)
+        if self.finish is None or self._stopped_by_string:
+            while ready and self._scores[ready - 1].offset >= self._released:
+                ready -= 1
+        delta = Delta(self._pieces, self._token_ids, self._scores[:ready])
+        self._pieces, self._token_ids, self._scores = [], [], self._scores[ready:]
+        return delta
+
+    @property
+    def _stopped_by_string(self) -> bool:
+        return self._stops is not None and self._stops.matched
+
+    def _release(self, piece: str) -> None:
+        if not piece:
+            return
+        self._seen += len(piece)
+        if self._stops is None or self.num_tokens < self._min_tokens:
+            self._let_through(piece)
+            return
+        self._let_through(self._stops.push(piece))
+        if self._stops.matched:
+            self.finish = "stop"
+
+    def _let_through(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+        self._released += len(text)

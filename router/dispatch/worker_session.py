@@ -1,0 +1,331 @@
+"""The router's session with one worker.
+
+States of a session:
+
+    connecting -> syncing -> ready <-> draining
+         ^           |         |          |
+         +-----------+---------+----------+    the session ended; connect again after a pause
+    refused: the worker does not fit this cluster, such as one with another model; tried again all the same
+
+A session is `connected` from the worker's Hello on, and `live` once its cache snapshot is complete. Whenever a session
+ends, the worker aborts its requests, and the listener replays them on other workers. The pause before the next
+connection doubles with each failure, from FIRST_PAUSE_S to LONGEST_PAUSE_S. A message that breaks the protocol ends the
+session like a lost connection does.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from cpd.common.blocks import Tier
+from cpd.common.errors import CPDError
+from cpd.common.membership import Member
+from cpd.common.stream import Stream, StreamError, connect
+from cpd.rpc import cpd_pb2 as pb
+from router.checks import ProtocolError, check_hello
+from router.errors import describe, one_line
+from router.placement.worker_load import WorkerLoad
+from router.prefix_index.block_table import KEY_BYTES
+from router.prefix_index.index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 3.0
+"""A worker not heard of for this long is stopped or cut off: workers send something every second."""
+
+CONNECT_S = 5.0
+"""Time limit for opening a connection."""
+
+SYNC_S = 30.0
+"""Time limit for the worker's Hello and its snapshot."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Pause before connecting again: doubles while sessions fail or end soon."""
+
+PIECE_HASHES = 1024
+"""Hashes put into the index in one slice of the event loop, which takes about a millisecond."""
+
+YIELD_MESSAGES = 64
+"""The event loop runs other work after this many messages."""
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Far more than a worker sends at once, even after it has waited long for this router."""
+
+State = Literal["connecting", "syncing", "ready", "draining", "refused"]
+
+
+class RefusedError(CPDError):
+    """The worker does not fit this cluster; the message says why."""
+
+
+class EndedError(CPDError):
+    """The worker ended the session; the message says why."""
+
+
+class Listener(Protocol):
+    """Hears what a session brings. Called on the event loop; must not block."""
+
+    def ready(self, session: "WorkerSession") -> None: ...
+
+    def step(self, session: "WorkerSession", step: pb.StepOutput) -> None: ...
+
+    def refusal(self, session: "WorkerSession", refusal: pb.Refusal) -> None: ...
+
+    def lost(self, session: "WorkerSession") -> None: ...
+
+
+class WorkerSession:
+    """One worker, as this router sees it. `run` keeps the session up.
+
+    Args:
+        member: The worker's lease.
+        router_id: This router's name.
+        cluster_token: Secret that every internal call carries.
+        index: Stores the worker's cached blocks.
+        itl_ms: Target for the gaps between the tokens of its streams, in ms.
+        admit: Called with the worker's Hello; raises RefusedError.
+        on_hello: Called whenever `hello` has changed.
+
+    Attributes:
+        id: The worker's name.
+        role: `prefill` or `combined`.
+        hello: The worker's description of itself; None while not connected.
+        load: Its last load report; empty before the first.
+        reason: Why the session is not up, for people to read.
+        worker_load: The load estimate for placements; None while not connected.
+        settled: The first attempt to connect has ended, well or not.
+        state: See the module.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        router_id: str,
+        cluster_token: str,
+        index: PrefixIndex,
+        itl_ms: float,
+        admit: Callable[[Member, pb.Hello], None],
+        on_hello: Callable[[], None],
+    ) -> None:
+        self.member = member
+        self.id, self.role = member.id, member.kind
+        self.hello: pb.Hello | None = None
+        self.load = pb.Load()
+        self.reason = ""
+        self.worker_load: WorkerLoad | None = None
+        self.settled = False
+        self.state: State = "connecting"
+        self._router_id = router_id
+        self._cluster_token = cluster_token
+        self._index = index
+        self._itl_ms = itl_ms
+        self._admit = admit
+        self._on_hello = on_hello
+        self._next_event: int | None = None
+        self._heard_at = 0.0
+        self._handled = 0
+        self._stream: Stream[pb.WorkerMessage] | None = None
+        self._error: ProtocolError | None = None
+
+    @property
+    def connected(self) -> bool:
+        """The stream is open and the worker was admitted."""
+        return self.hello is not None
+
+    @property
+    def live(self) -> bool:
+        """Requests can be placed on the worker."""
+        return self.state == "ready"
+
+    @property
+    def failed(self) -> bool:
+        """The session is ending because of a protocol error; nothing more from it may be used."""
+        return self._error is not None
+
+    def silent(self, now: float) -> bool:
+        """Whether the worker has not been heard of for a while; `now` is the loop's time."""
+        return now - self._heard_at > SILENT_S
+
+    def submit(self, submit: pb.Submit) -> None:
+        """Sends a request to the worker."""
+        self._send(pb.RouterMessage(submit=submit))
+
+    def abort(self, abort: pb.Abort) -> None:
+        """Ends a request, or some of its choices."""
+        self._send(pb.RouterMessage(abort=abort))
+
+    def fail(self, error: ProtocolError) -> None:
+        """Ends the session because of an error in what the worker sent."""
+        self._error = error
+        if self._stream is not None:
+            self._stream.abort()
+
+    async def run(self, listener: Listener) -> None:
+        """Keeps the session up until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        while True:
+            state: State = "connecting"
+            began = loop.time()
+            try:
+                await self._connect(listener)
+                reason = "the worker closed the session"
+            except RefusedError as error:
+                reason, state = str(error), "refused"
+            except TimeoutError:
+                reason = f"the worker did not send its state within {SYNC_S:g} s"
+            except OSError as error:
+                reason = f"it can't be reached: {error.strerror or error}"
+            except CPDError as error:
+                reason = str(error)
+            except Exception as error:  # the session must come back whatever happened
+                log.exception("the session with worker %s failed", self.id)
+                reason = describe(error)
+            reason = one_line(reason)
+            if self.connected or reason != self.reason:
+                log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
+            if loop.time() - began > LONGEST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            self._disconnected(listener, reason, state)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    def close(self, listener: Listener) -> None:
+        """Gives the worker up. The owner calls this after it has cancelled `run`."""
+        self._disconnected(listener, "the worker is gone", "connecting")
+
+    def _disconnected(self, listener: Listener, reason: str, state: State) -> None:
+        connected = self.connected
+        self.reason, self.state, self.settled = reason, state, True
+        self._next_event = None
+        self._stream = None
+        self._index.forget(self.id)
+        if connected:
+            try:
+                listener.lost(self)
+            except Exception:  # an error with one request must not end the session with this worker for good
+                log.exception("the requests of worker %s could not be placed again", self.id)
+        self.hello, self.load, self.worker_load = None, pb.Load(), None
+        self._on_hello()
+
+    async def _connect(self, listener: Listener) -> None:
+        """Runs one stream, from its opening to its end."""
+        if self.state != "refused":  # that state stays until the worker is admitted
+            self.state = "connecting"
+        self._error = None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                stream = await connect(self.member.session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
+        except TimeoutError:
+            raise StreamError("it can't be reached: no answer") from None
+        try:
+            async with asyncio.timeout(SYNC_S):
+                state = await self._synchronise(stream)
+            self._stream = stream
+            self._set_state(state)
+            self.reason, self.settled, self._heard_at = "", True, loop.time()
+            log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.session)
+            listener.ready(self)
+            while not self.failed and (message := await stream.receive()) is not None:
+                self._heard_at = loop.time()
+                await self._handle(message, listener)
+            if self._error is not None:
+                raise self._error
+        finally:
+            stream.abort()
+
+    async def _synchronise(self, stream: Stream[pb.WorkerMessage]) -> "pb.State.ValueType":
+        """Exchanges Hellos and takes in the snapshot of the worker's cache. Returns the state that the Hello tells."""
+        stream.send(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id, token=self._cluster_token)))
+        first = await stream.receive()
+        if first is None:
+            raise StreamError("the session ended before the worker's Hello")
+        if first.WhichOneof("kind") == "end":
+            raise EndedError(first.end.reason)
+        if first.WhichOneof("kind") != "hello":
+            raise ProtocolError("the worker did not begin with Hello")
+        hello = first.hello
+        check_hello(hello)
+        self._admit(self.member, hello)
+        self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms)
+        self.hello, self.state = hello, "syncing"
+        self._on_hello()
+        self._index.reset(self.id)
+        while True:
+            message = await stream.receive()
+            if message is None:
+                raise StreamError("the session ended within the snapshot")
+            await self._yield_sometimes()
+            match message.WhichOneof("kind"):
+                case "snapshot":
+                    await self._on_blocks(message.snapshot)
+                    self._next_event = message.snapshot.number + 1
+                    if message.snapshot.last:
+                        return hello.state
+                case "load":
+                    self._on_load(message.load)
+                case "end":
+                    raise EndedError(message.end.reason)
+                case kind:
+                    raise ProtocolError(f"{kind} came before the snapshot was complete")
+
+    def _send(self, message: pb.RouterMessage) -> None:
+        if self._stream is not None:  # None: `run` handles the end of the stream
+            self._stream.send(message)
+
+    async def _handle(self, message: pb.WorkerMessage, listener: Listener) -> None:
+        await self._yield_sometimes()
+        match message.WhichOneof("kind"):
+            case "step":
+                listener.step(self, message.step)
+            case "cache":
+                await self._on_events(message.cache)
+            case "load":
+                self._on_load(message.load)
+                self._set_state(message.load.state)
+            case "refusal":
+                listener.refusal(self, message.refusal)
+            case "end":
+                raise EndedError(message.end.reason)
+            case "batch":
+                for one in message.batch.messages:
+                    await self._handle(one, listener)
+            case kind:
+                raise ProtocolError(f"{kind} came where it has no place")
+
+    async def _on_events(self, events: pb.CacheEvents) -> None:
+        if events.number != self._next_event:  # a new session brings a new snapshot
+            raise ProtocolError(f"cache event {events.number} came where {self._next_event} was due")
+        self._next_event += 1
+        for event in events.events:
+            await self._yield_sometimes()
+            await self._on_blocks(event)
+
+    async def _on_blocks(self, blocks: pb.Snapshot | pb.CacheEvent) -> None:
+        try:
+            tier = Tier(blocks.tier)
+        except ValueError:
+            raise ProtocolError(f"it sent the tier {blocks.tier}, which does not exist") from None
+        hashes, piece = blocks.hashes, PIECE_HASHES * KEY_BYTES
+        for start in range(0, len(hashes), piece):
+            if start:
+                await asyncio.sleep(0)
+            self._index.move(self.id, hashes[start : start + piece], tier)
+
+    async def _yield_sometimes(self) -> None:
+        """Lets the event loop run other work, once in YIELD_MESSAGES calls."""
+        self._handled += 1
+        if self._handled % YIELD_MESSAGES == 0:
+            await asyncio.sleep(0)
+
+    def _on_load(self, load: pb.Load) -> None:
+        assert self.worker_load is not None
+        self.worker_load.on_report(load, asyncio.get_running_loop().time())
+        self.load = load
+
+    def _set_state(self, state: "pb.State.ValueType") -> None:
+        self.state = "draining" if state == pb.STATE_DRAINING else "ready"

@@ -1,0 +1,219 @@
+"""All workers of the cluster, with one session each.
+
+Redis lists the workers that exist; the session with a worker shows whether it can be used. While Redis is away, the
+router goes on with the workers it knew last. A worker that is no longer listed stays as long as its session does.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cpd.common.blocks import BLOCK_SIZE
+from cpd.common.membership import Member, members
+from cpd.rpc import cpd_pb2 as pb
+from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
+from router.errors import describe
+from router.placement.candidate import Candidate
+from router.prefix_index.index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+
+SWEEP_PAUSE_S = 0.01
+"""Pause between two pieces, about a millisecond each, of clearing the index of workers that are gone."""
+
+_ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
+
+
+@dataclass(frozen=True, slots=True)
+class _ClusterModel:
+    """The model that the connected workers serve, from their Hellos."""
+
+    fingerprint: bytes
+    max_model_len: int
+    vocab_size: int
+
+
+class Workers:
+    """The workers that this router knows.
+
+    Args:
+        router_id: This router's name.
+        cluster_token: Secret that every internal call carries.
+        itl_ms: Target for the gaps between the tokens of a stream, in ms.
+
+    Attributes:
+        router_id: This router's name.
+        index: What the workers have cached.
+        routers: The live routers, this one included.
+        polled: Set once Redis was asked for the workers, whether it answered or not.
+        redis_error: Why Redis does not answer; empty if it does.
+    """
+
+    def __init__(self, router_id: str, cluster_token: str, *, itl_ms: float) -> None:
+        self.index = PrefixIndex()
+        self.routers: list[Member] = []
+        self.polled = asyncio.Event()
+        self.redis_error = ""
+        self._unreadable: set[str] = set()  # leases
+        self.router_id = router_id
+        self._cluster_token = cluster_token
+        self._itl_ms = itl_ms
+        self._sessions: dict[str, WorkerSession] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._awaited: list[WorkerSession] | None = None
+        self._model: _ClusterModel | None = None  # None: a Hello has changed since
+
+    @property
+    def sessions(self) -> Sequence[WorkerSession]:
+        """The sessions of all known workers, by name. May be read on any thread."""
+        return sorted(self._sessions.copy().values(), key=lambda session: session.id)
+
+    @property
+    def ready(self) -> bool:
+        """Requests can be served: a combined worker is live, and the first connection to each worker listed when this
+        router started has ended, with its cache snapshot or in failure."""
+        if self._awaited is None:
+            return False
+        while self._awaited and self._awaited[-1].settled:
+            self._awaited.pop()
+        return not self._awaited and any(
+            session.live for session in self._sessions.values() if session.role == "combined"
+        )
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Fingerprint of the model that the connected workers serve; empty if there are none."""
+        return self._cluster_model().fingerprint
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens, that half of the combined workers take; 0 if there are none."""
+        return self._cluster_model().max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary; 0 if there are no workers."""
+        return self._cluster_model().vocab_size
+
+    def get(self, worker_id: str) -> WorkerSession:
+        """The session with a worker that `candidates` returned."""
+        return self._sessions[worker_id]
+
+    def candidates(self, role: str, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
+        """The live workers of a role that take `tokens` tokens of prompt and output, except `exclude`. Silent ones are
+        returned only if there are no others."""
+        now = asyncio.get_running_loop().time()
+        heard: list[Candidate] = []
+        silent: list[Candidate] = []
+        for session in self._sessions.values():
+            if session.role == role and session.live and session.id not in exclude:
+                load = session.worker_load
+                if load is not None and load.max_model_len >= tokens:
+                    (silent if session.silent(now) else heard).append(load.candidate)
+        return heard or silent
+
+    async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
+        """Follows the cluster's membership until `ended` is set; then closes all sessions."""
+        # an event and no cancellation: the Redis client's own timeouts can swallow a cancellation
+        sweeper = asyncio.create_task(self._sweep(), name="sweep-index")
+        try:
+            while not ended.is_set():
+                await self._poll(redis, cluster, listener)
+                self.polled.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await ended.wait()
+        finally:
+            sweeper.cancel()
+            for worker_id in list(self._sessions):
+                await self._close(worker_id, listener)
+
+    async def _sweep(self) -> None:
+        """Clears the index of workers that are gone, until cancelled."""
+        while True:
+            more = self.index.sweep()
+            await asyncio.sleep(SWEEP_PAUSE_S if more else POLL_S)
+
+    async def _poll(self, redis: Redis, cluster: str, listener: Listener) -> None:
+        try:
+            listed = await members(redis, cluster, self._unreadable)
+        except (RedisError, OSError, TimeoutError) as error:
+            if not self.redis_error:
+                log.warning("Redis does not answer, going on with the known workers: %s", describe(error))
+            self.redis_error = describe(error)
+            return
+        if self.redis_error:
+            log.info("Redis answers again")
+        self.redis_error = ""
+        self.routers = sorted((member for member in listed if member.kind == "router"), key=lambda one: one.id)
+        await self._follow({member.id: member for member in listed if member.kind in _ROLES}, listener)
+
+    async def _follow(self, listed: Mapping[str, Member], listener: Listener) -> None:
+        for worker_id, session in list(self._sessions.items()):
+            replaced = worker_id in listed and listed[worker_id] != session.member
+            gone = worker_id not in listed and not session.connected
+            if replaced or gone:
+                log.info("%s worker %s is %s", session.role, worker_id, "a new process" if replaced else "gone")
+                await self._close(worker_id, listener)
+        for worker_id in listed.keys() - self._sessions.keys():
+            session = WorkerSession(
+                listed[worker_id],
+                router_id=self.router_id,
+                cluster_token=self._cluster_token,
+                index=self.index,
+                itl_ms=self._itl_ms,
+                admit=self._admit,
+                on_hello=self._on_hello,
+            )
+            self._sessions[worker_id] = session
+            self._tasks[worker_id] = asyncio.create_task(session.run(listener), name=f"session-{worker_id}")
+        if self._awaited is None:
+            self._awaited = list(self._sessions.values())
+
+    async def _close(self, worker_id: str, listener: Listener) -> None:
+        session, task = self._sessions.pop(worker_id), self._tasks.pop(worker_id)
+        self._on_hello()
+        task.cancel()
+        await asyncio.wait((task,))
+        session.close(listener)
+
+    def _admit(self, member: Member, hello: pb.Hello) -> None:
+        """Raises RefusedError if a worker does not fit this cluster or the workers that are connected."""
+        if hello.worker_id != member.id:
+            raise RefusedError(f"the worker at {member.address} is {hello.worker_id!r}, not {member.id!r}")
+        if hello.role != _ROLES[member.kind]:
+            role = pb.Role.Name(hello.role) if hello.role in pb.Role.values() else hello.role
+            raise RefusedError(f"its lease says {member.kind!r}, but its session {role}")
+        if not (hello.fingerprint and hello.epoch and hello.num_pages and hello.max_model_len and hello.vocab_size):
+            raise RefusedError("its Hello lacks epoch, num_pages, max_model_len, vocab_size or fingerprint")
+        if hello.block_size != BLOCK_SIZE:
+            raise RefusedError(f"it has blocks of {hello.block_size} tokens, this router {BLOCK_SIZE}")
+        if self.fingerprint not in (b"", hello.fingerprint):
+            raise RefusedError(
+                f"it serves another model or dtype (fingerprint {hello.fingerprint.hex()[:16]}) than the other workers "
+                f"({self.fingerprint.hex()[:16]}); start all workers with the same --model and --dtype"
+            )
+        if self.vocab_size not in (0, hello.vocab_size):
+            raise RefusedError(f"it has a vocabulary of {hello.vocab_size} tokens, the other workers {self.vocab_size}")
+
+    def _cluster_model(self) -> _ClusterModel:
+        """The model of the connected workers. Each request needs it several times; only a new Hello changes it."""
+        if self._model is None:
+            hellos = [(session.role, session.hello) for session in self._sessions.values() if session.hello is not None]
+            self._model = _ClusterModel(
+                fingerprint=next((hello.fingerprint for _, hello in hellos), b""),
+                max_model_len=median_low([hello.max_model_len for role, hello in hellos if role == "combined"] or [0]),
+                vocab_size=next((hello.vocab_size for _, hello in hellos), 0),
+            )
+        return self._model
+
+    def _on_hello(self) -> None:
+        self._model = None

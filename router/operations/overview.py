@@ -1,0 +1,86 @@
+"""The cluster's state, and where a request went, for operators.
+
+The public port, which several routers may share, answers for all of them: it asks the others' admin ports. An admin
+port answers for its router alone. If a router does not answer, the rest is shown, and which one is missing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from typing_extensions import TypedDict
+
+from router.dispatch.workers import Workers
+from router.errors import invalid
+from router.operations.peer_routers import PeerAnswer, PeerRouters
+from router.operations.status import ClusterStatus, cluster_status, with_peers
+from router.placement.decisions import Decisions
+
+
+class RequestPlacements(TypedDict):
+    """Where a request went: one entry a prompt and attempt, oldest first.
+
+    `missing` has the routers that did not answer, with the reasons.
+    """
+
+    id: str
+    placements: list[dict[str, Any]]
+    missing: dict[str, str]
+
+
+class ScrapeTargets(TypedDict):
+    """A group of targets, as Prometheus' HTTP service discovery takes it."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class Overview:
+    """Answers for this router and its peers.
+
+    Args:
+        cluster: The cluster's name.
+        model: The model's name.
+        peers: The routers that are asked too; None: no one.
+    """
+
+    def __init__(
+        self, workers: Workers, decisions: Decisions, peers: PeerRouters | None, *, cluster: str, model: str
+    ) -> None:
+        self._workers = workers
+        self._decisions = decisions
+        self._peers = peers
+        self._cluster = cluster
+        self._model = model
+
+    async def cluster(self, authorization: bytes) -> ClusterStatus:
+        """The cluster's state; `routers[].error` says which router did not answer, and why."""
+        own = cluster_status(self._workers, self._cluster, self._model)
+        return with_peers(own, self._workers.router_id, await self._ask("/cluster", authorization))
+
+    async def placements(self, tenant: str, authorization: bytes, request_id: str) -> RequestPlacements:
+        """Where a tenant's request went.
+
+        Raises:
+            ApiError: No router that answered knows the request (404).
+        """
+        own_id = self._workers.router_id
+        placements = [{"router": own_id, **record.describe()} for record in self._decisions.find(tenant, request_id)]
+        missing: dict[str, str] = {}
+        for answer in await self._ask(f"/requests/{request_id}", authorization):
+            if answer.ok:
+                placements += orjson.loads(answer.body)["placements"]
+            elif answer.status != 404:
+                missing[answer.router_id] = answer.error
+        if not placements:
+            message = f"You have no recent request {request_id!r}."
+            message += "".join(f" Router {router_id} did not answer: {error}." for router_id, error in missing.items())
+            raise invalid(None, message, code="request_not_found", status=404)
+        return {"id": request_id, "placements": placements, "missing": missing}
+
+    def scrape_targets(self) -> list[ScrapeTargets]:
+        """The admin ports of all routers, where each serves its own metrics."""
+        return [{"targets": [member.admin], "labels": {"router": member.id}} for member in self._workers.routers]
+
+    async def _ask(self, path: str, authorization: bytes) -> Sequence[PeerAnswer]:
+        return await self._peers.ask(path, authorization) if self._peers is not None else ()

@@ -1,0 +1,101 @@
+"""The other routers of the cluster, asked for what only they know.
+
+Each router has an admin port, where it answers for itself alone; its lease says where. The caller's credentials are
+passed on: all routers of a cluster have the same keys.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import httpx2
+
+from cpd.common.membership import Member
+from router.errors import describe
+
+ANSWER_S = 1.0
+"""Time that a router has to answer another one, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAnswer:
+    """The answer of one router.
+
+    Attributes:
+        status: HTTP status; 0 where there was no answer.
+        body: The response's body.
+        error: For people: why there is no usable answer; empty where there is one.
+        timed_out: The router did not answer within ANSWER_S.
+    """
+
+    router_id: str
+    status: int
+    body: bytes = b""
+    error: str = ""
+    timed_out: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the body is what was asked for."""
+        return self.status == 200
+
+
+class PeerRouters:
+    """All routers of the cluster but this one.
+
+    Args:
+        router_id: This router's name.
+        list_routers: Returns the leases of all live routers.
+    """
+
+    def __init__(self, router_id: str, list_routers: Callable[[], Sequence[Member]]) -> None:
+        self._router_id = router_id
+        self._list_routers = list_routers
+        # Routers talk plain HTTP to each other, so no certificates are loaded. A connection is not kept: questions are
+        # rare, and a peer that stops would wait for it.
+        self._http = httpx2.AsyncClient(
+            verify=False, trust_env=False, timeout=None, limits=httpx2.Limits(max_keepalive_connections=0)
+        )
+
+    async def aclose(self) -> None:
+        """Closes the HTTP client."""
+        await self._http.aclose()
+
+    async def serve_at(self, own: Member) -> bool:
+        """Whether a peer serves the public port of this router, whose lease is `own`.
+
+        A peer that is too busy to answer counts as one that serves.
+        """
+        place = (own.host, own.address)
+        sharing = [member for member in self._members() if (member.host, member.address) == place]
+        return any(answer.ok or answer.timed_out for answer in await self._ask_all(sharing, "/readyz", b""))
+
+    async def ask(self, path: str, authorization: bytes = b"") -> list[PeerAnswer]:
+        """Sends `GET path` to all peers at the same time, and returns their answers within about ANSWER_S."""
+        return await self._ask_all(self._members(), quote(path), authorization)
+
+    def _members(self) -> list[Member]:
+        return [member for member in self._list_routers() if member.id != self._router_id]
+
+    async def _ask_all(self, members: Sequence[Member], path: str, authorization: bytes) -> list[PeerAnswer]:
+        return list(await asyncio.gather(*(self._ask(member, path, authorization) for member in members)))
+
+    async def _ask(self, member: Member, path: str, authorization: bytes) -> PeerAnswer:
+        headers = {b"authorization": authorization} if authorization else {}
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                response = await self._http.get(f"http://{member.admin}{path}", headers=headers)
+        except TimeoutError:
+            return PeerAnswer(member.id, 0, error=f"no answer within {ANSWER_S:g} s", timed_out=True)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            return PeerAnswer(member.id, 0, error=describe(_root_cause(error)))
+        error_text = "" if response.status_code == 200 else response.reason_phrase
+        return PeerAnswer(member.id, response.status_code, response.content, error_text)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The system's error where there is one: the client's own says only that connecting failed."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error

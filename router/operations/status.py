@@ -1,0 +1,210 @@
+"""The document of `GET /cluster`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TypeVar, cast
+
+import orjson
+from typing_extensions import TypedDict
+
+from cpd.rpc import cpd_pb2 as pb
+from router.dispatch.worker_session import WorkerSession
+from router.dispatch.workers import Workers
+from router.metrics import pages
+from router.operations.peer_routers import PeerAnswer
+
+T = TypeVar("T")
+
+
+class RouterView(TypedDict):
+    """A worker as one router sees it.
+
+    `sequences` counts this router's sequences there. `tardiness` is the factor by which the router lengthens the
+    worker's predicted step times, because first tokens came late.
+    """
+
+    state: str
+    reason: str | None
+    cached_blocks: int
+    sequences: int
+    tardiness: float
+
+
+class WorkerInfo(TypedDict):
+    """What a worker said of itself when the session began."""
+
+    fingerprint: str
+    epoch: int
+    dtype: str
+    device: str
+    transport: str
+    transport_reason: str | None
+    block_size: int
+    num_pages: int
+    page_bytes: int
+    max_model_len: int
+    vocab_size: int
+    token_budget: int
+    colocate: str | None
+
+
+class HostMemory(TypedDict):
+    """The evicted pages that a worker keeps in host memory."""
+
+    pages: int
+    offloaded: int
+    blocks: dict[str, int]
+
+
+class WorkerLoad(TypedDict):
+    """A worker's last load report. `pages` counts the KV pool's pages by owner state."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    decodes: int
+    prefill_ms: float
+    overdue_ms: float
+    step_ms: float
+    slowdown: float
+    pages: dict[str, int]
+    preemptions: int
+    prefill_tokens: int
+    decode_tokens: int
+    cached_tokens: int
+    fills: dict[str, int]
+    fill_failures: dict[str, int]
+    host: HostMemory
+
+
+class WorkerStatus(TypedDict):
+    """A worker. `state`, `reason` and `cached_blocks` are the answering router's view, `routers` has every router's."""
+
+    id: str
+    role: str
+    address: str
+    session: str
+    host: str
+    pid: int
+    incarnation: int
+    state: str
+    reason: str | None
+    cached_blocks: int
+    routers: dict[str, RouterView]
+    info: WorkerInfo | None
+    load: WorkerLoad | None
+
+
+class RouterStatus(TypedDict):
+    """A router's lease, and whether it is ready. `error` says why it did not answer."""
+
+    id: str
+    kind: str
+    address: str
+    host: str
+    pid: int
+    incarnation: int
+    admin: str
+    session: str
+    ready: bool
+    error: str | None
+
+
+class RedisStatus(TypedDict):
+    """Whether Redis answers the router."""
+
+    ok: bool
+    error: str | None
+
+
+class ClusterStatus(TypedDict):
+    """The cluster's state."""
+
+    cluster: str
+    model: str
+    ready: bool
+    max_model_len: int | None
+    redis: RedisStatus
+    workers: list[WorkerStatus]
+    routers: list[RouterStatus]
+
+
+def cluster_status(workers: Workers, cluster: str, model: str) -> ClusterStatus:
+    """The cluster as this router alone sees it."""
+    return {
+        "cluster": cluster,
+        "model": model,
+        "ready": workers.ready,
+        "max_model_len": workers.max_model_len or None,
+        "redis": {"ok": not workers.redis_error, "error": workers.redis_error or None},
+        "workers": [
+            _worker(session, workers.router_id, workers.index.size(session.id)) for session in workers.sessions
+        ],
+        "routers": [cast(RouterStatus, asdict(member) | {"ready": False, "error": None}) for member in workers.routers],
+    }
+
+
+def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]) -> ClusterStatus:
+    """The status of all routers: `own`, with the answers of the others to the same question."""
+    seen: dict[str, ClusterStatus] = {answer.router_id: orjson.loads(answer.body) for answer in answers if answer.ok}
+    seen[router_id] = own
+    errors = {answer.router_id: answer.error for answer in answers if not answer.ok}
+    workers = {worker["id"]: worker for worker in own["workers"]}
+    for status in seen.values():
+        for worker in status["workers"]:
+            workers.setdefault(worker["id"], worker)["routers"].update(worker["routers"])
+    for router in own["routers"]:
+        router["ready"] = router["id"] in seen and seen[router["id"]]["ready"]
+        router["error"] = errors.get(router["id"])
+    own["workers"] = [workers[worker_id] for worker_id in sorted(workers)]
+    return own
+
+
+def _worker(session: WorkerSession, router_id: str, cached_blocks: int) -> WorkerStatus:
+    hello, view, load = session.hello, session.worker_load, session.load
+    info: WorkerInfo | None = None
+    report: WorkerLoad | None = None
+    if hello is not None:
+        info = _fields(WorkerInfo, hello)
+        info["fingerprint"] = hello.fingerprint.hex()
+        info["transport_reason"] = hello.transport_reason or None
+        info["colocate"] = hello.colocate or None
+        if view is not None:
+            info["token_budget"] = view.candidate.token_budget
+        report = _fields(WorkerLoad, load)
+        report["pages"] = pages(load)
+        report["host"] = {
+            "pages": load.host_pages,
+            "offloaded": load.host_offloaded_pages,
+            "blocks": dict(load.host_blocks),
+        }
+    own: RouterView = {
+        "state": session.state,
+        "reason": session.reason or None,
+        "cached_blocks": cached_blocks,
+        "sequences": view.sequences if view is not None else 0,
+        "tardiness": view.candidate.tardiness if view is not None else 1.0,
+    }
+    member = session.member
+    return {
+        "id": session.id,
+        "role": session.role,
+        "address": member.address,
+        "session": member.session,
+        "host": member.host,
+        "pid": member.pid,
+        "incarnation": member.incarnation,
+        "state": own["state"],
+        "reason": own["reason"],
+        "cached_blocks": cached_blocks,
+        "routers": {router_id: own},
+        "info": info,
+        "load": report,
+    }
+
+
+def _fields(kind: type[T], message: pb.Hello | pb.Load) -> T:
+    """The fields of `kind` that the message has under the same name."""
+    values = {name: getattr(message, name) for name in kind.__annotations__ if hasattr(message, name)}
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return cast(T, plain)

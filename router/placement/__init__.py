@@ -1,0 +1,1 @@
+"""Which workers a request goes to, and why."""

@@ -1,0 +1,399 @@
+"""What each way to serve a request costs, predicted in ms.
+
+An option is a combined worker that decodes, and a way to compute the prompt: the worker itself does (local), perhaps
+after it has fetched the first blocks from another combined worker's cache, or a prefill worker does (remote). The cost
+is the delay to this user plus the delay to all others:
+
+    cost_ms = wait_ms + prefill_ms + handoff_ms     this user's TTFT
+            + first_gap_ms                          what the transfer of pages adds to the gap after the first token
+            + decode_ms                             this user's steps: choices · tokens · itl_ms
+            + interference_ms                       what one more stream adds to the steps of the streams there
+            + stall_ms                              how late the tokens of those streams are when a local prefill ends
+            + queued_behind_ms                      what the prefill and a fetch cost prompts that come later
+            + eviction_ms                           computing evicted pages again, if they are wanted again
+            + imbalance_ms                          a worker with more than its share of all requests
+            + slo_violation_ms                      targets (`--slo-ttft`, `--slo-itl`) missed, by this user or others
+
+The terms are the fields of `Cost`; `GET /requests/{id}` shows them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from router.placement.candidate import Candidate
+from router.prefix_index.index import Prefixes
+
+HANDOFF_MS = 2.0
+"""What the calls between two workers add to the TTFT."""
+
+EXPECTED_OUTPUT = 256
+"""Expected tokens of an output, if the request allows that many."""
+
+CONCURRENT_TOKENS = 64
+"""Expected concurrency: the present streams of a worker are expected to run on for this many tokens."""
+
+QUEUED_BEHIND = 2.0
+"""Average number of others who wait for a prefill that starts now."""
+
+EVICTED_REUSE = 0.25
+"""Probability that an evicted page is wanted again."""
+
+VIOLATION_TTFTS = 50.0
+"""Cost of a violated SLO, in TTFT targets: far more than any delay."""
+
+SAFE_SHARE = 0.8
+"""Predictions up to this part of a limit cost nothing. From there to the limit the cost of a violation grows linearly:
+predictions are not exact, and more streams will come."""
+
+BALANCED_SHARE = 1.1
+"""A worker is not overloaded up to this multiple of its share of all requests, by its speed."""
+
+MIN_BALANCED = 2
+"""Workers with up to this many requests are not balanced: the difference is noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt to place.
+
+    Attributes:
+        tokens: Tokens of the prompt, and of the output so far after a replay.
+        output_tokens: Upper bound on the tokens of each choice.
+        choices: Sequences that will decode.
+    """
+
+    tokens: int
+    output_tokens: int = 1
+    choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """The operator's settings.
+
+    Attributes:
+        slo_ttft_ms: Target time to first token.
+        slo_itl_ms: Longest gap between two tokens of a stream; 0: no such target.
+        long_prefill_tokens: Prompts with more uncached tokens go to a prefill worker; auto: whichever costs less.
+    """
+
+    slo_ttft_ms: float = 2000.0
+    slo_itl_ms: float = 50.0
+    long_prefill_tokens: int | Literal["auto"] = "auto"
+
+
+class Cost(NamedTuple):
+    """The terms of the cost of an option: see the module."""
+
+    wait_ms: float
+    prefill_ms: float
+    handoff_ms: float
+    first_gap_ms: float
+    decode_ms: float
+    interference_ms: float
+    stall_ms: float
+    queued_behind_ms: float
+    eviction_ms: float
+    imbalance_ms: float
+    slo_violation_ms: float
+
+
+class Option(NamedTuple):  # six times faster to create than a frozen dataclass
+    """One way to serve a request, with predictions.
+
+    Attributes:
+        decode: The combined worker.
+        prefill: The prefill worker; empty: `decode` computes the prompt.
+        prefix_source: Another combined worker from which `decode` fetches the first blocks; empty: none.
+        uncached_tokens: Tokens to compute.
+        host_tokens: Tokens loaded from host memory before, by the worker that computes, or else by `prefix_source`.
+        ttft_ms: Time to first token.
+        itl_ms: Gap between the tokens after it.
+        cost_ms: Sum of the terms of `cost`. The lowest one wins.
+    """
+
+    decode: str
+    prefill: str
+    prefix_source: str
+    uncached_tokens: int
+    host_tokens: int
+    ttft_ms: float
+    itl_ms: float
+    cost_ms: float
+    cost: Cost
+
+
+class CachedPart(NamedTuple):
+    """The part of a prompt that a worker has cached.
+
+    Attributes:
+        tokens: Tokens that it need not compute; at least one is left.
+        host_tokens: Those of them that it loads from host memory.
+        load_ms: Time to load them.
+        missing_pages: Pages of the prompt that it must allocate, those to load included.
+    """
+
+    tokens: int
+    host_tokens: int
+    load_ms: float
+    missing_pages: int
+
+
+class PlacementQuery:
+    """A prompt to place, with what all its options share.
+
+    Attributes:
+        output: Expected tokens of each choice.
+        concurrent_tokens: Those of them during which the present streams run on.
+        full_violation_ms: Cost of one violated SLO.
+    """
+
+    def __init__(
+        self, prompt: Prompt, combined: Sequence[Candidate], cached: Prefixes, settings: PolicySettings, now: float
+    ) -> None:
+        self.prompt = prompt
+        self.settings = settings
+        self.now = now
+        self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
+        self.concurrent_tokens = min(prompt.output_tokens, CONCURRENT_TOKENS)
+        self.full_violation_ms = VIOLATION_TTFTS * settings.slo_ttft_ms
+        requests = prompt.choices + sum([worker.requests for worker in combined])
+        self._requests_per_speed = BALANCED_SHARE * requests / sum([worker.speed for worker in combined])
+        self._cached = cached
+        self._nothing = CachedPart(0, 0, 0.0, blocks_for(prompt.tokens))
+        self._parts: dict[str, CachedPart] = {}
+
+    def cached(self, worker: Candidate) -> CachedPart:
+        """The part of the prompt that the worker has cached."""
+        name = worker.worker_id
+        if name not in self._cached.cached:
+            return self._nothing
+        if name not in self._parts:
+            self._parts[name] = self._cached_part(worker)
+        return self._parts[name]
+
+    def may_be_local(self, worker: Candidate) -> bool:
+        """The worker may compute the prompt, though there are prefill workers."""
+        threshold = self.settings.long_prefill_tokens
+        return threshold == "auto" or self.prompt.tokens - self.cached(worker).tokens <= threshold
+
+    def may_be_remote(self, worker: Candidate) -> bool:
+        """A prefill worker may compute the prompt for this worker."""
+        return self.settings.long_prefill_tokens == "auto" or not self.may_be_local(worker)
+
+    def _cached_part(self, worker: Candidate) -> CachedPart:
+        name, tokens = worker.worker_id, self.prompt.tokens
+        last, host_tokens = self._tokens(self._cached.cached[name]), 0
+        if name in self._cached.in_pages:
+            first = self._tokens(self._cached.in_pages[name])
+            # blocks in host memory are loaded only if that is faster than computing them
+            saved_ms = worker.prefill(tokens - first, first).ms - worker.prefill(tokens - last, last).ms
+            if blocks_for(last - first) * worker.host_page_ms < saved_ms:
+                host_tokens = last - first
+            else:
+                last = first
+        missing = blocks_for(tokens) - (last - host_tokens) // BLOCK_SIZE
+        return CachedPart(last, host_tokens, blocks_for(host_tokens) * worker.host_page_ms, missing)
+
+    def _tokens(self, blocks: int) -> int:
+        return min(blocks * BLOCK_SIZE, self.prompt.tokens - 1)
+
+    def guess_prefill_ms(self, worker: Candidate) -> float:
+        """Cheap estimate of what a remote prefill on this worker costs."""
+        cached = self.cached(worker)
+        uncached = self.prompt.tokens - cached.tokens
+        return worker.queue_ms(self.now) + cached.load_ms + (1 + QUEUED_BEHIND) * uncached * worker.token_ms
+
+    def guess_local_ms(self, worker: Candidate) -> float:
+        """Cheap estimate of what a local prefill on this worker costs."""
+        cached = self.cached(worker)
+        return (
+            max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, EXPECTED_OUTPUT))
+            + cached.load_ms
+            + (self.prompt.tokens - cached.tokens) * _computing_ms(worker)
+        )
+
+    def guess_decode_ms(self, worker: Candidate) -> float:
+        """Cheap estimate of what the decode on this worker costs."""
+        return self.concurrent_tokens * worker.added_stream_ms + self.imbalance_ms(worker)
+
+    def imbalance_ms(self, worker: Candidate) -> float:
+        """For each request that the worker then has beyond its share, the time of a lone stream's steps.
+
+        This stands for what can't be predicted: how long streams and their sessions will be, and how many of them are
+        lost if the worker dies.
+        """
+        share = max(MIN_BALANCED, self._requests_per_speed * worker.speed)
+        excess = worker.requests + self.prompt.choices - share
+        return excess * self.concurrent_tokens * worker.lone_step_ms if excess > 0 else 0.0
+
+    def violation_ms(self, ms: float, limit_ms: float) -> float:
+        """The cost if a delay of `ms` has the target `limit_ms`; 0: no target."""
+        if ms <= SAFE_SHARE * limit_ms or not limit_ms:
+            return 0.0
+        return self.full_violation_ms * min(1.0, (ms / limit_ms - SAFE_SHARE) / (1 - SAFE_SHARE))
+
+    def with_overdue_ms(self, worker: Candidate, wait_ms: float, prefill_ms: float) -> float:
+        """The wait of a prompt: `wait_ms` if it meets its deadline; otherwise overdue prompts go before it, too."""
+        in_time = wait_ms + prefill_ms <= self.settings.slo_ttft_ms
+        return wait_ms if in_time else wait_ms + worker.overdue_ms
+
+
+class PrefillSide:
+    """The prompt on a prefill worker.
+
+    Attributes:
+        wait_ms, prefill_ms, uncached_tokens, host_tokens: See Cost and Option.
+        last_pages: Pages of the prompt's last chunk.
+        least_ms: Lower bound on the cost of its options, without `DecodeSide.shared_ms`.
+    """
+
+    def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
+        cached = query.cached(worker)
+        self.worker = worker
+        self.uncached_tokens = query.prompt.tokens - cached.tokens
+        self.host_tokens = cached.host_tokens
+        self.wait_ms = worker.wait_ms(self.uncached_tokens, query.now) + cached.load_ms
+        self.prefill_ms = worker.prefill(self.uncached_tokens, cached.tokens).ms
+        self.last_pages = blocks_for(min(self.uncached_tokens, worker.token_budget))
+        self.least_ms = self.wait_ms + HANDOFF_MS + (1 + QUEUED_BEHIND) * self.prefill_ms
+
+
+class DecodeSide:
+    """The request on a combined worker.
+
+    Attributes:
+        cached: The part of the prompt that the worker has cached.
+        shared_ms: The terms of the cost that are the same wherever the prompt is computed.
+    """
+
+    def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
+        prompt, slo_itl_ms, tokens = query.prompt, query.settings.slo_itl_ms, query.concurrent_tokens
+        self.worker = worker
+        self.cached = query.cached(worker)
+        self._query = query
+        self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, EXPECTED_OUTPUT)
+        self._itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
+        self._decode_ms = prompt.choices * tokens * self._itl_ms
+        self._interference_ms = worker.requests * tokens * max(0.0, self._itl_ms - worker.all_decode_ms)
+        page_ms = BLOCK_SIZE * _computing_ms(worker)
+        if worker.host_page_ms:
+            page_ms = min(page_ms, worker.host_page_ms)
+        self._eviction_ms = EVICTED_REUSE * self.cached.missing_pages * page_ms
+        self._imbalance_ms = query.imbalance_ms(worker)
+        pages = self.cached.missing_pages + prompt.choices * blocks_for(query.output)
+        without_room = pages > worker.free_pages + worker.cached_pages and worker.num_pages > 0
+        streams = prompt.choices + worker.requests
+        self._violation_ms = streams * query.violation_ms(self._itl_ms, slo_itl_ms)
+        self._violation_ms += without_room * query.full_violation_ms  # it would wait until others have ended
+        self.shared_ms = self._decode_ms + self._interference_ms
+        self.shared_ms += self._eviction_ms + self._imbalance_ms + self._violation_ms
+
+    def local(self, source: Candidate | None = None, uncached: int | None = None) -> Option:
+        """The option that the worker computes the prompt.
+
+        Args:
+            source: Another worker, all of whose cached blocks are fetched first.
+            uncached: Tokens to compute; None: those that this worker, or the source, has not cached.
+        """
+        query, worker, cached = self._query, self.worker, self.cached
+        first = cached if source is None else query.cached(source)
+        tokens = query.prompt.tokens
+        uncached = tokens - first.tokens if uncached is None else uncached
+        pace = worker.prefill(uncached, tokens - uncached)
+        violation_ms = worker.decodes * query.violation_ms(pace.gap_ms, query.settings.slo_itl_ms)
+        wait_ms, fetch_ms = max(worker.wait_ms(uncached, query.now), self._batch_slot_ms), 0.0
+        if source is None:
+            wait_ms += cached.load_ms
+        else:
+            fetch_ms = worker.transfer_ms(blocks_for(first.tokens) - cached.tokens // BLOCK_SIZE)
+            wait_ms = max(wait_ms, HANDOFF_MS + first.load_ms + cached.load_ms + fetch_ms)
+        wait_ms = query.with_overdue_ms(worker, wait_ms, pace.ms)
+        return self._option(
+            prefix_source="" if source is None else source.worker_id,
+            uncached_tokens=uncached,
+            host_tokens=first.host_tokens,
+            wait_ms=wait_ms,
+            prefill_ms=pace.ms,
+            fetch_ms=fetch_ms,
+            stall_ms=worker.decodes * pace.late_ms,
+            violation_ms=violation_ms,
+        )
+
+    def remote(self, helper: PrefillSide) -> Option:
+        """The option that a prefill worker computes the prompt."""
+        pages = self.cached.missing_pages - blocks_for(self.cached.host_tokens)
+        last_ms = self.worker.transfer_ms(min(pages, helper.last_pages))
+        return self._option(
+            prefill=helper.worker.worker_id,
+            uncached_tokens=helper.uncached_tokens,
+            host_tokens=helper.host_tokens,
+            wait_ms=self._query.with_overdue_ms(
+                helper.worker, max(helper.wait_ms, self._batch_slot_ms), helper.prefill_ms
+            ),
+            prefill_ms=helper.prefill_ms,
+            handoff_ms=HANDOFF_MS,
+            first_gap_ms=max(last_ms, self.worker.transfer_ms(pages) - helper.prefill_ms),
+        )
+
+    def break_even(self, chosen: Option) -> int:
+        """Uncached tokens up to which a local prefill costs no more than the chosen option."""
+        threshold = self._query.settings.long_prefill_tokens
+        if threshold != "auto" and not chosen.prefix_source:
+            return threshold
+        tokens = self._query.prompt.tokens
+        if not chosen.prefill and not chosen.prefix_source:
+            return tokens
+        sizes = range(1, tokens - self.cached.tokens, BLOCK_SIZE)
+        fitting = bisect_right(sizes, chosen.cost_ms, key=lambda uncached: self.local(uncached=uncached).cost_ms)
+        return sizes[fitting - 1] if fitting else 0
+
+    def _option(
+        self,
+        *,
+        uncached_tokens: int,
+        host_tokens: int,
+        wait_ms: float,
+        prefill_ms: float,
+        prefill: str = "",
+        prefix_source: str = "",
+        handoff_ms: float = 0.0,
+        first_gap_ms: float = 0.0,
+        fetch_ms: float = 0.0,
+        stall_ms: float = 0.0,
+        violation_ms: float = 0.0,
+    ) -> Option:
+        ttft_ms = wait_ms + prefill_ms + handoff_ms
+        violation_ms += self._query.violation_ms(ttft_ms, self._query.settings.slo_ttft_ms)
+        cost = Cost(
+            wait_ms,
+            prefill_ms,
+            handoff_ms,
+            first_gap_ms,
+            self._decode_ms,
+            self._interference_ms,
+            stall_ms,
+            QUEUED_BEHIND * (prefill_ms + fetch_ms),
+            self._eviction_ms,
+            self._imbalance_ms,
+            self._violation_ms + violation_ms,
+        )
+        return Option(
+            self.worker.worker_id,
+            prefill,
+            prefix_source,
+            uncached_tokens,
+            host_tokens,
+            ttft_ms,
+            self._itl_ms,
+            sum(cost),
+            cost,
+        )
+
+
+def _computing_ms(worker: Candidate) -> float:
+    """Roughly, what all users together wait for each prompt token that a combined worker computes."""
+    return (1 + QUEUED_BEHIND + worker.decodes) * worker.token_ms

@@ -1,0 +1,1 @@
+"""Which worker has cached which blocks."""

@@ -1,0 +1,85 @@
+"""The parts of a checkpoint that the router needs: tokenizer, chat template, end-of-sequence tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cpd.common.errors import CheckpointError
+from router.text.detokenize import Vocabulary
+from router.text.template import ChatTemplate, read_template
+from router.text.tokenizer import Tokenizer, load_tokenizer, special_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model as the router knows it.
+
+    Attributes:
+        name: Its name in the API.
+        template: None for a base model, which has no chat.
+        eos_ids: Tokens that end an output.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    template: ChatTemplate | None
+    eos_ids: tuple[int, ...]
+
+
+def load_checkpoint(model_dir: Path, served_name: str = "") -> Checkpoint:
+    """Reads the small files of a checkpoint.
+
+    Args:
+        model_dir: Has tokenizer.json, and may have tokenizer_config.json, config.json and generation_config.json.
+        served_name: The model's name in the API; empty takes the directory's.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    if not model_dir.is_dir():
+        raise CheckpointError(
+            f"the model directory {model_dir} does not exist; pass --model with a checkpoint directory"
+        )
+    config = read_json(model_dir / "tokenizer_config.json")
+    tokenizer = load_tokenizer(model_dir, config)
+    source = read_template(model_dir, config)
+    return Checkpoint(
+        name=served_name or model_dir.resolve().name,
+        tokenizer=tokenizer,
+        vocabulary=Vocabulary(tokenizer.backend),
+        template=ChatTemplate(source, special_tokens(config)) if source is not None else None,
+        eos_ids=_eos_ids(model_dir, config, tokenizer),
+    )
+
+
+def _eos_ids(model_dir: Path, tokenizer_config: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """From generation_config.json, else config.json, else the tokenizer's EOS, as in transformers' `generate`."""
+    for file in ("generation_config.json", "config.json"):
+        match read_json(model_dir / file).get("eos_token_id"):
+            case int(token_id):
+                return (token_id,)
+            case [*token_ids] if token_ids:
+                return tuple(int(token_id) for token_id in token_ids)
+    text = special_tokens(tokenizer_config).get("eos_token")
+    found = tokenizer.backend.token_to_id(text) if text is not None else None
+    return (found,) if found is not None else ()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty if there is no such file.
+
+    Raises:
+        CheckpointError: The file can't be read, or does not hold an object.
+    """
+    try:
+        data = orjson.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} must hold a JSON object")
+    return data

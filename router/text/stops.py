@@ -1,0 +1,48 @@
+"""Finds stop strings in a text that arrives in pieces."""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Passes text on up to the first stop string.
+
+    The first stop string is the one that is complete first (the longest of several), so the result does not depend on
+    how the text is cut into pieces. Text is held back only while it may be the start of a stop string.
+
+    Args:
+        stops: The stop strings, none of them empty.
+    """
+
+    __slots__ = ("_held", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """Takes the next piece, and returns the text to pass on. Sets `matched` at a stop string."""
+        text = self._held + text
+        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            self.matched = True
+            self._held = ""
+            return text[: min(ends)[1]]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text held back, after the last piece."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a prefix of `stop`; `text` does not contain `stop`."""
+    first = max(0, len(text) - len(stop) + 1)
+    while (first := text.find(stop[0], first)) >= 0:
+        if stop.startswith(text[first:]):
+            return len(text) - first
+        first += 1
+    return 0

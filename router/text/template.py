@@ -1,0 +1,173 @@
+"""Chat templates: messages to prompt text, rendered as transformers renders them.
+
+Templates come with models from the internet and are untrusted code. They run in Jinja's immutable sandbox, and see only
+plain JSON values.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from cpd.common.errors import CheckpointError
+from router.errors import invalid
+
+Message = Mapping[str, Any]
+Scalar = bool | int | float | str
+
+_PROBE = "content-probe"
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""Errors that a template raises on purpose, or because of values that it did not expect."""
+
+
+class ChatTemplate:
+    """A model's chat template.
+
+    Args:
+        source: Its Jinja source.
+        special_tokens: Variables that the template sees, such as `bos_token`.
+
+    Raises:
+        CheckpointError: The source is not a valid template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}") from None
+        own: dict[str, Any] = {"messages": (), "tools": None, "documents": None, "add_generation_prompt": True}
+        self._variables: Mapping[str, Any] = {**special_tokens, **own}
+        self._knows_developer = "developer" in source
+        self._takes_parts = self._probe_parts()
+
+    def render(self, messages: Sequence[Message], asked: Mapping[str, Scalar] = MappingProxyType({})) -> str:
+        """The prompt text for `messages`, up to where the assistant's answer begins.
+
+        Args:
+            asked: More variables that the template sees, such as Qwen3's `enable_thinking`.
+
+        Raises:
+            ApiError: The template refuses these messages (for example roles in an order that the model doesn't know),
+                or `asked` has one of the template's own variables.
+        """
+        if taken := self._variables.keys() & asked:
+            raise invalid("chat_template_kwargs", f"'chat_template_kwargs' can't set '{min(taken)}'.")
+        try:
+            return self._render([self._adapt(message) for message in messages], asked)
+        except _REFUSALS as error:
+            raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
+
+    def _render(self, messages: Sequence[Message], asked: Mapping[str, Scalar] = MappingProxyType({})) -> str:
+        return self._template.render({**asked, **self._variables, "messages": messages})
+
+    def _adapt(self, message: Message) -> Message:
+        """Converts a message of OpenAI's API into the form that this template takes."""
+        adapted = dict(message)
+        if adapted["role"] == "developer" and not self._knows_developer:
+            adapted["role"] = "system"
+        if isinstance(adapted["content"], list) and not self._takes_parts:
+            adapted["content"] = "\n".join(part["text"] for part in adapted["content"])
+        return adapted
+
+    def _probe_parts(self) -> bool:
+        """Whether the template renders the text of content parts, and not Python's notation of the list."""
+        try:
+            text = self._render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        except _REFUSALS:
+            return False
+        return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
+
+
+def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The source of the model's default chat template; None if it has none.
+
+    `chat_template.jinja` has precedence over `tokenizer_config.json`, which has a string or a list of named templates.
+
+    Raises:
+        CheckpointError: There are several templates and none of them is the default.
+    """
+    file = model_dir / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    if isinstance(found, dict):
+        if "default" not in found:
+            raise CheckpointError(f"{model_dir} has several chat templates, but none of them is named 'default'")
+        found = found["default"]
+    return found if isinstance(found, str) else None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's turns for training; here its content is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """Jinja's `namespace`, without the names through which templates could leave the sandbox."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _Namespace._check(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: str) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template can't set {name!r} in a namespace")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["namespace"] = _Namespace
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # models were not trained on the HTML escapes of Jinja's own filter
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

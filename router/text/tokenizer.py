@@ -1,0 +1,121 @@
+"""Text to token ids, with the tokenizers library. Long texts are tokenised on a thread, off the event loop.
+
+The tokens of a chat's parts are remembered for the API key that sent them, so that a chat's next turn tokenises only
+what is new.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from cpd.common.blocks import pack_tokens
+from cpd.common.errors import CheckpointError
+from router.lru import LRU
+from router.text.special_token_splitter import cut_pattern
+
+INLINE_CHARS = 4_096
+"""Longest text that is tokenised on the event loop (about a millisecond); longer ones go to a thread."""
+
+REMEMBERED_CHARS = 1 << 24
+"""Total size of the chat parts whose tokens are remembered, in characters; in bytes it is about twice that."""
+
+MAX_PARTS = 1024
+"""A text with this many parts is no chat, and is tokenised whole."""
+
+PART_OVERHEAD_CHARS = 256
+"""Added to the size of each remembered part, for its bookkeeping."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        backend: The tokenizers library's object.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        # the checkpoint may carry its training's truncation and padding; prompts have neither
+        backend.no_truncation()
+        backend.no_padding()
+        self._cuts = cut_pattern(backend)
+        self._parts: LRU[tuple[bytes, str], bytes] = LRU(REMEMBERED_CHARS)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    async def encode(self, text: str) -> bytes:
+        """Packed token ids of `text`, with the tokenizer's own special tokens (such as BOS) around it."""
+        (tokens,) = await self._encode([text], special_tokens=True)
+        return tokens
+
+    async def encode_chat(self, text: str, owner: bytes) -> bytes:
+        """Packed token ids of a rendered chat template, without the tokenizer's own special tokens.
+
+        Parts that the same `owner` sent before (a system prompt, earlier turns) are not tokenised again. Parts that
+        only other owners sent are: otherwise the time taken would reveal what they sent.
+        """
+        cuts = self._cuts.finditer(text) if self._cuts else ()
+        starts = [match.start() for match in islice(cuts, MAX_PARTS)]
+        if len(starts) == MAX_PARTS:  # so many short parts take longer to look up than to tokenise
+            (tokens,) = await self._encode([text], special_tokens=False)
+            return tokens
+        parts = [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True) if start < end]
+        known = {part: self._parts.get((owner, part)) for part in parts}
+        missing = [part for part, tokens in known.items() if tokens is None]
+        for part, tokens in zip(missing, await self._encode(missing, special_tokens=False), strict=True):
+            known[part] = tokens
+            self._parts.put((owner, part), tokens, len(part) + PART_OVERHEAD_CHARS)
+        return b"".join([known[part] or b"" for part in parts])
+
+    async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
+        def encode() -> list[bytes]:
+            # unlike `encode`, the batch call releases the GIL, and its fast form computes no offsets
+            batch = self.backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
+            return [pack_tokens(encoding.ids) for encoding in batch]
+
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+
+def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of `tokenizer.json`, with the added tokens that `config` (`tokenizer_config.json`) declares.
+
+    Raises:
+        CheckpointError: tokenizer.json is missing or can't be read.
+    """
+    file = model_dir / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{model_dir} has no tokenizer.json, which the router needs to read and write text")
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{file} can't be read: {error}") from None
+    declared = [_added_token(token) for _, token in sorted(_declared(config), key=lambda entry: entry[0])]
+    backend.add_tokens([token for token in declared if backend.token_to_id(token.content) is None])
+    backend.add_special_tokens(list(special_tokens(config).values()))
+    return Tokenizer(backend)
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens of `tokenizer_config.json`, such as `bos_token`."""
+    named = ((name, config.get(name)) for name in (*SPECIAL_TOKENS, *sorted(config)) if name.endswith("_token"))
+    texts = ((name, value["content"] if isinstance(value, dict) else value) for name, value in named if value)
+    return {name: text for name, text in texts if isinstance(text, str)}
+
+
+def _declared(config: Mapping[str, Any]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    decoder = config.get("added_tokens_decoder") or {}
+    return [(int(token_id), token) for token_id, token in decoder.items() if isinstance(token, dict)]
+
+
+def _added_token(token: Mapping[str, Any]) -> AddedToken:
+    names: Sequence[str] = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return AddedToken(token["content"], **{name: token[name] for name in names if name in token})

@@ -1,0 +1,217 @@
+"""`cpd sim compare`: the highest rate that each policy sustains, for one or several mixes."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from math import inf
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, Field
+from rich import box
+from rich.console import Console
+from rich.table import Table as TerminalTable
+
+from bench.metrics import summarise
+from bench.report.page import Cell, Chart, Facts, Notice, Page, Table, series
+from bench.report.text import number, percent
+from bench.result import write_json
+from bench.run import command_line
+from bench.sweep.search import MaxRate
+from cpd.common.errors import ConfigError
+from sim.cluster.policies import PolicyName
+from sim.cluster.run import evidence
+from sim.cluster.settings import CompareSettings
+from sim.cluster.simulation import Outcome, SimCluster
+from sim.cluster.workload import make_workload
+
+
+class Row(BaseModel):
+    """One policy on one mix, at the highest rate that it sustains.
+
+    Attributes:
+        max_rate: Rate of the workload, in requests a second; None: not even the lowest one that was tried.
+        too_much: The lowest rate that it does not sustain.
+        requests_per_s: Measured requests that came at the highest rate: fewer, while sessions are still young.
+        work_imbalance, imbalance, step_imbalance: See `sim.cluster.simulation.Outcome`.
+    """
+
+    policy: PolicyName
+    long_share: float
+    max_rate: float | None
+    too_much: float | None
+    requests_per_s: float | None = None
+    ttft_p50_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    itl_p50_ms: float | None = None
+    itl_p99_ms: float | None = None
+    cached_token_rate: float | None = None
+    remote_share: float | None = None
+    work_imbalance: float | None = None
+    imbalance: float | None = None
+    step_imbalance: float | None = None
+
+
+class Comparison(BaseModel):
+    """What `--json` writes."""
+
+    schema_: Literal["cpd-sim-compare/1"] = Field("cpd-sim-compare/1", alias="schema")
+    simulated: Literal[True] = True
+    evidence: str
+    command: list[str]
+    settings: dict[str, Any]
+    rows: list[Row]
+
+
+def compare(settings: CompareSettings) -> None:
+    """Searches, saves and shows.
+
+    Raises:
+        CPDError: The settings do not fit together, or a file cannot be read or written.
+    """
+    if settings.workload != "mix":
+        raise ConfigError("a trace has its own times: `cpd sim compare` needs --workload mix")
+    policies, long_shares = _policies(settings.policies), _long_shares(settings)
+    messages = Console(stderr=True)
+    rows = []
+    with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
+        jobs = [(settings, name, share) for share, name in product(long_shares, policies)]
+        for row in pool.map(search_rate, *zip(*jobs, strict=True)):
+            messages.print(f"{row.policy}, {percent(row.long_share)} long: {number(row.max_rate)} requests/s at most")
+            rows.append(row)
+    found = Comparison(
+        schema="cpd-sim-compare/1",
+        evidence=evidence(settings),
+        command=command_line(sys.argv),
+        settings=settings.model_dump(mode="json"),
+        rows=rows,
+    )
+    if settings.json_file:
+        write_json(found, settings.json_file)
+    if settings.html_file:
+        _write_html(found, settings.html_file)
+    _show(found, Console())
+
+
+def _policies(text: str) -> list[PolicyName]:
+    known: tuple[PolicyName, ...] = get_args(PolicyName)
+    chosen = [name for part in text.split(",") for name in known if name == part.strip()]
+    if not chosen or len(chosen) < len(text.split(",")):
+        raise ConfigError(f"--policies: {text!r} is no list of {', '.join(known)}")
+    return chosen
+
+
+def _long_shares(settings: CompareSettings) -> list[float]:
+    if not settings.long_shares:
+        return [settings.long_share]
+    try:
+        shares = [float(part) for part in settings.long_shares.split(",")]
+    except ValueError:
+        shares = [inf]
+    if not all(0 <= share <= 1 for share in shares):
+        raise ConfigError("--long-shares takes numbers from 0 to 1, with commas between them")
+    return shares
+
+
+def search_rate(settings: CompareSettings, name: PolicyName, long_share: float) -> Row:
+    settings = settings.model_copy(update={"long_share": long_share})
+    search = MaxRate(settings.rate_from, settings.precision)
+    best = None
+    while (rate := search.next()) is not None:
+        cluster = SimCluster(settings, name, make_workload(settings, rate))
+        kept = cluster.sustains(settings.good_share, rate * settings.duration)
+        search.tell(rate, kept)
+        if kept:
+            best = cluster
+    if best is None or search.kept is None:
+        return Row(policy=name, long_share=long_share, max_rate=None, too_much=search.failed)
+    return as_row(settings, name, search.kept, best.run()).model_copy(update={"too_much": search.failed})
+
+
+def as_row(settings: CompareSettings, name: PolicyName, rate: float, outcome: Outcome) -> Row:
+    """The figures of a run at this rate."""
+    summary, rows = summarise(outcome.records, start_s=settings.warmup, slo=None, offered_per_s=None)
+    return Row(
+        policy=name,
+        long_share=settings.long_share,
+        max_rate=rate,
+        too_much=None,
+        requests_per_s=len(rows) / settings.duration,
+        ttft_p50_ms=summary.ttft_ms.p50,
+        ttft_p99_ms=summary.ttft_ms.p99,
+        itl_p50_ms=summary.itl_ms.p50,
+        itl_p99_ms=summary.itl_ms.p99,
+        cached_token_rate=summary.cached_token_rate,
+        remote_share=sum(row.route == "remote" for row in rows) / len(rows) if rows else None,
+        work_imbalance=outcome.work_imbalance,
+        imbalance=outcome.imbalance,
+        step_imbalance=outcome.step_imbalance,
+    )
+
+
+_COLUMNS = ("Long", "Policy", "Rate", "Ratio", "TTFT p99", "ITL p99", "Cached", "Remote", "Work", "Requests", "Steps")
+_NOTE = (
+    "Rate: the highest, in requests a second; ratio: to the first policy's. The rest is of the run at that rate, times "
+    "in ms. The last three tell how uneven the load is, the most to the mean: of all workers' work (device time); of "
+    "requests, and of how long decode steps take, on average over time, of the combined ones."
+)
+
+
+def _cells(found: Comparison) -> Iterator[list[str]]:
+    first = {row.long_share: row.max_rate for row in reversed(found.rows) if row.policy == found.rows[0].policy}
+    for row in found.rows:
+        base = first[row.long_share]
+        ratio = f"x {row.max_rate / base:.2f}" if row.max_rate and base else "-"
+        yield [
+            percent(row.long_share),
+            row.policy,
+            number(row.max_rate),
+            ratio,
+            number(row.ttft_p99_ms),
+            number(row.itl_p99_ms),
+            percent(row.cached_token_rate),
+            percent(row.remote_share),
+            number(row.work_imbalance),
+            number(row.imbalance),
+            number(row.step_imbalance),
+        ]
+
+
+def _show(found: Comparison, console: Console) -> None:
+    table = TerminalTable(box=box.SIMPLE_HEAD, collapse_padding=True, show_edge=False, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "Policy" else "right", no_wrap=True)
+    for cells in _cells(found):
+        table.add_row(*cells)
+    console.print(table, _NOTE)
+    console.print(f"{found.evidence[0].upper()}{found.evidence[1:]}.")
+
+
+def _write_html(found: Comparison, path: Path) -> None:
+    page = Page("Policies compared", "highest rate of requests within the latency targets")
+    page.add(Notice("warn", f"{found.evidence[0].upper()}{found.evidence[1:]}", []))
+    page.add(Facts("Command", [("command", " ".join(found.command))]))
+    rows: list[Sequence[str | Cell]] = [list(cells) for cells in _cells(found)]
+    page.add(Table(_COLUMNS, rows, note=_NOTE, prose=(1,)))
+    names = list(dict.fromkeys(row.policy for row in found.rows))
+    page.add(
+        Chart(
+            "Requests/s sustained, by the share of long prompts",
+            [
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": name,
+                    "x": [100 * row.long_share for row in found.rows if row.policy == name],
+                    "y": [row.max_rate for row in found.rows if row.policy == name],
+                    "line": {"color": series(index)},
+                }
+                for index, name in enumerate(names)
+            ],
+            {"xaxis": {"title": {"text": "Long prompts, % of the requests"}}, "yaxis": {"type": "log"}},
+            wide=True,
+        )
+    )
+    page.write(path)

@@ -1,0 +1,79 @@
+"""`cpd sim run`: one policy under one load."""
+
+import sys
+from datetime import UTC, datetime
+
+from rich.console import Console
+
+from bench.metrics import summarise
+from bench.report.html import write_html
+from bench.report.table import show
+from bench.result import Client, Result
+from bench.run import command_line, versions
+from bench.slo import Slo
+from cpd.performance.model import Profile
+from sim.cluster.settings import ClusterShape, SimSettings
+from sim.cluster.simulation import Outcome, SimCluster
+from sim.cluster.workload import make_workload
+
+
+def run(settings: SimSettings) -> None:
+    """Simulates, saves and shows.
+
+    Raises:
+        CPDError: The settings do not fit together, or a file cannot be read or written.
+    """
+    outcome = SimCluster(settings, settings.policy, make_workload(settings, settings.rate)).run()
+    result = as_result(settings, outcome)
+    if settings.json_file:
+        result.save(settings.json_file)
+    if settings.html_file:
+        write_html([result], settings.html_file)
+    console = Console()
+    show(result, console)
+    work, requests, steps = outcome.work_imbalance, outcome.imbalance, outcome.step_imbalance
+    console.print(
+        f"Load, the most to the mean: {work:.2f} of the workers' work (device time); of the combined ones "
+        f"{requests:.2f} of their requests, {steps:.2f} of how long their decode steps take"
+    )
+
+
+def as_result(settings: SimSettings, outcome: Outcome) -> Result:
+    """A result as `cpd bench` reads it."""
+    slo = f"ttft={settings.slo_ttft:g},itl={settings.slo_itl:g}"
+    summary, requests = summarise(outcome.records, start_s=settings.warmup, slo=Slo.parse(slo), offered_per_s=None)
+    load = f"{settings.rate:g} requests/s" if settings.workload == "mix" else f"speedup {settings.speedup:g}"
+    return Result(
+        label=f"simulated {settings.policy} {settings.workload} {load}",
+        command=command_line(sys.argv),
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        settings={**settings.model_dump(mode="json"), "slo": slo},
+        seed=settings.seed,
+        interrupted=False,
+        simulated=True,
+        cluster_before=None,
+        cluster_after=None,
+        client=Client(
+            limited=False,
+            reasons=[],
+            warnings=[evidence(settings)],
+            processes=0,
+            cpu_share=0.0,
+            loop_lag_ms_p50=0.0,
+            loop_lag_ms_p99=0.0,
+            machine_share=0.0,
+            machine_idle=0.0,
+            selftest=None,
+        ),
+        summary=summary,
+        requests=requests,
+    )
+
+
+def evidence(settings: ClusterShape) -> str:
+    """What simulated figures are worth, without a full stop."""
+    profile = Profile.load(settings.profile)
+    if profile.source == "roofline":
+        return f"simulated with a profile computed from data sheets ({profile.device}): no evidence for real hardware"
+    return f"simulated with a profile measured on {profile.device}"

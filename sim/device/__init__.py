@@ -1,0 +1,1 @@
+"""A device that takes as long as a profile says and computes nothing."""

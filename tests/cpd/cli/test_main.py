@@ -1,0 +1,64 @@
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def cpd(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", "from cpd.cli.main import main; main()", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys; from cpd.cli.main import app;"
+        "heavy = {'torch', 'ray', 'transformers', 'grpc', 'ucxx'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("command", ["status", "down"])
+def test_without_a_cluster_there_is_nothing_to_talk_to(command: str) -> None:
+    assert cpd(command) == (
+        1,
+        "error: no cluster 'default' is running on this machine; start one with `cpd up`\n",
+    )
+
+
+def test_up_refuses_a_broken_checkpoint_before_it_starts_anything(tmp_path: Path, runtime_dir: Path) -> None:
+    (tmp_path / "model").mkdir()
+    code, output = cpd("up", "--port", "0", "--model", str(tmp_path / "model"))
+    assert code == 1
+    assert output.splitlines()[-1].startswith("error: ")
+    assert "has no tokenizer.json" in output
+    assert not (runtime_dir / "cpd").exists()
+
+
+def test_up_refuses_a_port_in_use() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        code, output = cpd("up", "--port", str(port))
+    assert (code, output) == (1, f"error: port {port} on 127.0.0.1 is in use; choose another with --port\n")
+
+
+def test_up_refuses_a_redis_that_does_not_answer() -> None:
+    code, output = cpd("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
+    assert code == 1
+    assert "error: Redis at redis://127.0.0.1:1 does not answer" in output

@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import pytest
+
+from cpd.common.config import ClusterSettings, RouterSettings, WorkerSettings
+from cpd.common.errors import ConfigError
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("token-budget: 64\nmax_num_seqs: 8\nkv-memory: 2GiB\napi-key: [one, two]\n")
+    return file
+
+
+def test_flags_go_before_environment_before_file_before_default(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPD_MAX_NUM_SEQS", "16")
+    monkeypatch.setenv("CPD_TOKEN_BUDGET", "128")
+    settings = ClusterSettings.load({"token_budget": 256}, yaml_file)
+    assert settings.token_budget == 256
+    assert settings.max_num_seqs == 16
+    assert settings.kv_memory == 2 << 30
+    assert settings.port == 8000
+    assert settings.api_key == ["one", "two"]
+
+
+def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RouterSettings.load({"api_key": ["one", "two,three"]}).api_key == ["one", "two", "three"]
+    monkeypatch.setenv("CPD_API_KEY", "four,five")
+    assert RouterSettings.load({}).api_key == ["four", "five"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": "http"}, "port: .*integer.*'http'"),
+        ({"port": "70000"}, "port: .*65535"),
+        ({"dtype": "int4"}, "dtype: .*float32"),
+        ({"kv_memory": "plenty"}, "kv-memory: "),
+        ({"host_kv_memory": "much"}, "host-kv-memory: "),
+        ({"token_budget": "-1"}, "token-budget: .*0"),
+        ({"lease_s": "0"}, "lease-s: "),
+        ({"slo_ttft": "inf"}, "slo-ttft: "),
+        ({"slo_itl": "nan"}, "slo-itl: "),
+        ({"long_prefill_tokens": "5000000000"}, "long-prefill-tokens"),
+        ({"long_prefill_tokens": "many"}, "^long-prefill-tokens: .*integer.* or: .*'auto' .*'many'"),
+        ({"no_such": "1"}, "there is no setting 'no-such'$"),
+        ({"prefil": "1"}, "there is no setting 'prefil'; did you mean 'prefill'"),
+    ],
+)
+def test_wrong_values_are_named_in_one_sentence(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ClusterSettings.load(flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- a\n- b\n", "one mapping"),
+        ("no-such: 1\n", "no setting 'no-such'"),
+        ("port: http\n", "port: "),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        ClusterSettings.load({}, file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        ClusterSettings.load({}, tmp_path / "missing.yaml")
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("")
+    assert WorkerSettings.load({}, file).model_dump() == WorkerSettings.load({}).model_dump()
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "hidden" not in repr(WorkerSettings.load({"cluster_token": "hidden"}))

@@ -1,0 +1,239 @@
+"""Streams over real connections."""
+
+import asyncio
+import contextlib
+import gc
+import socket
+import struct
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+import uvloop
+
+from cpd.common import stream
+from cpd.common.stream import BadMessageError, Stream, StreamError, StreamServer, connect
+from cpd.rpc import cpd_pb2 as pb
+
+MOST = 1 << 20
+Wire = Stream[pb.RouterMessage]
+
+
+def hello(name: str) -> pb.RouterMessage:
+    return pb.RouterMessage(hello=pb.RouterHello(router_id=name))
+
+
+@asynccontextmanager
+async def both() -> AsyncIterator[tuple[Wire, Wire]]:
+    """The two ends of a stream."""
+    there: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
+
+    async def handle(wire: Wire) -> None:
+        there.set_result(wire)
+        await wire.closed()
+
+    server = StreamServer(pb.RouterMessage, MOST, handle)
+    port = await server.start("127.0.0.1", 0)
+    here = await connect(f"127.0.0.1:{port}", pb.RouterMessage, MOST)
+    try:
+        yield here, await asyncio.wait_for(there, 20)
+    finally:
+        here.abort()
+        await server.close()
+
+
+def streams() -> int:
+    """That are remembered by somebody."""
+    return sum(type(one) is Stream for one in gc.get_objects())  # other libraries' objects mind being asked for more
+
+
+async def received(wire: Wire) -> str:
+    message = await asyncio.wait_for(wire.receive(), 20)
+    return "end" if message is None else message.hello.router_id
+
+
+async def test_messages_of_any_length_come_in_order_and_the_end_after_them() -> None:
+    names = ["a", "", "b" * (MOST - 100), "c" * 70_000, "d"]
+    async with both() as (here, there):
+        for name in names:
+            here.send(hello(name))
+        here.close()
+        assert [await received(there) for _ in range(6)] == [*names, "end"]
+        assert await received(there) == "end"
+
+
+async def test_an_empty_message_is_one() -> None:
+    async with both() as (here, there):
+        here.send(pb.RouterMessage())
+        assert await received(there) == ""
+
+
+async def test_a_message_in_many_reads_is_copied_a_few_times_and_not_at_each_read() -> None:
+    read_bytes = 16 << 10
+    message = hello("x" * (MOST - 100)).SerializeToString()
+    data = len(message).to_bytes(4, "little") + message + message[:3]
+    wire = Stream(pb.RouterMessage, MOST)
+    allocated = 0
+    tracemalloc.start()
+    try:
+        for start in range(0, len(data), read_bytes):
+            read = data[start : start + read_bytes]
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            wire.data_received(read)
+            allocated += tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+        wire.connection_lost(None)
+    assert await received(wire) == "x" * (MOST - 100)
+    assert allocated < 6 * len(data)
+
+
+async def test_what_was_sent_before_a_break_is_received_before_it_is_told() -> None:
+    async with both() as (here, there):
+        there.send(hello("a"))
+        assert await received(here) == "a"
+        there.send(hello("b"))
+        await asyncio.sleep(0)  # writes are made at the end of a turn
+        cast(asyncio.Transport, here._transport).pause_reading()
+        there.close()
+        cast(asyncio.Transport, here._transport).resume_reading()
+        assert [await received(here) for _ in range(2)] == ["b", "end"]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"), [((MOST + 1).to_bytes(4, "little"), "the most is"), (b"\x02\0\0\0\xff\xff", "no message")]
+)
+async def test_what_is_no_message_breaks_the_stream(data: bytes, reason: str) -> None:
+    async with both() as (here, there):
+        cast(asyncio.Transport, here._transport).write(data)
+        with pytest.raises(BadMessageError, match=reason):
+            await received(there)
+
+
+async def test_a_peer_that_does_not_read_is_waited_for_and_keeps_little() -> None:
+    async with both() as (here, there):
+        cast(asyncio.Transport, there._transport).pause_reading()
+        sent = 0
+        while here._drained.is_set():
+            here.send(hello("x" * 100_000))
+            sent += 1
+            await asyncio.sleep(0)
+        drained = asyncio.ensure_future(here.drained())
+        await asyncio.sleep(0.01)
+        assert not drained.done()
+        cast(asyncio.Transport, there._transport).resume_reading()
+        for _ in range(sent):
+            await received(there)
+        await asyncio.wait_for(drained, 20)
+
+
+async def test_no_more_is_read_than_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "UNREAD_BYTES", 200_000)
+    async with both() as (here, there):
+        while here._drained.is_set():
+            here.send(hello("x" * 50_000))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        assert there._unread_bytes < 200_000 + (1 << 20)
+        here.close()
+        while await received(there) != "end":
+            pass
+
+
+async def test_a_peer_that_says_nothing_any_more_is_lost_and_one_that_has_nothing_to_say_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "TICK_S", 0.05)
+    async with both() as (here, there):
+        await asyncio.sleep(0.5)
+        here.send(hello("still here"))
+        assert await received(there) == "still here"
+        here._ticker.cancel()
+        with pytest.raises(StreamError, match="nothing was heard"):
+            await received(there)
+
+
+async def test_nobody_at_the_address() -> None:
+    async with both() as (here, _):
+        host, port = cast(asyncio.Transport, here._transport).get_extra_info("peername")
+    with pytest.raises(OSError, match="onnect"):
+        await connect(f"{host}:{port}", pb.RouterMessage, MOST)
+
+
+async def test_who_finishes_is_read_to_the_end_by_a_peer_that_goes_on_sending() -> None:
+    async with both() as (here, there):
+        for number in range(1000):
+            there.send(hello(str(number)))
+        there.finish()
+        there.send(hello("nothing more"))
+        for _ in range(5):
+            here.send(hello("still here"))
+            await asyncio.sleep(0.005)
+        assert [await received(here) for _ in range(1001)] == [*map(str, range(1000)), "end"]
+        await asyncio.wait_for(there.closed(), 20)
+
+
+async def test_who_finishes_when_the_peer_has_just_reset_the_connection_closes() -> None:
+    there: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
+
+    async def handle(wire: Wire) -> None:
+        there.set_result(wire)
+        await wire.closed()
+
+    server = StreamServer(pb.RouterMessage, MOST, handle)
+    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1", 0))) as client:
+        wire = await asyncio.wait_for(there, 20)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wire.finish()
+    await asyncio.wait_for(wire.closed(), 20)
+    await server.close()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_connection_that_comes_while_the_server_closes_is_closed(turns: int) -> None:
+    server = StreamServer(pb.RouterMessage, MOST, Stream.closed)
+    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1", 0))) as client:
+        client.setblocking(False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        with contextlib.suppress(ConnectionResetError):
+            async with asyncio.timeout(20):
+                assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["refused", "cancelled"])
+def test_a_connection_that_nobody_gets_is_forgotten(cancelled: bool) -> None:
+    before = streams()
+
+    async def try_it() -> None:
+        server = StreamServer(pb.RouterMessage, MOST, Stream.closed)
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        if not cancelled:
+            await server.close()
+        await connect_in_vain(address)
+        await server.close()
+        async with asyncio.timeout(10):
+            while streams() > before:
+                await asyncio.sleep(0.01)
+                gc.collect()
+
+    uvloop.run(try_it())
+
+
+async def connect_in_vain(address: str) -> None:
+    """Whoever connects gives up just when the connection is made."""
+    made = Stream.connection_made
+    connecting = asyncio.ensure_future(connect(address, pb.RouterMessage, MOST))
+
+    def give_up(wire: Wire, transport: asyncio.BaseTransport) -> None:
+        made(wire, transport)
+        connecting.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "connection_made", give_up)
+        with pytest.raises((asyncio.CancelledError, ConnectionRefusedError)):
+            await connecting

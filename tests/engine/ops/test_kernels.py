@@ -1,0 +1,382 @@
+"""The compiled CPU kernels against the torch back end, and the bits of one token in different company."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpd.common.blocks import BLOCK_SIZE
+from engine.model.config import RopeConfig
+from engine.model.decoder import LayerByLayer
+from engine.model.rope import rope_table
+from engine.ops import make_ops
+from engine.ops.base import Heads, Layer, Linear, Ops, Stack
+from engine.ops.cpu_ops import CpuOps, PackedLinear
+from engine.ops.kernels import KernelsUnavailableError
+from engine.ops.kernels.build import build
+from engine.ops.torch_ops import TorchOps
+from tests.engine.steps import Lens, lay_out, step_of
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+LAYERS = 3
+EPS = 1e-5
+HEADS = Heads(4, 2, 64)
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    return CpuOps()
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Up to the order of float32 sums; in bf16 up to the rounding of the result and of one value before it."""
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    scale = expected.float().abs().max().item()
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance * scale, rtol=tolerance)
+
+
+def filled_pool(
+    lens: Lens, pages: list[list[int]], num_pages: int, heads: int, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Random keys and values in the slots of the contexts, NaN everywhere else."""
+    pool = torch.full((num_pages, LAYERS, 2, heads, BLOCK_SIZE, dim), torch.nan, dtype=dtype)
+    for row, (_, context) in zip(pages, lens, strict=True):
+        for index, page in enumerate(row):
+            count = min(BLOCK_SIZE, context - index * BLOCK_SIZE)
+            pool[page, :, :, :, :count] = torch.randn(LAYERS, 2, heads, count, dim).to(dtype)
+    return pool
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(512, 256), (33, 24), (7, 2), (64, 128), (200, 66)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_equals_torch(ops: CpuOps, threads: int, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
+    torch.manual_seed(n)
+    weight, b = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype) if bias else None
+    linear, reference = ops.pack(weight, b), TorchOps().pack(weight.double(), b.double() if b is not None else None)
+    for m in (1, 2, 5, 6, 7, 16, 97, 300, 1100):
+        x = torch.randn(m, k).to(dtype)
+        assert_equal(linear(x), reference(x.double()), dtype)
+
+
+def test_odd_rows_of_bf16_are_left_to_torch(ops: CpuOps) -> None:
+    weight, x = torch.randn(5, 7).bfloat16(), torch.randn(3, 7).bfloat16()
+    linear = ops.pack(weight, None)
+    assert not isinstance(linear, PackedLinear)
+    assert_equal(linear(x), x.float() @ weight.float().T, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (16, 1024), (5, 24), (300, 80), (3, 7)])
+def test_norms_equal_torch(ops: CpuOps, threads: int, dtype: torch.dtype, rows: int, width: int) -> None:
+    torch.manual_seed(rows)
+    x, residual = torch.randn(2, rows, width).to(dtype)
+    weight = torch.rand(width).to(dtype)
+    assert_equal(ops.rms_norm(x, weight, EPS), TorchOps().rms_norm(x, weight, EPS), dtype)
+    sums = residual.clone(), residual.clone()
+    expected = TorchOps().add_rms_norm(x, sums[0], weight, EPS)
+    assert_equal(ops.add_rms_norm(x.clone(), sums[1], weight, EPS), expected, dtype)
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (16, 3072), (5, 97), (300, 80)])
+def test_silu_equals_torch(ops: CpuOps, threads: int, dtype: torch.dtype, rows: int, width: int) -> None:
+    torch.manual_seed(rows)
+    gate_up = (torch.randn(rows, 2 * width) * 4).to(dtype)
+    gate_up[0, :4] = torch.tensor([-1e4, 1e4, -90.0, 0.0])
+    assert_equal(ops.silu_mul(gate_up), TorchOps().silu_mul(gate_up), dtype)
+
+
+SHAPES = [(1, 1, 64), (2, 2, 32), (4, 2, 64), (8, 2, 128), (8, 1, 80), (6, 2, 24), (7, 7, 40), (4, 4, 22), (71, 1, 8)]
+"""Query heads, key-value heads, head size."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rope_and_store_equal_torch(
+    ops: CpuOps, threads: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, qk_norm: bool
+) -> None:
+    torch.manual_seed(dim)
+    lens = [(1, 33), (1, 1), (20, 20), (150, 170)]
+    pages, num_pages = lay_out(lens, np.random.default_rng(1))
+    batch = step_of(lens, pages)
+    qkv = torch.randn(batch.num_tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    q_norm, k_norm = torch.rand(2, dim).to(dtype) if qk_norm else (None, None)
+    table = rope_table(RopeConfig(), dim, 256, CPU)
+    pools = [torch.full((num_pages, LAYERS, 2, kv_heads, BLOCK_SIZE, dim), 7.0, dtype=dtype) for _ in range(2)]
+    queries = []
+    back_ends: list[Ops] = [TorchOps(), ops]
+    for back_end, pool in zip(back_ends, pools, strict=True):
+        back_end.prepare(batch)
+        queries.append(back_end.rope_store(qkv.clone(), batch, table, q_norm, k_norm, EPS, pool[:, 1]))
+    assert_equal(queries[1], queries[0], dtype)
+    assert_equal(pools[1], pools[0], dtype)
+    assert torch.equal(pools[1] == 7, pools[0] == 7)
+
+
+def check_attention(ops: CpuOps, lens: Lens, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    pages, num_pages = lay_out(lens, np.random.default_rng(dim))
+    batch = step_of(lens, pages)
+    pool = filled_pool(lens, pages, num_pages, kv_heads, dim, dtype)
+    q = torch.randn(batch.num_tokens, heads, dim).to(dtype)
+    reference = TorchOps()
+    reference.prepare(batch)
+    expected = reference.attention(q.float(), pool.nan_to_num(0.0).float()[:, 1], batch, 0.3)
+    assert_equal(ops.attention(q, pool[:, 1], batch, 0.3), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_attention_equals_torch(
+    ops: CpuOps, threads: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    decodes = [(1, context) for context in (1, 2, 15, 16, 17, 63, 64, 65, 600)]
+    check_attention(ops, [*decodes, (2, 2), (16, 16), (100, 100), (37, 130), (3, 700)], heads, kv_heads, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_long_context_among_short_ones(ops: CpuOps, threads: int, dtype: torch.dtype) -> None:
+    check_attention(ops, [(1, 3), (1, 3000), (1, 40), (5, 2000), (200, 1300)], 4, 2, 64, dtype)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    decodes=st.lists(st.integers(1, 1200).map(lambda context: (1, context)), max_size=6),
+    prefills=st.lists(
+        st.tuples(st.integers(2, 200), st.integers(0, 600)).map(lambda pair: (pair[0], sum(pair))), max_size=3
+    ),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 8]),
+    dim=st.sampled_from([2, 16, 24, 32, 64, 66, 80, 128]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_attention_of_any_batch_equals_torch(
+    ops: CpuOps, decodes: Lens, prefills: Lens, kv_heads: int, group: int, dim: int, dtype: torch.dtype
+) -> None:
+    lens = [*decodes, *prefills] or [(1, 1)]
+    check_attention(ops, lens, kv_heads * group, kv_heads, dim, dtype)
+
+
+# --- All layers at once
+
+
+def random_stack(back_end: Ops, dtype: torch.dtype, *, qk_norm: bool, bias: bool) -> Stack:
+    """Hidden size 80, 4 query and 2 key-value heads of 24, width 100, vocabulary 50."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, heads, kv_heads, dim, width = 80, 4, 2, 24, 100
+
+    def vector(n: int) -> torch.Tensor:
+        return (1 + torch.randn(n, generator=generator) / 4).to(dtype)
+
+    def linear(n: int, k: int) -> Linear:
+        weight = torch.randn(n, k, generator=generator) / k**0.5
+        return back_end.pack(weight.to(dtype), vector(n) if bias else None)
+
+    layers = [
+        Layer(
+            input_norm=vector(hidden),
+            qkv=linear((heads + 2 * kv_heads) * dim, hidden),
+            q_norm=vector(dim) if qk_norm else None,
+            k_norm=vector(dim) if qk_norm else None,
+            o=linear(hidden, heads * dim),
+            post_norm=vector(hidden),
+            gate_up=linear(2 * width, hidden),
+            down=linear(hidden, width),
+        )
+        for _ in range(LAYERS)
+    ]
+    head = back_end.pack(torch.randn(50, hidden, generator=generator).to(dtype), None)
+    return Stack(layers, vector(hidden), head, rope_table(RopeConfig(), dim, 2048, CPU), EPS, dim**-0.5)
+
+
+def new_pool(num_pages: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((num_pages, LAYERS, 2, 2, BLOCK_SIZE, 24), torch.nan, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("qk_norm", "bias"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("rows", [None, [0, 1, 31], [5], []])
+def test_all_layers_at_once_equal_one_operation_after_the_other(
+    ops: CpuOps, threads: int, dtype: torch.dtype, qk_norm: bool, bias: bool, rows: list[int] | None
+) -> None:
+    # Whole prompts and their continuation, so that every key and value that is read was stored before.
+    pages, num_pages = lay_out([(1, 90)] * 3, np.random.default_rng(0))
+    steps = [step_of([(2, 2), (60, 60), (20, 20)], pages), step_of([(1, 3), (1, 61), (30, 50)], pages)]
+    wanted = None if rows is None else torch.tensor(rows, dtype=torch.int32)
+    results = []
+    for back_end in (TorchOps(), ops):
+        stack = random_stack(back_end, dtype, qk_norm=qk_norm, bias=bias)
+        run = back_end.fuse(stack) or LayerByLayer(back_end, stack)
+        assert isinstance(run, LayerByLayer) == isinstance(back_end, TorchOps)
+        pool = torch.zeros(num_pages, LAYERS, 2, 2, BLOCK_SIZE, 24, dtype=dtype)
+        kv = [pool[:, layer] for layer in range(LAYERS)]
+        torch.manual_seed(0)
+        first, second = (torch.randn(step.num_tokens, 80).to(dtype) for step in steps)
+        back_end.prepare(steps[0])
+        all_logits = run(first, steps[0], kv, None, steps[0].num_tokens)
+        back_end.prepare(steps[1])
+        logits = run(second, steps[1], kv, wanted, steps[1].num_tokens if rows is None else len(rows))
+        results.append((all_logits, logits, pool))
+    for expected, actual in zip(*results, strict=True):
+        if expected is None:
+            assert actual is None
+        else:
+            assert actual is not None
+            assert_equal(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("back_end", [TorchOps, CpuOps])
+def test_a_step_counts_the_layers_it_went_through(back_end: Callable[[], Ops], threads: int) -> None:
+    ops = back_end()
+    stack = random_stack(ops, torch.float32, qk_norm=True, bias=True)
+    (pages,), num_pages = lay_out([(1, 90)], np.random.default_rng(0))
+    run, pool = ops.fuse(stack) or LayerByLayer(ops, stack), new_pool(num_pages, torch.float32)
+    for steps in (1, 2):
+        step = step_of([(60, 60)], [pages])
+        ops.prepare(step)
+        run(torch.randn(60, 80), step, [pool[:, layer] for layer in range(LAYERS)], None, 60)
+        assert stack.progress[0] == steps * LAYERS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bits_in_every_chunk_batch_and_team(ops: CpuOps, dtype: torch.dtype) -> None:
+    run, length = ops.fuse(random_stack(ops, dtype, qk_norm=True, bias=False)), 600
+    assert run is not None
+    tokens = torch.randn(length, 80, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (pages, others, more), num_pages = lay_out([(1, length)] * 3, np.random.default_rng(0))
+
+    def compute(cuts: list[int], in_company: Callable[[int], bool]) -> torch.Tensor:
+        """The prompt's output when it is cut there, and where `in_company(i)`, chunk i runs among other sequences."""
+        pool = torch.full((num_pages, LAYERS, 2, 2, BLOCK_SIZE, 24), torch.nan, dtype=dtype)
+        kv = [pool[:, layer] for layer in range(LAYERS)]
+        outputs = []
+        for i, (start, stop) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+            chunk = (stop - start, stop)
+            if in_company(i):
+                batch, own = step_of([(1, 1), chunk, (90, 90)], [others, pages, more]), slice(1, 1 + stop - start)
+            else:
+                batch, own = step_of([chunk], [pages]), slice(0, stop - start)
+            x = torch.randn(batch.num_tokens, 80).to(dtype)
+            x[own] = tokens[start:stop]
+            output = run(x, batch, kv, None, batch.num_tokens)
+            assert output is not None
+            outputs.append(output[own])
+        return torch.cat(outputs)
+
+    before = torch.get_num_threads()
+    expected = compute([], lambda i: False)
+    assert not expected.isnan().any()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(compute([], lambda i: False), expected)
+            assert torch.equal(compute([17, 18, 64, 333], lambda i: True), expected)
+            assert torch.equal(compute(list(range(530, length)), lambda i: i % 2 == 1), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- Threads
+
+
+def test_threads_have_teams_of_their_own_which_end_with_them(ops: CpuOps) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = ops.pack(torch.randn(512, 512, generator=generator), None)
+    x = torch.randn(64, 512, generator=generator)
+    expected = linear(x)
+    before = len(os.listdir("/proc/self/task"))
+
+    def lane(threads: int) -> bool:
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        return all(torch.equal(linear(x), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(3) as lanes:
+        assert list(lanes.map(lane, (2, 3, 2))) == [True] * 3
+    deadline = time.monotonic() + 30
+    while len(os.listdir("/proc/self/task")) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- The build
+
+
+def test_several_builders_at_once_get_one_library(tmp_path: Path) -> None:
+    program = "from engine.ops.kernels.build import build; print(build())"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXXFLAGS": "-O0"}
+    builders = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [builder.communicate()[0].strip() for builder in builders]
+    assert [builder.returncode for builder in builders] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert [str(path) for path in tmp_path.rglob("*") if path.is_file()] == [outputs[0]]
+
+
+def test_without_a_compiler_the_torch_back_end_runs_and_one_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert isinstance(make_ops(CPU, torch.float32, HEADS), TorchOps)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "no C++ compiler found" in warning
+
+
+def test_a_compiler_that_fails_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXXFLAGS", "-include missing.h")
+    with pytest.raises(KernelsUnavailableError, match=r"c\+\+ failed: .*missing\.h"):
+        build()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpd").write_text("a file where the directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(KernelsUnavailableError, match=f"{tmp_path}.* can't be written .* set XDG_CACHE_HOME"):
+        build()
+
+
+def test_float16_is_left_to_torch() -> None:
+    assert isinstance(make_ops(CPU, torch.float16, HEADS), TorchOps)
+    assert isinstance(make_ops(CPU, torch.bfloat16, HEADS), CpuOps)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for older x86-64 CPUs")
+@pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3"])
+def test_cpus_with_narrower_vectors_compute_the_same(tmp_path: Path, cpu: str) -> None:
+    numerics = (
+        "(linear or norms or silu or rope or attention or context or layers or bits) and not any_batch and not [3"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", numerics],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXXFLAGS": f"-march={cpu} -O1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

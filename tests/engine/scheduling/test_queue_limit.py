@@ -1,0 +1,131 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpd.common.errors import QueueFullError
+from engine.scheduling.queue_limit import DEFAULT_RETRY_S, MAX_RETRY_S, WINDOW_S, QueueLimit
+
+
+def refused(limit: QueueLimit, tenant: str, tokens: int, bound: int = 1000, now: float = 0.0) -> QueueFullError | None:
+    try:
+        limit.check(tenant, tokens, bound, now)
+    except QueueFullError as error:
+        return error
+    return None
+
+
+def test_one_tenant_may_fill_the_queue_and_an_empty_one_takes_anything() -> None:
+    limit = QueueLimit()
+    assert refused(limit, "a", 5000) is None
+    limit.add("a", 1000, 0.0)
+    error = refused(limit, "a", 1)
+    assert error is not None
+    assert not error.over_share
+    assert "1000 tokens wait in a queue of 1000" in str(error)
+
+
+def test_a_full_queue_still_takes_who_has_less_than_its_share() -> None:
+    limit = QueueLimit()
+    limit.add("flood", 1000, 0.0)
+    assert refused(limit, "new", 400) is None
+    limit.add("new", 400, 0.0)
+    assert refused(limit, "new", 100) is None
+    own, flood = refused(limit, "new", 101), refused(limit, "flood", 1)
+    assert own is not None
+    assert flood is not None
+    assert (own.over_share, flood.over_share) == (True, True)
+
+
+def test_twice_the_bound_is_the_end() -> None:
+    limit = QueueLimit()
+    limit.add("a", 1000, 0.0)
+    limit.add("b", 900, 0.0)
+    error = refused(limit, "c", 101)
+    assert error is not None
+    assert not error.over_share
+    assert refused(limit, "c", 100) is None
+
+
+def test_a_tenant_of_which_nothing_waits_may_have_one_larger_than_its_share() -> None:
+    limit = QueueLimit()
+    limit.add("a", 1000, 0.0)
+    assert refused(limit, "b", 900) is None
+
+
+def test_retry_after_is_when_there_will_be_room_at_the_rate_of_the_recent_past() -> None:
+    limit = QueueLimit(lambda tokens: 7.0)
+    for _ in range(20):
+        limit.add("a", 100, 0.0)
+    for second in range(1, 11):
+        limit.take("a", 100, float(second))
+    error = refused(limit, "a", 200, now=10.0)
+    assert error is not None
+    assert error.retry_after_s == pytest.approx(2.0)  # 200 too many, 100 a second
+
+
+def test_a_tenant_over_its_share_waits_for_its_own() -> None:
+    limit = QueueLimit()
+    for _ in range(10):
+        limit.add("a", 100, 0.0)
+        limit.add("b", 40, 0.0)
+    for second in range(1, 6):
+        limit.take("a", 100, float(second))
+    error = refused(limit, "a", 200, bound=600, now=5.0)
+    assert error is not None
+    assert error.over_share
+    assert error.retry_after_s == pytest.approx(8.0)  # 500 + 200 - 300 too many, and every other one of 100 a second
+
+
+def test_the_rate_forgets_what_was_long_ago_and_when_nobody_waited() -> None:
+    limit = QueueLimit()
+    limit.add("a", 10_000, 0.0)
+    limit.take("a", 9_000, 1.0)
+    limit.take("a", 500, WINDOW_S + 2)
+    assert limit.seconds_for(100, WINDOW_S + 2) == pytest.approx(100 / (500 / WINDOW_S))
+    limit.take("a", 500, 30.0)
+    limit.add("a", 100, 100.0)
+    assert limit.seconds_for(100, 102.0) == DEFAULT_RETRY_S
+
+
+def test_without_a_rate_the_prediction_counts() -> None:
+    limit = QueueLimit(lambda tokens: tokens / 50)
+    limit.add("a", 1000, 0.0)
+    assert limit.seconds_for(200, 0.5) == 4.0
+    assert limit.seconds_for(10**9, 0.5) == MAX_RETRY_S
+
+
+ACTIONS = st.tuples(st.sampled_from("abc"), st.integers(1, 1500), st.sampled_from(["add", "add", "take", "remove"]))
+
+
+@given(st.lists(ACTIONS, max_size=60))
+def test_who_is_within_its_share_is_only_refused_at_twice_the_bound(actions: list[tuple[str, int, str]]) -> None:
+    bound, now = 2000, 0.0
+    limit = QueueLimit()
+    waiting: list[tuple[str, int]] = []
+    for tenant, tokens, action in actions:
+        now += 0.5
+        if action == "add":
+            own = Counter({one: sum(size for name, size in waiting if name == one) for one, _ in waiting})
+            error, total = refused(limit, tenant, tokens, bound, now), sum(own.values())
+            if error is None:
+                assert not total or total + tokens <= 2 * bound
+                limit.add(tenant, tokens, now)
+                waiting.append((tenant, tokens))
+            else:
+                assert total + tokens > bound
+                assert 0 < error.retry_after_s <= MAX_RETRY_S
+                others = len(own.keys() - {tenant})
+                if others and own[tenant] + tokens <= bound / (others + 1):
+                    assert total + tokens > 2 * bound
+                if error.over_share:
+                    assert own[tenant]
+                    assert others
+        elif waiting:
+            name, size = waiting.pop(0)
+            if action == "take":
+                limit.take(name, size, now)
+            else:
+                limit.remove(name, size)
+        assert limit.tokens == sum(size for _, size in waiting)

@@ -1,0 +1,105 @@
+"""What the scheduler puts into a step."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpd.performance.colocation import PrefillBudget
+from engine.scheduling.plan import build_batch
+from engine.scheduling.sequence import SequenceState
+from tests.engine.fakes import check_batch
+from tests.engine.scheduling.harness import MixedScheduler, add, composition, compute, create_scheduler, step
+
+
+def test_one_budget_for_decodes_then_chunks_then_new_ones() -> None:
+    scheduler = create_scheduler(token_budget=32)
+    for number, length in enumerate((10, 30, 40)):
+        add(scheduler, length, start=number, number=number)
+    assert step(scheduler) == [("0", 0, 10), ("1", 0, 22)]
+    assert step(scheduler) == [("0", 10, 1), ("1", 22, 8), ("2", 0, 23)]
+    assert step(scheduler) == [("0", 11, 1), ("1", 30, 1), ("2", 23, 17)]
+    assert step(scheduler) == [("0", 12, 1), ("1", 31, 1), ("2", 40, 1)]
+
+
+def test_a_chunk_of_one_token_goes_with_the_decodes() -> None:
+    scheduler = create_scheduler(token_budget=17)
+    add(scheduler, 16, start=0, number=0)
+    add(scheduler, 40, start=1, number=1)
+    plan = scheduler.schedule()
+    assert [(chunk.seq.request.id, chunk.num_tokens) for chunk in plan.decodes] == [("1", 1)]
+    assert [(chunk.seq.request.id, chunk.num_tokens) for chunk in plan.prefills] == [("0", 16)]
+    batch = build_batch(plan, scheduler.table)
+    check_batch(batch, 64)
+    assert [(row.row, row.position) for row in batch.samples] == [(16, 16)]
+
+
+def test_no_more_sequences_run_than_the_budget_has_tokens() -> None:
+    scheduler = create_scheduler(token_budget=4)
+    for number in range(6):
+        add(scheduler, 3, start=number, number=number)
+    for _ in range(12):
+        chunks = step(scheduler)
+        assert sum(count for _, _, count in chunks) <= 4
+    assert len(scheduler.running) == 4
+    assert len(step(scheduler)) == 4
+
+
+class TestBothLanes:
+    """While the prefill lane has a prompt, the decodes' batch has only a part of the device."""
+
+    def waiting(self, *lengths: int) -> MixedScheduler:
+        scheduler = create_scheduler()
+        for number, length in enumerate(lengths):
+            add(scheduler, length, start=number, number=number)
+        return scheduler
+
+    def schedule(self, scheduler: MixedScheduler) -> tuple[list[str], list[str]]:
+        plan = scheduler.schedule_decodes()
+        lane = scheduler.schedule_prefills(plan, PrefillBudget(mixed=40, lane_chunk=200, mixed_beside_lane=10))
+        return [name for name, _, _ in composition(plan)], [name for name, _, _ in composition(lane)]
+
+    def test_a_batch_that_needs_the_whole_device_leaves_nothing_to_the_lane(self) -> None:
+        assert self.schedule(self.waiting(30, 100)) == (["0"], [])
+
+    def test_beside_a_prompt_on_the_lane_the_budget_is_smaller(self) -> None:
+        assert self.schedule(self.waiting(100, 9, 8)) == (["1"], ["0", "2"])
+
+    def test_a_small_batch_leaves_the_lane_free(self) -> None:
+        assert self.schedule(self.waiting(9, 100)) == (["0"], ["1"])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=12),
+    starts=st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    num_pages=st.integers(8, 30),
+    token_budget=st.integers(1, 80),
+    max_num_seqs=st.integers(1, 6),
+)
+def test_rules_that_every_step_keeps(
+    lengths: list[int], starts: list[int], num_pages: int, token_budget: int, max_num_seqs: int
+) -> None:
+    scheduler = create_scheduler(num_pages, token_budget=token_budget, max_num_seqs=max_num_seqs)
+    seqs = [add(scheduler, length, starts[i], number=i) for i, length in enumerate(lengths)]
+    for _ in range(60):
+        before = {seq: seq.num_computed for seq in scheduler.running}
+        plan = scheduler.schedule()
+        assert sum(chunk.num_tokens for chunk in plan.chunks) <= token_budget
+        assert len({chunk.seq for chunk in plan.chunks}) == len(plan.chunks) <= max_num_seqs
+        assert {chunk.seq for chunk in plan.chunks} == set(scheduler.running)  # each one advances
+        if plan.chunks:
+            check_batch(build_batch(plan, scheduler.table), num_pages)
+        for seq in scheduler.running:
+            assert seq.num_computed >= before.get(seq, 0)
+        compute(scheduler, plan)
+        scheduler.check_integrity()
+        scheduler.pool.check_integrity()
+        for seq in tuple(scheduler.running):
+            if seq.num_tokens >= min(len(seq.request.token_ids) + 20, num_pages * 16):
+                scheduler.pool.release(scheduler.finish(seq))
+        if all(seq.state is SequenceState.FINISHED for seq in seqs):
+            break
+    for seq in seqs:
+        if seq.state is not SequenceState.FINISHED:
+            scheduler.pool.release(scheduler.finish(seq))
+    assert scheduler.pool.counts().used == 0
+    assert (scheduler.waiting.limit.tokens, scheduler.cache.pending.fillers()) == (0, {})

@@ -1,0 +1,218 @@
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from router.api.connection import HEAD_BYTES, Connection, connection_of
+
+Ask = Callable[[str], Awaitable[list[bytes]]]
+
+
+class Client(asyncio.Protocol):
+    """What comes, write by write: a small one comes as it was written."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.closed = asyncio.get_running_loop().create_future()
+        self._more = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append(data)
+        self._more.set()
+
+    async def has(self, data: bytes) -> None:
+        """Waits until some piece ends so."""
+        while not any(piece.endswith(data) for piece in self.pieces):
+            self._more.clear()
+            await self._more.wait()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set_result(None)
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    connection = connection_of(scope)
+    if scope["path"] in ("/waits", "/late"):
+        await scope["state"]["waiting"].until_gone(connection, receive, late=scope["path"] == "/late")
+        return
+    while (await receive()).get("more_body"):
+        pass
+    connection.hold()
+    headers = [] if scope["path"] == "/stays" else [(b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] == "/breaks":
+        raise RuntimeError("a bug")
+    await send({"type": "http.response.body", "body": b"one", "more_body": True})
+    await send({"type": "http.response.body", "body": b"two"})
+
+
+class Waiting:
+    """A request that waits for its client to hang up."""
+
+    def __init__(self) -> None:
+        self.read = asyncio.Event()
+        self.hung_up = asyncio.Event()
+
+    async def until_gone(self, connection: Connection, receive: Receive, *, late: bool) -> None:
+        """Returns when it has; it is `late` where the client is gone before anybody wants to know."""
+        while (await receive()).get("more_body"):
+            pass
+        self.read.set()
+        if late:
+            assert (await receive())["type"] == "http.disconnect"
+        with connection.on_hang_up(self.hung_up.set):
+            await self.hung_up.wait()
+
+
+@pytest.fixture
+async def waiting() -> Waiting:
+    return Waiting()
+
+
+@pytest.fixture
+async def port(waiting: Waiting) -> AsyncIterator[int]:
+    """Of a server of `app`."""
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    loop, state = asyncio.get_running_loop(), ServerState()
+    server = await loop.create_server(lambda: Connection(config, state, {"waiting": waiting}), "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.fixture
+async def ask(port: int) -> Ask:
+    """Sends a request and returns what comes until the connection is closed."""
+    loop = asyncio.get_running_loop()
+
+    async def ask(path: str) -> list[bytes]:
+        transport, client = await loop.create_connection(Client, "127.0.0.1", port)
+        transport.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            await client.closed
+        return client.pieces
+
+    return ask
+
+
+async def test_a_held_head_goes_out_with_the_first_of_the_body(ask: Ask) -> None:
+    first, *_ = pieces = await ask("/")
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"one" in first
+    assert b"".join(pieces).endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+
+
+async def test_a_held_head_without_a_body_goes_out_before_the_connection_is_closed(ask: Ask) -> None:
+    pieces = await ask("/breaks")
+    assert b"".join(pieces).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def request(path: str, body: bytes = b"") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(request("/waits"), id="alone"),
+        pytest.param(request("/waits") * 2, id="with-the-next-one-behind-it"),
+        pytest.param(request("/waits", bytes(3_000_000)), id="long"),
+        pytest.param(request("/late"), id="late"),
+    ],
+)
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_client_that_hangs_up_is_told_of(port: int, waiting: Waiting, sent: bytes, reset: bool) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    async with asyncio.timeout(10):
+        await waiting.read.wait()
+        if reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1] + [0] * 7))
+        writer.close()
+        await waiting.hung_up.wait()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def answer_to(port: int, *pieces: bytes) -> bytes:
+    """What comes until the connection is closed."""
+    _, client = connection = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    async with asyncio.timeout(10):
+        for piece in pieces:
+            connection[0].write(piece)
+            await asyncio.sleep(0)
+        await client.closed
+    return b"".join(client.pieces)
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nx: "], ids=repr)
+async def test_a_head_without_an_end_is_refused(port: int, start: bytes) -> None:
+    line = b"x: y\r\n" if start.endswith(b"\n") else b"xxxxxx"
+    answer = await answer_to(port, start + line * (HEAD_BYTES // 2))
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("rest", [b"1;", b"0\r\nx: "], ids=["extensions", "trailers"])
+async def test_chunks_of_everything_but_a_body_end_the_connection(port: int, rest: bytes) -> None:
+    head = b"POST /waits HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert await answer_to(port, head, rest, b"x" * 6 * HEAD_BYTES) == b""
+
+
+async def test_a_long_body_after_a_short_head_is_no_head(port: int) -> None:
+    chunks = b"1\r\nx\r\n" * HEAD_BYTES + b"0\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert (await answer_to(port, head, chunks)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST", b"POST / HTTP/1.1\r\nhost: x\r\n", b"\r\n"], ids=repr)
+async def test_a_head_has_a_minute_to_come(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.api.connection.HEAD_S", 0.05)
+    answer = await answer_to(port, sent)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("sent", [b"POST / HTTP/1.1\r\n", b"POST", b"\r\n"], ids=repr)
+async def test_the_next_head_has_a_minute_too_once_it_begins(
+    port: int, sent: bytes, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early: before the response to the request before it is out."""
+    transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    monkeypatch.setattr("router.api.connection.HEAD_S", 0.05)
+    async with asyncio.timeout(10):
+        transport.write(request("/stays") + (sent if early else b""))
+        await client.has(b"0\r\n\r\n")
+        if not early or sent == b"\r\n":
+            transport.write(sent)
+        await client.closed
+    response, _, refusal = b"".join(client.pieces).partition(b"0\r\n\r\n")
+    assert response.endswith(b"3\r\none\r\n3\r\ntwo\r\n")
+    assert refusal.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_connection_may_wait_for_longer_than_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients and load balancers keep connections for the next request."""
+    transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    monkeypatch.setattr("router.api.connection.HEAD_S", 0.01)
+    async with asyncio.timeout(10):
+        transport.write(request("/stays"))
+        await client.has(b"0\r\n\r\n")
+        await answer_to(port)  # comes when a connection without a head has had its time
+        client.pieces.clear()
+        transport.write(request("/stays"))
+        await client.has(b"0\r\n\r\n")
+    transport.close()
+
+
+async def test_what_is_no_http_is_refused_in_openais_shape(port: int) -> None:
+    answer = await answer_to(port, b"\x16\x03\x01 hello\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"

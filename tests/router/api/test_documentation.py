@@ -1,0 +1,231 @@
+"""`/openapi.json` and `/docs`: complete, true, and without another host."""
+
+import importlib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from fastapi.openapi.models import OpenAPI
+
+from router.api.schemas import ChatRequest, CompletionRequest, parse
+from router.errors import ApiError
+from tests.router.conftest import Router, Says, StartRouter, StartWorker
+
+CHAT: dict[str, Any] = {"model": "small-model", "messages": [{"role": "user", "content": "Hello?"}]}
+TEXT: dict[str, Any] = {"model": "small-model", "prompt": "Hello?", "max_tokens": 50}
+CALLS = (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT))
+
+FIELDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"n": None, "stop": None, "unknown": None},
+    {"user": "me", "metadata": {"a": 1}},
+    {"tools": [], "best_of": 1, "echo": False},
+    {"tools": [{}]},
+    {"echo": True},
+    {"stop": "x"},
+    {"stop": ["x", "y"]},
+    {"stop": [""]},
+    {"stop": ["x"] * 5},
+    {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": None}},
+    {"stream_options": {"other": 1}},
+    {"temperature": 2},
+    {"temperature": 2.1},
+    {"n": 0},
+    {"n": "1"},
+    {"seed": -(1 << 63)},
+    {"logit_bias": {"1": 100}},
+    {"logit_bias": {"1": 101}},
+    {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "priority": -100},
+    {"priority": 101},
+    {"unknown": 1},
+    {"model": None},
+)
+PROMPTS: tuple[Any, ...] = ("a", ["a", "b"], [1, 2], [[1, 2], [3]], [], [""], [[]], [1, "a"], [-1], 3, [1 << 31], None)
+
+METHODS = {
+    "/v1/chat/completions": "post",
+    "/v1/completions": "post",
+    "/v1/models": "get",
+    "/v1/models/{name}": "get",
+    "/livez": "get",
+    "/readyz": "get",
+    "/metrics": "get",
+    "/metrics/targets": "get",
+    "/cluster": "get",
+    "/requests/{request_id}": "get",
+}
+
+
+@pytest.fixture
+async def router(start_router: StartRouter, start_worker: StartWorker, says: Says) -> Router:
+    """A router with one worker and an API key."""
+    return await start_router(await start_worker(says("the fox: 你好")), api_key=["one"])
+
+
+@pytest.fixture
+async def document(router: Router) -> dict[str, Any]:
+    """`/openapi.json`, asked for without a key."""
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer: dict[str, Any] = (await client.get("/openapi.json")).raise_for_status().json()
+        return answer
+
+
+def _closed(value: Any) -> Any:
+    """A schema in which objects have no more than their properties."""
+    if isinstance(value, list):
+        return [_closed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    extra = {"additionalProperties": False} if "properties" in value else {}
+    return {**extra, **{key: _closed(item) for key, item in value.items()}}
+
+
+def _fits(document: dict[str, Any], schema: dict[str, Any], value: Any, *, closed: bool = False) -> bool:
+    """Whether a value is valid by a schema of the document."""
+    components = document["components"]
+    whole = schema | {"components": _closed(components) if closed else components}
+    valid: bool = importlib.import_module("jsonschema").Draft202012Validator(whole).is_valid(value)
+    return valid
+
+
+def _response(document: dict[str, Any], path: str, media_type: str, status: str = "200") -> dict[str, Any]:
+    schema: dict[str, Any] = document["paths"][path][METHODS[path]]["responses"][status]["content"][media_type][
+        "schema"
+    ]
+    return schema
+
+
+def _refs(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (item for key, item in value.items() if key == "$ref")
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _refs(item)
+
+
+def test_it_is_valid_openapi_and_names_every_route(document: dict[str, Any]) -> None:
+    assert document["openapi"].startswith("3.1")
+    OpenAPI.model_validate(document)
+    assert {path: list(item) for path, item in document["paths"].items()} == {
+        path: [method] for path, method in METHODS.items()
+    }
+    schemas = document["components"]["schemas"]
+    assert set(_refs(document)) <= {f"#/components/schemas/{name}" for name in schemas}
+    assert "HTTPValidationError" not in schemas
+    operation_ids = [item[METHODS[path]]["operationId"] for path, item in document["paths"].items()]
+    assert len(set(operation_ids)) == len(operation_ids)
+
+
+def test_it_says_which_routes_want_a_key(document: dict[str, Any]) -> None:
+    assert document["components"]["securitySchemes"]["api_key"] == {"type": "http", "scheme": "bearer"}
+    assert document["security"] == [{"api_key": []}]
+    open_paths = {path for path, item in document["paths"].items() if item[METHODS[path]].get("security") == []}
+    assert open_paths == {"/livez", "/readyz"}
+    for path, item in document["paths"].items():
+        assert ("401" in item[METHODS[path]]["responses"]) == (path not in open_paths)
+
+
+async def test_without_keys_no_route_wants_one(start_router: StartRouter) -> None:
+    router = await start_router()
+    assert (await router.http.get("/openapi.json")).json()["security"] == []
+
+
+@pytest.mark.parametrize(("path", "kind"), [(CALLS[0][0], ChatRequest), (CALLS[1][0], CompletionRequest)])
+def test_every_field_of_a_request_is_listed(
+    document: dict[str, Any], path: str, kind: type[ChatRequest | CompletionRequest]
+) -> None:
+    operation = document["paths"][path]["post"]
+    ref = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    listed = document["components"]["schemas"][ref.rpartition("/")[2]]["properties"]
+    assert listed.keys() > kind.model_fields.keys()
+    assert listed["user"]["description"].startswith("Accepted and ignored")
+    assert listed["tools"]["enum"] == [[], None]
+    assert "anyOf" in listed["priority"]
+    assert "Extension" in listed["priority"]["description"]
+    assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id"}
+
+
+def test_the_schema_of_requests_takes_what_the_router_takes(document: dict[str, Any]) -> None:
+    kinds: tuple[type[ChatRequest | CompletionRequest], ...] = (ChatRequest, CompletionRequest)
+    cases = [(kind, body | fields) for kind, (_, body) in zip(kinds, CALLS, strict=True) for fields in FIELDS]
+    cases += [(CompletionRequest, {"model": "m", "prompt": prompt}) for prompt in PROMPTS]
+    for kind, body in cases:
+        try:
+            parse(orjson.dumps(body), kind, max_n=4)
+            taken = True
+        except ApiError:
+            taken = False
+        assert _fits(document, {"$ref": f"#/components/schemas/{kind.__name__}"}, body) == taken, body
+
+
+async def test_responses_and_chunks_are_as_described(router: Router, document: dict[str, Any]) -> None:
+    for (path, body), ids, scored in itertools.product(CALLS, (False, True), (False, True)):
+        logprobs: dict[str, Any] = {}
+        if scored:
+            logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
+        asked = body | logprobs | {"return_token_ids": ids}
+        whole = (await router.http.post(path, json=asked)).raise_for_status()
+        assert _fits(document, _response(document, path, "application/json"), whole.json(), closed=True), whole.text
+        headers = document["paths"][path]["post"]["responses"]["200"]["headers"]
+        assert {name for name in whole.headers if name.startswith("x-")} <= headers.keys()
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            stream = await router.http.post(path, json=asked | {"stream": True} | options)
+            *events, done, rest = stream.text.split("\n\n")
+            assert (done, rest) == ("data: [DONE]", "")
+            for event in events:
+                chunk = json.loads(event.removeprefix("data: "))
+                assert _fits(document, _response(document, path, "text/event-stream"), chunk, closed=True), event
+
+
+async def test_other_documents_are_as_described(router: Router, document: dict[str, Any]) -> None:
+    await router.http.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
+    for path in METHODS.keys() - dict(CALLS).keys() - {"/metrics"}:
+        real = path.replace("{name}", "small-model").replace("{request_id}", "mine")
+        answer = (await router.http.get(real)).raise_for_status().json()
+        assert _fits(document, _response(document, path, "application/json"), answer, closed=True), path
+    assert _response(document, "/metrics", "text/plain")["type"] == "string"
+
+
+async def test_errors_are_as_described(router: Router, document: dict[str, Any]) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as stranger:
+        for client, method, path, status in (
+            (stranger, "GET", "/cluster", 401),
+            (stranger, "POST", "/v1/completions", 401),
+            (router.http, "POST", "/v1/completions", 400),
+            (router.http, "GET", "/v1/models/other", 404),
+            (router.http, "GET", "/requests/other", 404),
+            (router.http, "GET", "/nowhere", 404),
+            (router.http, "GET", "/static-offline-docs/nowhere", 404),
+            (router.http, "GET", "/v1/completions", 405),
+            (router.http, "POST", "/cluster", 405),
+            (router.http, "POST", "/v1/models/small-model", 405),
+        ):
+            response = await client.request(method, path)
+            assert response.status_code == status, path
+            schema = _response(document, "/livez", "application/json", "default")
+            assert _fits(document, schema, response.json(), closed=True), response.text
+
+
+async def test_the_docs_need_no_key_and_no_other_host(router: Router) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        page = (await client.get("/docs")).raise_for_status().text
+        assert not re.findall(r"""(?:src|href)=["'](?:\w+:)?//""", page)
+        assert "url: '/openapi.json'" in page
+        assert '"validatorUrl": null' in page
+        assets = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+        assert len(assets) == 3
+        for asset in assets:
+            response = (await client.get(asset)).raise_for_status()
+            assert response.content
+
+
+async def test_a_head_request_is_answered_as_a_get_without_a_body(router: Router) -> None:
+    for path, status in (("/livez", 200), ("/readyz", 200), ("/v1/models", 200), ("/v1/completions", 405)):
+        response = await router.http.head(path)
+        assert (response.status_code, response.content) == (status, b"")

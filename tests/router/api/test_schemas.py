@@ -1,0 +1,260 @@
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from router.api.schemas import MAX_PARTS, ChatRequest, CompletionRequest, parse
+from router.errors import ApiError
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def _chat(**fields: Any) -> ChatRequest:
+    return parse(orjson.dumps(CHAT | fields), ChatRequest, max_n=4)
+
+
+def _text(**fields: Any) -> CompletionRequest:
+    return parse(orjson.dumps(TEXT | fields), CompletionRequest, max_n=4)
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    with pytest.raises(ApiError) as refusal:
+        parse(body, ChatRequest, max_n=4)
+    assert refusal.value.status == 400
+    error: dict[str, Any] = orjson.loads(refusal.value.body())["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+def test_the_defaults_are_openais() -> None:
+    chat, text = _chat(), _text()
+    assert (chat.temperature, chat.top_p, chat.n, chat.output_limit, chat.alternatives) == (1.0, 1.0, 1, None, None)
+    assert (text.output_limit, text.stream, text.prompts) == (16, False, ["hi"])
+
+
+def test_a_models_defaults_hold_for_what_is_left_out() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    body = orjson.dumps(CHAT | {"temperature": 0, "top_k": None})
+    chat = parse(body, ChatRequest, max_n=4, defaults=defaults)
+    assert (chat.temperature, chat.top_k, chat.repetition_penalty, chat.top_p) == (0, 20, 1.05, 1.0)
+
+
+def test_a_templates_variables_are_no_more_than_values() -> None:
+    asked = {"enable_thinking": False, "effort": "low", "n": 1, "share": 0.5}
+    assert _chat(chat_template_kwargs=asked | {"nothing": None}).chat_template_kwargs == asked
+    for wrong in ([1], {"a": 1}):
+        error = _error(orjson.dumps(CHAT | {"chat_template_kwargs": {"documents": wrong}}))
+        assert (error["param"], error["code"]) == ("chat_template_kwargs.documents", "invalid_type")
+    many = {str(number): number for number in range(33)}
+    assert _error(orjson.dumps(CHAT | {"chat_template_kwargs": many}))["param"] == "chat_template_kwargs"
+
+
+def test_null_is_the_same_as_left_out() -> None:
+    assert (
+        _chat(**dict.fromkeys(("temperature", "stop", "n", "tools", "user", "logit_bias", "stream_options"))) == _chat()
+    )
+    assert _text(max_tokens=None).output_limit == 16
+    message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None}
+    assert _chat(messages=[message]).messages[0].content == "x"
+
+
+def test_fields_that_can_not_change_the_result_are_accepted() -> None:
+    harmless = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+    }
+    assert _chat(**harmless) == _chat()
+    assert _text(echo=False, suffix="", best_of=2, n=2) == _text(n=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("response_format", {"type": "json_object"}),
+        ("audio", {"voice": "x"}),
+        ("modalities", ["text", "audio"]),
+        ("reasoning_effort", "high"),
+        ("verbosity", "low"),
+        ("web_search_options", {}),
+        ("echo", True),
+        ("suffix", "x"),
+        ("best_of", 3),
+    ],
+)
+def test_fields_that_would_change_the_result_are_refused_by_name(field: str, value: Any) -> None:
+    error = _error(orjson.dumps(CHAT | {field: value}))
+    assert error["param"] == field
+    assert error["code"] == "unsupported_parameter"
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"foo": 1}, "foo", "unknown_parameter"),
+        ({"foo[]": 1}, "foo[]", "unknown_parameter"),
+        ({"str": 1}, "str", "unknown_parameter"),
+        ({"model": None}, "model", "missing_required_parameter"),
+        ({"model": 5}, "model", "invalid_type"),
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": "hi"}, "messages", "invalid_type"),
+        ({"messages": ["hi"]}, "messages[0]", "invalid_type"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "invalid_type"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "invalid_value",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "unknown_parameter",
+        ),
+        ({"temperature": "1"}, "temperature", "invalid_type"),
+        ({"temperature": True}, "temperature", "invalid_type"),
+        ({"temperature": -0.1}, "temperature", "invalid_value"),
+        ({"temperature": 2.1}, "temperature", "invalid_value"),
+        ({"top_p": 1.01}, "top_p", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
+        ({"min_p": 2}, "min_p", "invalid_value"),
+        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 1 << 40}, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 5}, "n", "invalid_value"),
+        ({"seed": 1 << 63}, "seed", "invalid_value"),
+        ({"seed": 0.5}, "seed", "invalid_type"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": ["a", 3]}, "stop[1]", "invalid_type"),
+        ({"stop": "x" * 2_000}, "stop", "invalid_value"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+        ({"logit_bias": {"one": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+        ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"logprobs": 1}, "logprobs", "invalid_type"),
+        ({"stream": "yes"}, "stream", "invalid_type"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages[0].content", "invalid_value"),
+        ({"stop": ["a", "\0"]}, "stop[1]", "invalid_value"),
+        ({"model": "m\0"}, "model", "invalid_value"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str, code: str) -> None:
+    error = _error(orjson.dumps(CHAT | fields))
+    assert (error["param"], error["code"]) == (param, code)
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
+        (b'{"model": NaN}', "invalid_json"),
+        (b'{"temperature": 1e999}', "invalid_json"),
+        (b'{"model": "\\ud800"}', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b"[]", "invalid_type"),
+        (b"null", "invalid_type"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_json_object_is_refused(body: bytes, code: str) -> None:
+    assert _error(body)["code"] == code
+
+
+def test_a_huge_integer_is_refused_by_name() -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1' + b"0" * 40 + b"}"
+    assert _error(body)["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_a_prompt_is_text_or_tokens_or_several_of_them(prompt: Any, prompts: Any) -> None:
+    assert _text(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [1, "a"], [-1], 7, {"a": 1}, [True], ["a"] * 200, [[1], ["a"]], [1 << 40]]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(ApiError) as refusal:
+        _text(prompt=prompt)
+    assert orjson.loads(refusal.value.body())["error"]["param"].startswith("prompt")
+
+
+def test_one_complaint_ends_a_list() -> None:
+    wrong = [True] * 1_000
+    for prompt in (wrong, [wrong] * 100, [1, *wrong], ["a", *wrong[:100]]):
+        with pytest.raises(ValidationError) as refusal:
+            CompletionRequest.model_validate(TEXT | {"prompt": prompt})
+        assert refusal.value.error_count() == 1
+    part = {"type": "image", "text": "x"}
+    for messages in (wrong, [{"role": "user", "content": [part] * 1_000}]):
+        with pytest.raises(ValidationError) as refusal:
+            ChatRequest.model_validate(CHAT | {"messages": messages})
+        assert refusal.value.error_count() <= 2  # of one item
+
+
+def test_what_is_wrong_in_very_many_places_is_refused_with_their_number() -> None:
+    unknown = dict.fromkeys(map(str, range(5_000)), 1)
+    for fields in (unknown, {"logit_bias": dict.fromkeys(unknown, "x")}, {"messages": [CHAT["messages"][0] | unknown]}):
+        assert "5000" in _error(orjson.dumps(CHAT | fields))["message"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([{"role": "user", "content": "x"}] * (MAX_PARTS + 1), id="messages"),
+        pytest.param([{"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_PARTS // 2)}] * 2, id="parts"),
+    ],
+)
+def test_a_chat_of_very_many_parts_is_refused(messages: list[Any]) -> None:
+    error = _error(orjson.dumps(CHAT | {"messages": messages}))
+    assert (error["param"], error["code"]) == ("messages", "invalid_value")
+
+
+def test_completions_take_up_to_five_logprobs() -> None:
+    assert _text(logprobs=5).alternatives == 5
+    with pytest.raises(ApiError):
+        _text(logprobs=6)

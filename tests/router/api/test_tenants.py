@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import pytest
+
+from cpd.common.errors import ConfigError
+from router.api.tenants import KeyEntry, Keys, Tenant, read_keys
+from router.errors import ApiError
+
+
+def test_without_keys_everyone_is_the_same_tenant() -> None:
+    assert Keys([]).tenant(b"") == Keys([]).tenant(b"Bearer x") == Tenant()
+
+
+def test_every_key_is_a_tenant_of_its_own() -> None:
+    keys = Keys(["one", "two"])
+    one, two = keys.tenant(b"Bearer one"), keys.tenant(b"bearer  two ")
+    assert one.name != two.name
+    assert one.salt != two.salt
+    assert Keys(["one"]).tenant(b"Bearer one") == one
+
+
+def test_a_tenants_name_and_salt_do_not_tell_the_key() -> None:
+    tenant = Keys(["one"]).tenant(b"Bearer one")
+    assert "one" not in tenant.name
+    assert b"one" not in tenant.salt
+
+
+@pytest.mark.parametrize("header", [b"", b"Bearer", b"Bearer ", b"one", b"Basic one", b"Bearer on", b"Bearer one\xff"])
+def test_a_missing_or_wrong_key_is_refused(header: bytes) -> None:
+    with pytest.raises(ApiError) as refusal:
+        Keys(["one", "two"]).tenant(header)
+    assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
+
+
+class TestKeyFile:
+    def _read(self, directory: Path, text: str) -> list[KeyEntry]:
+        (directory / "keys.yaml").write_text(text)
+        return read_keys(directory / "keys.yaml")
+
+    def test_its_keys_may_do_what_it_says(self, tmp_path: Path) -> None:
+        entries = self._read(tmp_path, "[{key: one}, {key: two, admin: true, min_priority: -7}]")
+        keys = Keys(["three"], entries, "token")
+        allowed = [keys.tenant(f"Bearer {key}".encode()) for key in ("one", "two", "three", "token")]
+        assert [(tenant.admin, tenant.min_priority) for tenant in allowed] == [
+            (False, 0),
+            (True, -7),
+            (True, -100),
+            (True, -100),
+        ]
+        assert len({tenant.salt for tenant in allowed}) == 4
+
+    def test_a_cluster_token_alone_closes_nothing(self) -> None:
+        assert Keys([], cluster_token="token").tenant(b"") == Tenant()
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "must be a list of keys: the file"),
+            ("key: one", "must be a list of keys"),
+            ("[one]", "must be a list of keys: 0"),
+            ("- {key: one, role: admin}", "0.role: Extra inputs"),
+            ("- {key: ''}", "0.key: Value should have at least 1 item"),
+            ("- {key: one, min_priority: -101}", "0.min_priority: Input should be greater than or equal to -100"),
+            ("- {key: one}\n- {key: one, admin: true}", "has a key twice"),
+            ("[]", "has no key"),
+            ("- {key: one", "is not valid YAML"),
+            ("- key: \x00", "is not valid YAML"),
+        ],
+    )
+    def test_what_is_wrong_with_it_is_told_without_its_keys(self, tmp_path: Path, text: str, message: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            self._read(tmp_path, text)
+        assert message in str(error.value)
+        assert "one" not in str(error.value)
+        assert "\n" not in str(error.value)
+
+    def test_a_missing_one_is_told(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"nowhere can't be read: .*No such file"):
+            read_keys(tmp_path / "nowhere")

@@ -1,0 +1,157 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from cpd.common.errors import CheckpointError
+from router.errors import ApiError
+from router.text.template import ChatTemplate, read_template
+
+TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one question": [{"role": "user", "content": "Hi there"}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    "turns": [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three?"},
+    ],
+    "system and turns": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nTwo."},
+        {"role": "user", "content": "Three?"},
+        {"role": "assistant", "content": "Four."},
+        {"role": "user", "content": "Five?"},
+    ],
+    "characters that others escape": [
+        {"role": "user", "content": "<b>\"x\" & 'y'</b> {{ 7 * 7 }} {% if %} 你好 🙂 \\n"}
+    ],
+    "white space": [{"role": "user", "content": "  \n\n padded \t\n "}],
+    "empty": [{"role": "user", "content": ""}],
+    "two users": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+    "assistant first": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
+    "late system": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+    "names": [{"role": "user", "name": "ada", "content": "a"}],
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS.keys())
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_renders_what_transformers_renders(
+    template: Path, chat: list[dict[str, Any]], oracle: PreTrainedTokenizerFast
+) -> None:
+    source = template.read_text()
+    ours = ChatTemplate(source, SPECIAL)
+    try:
+        expected = oracle.apply_chat_template(chat, chat_template=source, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        with pytest.raises(ApiError, match=re.escape(f"chat template refuses these messages: {error}")):
+            ours.render(chat)
+    else:
+        assert ours.render(chat) == expected
+
+
+def test_content_parts_go_as_they_are_to_a_template_that_knows_them(oracle: PreTrainedTokenizerFast) -> None:
+    source = next(path for path in TEMPLATES if path.stem == "gemma3").read_text()
+    parts = [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]
+    chat: Any = [{"role": "user", "content": parts}]
+    expected = oracle.apply_chat_template(chat, chat_template=source, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(source, SPECIAL).render(chat) == expected
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen2.5", "qwen3", "mistral-v3", "phi3"])
+def test_content_parts_are_joined_for_a_template_that_takes_text(name: str) -> None:
+    template = ChatTemplate(next(path for path in TEMPLATES if path.stem == name).read_text(), SPECIAL)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    joined = template.render([{"role": "user", "content": "one\ntwo"}])
+    assert template.render([{"role": "user", "content": parts}]) == joined
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_variables_that_were_asked_for_are_there(oracle: PreTrainedTokenizerFast, thinking: bool) -> None:
+    source = next(path for path in TEMPLATES if path.stem == "qwen3").read_text()
+    chat = CHATS["turns"]
+    expected = oracle.apply_chat_template(
+        chat, chat_template=source, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+    )
+    assert ChatTemplate(source, SPECIAL).render(chat, {"enable_thinking": thinking}) == expected
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "bos_token"])
+def test_what_a_template_has_anyway_can_not_be_asked_for(name: str) -> None:
+    with pytest.raises(ApiError, match=f"can't set '{name}'"):
+        ChatTemplate("x", SPECIAL).render(CHATS["turns"], {name: "x"})
+
+
+@pytest.mark.parametrize("name", ["self", "loop", "range", "raise_exception", "__class__", "", "a b"])
+def test_no_name_of_a_variable_does_harm(name: str) -> None:
+    assert ChatTemplate("{{ messages[0].content }}", SPECIAL).render(CHATS["turns"], {name: "x"}) == "One?"
+
+
+def test_a_developer_is_the_system_for_a_template_that_does_not_know_the_role() -> None:
+    template = ChatTemplate(next(path for path in TEMPLATES if path.stem == "chatml").read_text(), SPECIAL)
+    question = {"role": "user", "content": "Hi"}
+    as_system = template.render([{"role": "system", "content": "Be brief."}, question])
+    assert template.render([{"role": "developer", "content": "Be brief."}, question]) == as_system
+    knowing = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}{# developer #}", {})
+    assert knowing.render([{"role": "developer", "content": "x"}]) == "developer"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_a_template_can_not_leave_the_sandbox(attack: str) -> None:
+    with pytest.raises(ApiError, match="refuses"):
+        ChatTemplate(attack, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_a_broken_template_is_a_broken_checkpoint() -> None:
+    with pytest.raises(CheckpointError, match="syntax error in line 2"):
+        ChatTemplate("\n{% for x in %}", {})
+
+
+def test_a_template_that_trips_over_the_messages_refuses_them() -> None:
+    with pytest.raises(ApiError, match="refuses"):
+        ChatTemplate("{{ 1 + messages[0].content }}", {}).render([{"role": "user", "content": "x"}])
+
+
+class TestReadTemplate:
+    def test_the_file_has_precedence(self, tmp_path: Path) -> None:
+        (tmp_path / "chat_template.jinja").write_text("file")
+        assert read_template(tmp_path, {"chat_template": "config"}) == "file"
+
+    def test_the_configuration_may_hold_it(self, tmp_path: Path) -> None:
+        assert read_template(tmp_path, {"chat_template": "config"}) == "config"
+
+    def test_the_default_of_several_is_taken(self, tmp_path: Path) -> None:
+        named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+        assert read_template(tmp_path, {"chat_template": named}) == "d"
+        assert read_template(tmp_path, json.loads('{"chat_template": {"default": "d", "rag": "r"}}')) == "d"
+
+    def test_several_without_a_default_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="none of them is named 'default'"):
+            read_template(tmp_path, {"chat_template": [{"name": "rag", "template": "r"}]})
+
+    def test_a_base_model_has_none(self, tmp_path: Path) -> None:
+        assert read_template(tmp_path, {}) is None

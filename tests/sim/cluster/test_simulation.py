@@ -1,0 +1,196 @@
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+
+from cpd.common.errors import ConfigError
+from cpd.performance.model import Work
+from sim.cluster.policies import PolicyName
+from sim.cluster.simulation import SimCluster
+from sim.cluster.work import decodes_s, prompts_s
+from sim.cluster.workload import Session, Turn, Workload, make_workload
+from tests.sim.clusters import MODEL, NETWORK_MS, one_turn, prompt, settings, simulate
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+ROUND_TRIP_MS = 2 * NETWORK_MS
+
+
+class Until(Workload):
+    """The sessions of another workload. After the first one that begins later than `end_s` nobody may ask for more."""
+
+    def __init__(self, end_s: float, sessions: Workload) -> None:
+        self._end_s = end_s
+        self._sessions = sessions
+
+    def sessions(self) -> Iterator[Session]:
+        for session in self._sessions.sessions():
+            yield session
+            assert session.start_s <= self._end_s
+
+
+def test_one_request_takes_what_the_model_says() -> None:
+    outcome, _ = simulate("aggregated", one_turn(0.0, prompt(500), 4), workers=1)
+    (record,) = outcome.records
+    ms = [round(1e3 * (at - record.due_s), 9) for at in record.content_s]
+    first = MODEL.step_ms(Work.prefill(500)) + ROUND_TRIP_MS
+    assert ms[0] == pytest.approx(first)
+    decodes = [MODEL.step_ms(Work.decode(1, 501 + i)) for i in range(3)]
+    assert ms[1:] == pytest.approx([first + sum(decodes[: i + 1]) for i in range(3)])
+    assert record.ended_s == record.content_s[-1]
+    assert (record.output_tokens, record.cached_tokens, record.route) == (4, 0, "local")
+
+
+def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
+    outcome, _ = simulate("aggregated", one_turn(0.0, prompt(600), 1), one_turn(0.001, prompt(300, 1), 1), workers=1)
+    first_ms = MODEL.step_ms(Work.prefill(600)) + ROUND_TRIP_MS
+    second_ms = first_ms + MODEL.step_ms(Work.prefill(300))
+    assert [1e3 * record.content_s[0] for record in outcome.records] == pytest.approx([first_ms, second_ms])
+
+
+def test_prompts_that_are_late_keep_nobody_away_from_a_prefill_worker() -> None:
+    stream = one_turn(0.0, prompt(600, 99), 1_000)
+    too_many = [one_turn(0.5, prompt(30_000, number), 1) for number in range(1, 9)]
+    outcome, _ = simulate("cpd", stream, *too_many, one_turn(3.0, prompt(8_000, 50), 1), slo_itl=8.0)
+    last = outcome.records[-1]
+    assert last.route == "remote"
+    assert last.content_s[0] - last.due_s < 2.0
+
+
+def test_the_first_token_of_a_remote_prefill_does_not_wait_for_pages() -> None:
+    outcome, _ = simulate("static-pd", one_turn(0.0, prompt(800), 3))
+    (record,) = outcome.records
+    prefill_ms = MODEL.step_ms(Work.prefill(800))
+    # To the decode worker, on to the prefill worker, and back.
+    assert 1e3 * record.content_s[0] == pytest.approx(4 * NETWORK_MS + prefill_ms)
+    # The decode worker has said where the pages go by then; they come: the exposed tail.
+    pages_ms = MODEL.transfer_ms(50 * MODEL.profile.page_bytes)
+    decode_ms = MODEL.step_ms(Work.decode(1, 801))
+    second = 2 * NETWORK_MS + prefill_ms + pages_ms + decode_ms + NETWORK_MS
+    assert 1e3 * record.content_s[1] == pytest.approx(second)
+    assert record.route == "remote"
+
+
+def test_pages_leave_while_the_next_chunk_is_computed() -> None:
+    outcome, _ = simulate("static-pd", one_turn(0.0, prompt(20_000), 2))
+    (record,) = outcome.records
+    gap_ms = 1e3 * (record.content_s[1] - record.content_s[0])
+    assert gap_ms < MODEL.transfer_ms(1250 * MODEL.profile.page_bytes) / 2
+
+
+def test_what_another_worker_has_cached_is_sent_and_not_computed() -> None:
+    shared = prompt(3200)
+    burst = [one_turn(1.0, shared + prompt(20, 1 + number), 400) for number in range(100)]
+    outcome, cluster = simulate("cpd-no-remote", one_turn(0.0, shared, 4), *burst)
+    _, *records = outcome.records
+    assert {record.cached_tokens for record in records} == {3200}
+    assert all(worker.engine.stats().decode_tokens for worker in cluster.workers)
+    assert sum(worker.engine.stats().prefill_tokens for worker in cluster.workers) == 3200 + 100 * 20
+    for worker in cluster.workers:
+        worker.engine.check_integrity()
+
+
+def test_only_missing_pages_are_sent() -> None:
+    turns = [Turn(prompt(3200), 20), Turn(prompt(320, 1), 4, pause_s=1.0)]
+    outcome, _ = simulate("static-pd", Session(0.0, turns), one_turn(2.0, prompt(3200), 4))
+    _, later, same = outcome.records
+    assert later.cached_tokens == 3200 + 16  # the decode worker has its output, too, but for the last token
+    assert same.cached_tokens == 3199
+
+
+def test_a_later_turn_finds_the_earlier_ones_in_the_cache() -> None:
+    turns = [Turn(prompt(160), 17), Turn(prompt(100, 1), 2, pause_s=0.5)]
+    outcome, _ = simulate("cpd", Session(0.0, turns))
+    first, second = outcome.records
+    assert second.due_s == pytest.approx(first.ended_s + 0.5)
+    assert (second.input_len, second.cached_tokens) == (160 + 17 + 100, 176)
+
+
+def test_requests_that_no_queue_has_room_for_fail() -> None:
+    sessions = [one_turn(0.0, prompt(3000, i), 2) for i in range(8)]
+    outcome, cluster = simulate("aggregated", *sessions, max_queue_tokens=4000)
+    errors = [record.error for record in outcome.records]
+    assert 0 < errors.count("http_429") < 8
+    assert set(errors) == {"", "http_429"}
+    for worker in cluster.workers:
+        worker.engine.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_ends_once_with_all_its_tokens_and_all_pages_come_back(policy: PolicyName) -> None:
+    shape = settings(workers=4, prefill_workers=2, duration=2.0, long_share=0.2, num_pages=3000)
+    cluster = SimCluster(shape, policy, make_workload(shape, 10.0))
+    outcome = cluster.run()
+    assert len(outcome.records) > 5
+    for record in outcome.records:
+        assert record.error == ""
+        assert len(record.content_s) == record.output_tokens == record.output_len
+        assert record.content_s == sorted(record.content_s)
+        assert record.content_s[0] > record.due_s
+    for worker in cluster.workers:
+        worker.engine.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["cpd", "static-pd"])
+def test_the_same_seed_gives_the_same_run(policy: PolicyName) -> None:
+    def run(seed: int) -> list[list[float]]:
+        shape = settings(workers=3, duration=1.0, seed=seed)
+        return [record.content_s for record in SimCluster(shape, policy, make_workload(shape, 8.0)).run().records]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_policies_use_the_workers_that_they_should() -> None:
+    for policy in POLICIES:
+        shape = settings(workers=4, prefill_workers=2, duration=0.5)
+        cluster = SimCluster(shape, policy, make_workload(shape, 8.0))
+        routes = {record.route for record in cluster.run().records}
+        roles = [worker.role for worker in cluster.workers]
+        match policy:
+            case "static-pd":
+                assert routes == {"remote"}
+            case "aggregated" | "cache-aware" | "most-cached" | "cpd-no-remote":
+                assert roles == ["combined"] * 4
+                assert routes == {"local"}
+            case _:
+                assert roles == ["prefill"] * 2 + ["combined"] * 2
+
+
+def test_requests_may_be_even_where_their_steps_are_not() -> None:
+    sessions = [one_turn(0.0, prompt(length), 2000) for length in (30_000, 100)]
+    outcome, _ = simulate("aggregated", *sessions, warmup=3.0, duration=1.0)
+    assert outcome.imbalance == pytest.approx(1.0, abs=0.02)
+    long, short = (MODEL.step_ms(Work.decode(1, length)) for length in (30_500, 700))
+    assert outcome.step_imbalance == pytest.approx(2 * long / (long + short), abs=0.02)
+
+
+def test_the_work_of_a_worker_is_that_of_its_prompts_and_decodes() -> None:
+    sessions = [one_turn(0.0, prompt(length, length), 50) for length in (3_000, 300)]
+    outcome, cluster = simulate("aggregated", *sessions, duration=2.0)
+    work_s = [
+        prompts_s(MODEL, Work.prefill(length)) + decodes_s(MODEL, Work.decode(49, 49 * (length + 25)))
+        for length in (3_000, 300)
+    ]
+    assert sorted(worker.device_s for worker in cluster.workers) == pytest.approx(sorted(work_s), rel=0.01)
+    assert outcome.work_imbalance == pytest.approx(2 * work_s[0] / sum(work_s), rel=0.01)
+
+
+def test_an_overload_is_seen_early() -> None:
+    shape = settings(workers=1, prefill_workers=0, duration=60.0, long_share=1.0)
+    cluster = SimCluster(shape, "aggregated", Until(10.0, make_workload(shape, 50.0)))
+    assert not cluster.sustains(0.95, 3000)
+
+
+def test_a_run_goes_on_where_it_was_certain_that_the_rate_is_sustained() -> None:
+    shape = settings(workers=3, duration=2.0)
+    records = SimCluster(shape, "cpd", make_workload(shape, 8.0)).run().records
+    cluster = SimCluster(shape, "cpd", Until(4.0, make_workload(shape, 8.0)))
+    assert cluster.sustains(0.5, 16)
+    cluster = SimCluster(shape, "cpd", make_workload(shape, 8.0))
+    assert cluster.sustains(0.5, 16)
+    assert cluster.run().records == records
+
+
+def test_a_cluster_without_combined_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no combined one"):
+        simulate("static-pd", workers=2, prefill_workers=2)

@@ -1,0 +1,58 @@
+"""Several decode steps at once have the effect of one after the other."""
+
+from unittest.mock import PropertyMock, patch
+
+import pytest
+
+from cpd.common.blocks import extend_hashes
+from cpd.performance.model import Work
+from engine.engine import Engine
+from engine.types import Request, SamplingParams
+from sim.cluster.events import Events
+from sim.cluster.policies import PolicyName
+from sim.cluster.simulation import Outcome, SimCluster
+from sim.cluster.users import ROOT
+from sim.cluster.worker import SimWorker
+from sim.cluster.workload import make_workload
+from tests.sim.clusters import MODEL, prompt, settings
+
+
+def _simulate(policy: PolicyName) -> tuple[Outcome, list[float]]:
+    shape = settings(workers=3, duration=4.0, num_pages=8_000)
+    cluster = SimCluster(shape, policy, make_workload(shape, 12.0))
+    outcome = cluster.run()
+    for worker in cluster.workers:
+        worker.engine.check_integrity()
+    return outcome, [worker.device_s for worker in cluster.workers]
+
+
+@pytest.mark.parametrize("policy", ["cpd", "aggregated", "static-pd"])
+def test_steps_at_once_and_one_by_one_have_the_same_results(policy: PolicyName) -> None:
+    with patch.object(Engine, "end_uneventful", autospec=True, side_effect=Engine.end_uneventful) as forward:
+        at_once, work_s = _simulate(policy)
+    with patch.object(Engine, "uneventful_steps", PropertyMock(return_value=0)):
+        one_by_one, work_one_by_one_s = _simulate(policy)
+    assert sum(len(call.args[2]) for call in forward.call_args_list) > 500
+    assert at_once.records == one_by_one.records
+    assert at_once.imbalance == one_by_one.imbalance
+    assert work_s == pytest.approx(work_one_by_one_s, rel=0.02)  # the last steps may run yet
+
+
+def test_a_command_that_comes_out_of_another_one_waits_for_one_step() -> None:
+    events = Events()
+    worker = SimWorker(
+        "w", "combined", events, MODEL, colocate="mixed", token_budget=0, itl_ms=50.0, num_pages=1_000,
+        max_model_len=4_096, max_num_seqs=8, max_queue_tokens=100_000,
+    )  # fmt: skip
+    tokens, at_s = prompt(160), list[float]()
+    worker.do(
+        lambda engine: engine.add(
+            Request("r", tokens, len(tokens), SamplingParams(max_tokens=200), ROOT, extend_hashes(ROOT, tokens))
+        )
+    )
+    events.run(lambda: events.now > 0.1)  # it decodes
+    worker.do(lambda engine: worker.do(lambda engine: at_s.append(events.now)))
+    begin_s = events.now
+    events.run(lambda: bool(at_s))
+    step_ms = MODEL.step_ms(Work.decode(1, 360))
+    assert 1e3 * (at_s[0] - begin_s) <= 2 * step_ms
