@@ -119,7 +119,15 @@ def own_transport(report: Report, device: str, size: int, pages: Sequence[int]) 
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "transfer.json"
-        command = [sys.executable, "-c", "from cpd.cli.main import main; main()", "bench", "transfer", "--transport", "nixl"]
+        command = [
+            sys.executable,
+            "-c",
+            "from cpd.cli.main import main; main()",
+            "bench",
+            "transfer",
+            "--transport",
+            "nixl",
+        ]
         command += ["--device", device, "--no-perftest", "--pool", str(size), "--json", str(file)]
         command += [argument for page_bytes in pages for argument in ("--page-size", str(page_bytes))]
         command += [argument for count in (1, size // max(pages)) for argument in ("--pages", str(count))]
