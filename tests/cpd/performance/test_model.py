@@ -179,5 +179,5 @@ def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, cpd.perfmodel, cpd.perffit; sys.exit('torch' in sys.modules)"
+    code = "import sys, cpd.performance.model, cpd.performance.fit; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
