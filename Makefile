@@ -3,40 +3,45 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-RETRY := --reruns 1 --rerun-show-tracebacks
+DEV_READY := $(VENV)/.ready-dev
+MINUTES ?= 20
 
-.PHONY: up test faults lint venv rpc
+.PHONY: up test acceptance lint rpc
 
-up: venv
+up: $(READY)
 	$(BIN)/cpd up $(ARGS)
 
-# Real processes share the cores with whatever else runs: who fails gets another try, and the summary says so and why.
 test: lint
-	$(BIN)/python -m pytest $(RETRY)
-	@# NIXL and ucxx each bring a UCX of their own, and a process that has both crashes.
-	$(BIN)/python -m pytest $(RETRY) -m nixl tests/kvtransfer
+	$(BIN)/python -m pytest
+	@# NIXL and ucxx each bring their own UCX, and a process that loads both crashes.
+	$(BIN)/python -m pytest -m nixl tests/kvtransfer
 
-# Every fault to every process, Redis and the network, in every phase of a request. As root, links are cut, too.
-faults: venv
-	$(BIN)/python -m pytest $(RETRY) -m "faults or not faults" tests/faults/test_matrix.py
+# Before a release, beside `make test`: every fault in every phase of a request (a quarter of an hour; as root, links
+# are cut, too), then random faults under load for MINUTES.
+acceptance: $(DEV_READY)
+	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
-lint: venv
+lint: $(DEV_READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-venv: $(READY)
-
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	@# Compiling what is imported when it is imported is quicker than compiling all of torch and Ray now.
+	@# Python compiles what it imports. Compiling all of torch and Ray now would take longer.
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	$(BIN)/python -m engine.ops.kernels
 	touch $(READY)
 
+# What only tests and lint need.
+$(DEV_READY): $(READY) requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.lock
+	touch $(DEV_READY)
+
 # Regenerates cpd/rpc from proto/; tests/cpd/test_rpc.py fails when it is stale.
-rpc: venv
+rpc: $(DEV_READY)
 	$(BIN)/python scripts/generate_rpc.py

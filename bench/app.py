@@ -1,4 +1,4 @@
-"""`cpd bench …`: the commands. What they do is imported when one is used."""
+"""The commands of `cpd bench`. Each imports its implementation when it is used."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 
 def _run(settings: RunSettings) -> None:
-    """Send one load to a server and report its latencies and throughput.
+    """Send one load to a server and report latencies and throughput.
 
     Exit codes: 0 measured, 1 nothing completed or the run could not start, 3 the client was too slow, 130 Ctrl-C.
     """
@@ -30,7 +30,7 @@ def _run(settings: RunSettings) -> None:
 
 
 def _sweep(settings: SweepSettings) -> None:
-    """Run one workload at several loads, or find the highest rate that keeps a latency target.
+    """Run one workload at several loads, or find the highest rate that meets a latency target.
 
     Exit codes are those of `run`.
     """
@@ -40,7 +40,7 @@ def _sweep(settings: SweepSettings) -> None:
 
 
 def _interference(settings: InterferenceSettings) -> None:
-    """Measure how much prompts that arrive slow running streams down."""
+    """Measure how much arriving prompts slow down running streams."""
     from bench.interference.run import interference
 
     raise typer.Exit(interference(settings))
@@ -54,9 +54,9 @@ app.command("interference")(command(InterferenceSettings, _interference))
 @app.command()
 def compare(
     results: Annotated[list[Path], typer.Argument(help="Result files of `cpd bench run --json`.", show_default=False)],
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report with charts here.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="File for a report with charts.")] = None,
 ) -> None:
-    """Compare runs with the first of them: ratios, and whether the confidence intervals overlap."""
+    """Compare runs with the first one: ratios, and whether the confidence intervals overlap."""
     from rich.console import Console
 
     from bench.compare import compare as compare_results
@@ -67,10 +67,13 @@ def compare(
 
 @app.command()
 def selftest(
-    streams: Annotated[int, typer.Option("--streams", min=1, help="Streams at a time.")] = 64,
-    processes: Annotated[int, typer.Option("--processes", min=0, help="Client processes; 0: as many as needed.")] = 0,
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Concurrent streams.")] = 64,
+    processes: Annotated[int, typer.Option("--processes", min=0, help="Client processes; 0 chooses.")] = 0,
 ) -> None:
-    """Measure the client itself, against a server of known timing. Exit code 3: it is too slow for so many streams."""
+    """Measure the client's own error against a mock server with known timing.
+
+    Exit code 3: the client is too slow for this many streams.
+    """
     from rich.console import Console
 
     from bench.load.run import enough_processes

@@ -1,7 +1,7 @@
-"""When sessions are due.
+"""Arrival times of sessions.
 
-An open loop has its times before the run starts and keeps them whatever the server does; a closed loop has none: a
-session is due when a stream (or a user, after a pause) is free for it.
+An open loop fixes all times before the run, independent of the server. In a closed loop a session is due when a stream
+(or a user, after a pause) is free.
 """
 
 import math
@@ -21,13 +21,13 @@ DEFAULT_SESSIONS = 200
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Sessions at fixed times: `due_s[i]` is that of session i, in seconds from the start, ascending."""
+    """Sessions at fixed times: `due_s[i]` is the time of session i, in seconds from the start, ascending."""
 
     due_s: NDArray[np.float64]
 
     @property
     def offered_per_s(self) -> float | None:
-        """Sessions a second that the schedule asks for; None with fewer than two."""
+        """Scheduled sessions per second; None with fewer than two sessions."""
         if len(self.due_s) < 2 or self.due_s[-1] == self.due_s[0]:
             return None
         return float((len(self.due_s) - 1) / (self.due_s[-1] - self.due_s[0]))
@@ -35,14 +35,14 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """A number of streams at a time, each beginning a session when its last one has ended.
+    """Concurrent streams, each of which begins a session when its last one has ended.
 
     Args:
-        streams: How many.
-        sessions: How many sessions there are in all; None is no limit.
-        duration_s: For how long new ones begin; None is no limit.
-        pause: Makes each stream a user who pauses before every session, the first one included.
-        seed: Of the pauses.
+        streams: Number of streams.
+        sessions: Number of sessions in all; None for no limit.
+        duration_s: Seconds in which sessions begin; None for no limit.
+        pause: Pause before every session, if the streams are users.
+        seed: Seed of the pauses.
     """
 
     streams: int
@@ -52,7 +52,7 @@ class ClosedLoop:
     seed: int
 
     def pause_s(self, session: int) -> float:
-        """How long the user of this session pauses before it, in seconds."""
+        """Pause before a session, in seconds."""
         return self.pause.draw(generator(self.seed, Stream.PAUSE, session)) if self.pause else 0.0
 
 
@@ -60,12 +60,16 @@ Arrivals = OpenLoop | ClosedLoop
 
 
 def plan_arrivals(settings: RunSettings, size: int | None, times_s: Sequence[float] | None, seed: int) -> Arrivals:
-    """The arrivals that the settings ask for, for a workload of `size` sessions (None: endless).
+    """The arrivals that the settings describe.
 
-    `times_s` are the workload's own times, used when none of the three ways to load a server was chosen.
+    Args:
+        settings: The load.
+        size: Sessions of the workload; None if it is endless.
+        times_s: The workload's own times, used if the settings choose no load.
+        seed: Seed of the arrivals.
 
     Raises:
-        ConfigError: More than one way was chosen, or none; or a setting does not belong to the chosen one.
+        ConfigError: The settings choose several loads or none, or a setting does not fit the chosen one.
     """
     _check(settings, times_s)
     limit = settings.num_requests
@@ -91,7 +95,7 @@ def _check(settings: RunSettings, times_s: Sequence[float] | None) -> None:
     if len(chosen) > 1:
         raise ConfigError(f"choose one of --{chosen[0]} and --{chosen[1]}")
     if not chosen and times_s is None:
-        raise ConfigError("say how to load the server: --concurrency N, --rate R, or --users N")
+        raise ConfigError("choose a load: --concurrency N, --rate R, or --users N")
     if settings.rate is None and (settings.rate_end is not None or settings.arrival != "poisson"):
         raise ConfigError("--rate-end and --arrival belong to an open loop: give --rate")
     if settings.burstiness != 1.0 and settings.arrival != "gamma":
@@ -99,14 +103,14 @@ def _check(settings: RunSettings, times_s: Sequence[float] | None) -> None:
 
 
 def _scheduled(settings: RunSettings, rate: float, limit: int | None, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Times of an open loop whose rate goes evenly from `rate` to `rate_end`."""
+    """Times of an open loop; the rate changes linearly from `rate` to `rate_end`."""
     rate_end = settings.rate_end or rate
     mean_rate = (rate + rate_end) / 2
     duration_s = settings.duration
     if limit is None:
         assert duration_s is not None  # one of the two limits is always set
         if math.isinf(duration_s * mean_rate):
-            raise ConfigError("so many sessions have no end: give --num-requests")
+            raise ConfigError("the number of sessions is infinite: give --num-requests")
         limit = int(duration_s * mean_rate + 10 * np.sqrt(duration_s * mean_rate / min(settings.burstiness, 1))) + 16
     shape = {"poisson": 1.0, "gamma": settings.burstiness, "constant": np.inf}[settings.arrival]
     gaps = np.ones(limit) if np.isinf(shape) else rng.gamma(shape, 1 / shape, limit)

@@ -4,4 +4,4 @@ from cpd.common.errors import CPDError
 
 
 class BenchError(CPDError):
-    """A run cannot start or go on; the message tells the user what to do."""
+    """A run cannot start or continue; the message tells the user what to do."""

@@ -1,6 +1,6 @@
-"""From the stamps of requests to the figures of a run. docs/metrics.md defines each of them.
+"""Computes the figures of a run from the times of its requests. docs/metrics.md defines the figures.
 
-Everything follows from the rows of single requests that the result file holds too, so that anyone can check it.
+All figures follow from the rows of requests in the result file, so that anyone can check them.
 """
 
 from collections import Counter
@@ -19,13 +19,13 @@ _STEADY_SHARE = 0.9  # of the usual number of requests in flight
 def summarise(
     records: Sequence[Record], *, start_s: float, slo: Slo | None, offered_per_s: float | None
 ) -> tuple[Summary, list[Request]]:
-    """The figures of a run and the row of each of its requests, in the order in which they were due.
+    """Computes the figures of a run, and a row for each request in the order in which they were due.
 
     Args:
-        records: Requests that are over, in any order.
-        start_s: When the run began, on the clock of the records.
-        slo: What goodput means; None leaves goodput out.
-        offered_per_s: Sessions a second that an open loop was to begin; None in a closed one.
+        records: Ended requests in any order.
+        start_s: Start of the run, on the clock of the records.
+        slo: Latency targets for goodput; None leaves goodput out.
+        offered_per_s: Scheduled sessions per second of an open loop; None in a closed one.
     """
     rows = [request_row(record, start_s, slo) for record in sorted(records, key=lambda record: record.due_s)]
     counted = [row for row in rows if row.error != Failure.ABORTED]
@@ -68,7 +68,7 @@ def summarise(
 
 
 def request_row(record: Record, start_s: float, slo: Slo | None) -> Request:
-    """What the result file holds of one request."""
+    """The row of a request in the result file."""
     chunks = np.array(record.content_s)
     first_s = record.content_s[0] if record.content_s else None
     gaps = np.round(np.diff(chunks) * 1e3, 3).tolist()
@@ -122,7 +122,7 @@ def _itl(rows: Sequence[Request]) -> Stat:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum; None if one is unknown."""
+    """The sum, or None if a count is unknown."""
     total = 0
     for count in counts:
         if count is None:
@@ -136,7 +136,7 @@ def _rate(count: float | None, duration_s: float) -> float | None:
 
 
 def _achieved(rows: Sequence[Request], duration_s: float, *, open_loop: bool) -> float:
-    """Sessions begun a second: while sessions were being sent in an open loop, over the whole run in a closed one."""
+    """Sessions begun per second: in an open loop while sessions were sent, in a closed loop over the whole run."""
     begun = sorted(row.sent_s for row in rows if row.turn == 0)
     if open_loop and len(begun) > 1 and begun[-1] > begun[0]:
         return (len(begun) - 1) / (begun[-1] - begun[0])
@@ -144,7 +144,7 @@ def _achieved(rows: Sequence[Request], duration_s: float, *, open_loop: bool) ->
 
 
 def _cached_token_rate(completed: Sequence[Request]) -> float | None:
-    """None if the server never says what it took from its cache. Some servers say so only where it isn't 0."""
+    """Share of cached prompt tokens; None if the server never reports it. Some servers report only non-zero values."""
     if all(row.cached_tokens is None for row in completed):
         return None
     prompt_tokens = _total(row.prompt_tokens for row in completed)
@@ -158,7 +158,7 @@ def _schedule_lag_ms(counted: Sequence[Request]) -> float | None:
 
 
 def _by_turn(counted: Sequence[Request]) -> list[Group]:
-    """Empty if every session has one turn only."""
+    """A group for each turn; empty if every session has one turn."""
     turns = sorted({row.turn for row in counted})
     if turns in ([], [0]):
         return []
@@ -166,7 +166,7 @@ def _by_turn(counted: Sequence[Request]) -> list[Group]:
 
 
 def _by_route(counted: Sequence[Request]) -> list[Group]:
-    """Empty if the server names no routes; requests that failed before one are in no group."""
+    """A group for each route; empty if the server names none. Requests that failed before routing are in no group."""
     routes = sorted({row.route for row in counted if row.route})
     return [_group(route, [row for row in counted if row.route == route]) for route in routes]
 
@@ -186,7 +186,7 @@ def _group(name: str, rows: Sequence[Request]) -> Group:
 
 
 def _steady(counted: Sequence[Request], completed: Sequence[Request]) -> Steady | None:
-    """What happened in the steady window: each chunk, first token and end of a request counts by when it came."""
+    """Figures of the steady window. Each chunk, first token and end of a request counts by its own time."""
     window = _window(counted)
     if window is None:
         return None
@@ -204,7 +204,7 @@ def _steady(counted: Sequence[Request], completed: Sequence[Request]) -> Steady 
             first_tokens.append(row)
         gaps.append(np.array(row.itl_ms)[inside[1:]])
         sessions.append(row.session)
-        # Which chunk holds how many tokens is unknown: they are spread evenly.
+        # The tokens of each chunk are unknown: assume that they are spread evenly.
         if row.output_tokens is None or tokens is None:
             tokens = None
         else:
@@ -221,8 +221,8 @@ def _steady(counted: Sequence[Request], completed: Sequence[Request]) -> Steady 
 
 
 def _window(counted: Sequence[Request]) -> tuple[float, float] | None:
-    """From when the number of requests in flight first reaches 90 % of its usual one (the median over time) until it
-    last falls below that."""
+    """The steady window: from the first time that the number of requests in flight reaches 90 % of its median over
+    time, until it last falls below that."""
     if not counted:
         return None
     times = np.array([row.sent_s for row in counted] + [row.ended_s for row in counted])
@@ -239,6 +239,6 @@ def _window(counted: Sequence[Request]) -> tuple[float, float] | None:
 
 
 def _chunks_s(row: Request) -> Floats:
-    """When each chunk of a completed request came, in seconds from the start of the run."""
+    """Times of the chunks of a completed request, in seconds from the start of the run."""
     assert row.ttft_ms is not None
     return row.due_s + np.cumsum([row.ttft_ms, *row.itl_ms]) / 1e3

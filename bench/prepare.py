@@ -1,4 +1,4 @@
-"""Before anything is measured: find the server and its model, ask it something, learn how it counts tokens."""
+"""Prepares a measurement: finds the server and its model, sends trial requests, and learns how it counts tokens."""
 
 import asyncio
 import os
@@ -15,19 +15,19 @@ from bench.settings import TargetSettings
 from bench.tokens import Texts, measure
 from bench.workloads.base import Message
 
-_TRIES = 4  # of a trial request, at a server that fails some
-_SNAPSHOT_S = 5.0  # at most; after a run its figures wait for it
+_TRIES = 4  # of a trial request, because a server may fail some
+_SNAPSHOT_S = 5.0  # time limit; figures wait for the snapshot after a run
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a measurement needs beside its settings.
+    """Inputs of a measurement besides its settings.
 
     Args:
-        target: The server, its model found.
+        target: The server and its model.
         texts: Makes prompts.
-        seed: The given one, or one of its own.
-        warnings: What the user should know before the figures.
+        seed: The given seed, or a random one.
+        warnings: Warnings to show before the figures.
     """
 
     target: Target
@@ -37,17 +37,17 @@ class Prepared:
 
 
 def prepare(settings: TargetSettings) -> Prepared:
-    """Makes sure that the server answers, with trial requests that are no part of any figure.
+    """Checks that the server answers, with trial requests that count in no figure.
 
     Raises:
-        BenchError: It cannot be reached, lists no model, or refuses the request.
-        ConfigError: A setting makes no sense.
+        BenchError: The server cannot be reached, lists no model, or refuses the request.
+        ConfigError: A setting is invalid.
     """
     return asyncio.run(_prepare(settings))
 
 
 def cluster_snapshot(target: Target) -> dict[str, Any] | None:
-    """The server's `/cluster` (a cpd router has one), or None."""
+    """The server's `/cluster` if it is a cpd router, else None."""
 
     async def ask() -> dict[str, Any] | None:
         client = Client(replace(target, timeout_s=min(_SNAPSHOT_S, target.timeout_s)))
@@ -91,7 +91,7 @@ async def _first_model(target: Target) -> str:
     finally:
         await client.close()
     if status == 401:
-        raise BenchError("the server wants a key: give it with --api-key")
+        raise BenchError("the server requires a key: give it with --api-key")
     try:
         return str(body["data"][0]["id"])
     except (TypeError, KeyError, IndexError):
@@ -99,10 +99,10 @@ async def _first_model(target: Target) -> str:
 
 
 async def _trial(client: Client, target: Target, text: str) -> Record:
-    """One request for one token. A server that fails some is measured all the same; one that refuses is not.
+    """Sends a request for one token, several times if it fails.
 
     Raises:
-        BenchError: No connection, no answer in time, or the server says that the request is wrong.
+        BenchError: There is no connection, no answer in time, or the server refuses the request.
     """
     for _ in range(_TRIES):
         now_s = time.perf_counter()
@@ -121,8 +121,8 @@ def _without_counts(trial: Record) -> str:
     if trial.error not in ("", Failure.EMPTY, Failure.INCOMPLETE):
         return f"trial requests fail ({trial.error}: {trial.detail}); prompt lengths will be in words"
     return (
-        "the server does not say how many tokens a request has (no usage): prompt lengths are in words, and nothing "
-        "is said of output tokens; --tokenizer with the directory of the model's tokenizer helps"
+        "the server reports no token counts (no usage): prompt lengths are in words, and output tokens are unknown; "
+        "give the directory of the model's tokenizer with --tokenizer"
     )
 
 

@@ -1,6 +1,6 @@
-"""What is measured of one request, as the client process saw it.
+"""Measurements of one request, as the client process saw it.
 
-Times are seconds of `time.perf_counter()`, which on Linux is one clock for all processes of a machine.
+Times are seconds of `time.perf_counter()`, which on Linux is the same clock in all processes of a machine.
 """
 
 from dataclasses import dataclass, field
@@ -8,40 +8,40 @@ from enum import StrEnum
 
 
 class Failure(StrEnum):
-    """Why a request is no completed one. An HTTP status other than 200 has a kind of its own, `http_<status>`."""
+    """Why a request did not complete. HTTP statuses other than 200 have the kinds `http_<status>`."""
 
     CONNECT = "connect"  # no connection to the server
     DISCONNECTED = "disconnected"  # the connection ended in the middle of the response
-    TIMEOUT = "timeout"  # nothing came for as long as `--timeout-s`
+    TIMEOUT = "timeout"  # nothing came for `--timeout-s`
     MALFORMED = "malformed"  # not HTTP, not server-sent events, not JSON, or JSON of another shape
     STREAM_ERROR = "stream_error"  # an error event in the stream
-    INCOMPLETE = "incomplete"  # the response ended in order, but without finish_reason or without [DONE]
-    EMPTY = "empty"  # a complete stream without any generated text
-    ABORTED = "aborted"  # by the person (Ctrl-C) or by the run's plan, not by the server
+    INCOMPLETE = "incomplete"  # the response ended without finish_reason or without [DONE]
+    EMPTY = "empty"  # a complete stream without generated text
+    ABORTED = "aborted"  # by Ctrl-C or the run's plan, not by the server
 
 
 @dataclass(slots=True)
 class Record:
-    """One request and what came back.
+    """One request and its answer.
 
     Attributes:
         session: Number of the session (conversation) in the workload.
-        turn: Number of the turn in it, from 0.
-        input_len: Prompt tokens that the workload wanted; 0 if it doesn't say.
-        output_len: Output tokens that were asked for.
-        due_s: When it had to be sent.
-        sent_s: When it was handed to the connection (or the connection was asked for, if none was open).
-        content_s: When each chunk with generated text (content, reasoning, a tool call) came. A chunk may hold
-            several tokens: this is no token count.
-        answer_s: When the first text came that is no reasoning.
-        ended_s: When the stream was over or broke.
-        status: HTTP status, 0 without a response.
+        turn: Number of the turn in the session, from 0.
+        input_len: Prompt tokens planned by the workload; 0 if unknown.
+        output_len: Requested output tokens.
+        due_s: Time at which the request was due.
+        sent_s: Time at which it was given to a connection, or a new connection was requested for it.
+        content_s: Time of each chunk with generated text (content, reasoning, a tool call). A chunk may hold several
+            tokens.
+        answer_s: Time of the first text that is not reasoning.
+        ended_s: Time at which the stream ended or broke.
+        status: HTTP status; 0 without a response.
         error: "" for a completed request, else a Failure or `http_<status>`.
-        detail: What the server or the socket said about it.
-        prompt_tokens: From the server's usage, else unknown.
-        output_tokens: From the server's usage, else counted with the given tokenizer, else unknown.
-        cached_tokens: Prompt tokens that the server took from a cache; only the server knows.
-        finish_reason: The server's.
+        detail: Message of the server or the socket about the error.
+        prompt_tokens: From the server's usage, if any.
+        output_tokens: From the server's usage, else counted with the tokenizer, if given.
+        cached_tokens: Cached prompt tokens, from the server's usage.
+        finish_reason: From the server.
         route: The response's `x-cpd-route` header, if any.
     """
 

@@ -1,6 +1,6 @@
-"""The result of a run: what `--json` writes and what reports are made from.
+"""The result of a run: `--json` writes it, and reports are made from it.
 
-Definitions of the figures are in docs/metrics.md. A figure that a run has no sample of is None.
+docs/metrics.md defines the figures. A figure without a sample is None.
 """
 
 from pathlib import Path
@@ -15,21 +15,20 @@ SCHEMA: Literal["cpd-bench/1"] = "cpd-bench/1"
 
 
 def write_json(result: BaseModel, path: Path) -> None:
-    """Writes a result.
+    """Writes a result as JSON.
 
     Raises:
         BenchError: The file cannot be written.
     """
+    content = orjson.dumps(result.model_dump(mode="json", by_alias=True), option=orjson.OPT_INDENT_2)
     try:
-        path.write_bytes(
-            orjson.dumps(result.model_dump(mode="json", by_alias=True), option=orjson.OPT_INDENT_2) + b"\n"
-        )
+        path.write_bytes(content + b"\n")
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}") from error
 
 
 class Stat(BaseModel):
-    """A distribution. `ci` has a 95 % bootstrap confidence interval [low, high] of each figure, by its name."""
+    """A distribution. `ci` has the 95 % bootstrap confidence interval [low, high] of each figure by name."""
 
     count: int
     mean: float | None
@@ -42,7 +41,7 @@ class Stat(BaseModel):
 
 
 class Group(BaseModel):
-    """The requests that have something in common: a turn or a route."""
+    """The requests of one turn or one route."""
 
     name: str
     completed: int
@@ -55,7 +54,7 @@ class Group(BaseModel):
 
 
 class Steady(BaseModel):
-    """The part of the run without ramp-up and drain, in seconds from its start."""
+    """The part of the run without ramp-up and drain; times in seconds from its start."""
 
     start_s: float
     end_s: float
@@ -98,7 +97,7 @@ class Summary(BaseModel):
 
 
 class Request(BaseModel):
-    """One request. Times in seconds are from the start of the run, latencies in ms from when it was due
+    """One request. Times are in seconds from the start of the run, latencies in ms from when the request was due
     (`service_…`: from when it was sent)."""
 
     session: int
@@ -128,7 +127,7 @@ class Request(BaseModel):
 
 
 class Accuracy(BaseModel):
-    """What the self-test found: the client's own error against a server of known behaviour."""
+    """Result of the self-test: the client's own error against a server of known timing."""
 
     streams: int
     chunks_per_s: float
@@ -139,14 +138,13 @@ class Accuracy(BaseModel):
 
 
 class Client(BaseModel):
-    """The client's own part in the figures.
+    """The client's influence on the figures. `bench.load.plan.Health` describes the fields not listed here.
 
     Attributes:
-        limited: It was too slow for them to be the server's.
-        reasons: Why.
-        warnings: What a reader has to know of figures that are good otherwise.
-        processes, cpu_share, loop_lag_ms_p50, loop_lag_ms_p99, machine_share, machine_idle: see
-            `bench.load.plan.Health`.
+        limited: The client was too slow: the figures are not the server's.
+        reasons: The reasons for `limited`.
+        warnings: Warnings about figures that are valid.
+        selftest: Result of the self-test, if it ran.
     """
 
     limited: bool
@@ -161,10 +159,10 @@ class Client(BaseModel):
     selftest: Accuracy | None
 
 
-class Result(BaseModel):
-    """One run, whole."""
+class Measurement(BaseModel):
+    """The fields that results of `run` and `interference` share: what was measured, and when."""
 
-    schema_: Literal["cpd-bench/1"] = Field(SCHEMA, alias="schema")
+    schema_: str = Field(alias="schema")
     label: str
     command: list[str]
     started_at: str
@@ -172,6 +170,12 @@ class Result(BaseModel):
     settings: dict[str, Any]
     seed: int
     interrupted: bool
+
+
+class Result(Measurement):
+    """One whole run."""
+
+    schema_: Literal["cpd-bench/1"] = Field(SCHEMA, alias="schema")
     simulated: bool = False
     cluster_before: dict[str, Any] | None
     cluster_after: dict[str, Any] | None
@@ -180,11 +184,7 @@ class Result(BaseModel):
     requests: list[Request]
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON.
-
-        Raises:
-            BenchError: The file cannot be written.
-        """
+        """Writes the result as JSON. Raises as `write_json`."""
         write_json(self, path)
 
     @classmethod
@@ -192,7 +192,7 @@ class Result(BaseModel):
         """Reads what `save` wrote.
 
         Raises:
-            BenchError: The file cannot be read or is no result of `cpd bench run`.
+            BenchError: The file cannot be read or is not a result of `cpd bench run`.
         """
         try:
             fields = orjson.loads(path.read_bytes())

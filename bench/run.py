@@ -1,4 +1,4 @@
-"""`cpd bench run`: one load against one server, from the settings to the exit code."""
+"""Runs `cpd bench run`, from the settings to the exit code."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from pydantic import BaseModel
 from rich.console import Console
 
 from bench.arrivals import ClosedLoop, OpenLoop, plan_arrivals
@@ -22,7 +23,7 @@ from bench.report.html import write_html
 from bench.report.progress import LiveProgress
 from bench.report.table import show
 from bench.report.text import milliseconds
-from bench.result import Accuracy, Client, Result, Summary
+from bench.result import Accuracy, Client, Result, Summary, write_json
 from bench.selftest import selftest
 from bench.settings import RunSettings, TargetSettings
 from bench.slo import Slo
@@ -33,11 +34,11 @@ EXIT_NOTHING_COMPLETED = 1
 EXIT_CLIENT_LIMITED = 3
 EXIT_INTERRUPTED = 130
 
-UNKNOWN_STREAMS = 64  # of an open loop
+UNKNOWN_STREAMS = 64  # assumed for an open loop
 
 
 def run(settings: RunSettings) -> int:
-    """Runs, saves and shows; the exit code."""
+    """Runs, saves and shows one load. Returns the exit code."""
     check_writable(settings)
     messages = Console(stderr=True)
     slo = Slo.parse(settings.slo) if settings.slo else None
@@ -45,21 +46,21 @@ def run(settings: RunSettings) -> int:
     with LiveProgress(messages) as progress:
         result = measure(settings, prepared, slo, accuracy, progress)
     late = save_and_show(
-        settings, result.save, lambda page: write_html([result], page), lambda console: show(result, console)
+        settings, result, lambda page: write_html([result], page), lambda console: show(result, console)
     )
     return EXIT_INTERRUPTED if late else exit_code(result)
 
 
 def save_and_show(
     settings: TargetSettings,
-    save: Callable[[Path], object],
+    result: BaseModel,
     write_page: Callable[[Path], object],
     show: Callable[[Console], object],
 ) -> bool:
-    """Saves a result where the settings want it, and shows it; Ctrl-C waits until that is done.
+    """Saves a result to the files of the settings, and shows it. Ctrl-C waits until that is done.
 
     Returns:
-        Whether it came.
+        True if Ctrl-C was pressed meanwhile.
 
     Raises:
         BenchError: The result could not be saved; it was shown.
@@ -67,10 +68,10 @@ def save_and_show(
     with first_interrupt() as late:
         try:
             if settings.json_file:
-                save(settings.json_file)
+                write_json(result, settings.json_file)
             if settings.html_file:
                 write_page(settings.html_file)
-        finally:  # also on a full disk
+        finally:  # even if the disk is full
             show(Console())
     return bool(late)
 
@@ -83,9 +84,9 @@ def measure(
     progress: LiveProgress,
     enough: Enough = never,
 ) -> Result:
-    """One run against a server that was prepared for it. `enough` may end it early.
+    """Runs one load. `enough` may end it early, and so does Ctrl-C, with the figures so far.
 
-    Ctrl-C ends it, too, with the figures until then; while these are computed it only takes note.
+    While figures are computed, Ctrl-C only marks the result as interrupted.
     """
     workload = make_workload(settings, prepared.texts, prepared.seed)
     arrivals = plan_arrivals(settings, workload.size, workload.times_s, prepared.seed)
@@ -98,7 +99,7 @@ def measure(
     before = cluster_snapshot(prepared.target)
     report = run_load(plan, progress, enough)
     offered_per_s = None
-    if isinstance(arrivals, OpenLoop):  # of a run that was ended early, what was due until then
+    if isinstance(arrivals, OpenLoop):  # of a run that ended early, only the sessions begun
         begun = len({record.session for record in report.records})
         offered_per_s = OpenLoop(arrivals.due_s[:begun]).offered_per_s
     with first_interrupt() as late:
@@ -117,7 +118,7 @@ def measure(
             client=Client(
                 limited=bool(reasons),
                 reasons=reasons,
-                warnings=[*prepared.warnings, *doubts(summary, report.health), *_hopeless(summary, settings.slo)],
+                warnings=[*prepared.warnings, *doubts(summary, report.health), *_unmet_target(summary, settings.slo)],
                 selftest=accuracy,
                 **asdict(report.health),
             ),
@@ -131,7 +132,7 @@ def measure(
 def begin(
     settings: TargetSettings, streams: int, processes: int, messages: Console
 ) -> tuple[Prepared, Accuracy | None]:
-    """What comes before any measurement: a trial of the server, then one of the client itself."""
+    """Prepares a measurement: trial requests to the server, then the self-test of the client."""
     prepared = prepare(settings)
     for warning in prepared.warnings:
         messages.print(f"warning: {warning}", style="yellow", markup=False)
@@ -145,12 +146,12 @@ def begin(
 
 
 def versions() -> dict[str, str]:
-    """Of what measured."""
+    """Versions of the software that measures."""
     return {"cpd": version("cpd"), "python": platform.python_version(), "system": platform.platform()}
 
 
 def exit_code(result: Result) -> int:
-    """What a run's process says of it."""
+    """Exit code of a run."""
     if result.interrupted:
         return EXIT_INTERRUPTED
     if result.client.limited:
@@ -159,7 +160,7 @@ def exit_code(result: Result) -> int:
 
 
 def load_name(settings: RunSettings) -> str:
-    """Such as `concurrency 16`."""
+    """Name of the load, such as `concurrency 16`."""
     for name in ("concurrency", "rate", "users"):
         if getattr(settings, name) is not None:
             return f"{name} {getattr(settings, name):g}"
@@ -167,7 +168,7 @@ def load_name(settings: RunSettings) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The command without its secret."""
+    """The command line with its API key masked."""
     shown = [os.path.basename(arguments[0]), *arguments[1:]]
     for index, argument in enumerate(shown):
         if argument == "--api-key" and index + 1 < len(shown):
@@ -178,23 +179,23 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 
 def check_writable(settings: TargetSettings) -> None:
-    """Says before a run, not after it, that its result could not be written.
+    """Checks before a run that its result can be written.
 
     Raises:
-        BenchError: An output file is a directory, or its directory is not there or not writable.
+        BenchError: An output file is a directory, or its directory is missing or not writable.
     """
     for path in (settings.json_file, settings.html_file):
         if path and path.is_dir():
             raise BenchError(f"cannot write {path}: it is a directory")
         if path and not (path.parent.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)):
-            raise BenchError(f"cannot write {path}: its directory is not there or not writable")
+            raise BenchError(f"cannot write {path}: its directory is missing or not writable")
 
 
-def _hopeless(summary: Summary, slo: str) -> list[str]:
-    """A latency target that nothing met says little of the server."""
+def _unmet_target(summary: Summary, slo: str) -> list[str]:
+    """Warns about a latency target that no request met."""
     if summary.goodput_share != 0 or not summary.completed:
         return []
-    return [f"not one request kept the target {slo}; TTFT p50 is {milliseconds(summary.ttft_ms.p50)}, see above"]
+    return [f"no request met the target {slo}; TTFT p50 is {milliseconds(summary.ttft_ms.p50)}, see above"]
 
 
 def _streams(settings: RunSettings) -> int:

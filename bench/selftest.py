@@ -1,8 +1,8 @@
-"""`cpd bench selftest`: how far the load generator is off against a server of known timing.
+"""`cpd bench selftest`: measures the load generator's own error against a server with known timing.
 
-The real load path (client processes, arrivals, workload, HTTP client) sends to a mock server that notes when it read
-each request and sent each chunk. `time.perf_counter()` is one clock for all processes of a machine, so what is compared
-is the client alone: also a mock server that is late itself does not count against it.
+The real load path (client processes, arrivals, workload, HTTP client) sends to a mock server that records when it read
+each request and sent each chunk. `time.perf_counter()` is the same clock in all processes of a machine, so lateness of
+the mock server does not count as an error of the client.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from bench.workloads.make import make_workload
 
 _TTFT_S = 0.05
 _ITL_S = 0.005
-_MOST_CHUNKS_PER_S = 40_000  # the mock server has to keep up on what cores the client leaves it
-_MOST_REQUESTS_PER_S = 600  # a client that sends that many is limited by other things than its streams
+_MOST_CHUNKS_PER_S = 40_000  # the mock server must keep up on the cores that the client leaves
+_MOST_REQUESTS_PER_S = 600  # with more, sending limits the client instead of its streams
 _REQUEST_S = 0.25
 _TEST_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A load that has `streams` at a time: each request takes `request_s`, and they begin evenly spread."""
+    """A load with `streams` concurrent streams that begin evenly spread."""
 
     rate: float
     requests: int
@@ -51,19 +51,19 @@ class _Shape:
     def of(cls, streams: int) -> "_Shape":
         itl_s = max(_ITL_S, streams / _MOST_CHUNKS_PER_S)
         request_s = max(_REQUEST_S, streams / _MOST_REQUESTS_PER_S, _TTFT_S + 2 * itl_s)
-        rounds = max(1, round(_TEST_S / request_s) - 1)  # and as long again until the last have ended
+        rounds = max(1, round(_TEST_S / request_s) - 1)  # the last requests take one more round
         return cls(streams / request_s, streams * rounds, itl_s, round((request_s - _TTFT_S) / itl_s))
 
 
 class _Silent:
-    """Nobody watches."""
+    """Shows no progress."""
 
     def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
-        """Called while the load runs; see bench.load.run.Watch."""
+        """See `bench.load.run.Watch`."""
 
 
 def selftest(streams: int, processes: int) -> Accuracy:
-    """Measures a mock server for two seconds (more beyond 600 streams), so many of them at a time, and compares.
+    """Measures a mock server for two seconds (longer beyond 600 streams), and compares the times.
 
     Raises:
         BenchError: The mock server did not start, or a request to it failed.
@@ -71,7 +71,7 @@ def selftest(streams: int, processes: int) -> Accuracy:
     """
     shape = _Shape.of(streams)
     with MockServer(Behaviour(ttft_ms=_TTFT_S * 1e3, itl_ms=shape.itl_s * 1e3, keep_sends=True)) as mock:
-        # Not from the environment, which is about the server that is to be measured.
+        # Ignore the environment, which describes the server to measure.
         settings = RunSettings.model_construct(
             url=mock.url,
             rate=shape.rate,
@@ -95,9 +95,9 @@ def compare(streams: int, records: Sequence[Record], sends: Mapping[int, Sequenc
     """The client's error.
 
     Args:
-        streams: Streams at a time.
+        streams: Concurrent streams.
         records: Completed requests, as the client saw them.
-        sends: By session, when the server read its request and when it sent each chunk with text, in seconds.
+        sends: By session, the times at which the server read the request and sent each chunk with text, in seconds.
     """
     sent = [np.asarray(sends[record.session]) for record in records]
     came = [np.asarray(record.content_s) for record in records]
@@ -122,7 +122,7 @@ def compare(streams: int, records: Sequence[Record], sends: Mapping[int, Sequenc
 
 
 def report(accuracy: Accuracy, console: Console) -> None:
-    """Prints what the self-test found."""
+    """Prints the result of the self-test."""
     table = Table(title=f"The client at {count(accuracy.streams, 'stream')}", box=box.SIMPLE, show_header=False)
     table.add_column()
     table.add_column(justify="right")

@@ -1,4 +1,4 @@
-"""Latency targets that a request must meet to count as good."""
+"""Latency targets for goodput."""
 
 import math
 from dataclasses import dataclass, fields
@@ -11,7 +11,7 @@ from cpd.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Upper limits in ms; None is no limit. `itl` is the limit of the 99th percentile of one request's own gaps."""
+    """Upper limits in ms; None for no limit. `itl` limits the 99th percentile of a request's own gaps."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -20,25 +20,25 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """Reads `ttft=2000,itl=50`: names of limits, each with its milliseconds.
+        """Parses limits in ms, such as `ttft=2000,itl=50`.
 
         Raises:
-            ConfigError: Another form, an unknown name, one given twice, or a limit that is no positive number.
+            ConfigError: The text is malformed, or a name is unknown or given twice, or a limit is not positive.
         """
         known = [field.name for field in fields(cls)]
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = (piece.strip() for piece in part.partition("="))
             if name not in known:
-                raise ConfigError(f"slo: {part.strip()!r} is none of {', '.join(f'{name}=MS' for name in known)}")
+                raise ConfigError(f"slo: {part.strip()!r} is not one of {', '.join(f'{name}=MS' for name in known)}")
             if name in limits:
                 raise ConfigError(f"slo: {name} is given twice")
             limits[name] = _milliseconds(name, value)
         return cls(**limits)
 
     def good(self, request: Request) -> bool:
-        """Whether `request` completed within every limit. A latency that it doesn't have (an answer of one token has
-        no gaps) breaks none."""
+        """True if `request` completed within every limit. Latencies that it lacks (an answer of one token has no gaps)
+        count as met."""
         if request.error:
             return False
         measured = ((request.ttft_ms, self.ttft), (request.tpot_ms, self.tpot), (request.e2e_ms, self.e2e))
@@ -52,10 +52,10 @@ def _milliseconds(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ConfigError(f"slo: {name}={text} is no positive number of milliseconds")
+        raise ConfigError(f"slo: {name}={text} is not a positive number of milliseconds")
     return value
 
 
 def _p99_within(gaps_ms: list[float], limit_ms: float) -> bool:
-    # The largest gap mostly settles it, and costs a hundredth of the percentile.
+    # The largest gap usually decides, and costs a hundredth of the percentile.
     return max(gaps_ms, default=0.0) <= limit_ms or float(np.percentile(gaps_ms, 99)) <= limit_ms

@@ -1,9 +1,8 @@
-"""Percentiles with confidence intervals, for values that come in clusters.
+"""Percentiles with confidence intervals for clustered values.
 
-The gaps within one answer resemble each other, and so do the turns of one conversation. A bootstrap that draws single
-values would take a million gaps of a hundred sessions for a million independent facts and give intervals far too
-narrow. So whole sessions are drawn (the cluster bootstrap: Davison and Hinkley, Bootstrap Methods and their
-Application, 1997, section 3.8).
+The gaps of one answer are similar, and so are the turns of one conversation. A bootstrap over single values would treat
+a million gaps of a hundred sessions as independent, and give far too narrow intervals. So whole sessions are drawn (the
+cluster bootstrap: Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8).
 """
 
 import numpy as np
@@ -16,20 +15,20 @@ Floats = NDArray[np.float64]
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p999": 99.9}
 CONFIDENCE = 0.95
 _FRACTIONS = np.array(list(PERCENTILES.values())) / 100
-_SEED = 0  # the same values have the same intervals
+_SEED = 0  # equal values have equal intervals
 _RESAMPLES = (100, 1000)  # at least, at most
-_VALUES_DRAWN = 100_000_000  # in all resamples together; under a second for a million values
+_VALUES_DRAWN = 100_000_000  # in all resamples; less than a second for a million values
 
 
 def stat(values: ArrayLike, clusters: ArrayLike) -> Stat:
     """The distribution of `values`.
 
-    Percentiles interpolate between neighbours, like numpy's. The intervals say how far the figures would move with
-    other sessions of the same kind. One session says nothing about others: then there are no intervals.
+    Percentiles interpolate like numpy's. The intervals tell how much the figures would vary with other sessions of the
+    same kind; with a single session there are none.
 
     Args:
-        values: [n], any unit.
-        clusters: [n] integers: the session that each value comes from.
+        values: [n], in any unit.
+        clusters: [n] integers, the session of each value.
     """
     unordered = np.asarray(values, dtype=np.float64)
     if not unordered.size:
@@ -48,14 +47,14 @@ def stat(values: ArrayLike, clusters: ArrayLike) -> Stat:
 
 
 def _intervals(ordered: Floats, owners: NDArray[np.intp], clusters: int) -> dict[str, tuple[float, float]]:
-    """Interval of each figure of the sorted values [n], value i of cluster `owners[i]`."""
+    """Interval of each figure of the sorted values [n]; value i belongs to cluster `owners[i]`."""
     sums = np.bincount(owners, weights=ordered)
     sizes = np.bincount(owners)
     random = np.random.default_rng(_SEED)
     resamples = int(np.clip(_VALUES_DRAWN // len(ordered), *_RESAMPLES))
     drawn = np.empty((resamples, 1 + len(PERCENTILES)))
     for row in drawn:
-        # How often each cluster was drawn. A byte holds it, and makes looking it up for every value twice as fast.
+        # How often each cluster was drawn. Bytes make the look-up for every value twice as fast.
         times = np.bincount(random.integers(0, clusters, clusters), minlength=clusters)
         copies = np.cumsum(times.astype(np.uint8)[owners], dtype=np.int64)
         row[0] = times @ sums / (times @ sizes)
@@ -66,7 +65,7 @@ def _intervals(ordered: Floats, owners: NDArray[np.intp], clusters: int) -> dict
 
 
 def _percentiles(ordered: Floats, copies: NDArray[np.int64]) -> Floats:
-    """Percentiles of a sample that has `copies[i]` values up to and including `ordered[i]`."""
+    """Percentiles of a sample with `copies[i]` values up to and including `ordered[i]`."""
     last = copies[-1] - 1
     ranks = _FRACTIONS * last
     below = np.floor(ranks)

@@ -1,8 +1,8 @@
-"""Text of a wanted number of tokens.
+"""Makes texts of a given number of tokens.
 
-Texts are common English words joined by spaces. With the model's tokenizer their length is exact: only words are used
-that are one token after a space. Without one, the server tells what a word costs on average; the commonest words
-are used then, which most vocabularies have as one token each, so that the average holds for every text.
+Texts are common English words joined by spaces. With the model's tokenizer their length is exact: they use only words
+that are one token after a space. Without it, the server's token counts give the average tokens per word; texts then use
+the commonest words, which are one token each in most vocabularies, so that the average holds for every text.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,19 +19,19 @@ from tokenizers import Tokenizer
 from bench.errors import BenchError
 
 _COMMONEST = 256
-_FEWEST = 16  # different words that make texts differ soon enough
+_FEWEST = 16  # different words, so that texts differ early
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """Makes texts and, with a tokenizer, counts their tokens. Can be sent to other processes.
+    """Makes texts and, with a tokenizer, counts their tokens. Can be pickled.
 
     Args:
-        words: What texts are made of: strings [number of words].
-        openers: Those that may begin one.
-        tokens_per_word: Tokens that a word costs, on average.
-        overhead: Tokens that the endpoint itself adds to a prompt of one message (chat template, first token).
-        tokenizer: The model's, if known.
+        words: The words of texts: strings [number of words].
+        openers: Words that may begin a text.
+        tokens_per_word: Average tokens per word.
+        overhead: Tokens that the endpoint adds to a prompt of one message (chat template, first token).
+        tokenizer: The model's tokenizer, if known.
     """
 
     words: npt.NDArray[Any] = field(repr=False)
@@ -42,16 +42,16 @@ class Texts:
 
     @classmethod
     def measured(cls, tokens_per_word: float, overhead: int) -> Self:
-        """Texts of about the wanted length."""
+        """Makes texts of approximate length."""
         words = np.array(_all_words()[:_COMMONEST], object)
         return cls(words, words, tokens_per_word, overhead)
 
     @classmethod
     def with_tokenizer(cls, directory: Path, overhead: int = 0) -> Self:
-        """Texts of exactly the wanted length, for the model whose tokenizer.json is in this directory.
+        """Makes texts of exact length, with the tokenizer.json in this directory.
 
         Raises:
-            BenchError: There is none, it cannot be read, or it is of a kind that no exact texts can be made for.
+            BenchError: It is missing, cannot be read, or does not allow texts of exact length.
         """
         tokenizer = _read_tokenizer(directory)
         count = partial(_tokens_in, tokenizer)
@@ -60,22 +60,22 @@ class Texts:
         if len(words) < _FEWEST or not openers or count(" ".join((openers[0], *words))) != 1 + len(words):
             raise BenchError(
                 f"{directory}/tokenizer.json has too few English words as single tokens for prompts of exact length; "
-                "leave out --tokenizer: then the server's own counts are used"
+                "leave out --tokenizer to use the server's own counts"
             )
         return cls(np.array(words, object), np.array(openers, object), 1.0, overhead, tokenizer)
 
     def text(self, rng: np.random.Generator, tokens: int) -> str:
-        """A text of this many tokens, of one word at least."""
+        """A text of `tokens` tokens, at least one word."""
         opener = self.openers[rng.integers(len(self.openers))]
         return " ".join([opener, *self._draw(rng, self._number(tokens) - 1)])
 
     def more(self, rng: np.random.Generator, tokens: int) -> str:
-        """A text to put behind another one: it begins with a space, and their lengths add up. One word at least."""
+        """A text to append to another one: it begins with a space, and their lengths add up. At least one word."""
         return " ".join(["", *self._draw(rng, self._number(tokens))])
 
     @property
     def count(self) -> Callable[[str], int] | None:
-        """Counts the tokens of a text, without those that an endpoint adds; None without a tokenizer."""
+        """A function that counts the tokens of a text, without those of the endpoint; None without a tokenizer."""
         return partial(_tokens_in, self.tokenizer) if self.tokenizer else None
 
     def _number(self, tokens: int) -> int:
@@ -87,15 +87,15 @@ class Texts:
 
 
 async def measure(ask: Callable[[str], Awaitable[int | None]], tokenizer: Path | None = None) -> Texts:
-    """Texts for a server, from two trial requests.
+    """Makes texts for a server, with two trial requests.
 
     Args:
-        ask: Sends a prompt of one message with this text and returns the server's usage.prompt_tokens, if it says.
+        ask: Sends a prompt of one message with this text. Returns the server's usage.prompt_tokens, if any.
         tokenizer: Directory with the model's tokenizer.json, for texts of exact length.
 
     Raises:
-        BenchError: The server says nothing, or what it says is impossible, and there is no tokenizer; or the
-            tokenizer is another one than the server's; or as in `with_tokenizer`.
+        BenchError: Without a tokenizer, the server sends no counts or impossible ones; or the tokenizer is not the
+            server's; or as in `with_tokenizer`.
     """
     texts = Texts.with_tokenizer(tokenizer) if tokenizer else Texts.measured(1.0, 0)
     words: list[str] = texts.words[:_COMMONEST].tolist()
@@ -105,7 +105,7 @@ async def measure(ask: Callable[[str], Awaitable[int | None]], tokenizer: Path |
         if tokenizer:
             return texts
         raise BenchError(
-            "the server does not say how many tokens a prompt has (no usage.prompt_tokens); "
+            "the server does not report the tokens of a prompt (no usage.prompt_tokens); "
             "give the directory of the model's tokenizer with --tokenizer"
         )
     if texts.count:
@@ -133,8 +133,8 @@ def _read_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise BenchError(f"cannot read {path}, which --tokenizer should have: {error}") from error
+    except Exception as error:  # the library raises no specific type
+        raise BenchError(f"cannot read {path} of --tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

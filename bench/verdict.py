@@ -1,4 +1,4 @@
-"""Whether the client itself was fast enough for the figures to be the server's."""
+"""Decides whether the client was fast enough for the figures to be the server's."""
 
 from collections.abc import Mapping
 
@@ -6,17 +6,17 @@ from bench.load.plan import Health
 from bench.result import Accuracy, Summary
 
 _TOLERANCE = 0.05  # relative error of a median that the client may cause
-_ITL_TOLERANCE = 0.2  # of its median: a delay that is the same at both ends of a gap does not change the gap
+_ITL_TOLERANCE = 0.2  # larger, because equal delays at both ends of a gap cancel out
 _TAIL_SHARE = 0.5
-_FULL_IDLE = 0.15  # of the machine's time: with less to spare, who runs mostly takes it from somebody
+_FULL_IDLE = 0.15  # with less idle time of the machine, processes take time from each other
 _CLIENT_SHARE = 0.1  # of the machine's time
-_BUSY_SHARE = 0.9  # of a core: above it, events queue up in the client
-_LAG_MS = 10.0  # schedule lag that is never worth a refusal
+_BUSY_SHARE = 0.9  # of a core; above it, events queue up in the client
+_LAG_MS = 10.0  # a smaller schedule lag is always accepted
 _RATE_SHARE = 0.95
 
 
 def why_limited(summary: Summary, health: Health, accuracy: Accuracy | None) -> list[str]:
-    """The reasons why the figures are the client's rather than the server's; none if they are the server's."""
+    """The reasons why the client limited the figures; empty if the figures are the server's."""
     medians_ms = {"TTFT": summary.service_ttft_ms.p50, "ITL": summary.itl_ms.p50}
     reasons = slow_client(health, accuracy, medians_ms)
     lag_ms = summary.schedule_lag_ms
@@ -28,7 +28,7 @@ def why_limited(summary: Summary, health: Health, accuracy: Accuracy | None) -> 
 
 
 def slow_client(health: Health, accuracy: Accuracy | None, medians_ms: Mapping[str, float | None]) -> list[str]:
-    """Those of them that hold whatever was sent. `medians_ms`: what was measured, by name."""
+    """The reasons that don't depend on the load. `medians_ms` has the measured medians by name."""
     reasons = inaccurate(accuracy) if accuracy else []
     if health.cpu_share > _BUSY_SHARE:
         reasons.append(f"a client process was busy for {health.cpu_share:.0%} of the time")
@@ -49,7 +49,7 @@ def slow_client(health: Health, accuracy: Accuracy | None, medians_ms: Mapping[s
 
 
 def doubts(summary: Summary, health: Health) -> list[str]:
-    """What the client may have added to figures that are the server's otherwise."""
+    """Warnings about delays that the client may have added to valid figures."""
     p99_ms = summary.itl_ms.p99
     if p99_ms is None or health.loop_lag_ms_p99 <= _TAIL_SHARE * p99_ms:
         return []
@@ -60,7 +60,7 @@ def doubts(summary: Summary, health: Health) -> list[str]:
 
 
 def inaccurate(accuracy: Accuracy) -> list[str]:
-    """The reason among them that a self-test alone can show."""
+    """The reason that the self-test alone can show, if it does."""
     if max(accuracy.ttft_error, accuracy.itl_error) <= _TOLERANCE:
         return []
     return [

@@ -1,1 +1,1 @@
-"""What every CPD process shares: settings, errors, block hashes, membership and the wire stubs."""
+"""Code that all processes share, the performance model, and the `cpd` command."""

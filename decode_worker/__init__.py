@@ -1,1 +1,1 @@
-"""Prompts or pages in, tokens out: the combined node."""
+"""The combined worker: answers requests; prefills short prompts itself and has long ones prefilled."""

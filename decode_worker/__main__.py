@@ -1,4 +1,4 @@
-"""`python -m decode_worker`: one combined node."""
+"""`python -m decode_worker`: one combined worker."""
 
 import os
 
@@ -10,7 +10,7 @@ from cpd.common.options import command
 
 def run(settings: WorkerSettings) -> None:
     """Answers requests: prefills short prompts itself, has long ones prefilled elsewhere, and decodes."""
-    # Before torch is imported: threads that spin between steps take the cores from whoever shares them.
+    # Before torch is imported: threads must not spin between steps, because other processes share the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Before CUDA starts: with the default of 8 hardware queues a decode's launch can wait behind a prefill's.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

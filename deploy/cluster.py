@@ -1,4 +1,4 @@
-"""The processes of one cluster under Ray: one placement group, one supervising actor each."""
+"""The processes of a cluster under Ray: one placement group, and a supervising actor for each process."""
 
 import contextlib
 from collections import Counter
@@ -23,7 +23,7 @@ class Cluster:
         self._next_line = [0] * len(specs)
 
     def states(self) -> list[ProcessState | None]:
-        """What each supervisor reports, with the log lines since the last call. None: Ray is (re)starting it."""
+        """Returns each supervisor's report with the log lines since the last call; None while Ray (re)starts it."""
         import ray
 
         asked = [actor.state.remote(line) for actor, line in zip(self._actors, self._next_line, strict=True)]
@@ -34,7 +34,7 @@ class Cluster:
             with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 state = ray.get(answer, timeout=0)
             if state:
-                # A new supervisor counts its lines anew.
+                # A new supervisor counts its lines from 0.
                 self._next_line[index] = state.next_line
             states.append(state)
         return states
@@ -50,11 +50,11 @@ class Cluster:
 def launched(
     specs: Sequence[ProcessSpec], demands: Sequence[Mapping[str, float]], cores_apart: bool
 ) -> Iterator[Cluster]:
-    """Places and starts the processes; ends them with the context.
+    """Places and starts the processes; the end of the context ends them.
 
     Args:
         demands: Resources of each process.
-        cores_apart: Whether the workers of a node compute on disjoint cores.
+        cores_apart: Give the workers of a node disjoint cores.
 
     Raises:
         ConfigError: Ray has no room for them.
@@ -65,7 +65,7 @@ def launched(
 
     from deploy.supervisor import Supervisor
 
-    # With GPUs, transfers stay within a machine where they can; CPU workers would be in each other's way there.
+    # GPU workers exchange pages faster within a machine; CPU workers would compete for its cores.
     strategy = "PACK" if any("GPU" in demand for demand in demands) else "SPREAD"
     group = placement_group([dict(demand) for demand in demands], strategy=strategy)
     try:

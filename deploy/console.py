@@ -1,4 +1,4 @@
-"""What `cpd up` and `cpd status` show."""
+"""The terminal output of `cpd up`."""
 
 import re
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ _STATUS_WIDTH = 60
 
 
 def message_of(line: str) -> str:
-    """The message of a log line (`cpd.common.process.setup_logging`), or the whole line where it is none."""
+    """Returns the message of a log line (see `setup_logging`), or the line itself if it has another form."""
     match = _LOG_LINE.match(line)
     return match["message"] if match else line
 
 
 def is_severe(line: str) -> bool:
-    """Whether a log line is a warning, an error, or no log line at all (such as a traceback)."""
+    """True for warnings, errors, and lines of another form, such as a traceback."""
     match = _LOG_LINE.match(line)
     return match is None or match["level"] in "WEC"
 
 
 class StartProgress:
-    """One line a process, while they come up."""
+    """Shows one line per process while they start."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         self._progress = Progress(
@@ -45,7 +45,7 @@ class StartProgress:
         self._progress.stop()
 
     def show(self, name: str, state: ProcessState | None, ready: bool) -> None:
-        """Updates the line of one process, and prints its warnings above."""
+        """Updates the line of one process and prints its warnings above."""
         task = self._tasks[name]
         if ready:
             self._progress.update(task, completed=1, status="ready")
@@ -59,12 +59,12 @@ class StartProgress:
 
 
 def print_log(console: Console, line: str) -> None:
-    """Prints a log line of a process as it is."""
+    """Prints a log line of a process unchanged."""
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def usage_hint(url: str, model: str, needs_key: bool) -> str:
-    """How to talk to the cluster: the URL, a curl line and the Python client."""
+    """Returns how to use the cluster: its URL, a curl line and the Python client."""
     header = " -H 'authorization: Bearer YOUR-KEY'" if needs_key else ""
     key = "YOUR-KEY" if needs_key else "none"
     return f"""\

@@ -1,7 +1,6 @@
-"""Which CPU cores each worker of a machine computes on.
+"""Divides a machine's CPU cores among its workers.
 
-Workers of one machine get disjoint cores, because two OpenMP teams that share a core wait for each other at every
-parallel region.
+The sets are disjoint because two OpenMP teams that share a core wait for each other at every parallel region.
 """
 
 import os
@@ -12,14 +11,14 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def usable_cores() -> list[int]:
-    """The CPUs this process may run on, those of one package and of one physical core next to each other."""
+    """Returns the CPUs this process may use, ordered by package and physical core."""
     return sorted(os.sched_getaffinity(0), key=_place)
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[frozenset[int]]:
-    """Splits `cores` into `workers` runs of neighbours that differ in length by one at most, longer ones first.
+    """Splits `cores` into consecutive runs, one per worker, whose lengths differ by at most one, longer ones first.
 
-    The sets are disjoint unless there are more workers than cores: then several workers share one.
+    With more workers than cores, several workers share a core.
     """
     if workers > len(cores):
         return [frozenset({cores[index % len(cores)]}) for index in range(workers)]
@@ -33,7 +32,7 @@ def split_cores(cores: Sequence[int], workers: int) -> list[frozenset[int]]:
 
 
 def _place(cpu: int) -> tuple[int, int, int]:
-    """Package and physical core of a CPU, as far as the kernel tells."""
+    """Returns package, physical core and number of a CPU."""
     try:
         package, core = (
             int((_TOPOLOGY / f"cpu{cpu}" / "topology" / name).read_text())

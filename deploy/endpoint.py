@@ -1,12 +1,11 @@
-"""The cluster's HTTP endpoint as this machine sees it."""
+"""The cluster's HTTP endpoint, as seen from this machine."""
 
 import errno
 import socket
 from collections.abc import Collection, Mapping
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
 
+import httpx2
 import orjson
 
 from cpd.common.errors import ConfigError, CPDError
@@ -17,10 +16,10 @@ _TIMEOUT_S = 5.0
 
 
 def pick_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0.
+    """Returns `port`, or a free one for 0.
 
     Raises:
-        ConfigError: It is in use, or `host` is no address of this machine.
+        ConfigError: The port is in use, or `host` is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -30,7 +29,7 @@ def pick_port(host: str, port: int) -> int:
             picked: int = probe.getsockname()[1]
             return picked
     except socket.gaierror:
-        raise ConfigError(f"--host {host} is no known address") from None
+        raise ConfigError(f"--host {host} is not a known address") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from None
@@ -38,36 +37,35 @@ def pick_port(host: str, port: int) -> int:
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL under which this machine reaches a server that listens on `host`."""
+    """Returns the URL at which this machine reaches a server that listens on `host`."""
     name = LOOPBACK if host in WILDCARDS else host
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def read_cluster(url: str, token: str) -> dict[str, Any]:
-    """The endpoint's `/cluster`.
+    """Asks the endpoint for `/cluster`.
 
     Args:
-        token: The cluster's.
+        token: The cluster token.
 
     Raises:
-        CPDError: It does not answer, or not with that.
+        CPDError: The endpoint does not answer, or answers with an error.
     """
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    direct = build_opener(ProxyHandler({}))  # whatever http_proxy says: it's this machine, or one of the cluster's
-    try:
-        with direct.open(Request(f"{url}/cluster", headers=headers), timeout=_TIMEOUT_S) as answer:
-            cluster: dict[str, Any] = orjson.loads(answer.read())
-            return cluster
-    except HTTPError as error:
-        error.close()
-        raise CPDError(f"{url}/cluster answers {error.code} {error.reason}") from None
-    except (URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise CPDError(f"{url} does not answer: {reason}. If the cluster has just been started, try again") from None
+    try:  # ignores http_proxy: the endpoint is within the cluster
+        answer = httpx2.get(f"{url}/cluster", headers=headers, timeout=_TIMEOUT_S, trust_env=False, verify=False)
+        answer.raise_for_status()
+        cluster: dict[str, Any] = orjson.loads(answer.content)
+        return cluster
+    except httpx2.HTTPStatusError as error:
+        response = error.response
+        raise CPDError(f"{url}/cluster answers {response.status_code} {response.reason_phrase}") from None
+    except (httpx2.HTTPError, ValueError) as error:
+        raise CPDError(f"{url} does not answer: {error}. If the cluster has just been started, try again") from None
 
 
 def has_workers(url: str, token: str, pids: Mapping[str, int], routers: Collection[str]) -> bool:
-    """Whether all these routers can place requests on all these workers (process id by name)."""
+    """True if all these routers can place requests on all these workers (process id by name)."""
     try:
         workers = read_cluster(url, token)["workers"]
     except CPDError:

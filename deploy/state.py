@@ -1,8 +1,8 @@
-"""What `cpd up` leaves for `cpd status` and `cpd down`: a runtime directory with a lock and a description.
+"""The runtime directory by which `cpd status` and `cpd down` find a running cluster.
 
-    <root>/<cluster>/lock        held (flock) by the running `cpd up`, so it can't outlive it
+    <root>/<cluster>/lock        held (flock) by the running `cpd up`, and so released when it dies
     <root>/<cluster>/state.json  `ClusterState`
-    <root>/<cluster>/redis.sock  the embedded Redis, while there is one
+    <root>/<cluster>/redis.sock  socket of the embedded Redis
 
 The root is `$XDG_RUNTIME_DIR/cpd` or `/tmp/cpd-<uid>`; only its owner can read it.
 """
@@ -28,10 +28,10 @@ class ClusterState:
     """A running cluster.
 
     Attributes:
-        pid: Of its `cpd up`.
-        url: Of its HTTP endpoint, as this machine reaches it.
-        ray_dir: Ray's temporary directory; empty where it runs elsewhere.
-        cluster_token: What internal calls carry; routers take it for a key that may see everything.
+        pid: Process id of its `cpd up`.
+        url: URL of its HTTP endpoint, from this machine.
+        ray_dir: Temporary directory of the local Ray; empty if there is none.
+        cluster_token: Secret of internal calls; routers accept it as an operator's key.
     """
 
     cluster: str
@@ -45,7 +45,7 @@ class ClusterDir:
     """The runtime directory of one cluster on this machine.
 
     Raises:
-        ConfigError: The cluster's name can't name a directory.
+        ConfigError: The name cannot be a directory's.
     """
 
     def __init__(self, cluster: str) -> None:
@@ -58,15 +58,15 @@ class ClusterDir:
 
     @property
     def redis_socket(self) -> Path:
-        """Where the embedded Redis listens."""
+        """Socket of the embedded Redis."""
         return self.path / "redis.sock"
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Owns the directory; removes it at the end.
+        """Owns the directory while the context is open, then removes it.
 
         Raises:
-            ConfigError: Another process runs this cluster, or others could look into the directory.
+            ConfigError: Another process runs this cluster, or other users can read the directory.
         """
         lock = self._lock()
         if lock is None:
@@ -84,14 +84,14 @@ class ClusterDir:
             os.close(lock)
 
     def write(self, state: ClusterState) -> None:
-        """Describes the cluster; only for the holder."""
+        """Writes the description; only for the holder."""
         draft = self.path / "state.json.new"
         draft.touch(mode=0o600)
         draft.write_bytes(orjson.dumps(asdict(state)))
         draft.rename(self.path / "state.json")
 
     def read(self) -> ClusterState | None:
-        """The running cluster, None when there is none."""
+        """Returns the running cluster, or None."""
         if not self.path.exists():
             return None
         lock = self._lock()
@@ -112,7 +112,7 @@ class ClusterDir:
             ) from None
 
     def _clear(self) -> None:
-        """Removes what a killed `cpd up` left behind."""
+        """Removes what a killed `cpd up` has left."""
         with contextlib.suppress(ConfigError):
             stale = self._state()
             if stale and stale.ray_dir:
@@ -122,7 +122,7 @@ class ClusterDir:
                 file.unlink()
 
     def _lock(self) -> int | None:
-        """The lock's file descriptor, None when another process holds it."""
+        """Returns the lock's file descriptor, or None if another process holds it."""
         while True:
             try:
                 _make_private(self.path.parent)
@@ -143,7 +143,7 @@ class ClusterDir:
 
 
 def _root() -> Path:
-    """The directory of all clusters of this user."""
+    """Returns the directory of all clusters of this user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "cpd" if base and os.access(base, os.W_OK) else Path(f"/tmp/cpd-{os.getuid()}")
 

@@ -1,7 +1,7 @@
-"""The Ray actor: it keeps one process of the cluster running on the node where Ray placed it.
+"""The Ray actor that keeps one process of the cluster running on the node where Ray placed it.
 
-The process is a plain `python -m decode_worker …`; nothing of it runs inside Ray. When the actor dies the process
-dies with it, and Ray starts the actor again, on another node if need be.
+The process is a plain `python -m decode_worker …` outside Ray. If the actor dies, the process ends with it, and Ray
+restarts the actor, on another node if necessary.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Supervisor:
 
     Args:
         specs: The processes of the cluster, in the order of the placement group's bundles.
-        cores_apart: Whether the workers of a node compute on disjoint cores.
+        cores_apart: Give the workers of a node disjoint cores.
     """
 
     def __init__(self, specs: Sequence[ProcessSpec], index: int, cores_apart: bool) -> None:
@@ -46,17 +46,17 @@ class Supervisor:
 
 
 def _gpus() -> dict[str, str]:
-    """Which GPUs the process sees: those that Ray gave this actor.
+    """Returns the variable that shows the process only the GPUs that Ray gave this actor.
 
-    Ray itself may leave that to its users (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, as others who share it have it
-    set): all workers of a machine would be on the first one.
+    Ray does not set it if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set, as on some shared clusters; then all
+    workers of a machine would use its first GPU.
     """
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
 
 
 def _cores(specs: Sequence[ProcessSpec], index: int) -> frozenset[int]:
-    """The cores of worker `index`, apart from those of the other workers on its node."""
+    """Returns the cores of worker `index`, disjoint from those of the other workers on its node."""
     node_of: dict[int, str] = placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
     here = [other for other, spec in enumerate(specs) if spec.is_worker and node_of[other] == node_of[index]]
     return split_cores(usable_cores(), len(here))[here.index(index)]

@@ -1,7 +1,7 @@
-"""`cpd trace`: what the last engine steps of the running cluster's workers consisted of.
+"""`cpd trace`: prints the last engine steps of a running cluster's workers.
 
-Two forms: one JSON object a step and line, or one file for Perfetto (ui.perfetto.dev) and chrome://tracing, in which
-each worker is a process, each of its lanes a thread, and what runs side by side is seen side by side.
+There are two formats: JSON lines with one step each, or the Trace Event format of Perfetto (ui.perfetto.dev) and
+chrome://tracing, with a process per worker and a thread per lane.
 """
 
 import sys
@@ -16,24 +16,23 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.endpoint import read_cluster
 from deploy.remote import running_cluster
-from worker.auth import token_metadata
-from worker.calls import CLIENT_OPTIONS
+from worker.grpc_options import CLIENT_OPTIONS, token_metadata
 
 _TIMEOUT_S = 10.0
 _LANES = {pb.LANE_FULL: "full", pb.LANE_PREFILL: "prefill", pb.LANE_DECODE: "decode"}
 _COUNTS = ("decodes", "decode_context", "prefills", "prefill_tokens", "prefill_context", "waiting", "waiting_tokens")
 
 Step = Mapping[str, Any]
-"""One line of the JSON form."""
+"""One JSON line."""
 
 
 def trace(cluster: str, worker: str, seconds: float, chrome: bool) -> None:
     """Prints the steps.
 
     Args:
-        worker: Name of the only one to ask; empty: all.
-        seconds: Steps that began that long ago at most; 0: all that the workers keep.
-        chrome: The form for Perfetto instead of JSON lines.
+        worker: Name of one worker; empty: all.
+        seconds: Only steps that began within the last seconds; 0: all that the workers keep.
+        chrome: Print the Trace Event format.
 
     Raises:
         CPDError: There is no such cluster or worker, or it does not answer.
@@ -53,36 +52,30 @@ def trace(cluster: str, worker: str, seconds: float, chrome: bool) -> None:
 
 
 def chrome_trace(steps: Iterable[Step]) -> dict[str, Any]:
-    """The Trace Event form; times count from the first step."""
+    """Returns the steps in the Trace Event format; time 0 is the first step's start."""
     steps = list(steps)
     start_s = min((step["start_s"] for step in steps), default=0.0)
     workers = {name: number for number, name in enumerate(sorted({step["worker"] for step in steps}), 1)}
+    lanes = {lane: number for number, lane in enumerate(_LANES.values(), 1)}
     events: list[dict[str, Any]] = []
-    for name, number in workers.items():
-        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-        for lane, label in enumerate(_LANES.values(), 1):
-            events.append({"ph": "M", "name": "thread_name", "pid": number, "tid": lane, "args": {"name": label}})
-    lanes = {label: lane for lane, label in enumerate(_LANES.values(), 1)}
+    for worker, pid in workers.items():
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": worker}})
+        for lane, tid in lanes.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
     for step in steps:
-        place = {"pid": workers[step["worker"]], "tid": lanes[step["lane"]]}
-        begin_us = 1e6 * (step["start_s"] - start_s)
+        pid, tid = workers[step["worker"]], lanes[step["lane"]]
+        begin_us, duration_us = 1e6 * (step["start_s"] - start_s), 1e3 * step["ms"]
+        end_us = begin_us + duration_us
         details = {name: step[name] for name in ("share", *_COUNTS)}
-        events.append(
-            {"ph": "X", "name": _name(step), "ts": begin_us, "dur": 1e3 * step["ms"], "args": details, **place}
+        name = " + ".join(
+            f"{label} {step[count]}"
+            for label, count in (("decode", "decodes"), ("prefill", "prefill_tokens"))
+            if step[count]
         )
-        end_us = begin_us + 1e3 * step["ms"]
-        waiting = {"sequences": step["waiting"]}
-        events.append({"ph": "C", "name": "waiting", "ts": end_us, "pid": place["pid"], "args": waiting})
+        run = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin_us, "dur": duration_us, "args": details}
+        waiting = {"ph": "C", "name": "waiting", "pid": pid, "ts": end_us, "args": {"sequences": step["waiting"]}}
+        events += [run, waiting]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _name(step: Step) -> str:
-    parts = []
-    if step["decodes"]:
-        parts.append(f"decode {step['decodes']}")
-    if step["prefill_tokens"]:
-        parts.append(f"prefill {step['prefill_tokens']}")
-    return " + ".join(parts)
 
 
 def _read(worker: str, address: str, token: str, seconds: float) -> Iterator[Step]:

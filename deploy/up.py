@@ -1,6 +1,6 @@
-"""`cpd up`: checks whatever can be checked, brings a cluster up, watches it, takes it down.
+"""`cpd up`: checks the settings, starts a cluster, watches it, stops it.
 
-Up in this order, and down in the reverse one:
+Starts in this order, and stops in the reverse:
     runtime directory → Redis → Ray → placement group → supervising actors → processes
 """
 
@@ -26,6 +26,7 @@ from cpd.common.config import ClusterSettings
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
 from cpd.performance.model import Profile
+from cpd.performance.profiles import absolute_profile
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
 from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
@@ -38,14 +39,14 @@ from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
 from router.api.sampling_defaults import default_sampling
 from router.api.tenants import read_keys
-from simulated_workers.simulation import NOTICE, absolute, read_profile
+from simulated_workers.simulation import NOTICE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STARTING_POLL_S, _RUNNING_POLL_S = 0.25, 1.0
 _STARTS = 3
-"""A process that has died this often before it was ready will not get ready."""
+"""`cpd up` gives up when a process has died this often before it was ready."""
 _SUPERVISOR_S = 60.0
-"""Ray has this long to start an actor."""
+"""Time limit for Ray to start an actor."""
 
 
 def up(settings: ClusterSettings) -> None:
@@ -91,34 +92,32 @@ def _run(settings: ClusterSettings, console: Console) -> None:
 
 
 def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
-    """The settings with everything filled in that the processes must agree on.
+    """Returns the settings with all values filled in on which the processes must agree.
 
     Raises:
-        CheckpointError, ConfigError: The cluster can't run with them.
+        CheckpointError, ConfigError: The cluster cannot run with these settings.
     """
     port = pick_port(settings.host, settings.port)
     directory = resolve_model(settings.model)
-    if settings.profile:
-        Profile.load(settings.profile)
+    for profile in filter(None, (settings.profile, settings.simulate)):
+        Profile.load(profile)
     if settings.api_key_file:
         read_keys(settings.api_key_file)
-    if settings.simulate:
-        read_profile(settings.simulate)
     with console.status(f"Checking {directory}"):
         device = check_model(directory, settings)
     if settings.simulate:
         console.print(NOTICE)
     if sampling := default_sampling(directory, settings.sampling_defaults):
-        said = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-        console.print(f"Sampled by default as the model's generation_config.json says: {said}", soft_wrap=True)
+        shown = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        console.print(f"Default sampling, from the model's generation_config.json: {shown}", soft_wrap=True)
     is_id = not Path(settings.model).expanduser().is_dir()
     return settings.model_copy(
         update={
             "port": port,
             "model": settings.model if is_id and settings.ray_address else str(directory),
-            "profile": settings.profile and settings.profile.resolve(),
+            "profile": absolute_profile(settings.profile),
             "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
-            "simulate": absolute(settings.simulate),
+            "simulate": absolute_profile(settings.simulate),
             "device": device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
             "cluster_token": settings.cluster_token if settings.cluster_token else SecretStr(secrets.token_urlsafe(32)),
@@ -129,7 +128,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
 def _launch(
     settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack, console: Console, embedded: bool
 ) -> Cluster:
-    """Starts or joins Ray and places the processes there, until `stack` unwinds."""
+    """Starts or joins Ray and starts the processes there; `stack` ends them."""
     namespace = f"cpd-{settings.cluster}"
     if ray_dir:
         resources = local_resources(processes(settings, LOOPBACK))
@@ -137,20 +136,20 @@ def _launch(
     else:
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
         _check_hosts(session.hosts, settings.host, embedded)
-    _interrupt_on_signals()  # Ray has put its own handlers in place
+    _interrupt_on_signals()  # Ray has set its own handlers
     workers = settings.combined + settings.prefill
     share = gpu_share(settings.device, workers, session.gpus)
     if 0 < share < 1:
         console.print(
-            f"{workers} workers, each with weights of its own, and GPUs: {session.gpus:g}. They share them; one worker"
-            f" a GPU is --prefill 0 --combined {session.gpus:g}",
+            f"{workers} workers share {session.gpus:g} GPUs, each with its own copy of the weights; for one worker per"
+            f" GPU use --prefill 0 --combined {session.gpus:g}",
             soft_wrap=True,
         )
-    # Whoever has a GPU and can't use it is to say so, and not to compute on the CPU instead.
+    # Not "auto": a worker that cannot use its GPU must fail, not compute on the CPU.
     settings = settings.model_copy(
         update={"device": "cuda" if share else "cpu", "gpu_memory": settings.gpu_memory * (share or 1)}
     )
-    # A Ray that others may join has one host or several: those that come later are to reach the workers of the first.
+    # Hosts may join a Ray of your own later; their processes must reach the workers here.
     worker_host = LOOPBACK if ray_dir or settings.host not in WILDCARDS else settings.host
     specs = processes(settings, worker_host)
     demands = bundles(specs, session.resources, share)
@@ -169,13 +168,13 @@ def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
 
 
 def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: ClusterState, console: Console) -> str:
-    """Shows how the processes come up; returns when all of them are there and the endpoint uses all workers.
+    """Shows progress until all processes run and the endpoint uses all workers.
 
     Returns:
-        The endpoint's URL: that of `state`, unless all routers are on other machines.
+        The endpoint's URL: `state.url`, unless all routers are on other machines.
 
     Raises:
-        CPDError: One of them refuses to start, or keeps dying.
+        CPDError: A process refuses to start, or keeps dying.
     """
     names = [spec.name for spec in cluster.specs]
     last_seen = dict.fromkeys(names, time.monotonic())
@@ -197,7 +196,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
                 if process and process.pid is None and process.starts >= _STARTS:
                     raise CPDError(
                         f"{spec.name} has died {process.starts} times while starting, last with exit code"
-                        f" {process.exit_code}; its last words are above"
+                        f" {process.exit_code}; its last log lines are above"
                     )
             if name := dead_process():
                 raise CPDError(f"Ray's {name} died while the cluster started")
@@ -212,13 +211,13 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
 
 
 def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> NoReturn:
-    """Prints what the processes log, and starts Redis again when it dies.
+    """Prints the processes' logs, and restarts Redis if it dies.
 
     Raises:
-        CPDError: Ray has ended, and all processes with it.
+        CPDError: Ray has ended, and with it all processes.
     """
     starts = [1] * len(cluster.specs)
-    told = False
+    warned = False
     while True:
         for index, state in enumerate(cluster.states()):
             if state is None:
@@ -226,30 +225,28 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
             for line in state.lines:
                 print_log(console, line)
             if state.starts > starts[index]:
-                console.print(
-                    f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was started again"
-                )
+                console.print(f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was restarted")
             starts[index] = state.starts
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")
-        if dead == GCS and not told:
-            told = True
+        if dead == GCS and not warned:
+            warned = True
             console.print(
-                "Ray's gcs_server died. The cluster goes on, but a supervisor that dies is not started again: when it"
-                " suits, end the cluster with Ctrl-C and start it again"
+                "Ray's gcs_server died. The cluster goes on, but a supervisor that dies is no longer restarted: end the"
+                " cluster with Ctrl-C when it suits, and start it again"
             )
         if redis and not redis.running:
-            console.print("Redis died, starting it again")
+            console.print("Redis died; restarting it")
             try:
                 redis.start()
-            except CPDError as error:  # the cluster goes on without it, and the next turn tries again
+            except CPDError as error:  # the cluster goes on without Redis; the next iteration tries again
                 console.print(str(error), markup=False)
         time.sleep(_RUNNING_POLL_S)
 
 
 def _leases(settings: ClusterSettings) -> list[Member]:
-    """Everyone with a lease.
+    """Returns all members with a lease.
 
     Raises:
         ConfigError: Redis does not answer.
@@ -267,7 +264,7 @@ def _leases(settings: ClusterSettings) -> list[Member]:
 
 
 def _interrupt_on_signals() -> None:
-    """Makes SIGTERM and a closed terminal end the cluster as Ctrl-C does. What comes after the first is ignored."""
+    """Makes SIGTERM and a closed terminal end the cluster as Ctrl-C does. Later signals are ignored."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
         for name in _SIGNALS:

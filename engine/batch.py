@@ -1,4 +1,4 @@
-"""What one step computes, as arrays: the data between the scheduler and the executor."""
+"""A step as arrays: the data between the scheduler and the executor."""
 
 from dataclasses import dataclass, field
 
@@ -16,13 +16,13 @@ class SampleRow:
     """One token to sample.
 
     Attributes:
-        row: Index into the batch's tokens, whose logits decide. Several choices may share one row.
+        row: Index of the batch's token whose logits are sampled. Several choices may share one row.
         choice: Choice index, part of the noise's key.
         position: Position of the token to be sampled (number of tokens before it), part of the noise's key.
-        tokens: All tokens before it, prompt first; all but the last one in a batch with `token_sources`.
+        tokens: All tokens before it, prompt first. In a batch with `token_sources` the last one is not valid yet.
             [position] int32
-        prompt_len: How many of those are the prompt.
-        counts: Of `tokens`, as counted in earlier steps; whoever samples keeps them up to date.
+        prompt_len: Number of tokens of the prompt.
+        counts: Counts of `tokens`. The sampler keeps them up to date.
     """
 
     row: int
@@ -36,20 +36,20 @@ class SampleRow:
 
 @dataclass(slots=True)
 class Batch:
-    """One step. T tokens of S sequences; sequences with one query token (decodes) come first.
+    """One step: T tokens of S sequences. Sequences with one query token (decodes) come first.
 
     Attributes:
         token_ids: [T]
         positions: Absolute positions. [T]
-        slots: Where each token's key and value go: `page * BLOCK_SIZE + offset`. [T]
+        slots: Slot for each token's key and value: `page * BLOCK_SIZE + offset`. [T]
         query_start: Sequence s owns tokens `query_start[s]:query_start[s + 1]`. [S + 1]
-        context_lens: Tokens that sequence s's last query attends to, itself included. [S]
+        context_lens: Number of tokens that sequence s's last query attends to, itself included. [S]
         block_tables: Pages of each sequence in block order, zero beyond its context. [S, blocks of the longest]
-        num_decodes: How many leading sequences have one query token.
-        samples: Tokens to sample; only their rows reach the LM head.
-        token_sources: For a step launched before the last one's tokens are known: token t is what sample
-            `token_sources[t]` of that step, on the same lane, chooses. All sequences decode, and no choice depends on
-            which tokens came before (penalties). None: `token_ids` are known. [T]
+        num_decodes: Number of leading sequences that have one query token.
+        samples: Tokens to sample. Only their rows reach the LM head.
+        token_sources: Set in a step that is launched before the tokens of the last one on its lane are known: token t
+            is the token of that step's sample `token_sources[t]`. All sequences decode, without penalties. None if
+            `token_ids` are known. [T]
     """
 
     token_ids: IntArray
@@ -65,7 +65,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Sampled:
-    """A chosen token."""
+    """A sampled token."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

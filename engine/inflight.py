@@ -1,29 +1,30 @@
-"""Steps that are launched and not collected.
+"""Steps that have been launched but not collected.
 
     main     the full lane, or the decode lane of a split
              launch N ─▶ launch N + 1, which takes N's tokens where they are ─▶ collect N: ends, outputs, blocks ─▶ …
-    prefill  the prefill lane of a split, for as long as it has something to do
-             launch ─▶ launch the prompt's next chunk ─▶ (done: asked between steps, never waited for) ─▶ collect ─▶ …
+    prefill  the prefill lane of a split, while it has work
+             launch ─▶ launch the prompt's next chunk ─▶ (asked between steps if it is done) ─▶ collect ─▶ …
 
-**Overlap scheduling** (as in SGLang): a lane that works by itself, as a GPU's does, has the next step before the tokens
-of this one are looked at. Only decodes of the same sequences overlap (`engine.scheduling.lookahead`); for whatever else
-is to be decided, the step is collected first. A sequence that ends with N, or is aborted meanwhile, has been computed
-once too often in N + 1, and that token is dropped. A prefill lane that is asked between steps would idle for half a
-step on average; so the prompt's next chunk is launched while one runs, if the split stays as it is.
+**Overlap scheduling** (as in SGLang): a lane that works in the background, as a GPU's does, gets step N + 1 before the
+tokens of step N are processed. Only decodes of the same sequences overlap (`engine/scheduling/lookahead.py`); if
+anything else must be decided, step N is collected first. If a sequence ends with step N or is aborted meanwhile, its
+token of step N + 1 is dropped. A prefill lane would be idle for half a decode step on average until the engine asks,
+so the prompt's next chunk is launched while one runs, if the split stays the same.
 
-Who owns what while steps are in flight, so that nothing which a lane still uses is freed or changed:
+Nothing that a lane still uses is freed or changed:
 
 | what                        | owner                                       | until                                 |
 | pages of its sequences      | the sequences; when one ends, the step that | they end; the step is collected       |
 |                             | was launched last on its lane               |                                       |
-| rows of the sequence table  | the sequences; the batch has copies of all  | a sequence ends: it may at any moment |
-|                             | but the tokens that sampling looks at       |                                       |
+| rows of the sequence table  | the sequences; the batch has copies of all  | a sequence ends, which may be at any  |
+|                             | but the tokens that sampling looks at       | moment                                |
 | blocks of a chunk           | the sequence; others can't find them        | the step is collected                 |
-| the batch                   | the lane                                    | the step's end                        |
-| buffers and workspaces      | the lane                                    | the executor goes                     |
+| the batch                   | the lane                                    | the step ends                         |
+| buffers and workspaces      | the lane                                    | the executor is closed                |
 
-A sequence that is aborted is gone at once, and what comes out for it is dropped (another one may have its row by then);
-only its pages stay. A sequence on the prefill lane is never preempted: what needs its pages waits for the chunk's end.
+An aborted sequence ends at once. Its tokens in flight are dropped (another sequence may have its row by then); its
+pages stay until the step is collected. A sequence on the prefill lane is never preempted: sequences that need its pages
+wait until the chunk is collected.
 """
 
 from collections import deque
@@ -45,9 +46,9 @@ class InFlightStep:
     """A launched step.
 
     Attributes:
-        name: Of the lane's kind.
-        predicted_ms: How long the performance model says that it takes; 0: unknown.
-        pages: That ended sequences have left since; released when the step is collected.
+        name: The kind of lane.
+        predicted_ms: Duration by the performance model; 0: unknown.
+        pages: Pages that sequences have left by ending since, released when the step is collected.
     """
 
     lane: Lane
@@ -62,13 +63,13 @@ class InFlight:
     """Launches and collects steps.
 
     Args:
-        full: The whole device's lane.
+        full: The lane that is the whole device.
         build: Makes the batches.
 
     Attributes:
         main: Steps on the full lane or a decode lane, oldest first: two while steps overlap.
         prefill: Steps on a prefill lane, oldest first: two while a chunk is queued.
-        split: Whose lanes are in use; None while the prefill lane has nothing to do.
+        split: The split in use; None while the prefill lane is idle.
     """
 
     def __init__(self, full: Lane, pool: BlockPool, table: SequenceTable, build: BuildBatch) -> None:
@@ -81,27 +82,24 @@ class InFlight:
         self._build = build
         self._prefills_collected = 0
 
-    def __bool__(self) -> bool:
-        return bool(self.main or self.prefill)
-
     @property
     def main_lane(self) -> Lane:
-        """The lane for whatever does not go to the prefill lane."""
+        """The lane for everything that does not go to the prefill lane."""
         return self.split.decode if self.split else self._full
 
     @property
     def prefill_work(self) -> Work | None:
-        """What the prefill lane computes; None: nothing."""
+        """The work of the step that runs on the prefill lane; None if it is idle."""
         return self.prefill[0].work if self.prefill else None
 
     @property
     def prefill_number(self) -> int:
-        """The number of the first chunk on the prefill lane; 0: there is none. Any thread may ask."""
+        """Number of the first chunk on the prefill lane; 0 if there is none. Any thread may ask."""
         return self._prefills_collected + 1 if self.prefill else 0
 
     @property
     def prefill_done(self) -> bool:
-        """Whether `collect_prefill` would not wait."""
+        """True if `collect_prefill` would return at once."""
         return bool(self.prefill) and self.prefill[0].lane.done()
 
     def launch(self, plan: Plan, work: Work, predicted_ms: float) -> None:
@@ -111,18 +109,18 @@ class InFlight:
         self.main.append(InFlightStep(lane, "decode" if self.split else "full", plan, work, predicted_ms))
 
     def launch_prefill(self, split: Split, plan: Plan, on_done: Callable[[], None]) -> None:
-        """Starts the prefill lane of `split`, or queues a chunk on it behind the only one."""
+        """Starts a step on the prefill lane of `split`, or queues it there behind the one that runs."""
         batch = self._build(plan, self._table)
         self.prefill.append(InFlightStep(split.prefill, "prefill", plan, plan.work))
         self.split = split
         split.prefill.launch(batch, on_done)
 
     def collect(self) -> tuple[InFlightStep, StepResult]:
-        """Waits for the first step on the main lane; raises what went wrong in it."""
+        """Waits for the first step on the main lane. Raises the step's error if it failed."""
         return self._collect(self.main)
 
     def collect_prefill(self) -> tuple[InFlightStep, StepResult]:
-        """Waits for the first step on the prefill lane; raises what went wrong in it, and then keeps its pages."""
+        """Waits for the first step on the prefill lane. Raises the step's error if it failed, and keeps its pages."""
         collected = self._collect(self.prefill)
         self._prefills_collected += 1
         if not self.prefill:
@@ -130,7 +128,7 @@ class InFlight:
         return collected
 
     def release(self, seq: Sequence, pages: list[int]) -> None:
-        """A sequence has ended and leaves these pages, which a step in flight may use."""
+        """Releases the pages of an ended sequence, once no step in flight uses them."""
         steps = self.prefill if seq.lane_chunks else self.main
         if steps:
             steps[-1].pages.extend(pages)
@@ -138,7 +136,7 @@ class InFlight:
             self._pool.release(pages)
 
     def held_pages(self) -> list[int]:
-        """The pages that ended sequences have left to steps."""
+        """The pages of ended sequences that wait for a step."""
         return [page for step in (*self.main, *self.prefill) for page in step.pages]
 
     def _collect(self, steps: deque[InFlightStep]) -> tuple[InFlightStep, StepResult]:

@@ -1,16 +1,16 @@
-"""Which tokens a sequence has had, and how often: kept up as it grows, so that no step of a long one has to search."""
+"""Counts of a sequence's tokens, for penalties. Updated as it grows, so that no step counts a long sequence again."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-_AT_ONCE = 16
-"""More new tokens than these are counted together with all others."""
+_MAX_SINGLY = 16
+"""Maximum number of new tokens that are counted one by one. With more, all tokens are counted at once."""
 
 
 class TokenCounts:
-    """The different tokens of a sequence from some place on. Looks at each token once."""
+    """Counts the distinct tokens of a growing sequence."""
 
     __slots__ = ("_counts", "_end", "_ids", "_places")
 
@@ -23,14 +23,16 @@ class TokenCounts:
     def of(
         self, tokens: npt.NDArray[np.int32], begin: int = 0
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The tokens from `begin` on, in no order, and how often each of them came: views, valid until the next call.
+        """Returns the distinct tokens from position `begin` on, in any order, and their counts.
+
+        The arrays are views, valid until the next call.
 
         Args:
-            tokens: Those of the last call, and what has come since. [n]
+            tokens: The tokens of the last call, followed by new ones. [n]
             begin: The same in every call.
         """
         known = max(self._end, begin)
-        if 0 <= len(tokens) - known <= _AT_ONCE:
+        if 0 <= len(tokens) - known <= _MAX_SINGLY:
             for token in tokens[known:].tolist():
                 self._count(token)
         else:
@@ -46,7 +48,7 @@ class TokenCounts:
             return
         place = self._places[token] = len(self._places)
         if place == len(self._ids):
-            more = np.zeros(place + _AT_ONCE, np.int64)
+            more = np.zeros(place + _MAX_SINGLY, np.int64)
             self._ids, self._counts = np.append(self._ids, more), np.append(self._counts, more.astype(np.float32))
         self._ids[place], self._counts[place] = token, 1
 
@@ -58,11 +60,11 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyCounts:
-    """Token counts that the penalties of one sequence need.
+    """Token counts for the penalties of one sequence.
 
     Attributes:
-        tokens: Of prompt and output.
-        outputs: Of the output alone.
+        tokens: Counts of prompt and output.
+        outputs: Counts of the output alone.
     """
 
     tokens: TokenCounts = field(default_factory=TokenCounts)

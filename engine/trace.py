@@ -1,6 +1,7 @@
-"""What the steps of the recent past consisted of, and when they ran."""
+"""What recent steps consisted of, when they ran, and how long they took."""
 
 from collections import deque
+from statistics import median
 from typing import NamedTuple
 
 from engine.execution.executor import StepResult
@@ -8,22 +9,28 @@ from engine.inflight import InFlightStep, LaneName
 
 MAX_RECORDS = 16_384
 
+RECENT_STEPS = 32
+"""Number of steps whose times go into load reports."""
+
+MIN_STEPS_TO_COMPARE = 8
+"""The slowdown of fewer steps than this is noise."""
+
 
 class StepRecord(NamedTuple):
     """One batch on one lane. (A tuple, because one is made in each step.)
 
     Attributes:
-        lane: Where it ran.
-        share: How much of the device that is.
-        start_s: When it began to run, by `time.perf_counter`.
-        ms: How long it ran.
-        decodes: Sequences that computed one token.
-        decode_context: Tokens that these attended to, summed.
-        prefills: Sequences that computed more.
-        prefill_tokens: What these computed, summed.
-        prefill_context: Tokens that their last ones attended to, summed.
-        waiting: Sequences that were not running when it was over.
-        waiting_tokens: Tokens of those that had never run.
+        lane: The kind of lane that it ran on.
+        share: The lane's share of the device, 0 to 1.
+        start_s: Start time, from `time.perf_counter`.
+        ms: Duration.
+        decodes: Number of sequences that computed one token.
+        decode_context: Sum of the tokens that these attended to.
+        prefills: Number of sequences that computed several tokens.
+        prefill_tokens: Sum of the tokens that these computed.
+        prefill_context: Sum of the tokens that the last token of each attended to.
+        waiting: Number of sequences that did not run when the step was collected.
+        waiting_tokens: Tokens of the requests among them that had never run.
     """
 
     lane: LaneName
@@ -40,13 +47,13 @@ class StepRecord(NamedTuple):
 
 
 class StepTrace:
-    """The last steps, in the order in which they were collected."""
+    """Records of the last steps, in the order in which they were collected."""
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
 
     def add(self, step: InFlightStep, result: StepResult, waiting: int, waiting_tokens: int) -> None:
-        """A step has been collected."""
+        """Records a collected step."""
         decodes, prefills = len(step.plan.decodes), step.plan.prefills
         prefill_context = sum(chunk.end for chunk in prefills)
         self._records.append(
@@ -66,5 +73,30 @@ class StepTrace:
         )
 
     def records(self) -> list[StepRecord]:
-        """All steps that are still known, oldest first."""
+        """All recorded steps, oldest first."""
         return list(self._records)
+
+
+class StepTimes:
+    """Durations of the recent steps on the full lane and the decode lanes."""
+
+    def __init__(self) -> None:
+        self._decode_ms: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._slowdowns: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, ms: float, predicted_ms: float, *, decodes: bool) -> None:
+        """Records a step's duration, the predicted one (0: unknown), and whether the step had decodes."""
+        if predicted_ms:
+            self._slowdowns.append(ms / predicted_ms)
+        if decodes:
+            self._decode_ms.append(ms)
+
+    @property
+    def decode_ms(self) -> float:
+        """Mean duration of the recent steps that had decodes; 0 if there were none."""
+        return sum(self._decode_ms) / len(self._decode_ms) if self._decode_ms else 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """Median ratio of the recent steps' measured to predicted durations; 0 if there were too few."""
+        return median(self._slowdowns) if len(self._slowdowns) >= MIN_STEPS_TO_COMPARE else 0.0

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of a step."""
+"""Requests, outputs and figures: what goes into the engine and what comes out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from cpd.common.blocks import Tier
 
 
 class Finish(IntEnum):
-    """Why a choice ended (values of the wire's FinishReason)."""
+    """Why a choice ended. The values are those of the wire's FinishReason."""
 
     STOP = 1
     LENGTH = 2
@@ -21,17 +21,17 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_p, top_k, min_p: Filters; 1, 0 and 0 are off.
+        top_p, top_k, min_p: Filters; 1, 0 and 0 turn them off.
         presence_penalty, frequency_penalty: Subtracted from logits of tokens in the output (OpenAI's definition).
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output
-            (transformers' definition); 1 is off.
+            (transformers' definition); 1 turns it off.
         logit_bias: Added to the logits, by token id.
-        seed: Keys the noise, with the choice index and the token's position.
-        top_logprobs: None for no logprobs; otherwise how many alternatives to report beside the chosen token.
-            They are of the model's distribution, before temperature, penalties and filters.
-        max_tokens: Output tokens at most.
+        seed: Part of the noise's key, with the choice index and the token's position.
+        top_logprobs: Number of alternatives to report beside the chosen token; None for no logprobs. Logprobs are of
+            the model's distribution, before temperature, penalties and filters.
+        max_tokens: Maximum number of output tokens.
         min_tokens: Stop tokens can't be chosen before this many output tokens.
-        stop_token_ids: The request ends with one of these, which is emitted.
+        stop_token_ids: A choice ends with one of these, which is emitted.
     """
 
     temperature: float = 1.0
@@ -50,7 +50,7 @@ class SamplingParams:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the next token depends on which ones came before, beyond what the model makes of them."""
+        """True if sampling itself, not only the model, depends on the tokens before."""
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
 
@@ -59,19 +59,19 @@ class Request:
     """One prompt and how to continue it.
 
     Attributes:
-        id: Unique among live requests of this engine.
-        token_ids: The prompt, then output that was already emitted (after a replay).
-        prompt_len: How many of them are the prompt.
+        id: Unique among the unfinished requests of this engine.
+        token_ids: The prompt, then output that was already emitted (in a replay).
+        prompt_len: Number of tokens of the prompt.
         hash_root: Start of the block hash chain (model and tenant).
-        block_hashes: Of all full blocks of `token_ids`.
-        n: Number of choices, `first_choice` .. `first_choice + n - 1`. Only 1 where output was already emitted.
-        prefill_only: Ends after the first token of each choice. Its output has a `finish` only if the choice ends
-            with it; otherwise the choice goes on elsewhere.
+        block_hashes: Hashes of all full blocks of `token_ids`.
+        n: Number of choices, `first_choice` .. `first_choice + n - 1`. Must be 1 in a replay.
+        prefill_only: End after the first token of each choice. Its output has a `finish` only if the choice ends with
+            it; otherwise the choice goes on elsewhere.
         tenant: Tenants share the queue fairly.
-        priority: Higher ones go first.
-        received: When it came, in seconds by the clock that `Engine.step` is told.
-        deadline: When its first token should be there, by the same clock.
-        number: What its router calls it.
+        priority: Requests of a higher priority go first.
+        received: Time of arrival in seconds, on the clock of `Engine.step`.
+        deadline: Time at which the first token is due, on the same clock.
+        number: The router's number of the request.
     """
 
     id: str
@@ -92,7 +92,7 @@ class Request:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probability of the chosen token and of the most likely ones."""
+    """Log-probability of the chosen token and of the most likely tokens."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -103,10 +103,10 @@ class Output:
     """New tokens of one choice.
 
     Attributes:
-        logprobs: One a token where the request asked for them, else empty.
-        finish: Set when this is the choice's last output.
-        cached_tokens: With the first output of a choice: prompt tokens that were taken from the cache.
-        queued_s: With the first output of a choice: how long the request waited until it was first scheduled.
+        logprobs: One for each token if the request asked for them, else empty.
+        finish: Set in the choice's last output.
+        cached_tokens: Number of prompt tokens found in the cache. Set in a choice's first output only.
+        queued_s: Time until the request was first scheduled. Set in a choice's first output only.
     """
 
     request_id: str
@@ -120,7 +120,7 @@ class Output:
 
 @dataclass(slots=True)
 class Computed:
-    """How far a prefill-only request has come: its first `num_tokens` tokens are valid in `pages`, in block order."""
+    """Progress of a prefill-only request: its first `num_tokens` tokens are valid in `pages`, in block order."""
 
     request_id: str
     num_tokens: int
@@ -129,7 +129,7 @@ class Computed:
 
 @dataclass(slots=True)
 class CacheEvent:
-    """Blocks that are in this tier from now on, and were not before."""
+    """Blocks that have moved to this tier."""
 
     tier: Tier
     hashes: list[bytes]
@@ -137,12 +137,11 @@ class CacheEvent:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one engine step brought.
+    """The results of one engine step.
 
     Attributes:
         outputs: New tokens.
-        computed: Progress of prefill-only requests. Their pages are still held when the caller sees this, and are
-            released right after unless it pins them (`Engine.pin`).
+        computed: Progress of prefill-only requests. The pages are held until the next step; `Engine.pin` keeps them.
         failed: Requests that can never be finished, with the reason.
     """
 
@@ -153,12 +152,12 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages set aside for a prompt that another worker computes.
+    """Pages reserved for a prompt that another worker computes (see `engine/landings.py`).
 
     Attributes:
-        id: Names the reservation among the live ones; used again later.
-        generation: Never used again.
-        first_block: The blocks before this one are in the cache, and held.
+        id: Identifies the reservation among the unfinished ones; later ones may have the same id.
+        generation: Unique in this engine.
+        first_block: Number of leading blocks that are in the cache, and held.
         pages: One for each block from `first_block` on, the partial last one included.
     """
 
@@ -181,36 +180,37 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class HostStats:
-    """The host tier.
+    """Figures of the host tier.
 
     Attributes:
-        pages: Its size; 0: there is no host tier.
-        kept: Pages that hold a block.
-        blocks: Totals since the start, by what happened to blocks: kept (copied out), skipped (too many were evicted
-            together), evicted (for others), returned (loaded), computed (although they were there), damaged.
+        pages: Size in pages; 0 without a host tier.
+        offloaded: Number of pages that hold a block.
+        blocks: Totals since the start, by what happened to blocks: offloaded (copied out), skipped (too many were
+            evicted together), evicted (for others), loaded, recomputed (although they were there), damaged.
     """
 
     pages: int = 0
-    kept: int = 0
+    offloaded: int = 0
     blocks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for load reports.
+    """A snapshot for load reports. Totals count from the start.
 
     Attributes:
-        running, waiting: Sequences that run, and that don't.
-        waiting_tokens: To be computed before all of them decode; for those never admitted as of their arrival.
-        preemptions, prefill_tokens, decode_tokens, cached_tokens: Totals since the start.
-        queued_tokens: Of requests that have never been admitted: what the queue's bound counts.
-        decodes: Sequences that lack one token.
-        decode_context: Tokens that these attend to, summed.
+        running, waiting: Numbers of sequences that run, and that don't.
+        waiting_tokens: Tokens to compute before all sequences decode. For sequences that have never run, as estimated
+            when they came.
+        preemptions, prefill_tokens, decode_tokens, cached_tokens: Totals.
+        queued_tokens: Tokens of requests that have never run, which the queue limit counts.
+        decodes: Number of sequences that lack one token.
+        decode_context: Sum of the tokens that these attend to.
         prefill_ms: Predicted time until `waiting_tokens` are computed.
-        late_ms: The part of it that belongs to late prompts, which a prompt that comes now and can be in time passes.
-        step_ms: Mean of the recent steps that had decodes; 0: there were none.
-        slower: How many times as long as predicted recent steps took, on median; 0: too few to tell.
-        unanswered: Routers' numbers of the newest requests that have no token yet.
+        overdue_ms: The part of `prefill_ms` that a new prompt passes if it can meet its deadline: late prompts wait.
+        step_ms: Mean duration of the recent steps that had decodes; 0 if there were none.
+        slowdown: Median ratio of the recent steps' measured to predicted durations; 0 if there were too few.
+        awaiting_first_token: Numbers of the newest requests that have no token yet.
     """
 
     running: int
@@ -225,8 +225,8 @@ class EngineStats:
     decodes: int = 0
     decode_context: int = 0
     prefill_ms: float = 0.0
-    late_ms: float = 0.0
+    overdue_ms: float = 0.0
     step_ms: float = 0.0
-    slower: float = 0.0
+    slowdown: float = 0.0
     host: HostStats = HostStats()
-    unanswered: Sequence[int] = ()
+    awaiting_first_token: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Where transports listen, and how to find that."""
+"""Where transports listen, and the network devices of this machine."""
 
 import asyncio
 import fcntl
@@ -19,11 +19,11 @@ _RDMA = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a transport listens, and the secret that lets a peer in. Every transport has its own.
+    """Where a transport listens, and the secret that lets a peer in. Each transport has its own subclass.
 
     Attributes:
-        MAGIC: What the encoded addresses of one kind of transport begin with, four bytes.
-        TRANSPORT: That kind.
+        MAGIC: First four bytes of the encoded address.
+        TRANSPORT: Name of the transport.
     """
 
     MAGIC: ClassVar[bytes]
@@ -38,7 +38,7 @@ class Address:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Raises TransferError if `data` is no address of such a transport."""
+        """Raises TransferError if `data` is not an address of this transport."""
         try:
             magic, port, key = _ADDRESS.unpack_from(data)
             host = data[_ADDRESS.size :].decode()
@@ -50,7 +50,7 @@ class Address:
 
 
 async def resolve(host: str) -> str:
-    """The IPv4 address of a name. Raises TransferError if there is none."""
+    """The IPv4 address of a host name. Raises TransferError if there is none."""
     try:
         return str(ipaddress.IPv4Address(host))
     except ValueError:
@@ -63,7 +63,7 @@ async def resolve(host: str) -> str:
 
 
 def interface_of(host: str) -> str:
-    """The network interface with this IPv4 address, empty for all of them. Raises ConfigError if there is none."""
+    """The network interface with this IPv4 address; empty for 0.0.0.0. Raises ConfigError if there is none."""
     address = ipaddress.IPv4Address(host)
     if address.is_unspecified:
         return ""
@@ -80,9 +80,10 @@ def interface_of(host: str) -> str:
 
 
 def network_devices(host: str) -> tuple[str, ...]:
-    """What reaches others from this IPv4 address, as UCX names it: its interface, and every RDMA port with a link.
+    """The devices that reach other machines from this IPv4 address, in UCX's names.
 
-    From a loopback address its interface alone; empty for all there are. Raises ConfigError as `interface_of` does.
+    These are its interface and every RDMA port with a link; for a loopback address the interface alone. Empty (all
+    devices) for 0.0.0.0. Raises ConfigError like `interface_of`.
     """
     interface = interface_of(host)
     if not interface:
@@ -91,6 +92,6 @@ def network_devices(host: str) -> tuple[str, ...]:
 
 
 def rdma_ports() -> tuple[str, ...]:
-    """This machine's RDMA ports that have a link, as UCX names them, such as mlx5_0:1."""
+    """The RDMA ports of this machine that have a link, in UCX's names, such as mlx5_0:1."""
     states = sorted(_RDMA.glob("*/ports/*/state"))
     return tuple(f"{file.parts[-4]}:{file.parts[-2]}" for file in states if "ACTIVE" in file.read_text())

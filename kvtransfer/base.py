@@ -1,23 +1,27 @@
-"""The transport protocol: pages of a sender's pool appear in pages that a receiver has set aside.
+"""The transport protocol: copies pages of a sender's pool into pages that a receiver has reserved.
 
     receiver (decode worker)                      sender (prefill worker)
     address = transport.address
     landing = transport.expect(r, g, pages)
-                      ── address, r, g, epoch, pages by some other wire ──▶
+                      ── address and ticket, by some other wire ──▶
                                                   peer = await transport.connect(address)
                                                   transfer = peer.push(ticket, [(page, index), …])   any number of times
     await landing.done()                          await transfer.done()
 
-Who may touch what, and when:
-- Receiver's pages: from `expect` on they may be written at any time until `landing.done()` returned, or until
-  `landing.revoke()` returned True. If `revoke()` returns False a write may still be under way: quarantine the
-  pages until the sender has said that nothing is in flight, or `landing.peer_gone()` returned.
-- Sender's pages: read from `push` on until `transfer.done()` returned or raised. They must not change meanwhile.
-- Epoch (one a pool creation) and generation (one a reservation) guard messages: a push whose ticket is not
-  current is refused with StaleTransferError at the sender, and nothing is written.
+A *landing* is the receiver's set of reserved pages. Who may touch which pages, and when:
+- Receiver: from `expect` on, pages may be written at any time until `landing.done()` has returned, or until
+  `landing.revoke()` has returned True. If `revoke()` returns False, a write may still be under way: quarantine the
+  pages until the sender has said that nothing is in flight, or `landing.peer_gone()` has returned.
+- Sender: pages are read from `push` on until `transfer.done()` has returned or raised. They must not change meanwhile.
+- The epoch (a new one for each pool) and the generation (a new one for each reservation) guard messages: a push with an
+  outdated ticket fails at the sender with StaleTransferError, and nothing is written.
 
-All coroutine methods and `push` are called on one event loop; no method blocks it. Memory is the caller's: it
-outlives the transport.
+Usually whole pages move. If the pools differ (tensor parallel degree, format), landing and ticket name *segments*: the
+bytes of a page that move, and their place in the other pool's page. Several senders, such as the ranks of a tensor
+parallel worker, can fill the same pages: each has a landing of its own, with its own segments.
+
+Call all coroutine methods and `push` on one event loop; no method blocks it. The memory is the caller's and must
+outlive the transport.
 """
 
 from collections.abc import Sequence
@@ -29,7 +33,7 @@ Route = Literal["memory", "network"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a transfer takes: `fixed_ms`, and a millisecond for every `bytes_per_ms`."""
+    """Predicted time of a transfer: `fixed_ms`, plus one millisecond for every `bytes_per_ms`."""
 
     fixed_ms: float
     bytes_per_ms: float
@@ -37,10 +41,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """A page pool: `num_pages` pages of `page_bytes`, back to back from `pointer`.
+    """A page pool: `num_pages` contiguous pages of `page_bytes`, starting at `pointer`.
 
     Attributes:
-        device: Whose memory it is: a CUDA device, as this process numbers them. None: the host's.
+        device: CUDA device that holds the memory, as this process numbers devices. None for host memory.
     """
 
     pointer: int
@@ -54,20 +58,33 @@ class PoolMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """`num_bytes` contiguous bytes of a page, which move from offset `source` in the sender's page to offset `target`
+    in the receiver's.
+    """
+
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
-    """The receiver's reservation, as the sender must quote it.
+    """What a sender needs to know about a landing.
 
     Attributes:
-        epoch: Of the receiver's pool.
-        reservation: Names the landing.
-        generation: Tells this use of the landing's pages from earlier ones.
+        epoch: Epoch of the receiver's pool.
+        reservation: Name of the landing.
+        generation: Distinguishes this use of the reservation from earlier ones.
         pages: The receiver's page for each index.
+        segments: Parts of each page that move, the same as the landing's. Empty for whole pages.
     """
 
     epoch: int
     reservation: int
     generation: int
     pages: tuple[int, ...]
+    segments: tuple[Segment, ...] = ()
 
 
 class Landing(Protocol):
@@ -81,17 +98,17 @@ class Landing(Protocol):
         """
 
     def revoke(self) -> bool:
-        """Refuses whatever has not begun to arrive. True: nothing can be written any more. Idempotent.
+        """Refuses all pages that have not begun to arrive. Idempotent; a complete landing stays complete.
 
-        A landing that is complete stays complete.
+        Returns True if nothing can be written any more.
         """
 
     async def peer_gone(self) -> None:
-        """Returns when it is certain that no write into these pages is under way or can begin.
+        """Returns when no write into these pages is under way and none can begin.
 
-        For a landing that was revoked, failed or completed. A sender that makes no progress is cut off after a few
-        seconds, so this ends even when the sender is stopped; unless it writes from its own process straight into
-        this one's memory (nixl, on one machine): then it ends when the sender continues, or is gone.
+        Call it for a landing that was revoked, failed or completed. A sender without progress is cut off after a few
+        seconds, so this returns even if the sender is stopped. The exception is a sender that writes directly into this
+        process's memory (nixl, on one machine): then it returns when the sender continues or has ended.
         """
 
 
@@ -99,7 +116,7 @@ class Transfer(Protocol):
     """The sender's side of one push."""
 
     async def done(self) -> None:
-        """Returns when the pages have arrived at the receiver; the sender's pages may be reused.
+        """Returns when the pages have arrived at the receiver. Afterwards the sender's pages may be reused.
 
         Raises:
             StaleTransferError: The receiver refused the ticket.
@@ -115,32 +132,33 @@ class Peer(Protocol):
 
     @property
     def route(self) -> Route:
-        """Which way pages go: from process to process in this machine's memory, or that of its GPUs, or over a network
-        device.
-        """
+        """How pages travel: `memory` within one machine (host memory or GPU to GPU), or `network`."""
 
     @property
     def alive(self) -> bool:
-        """False once the connection is known to be broken or closed: connect again."""
+        """False once the connection is known to be broken or closed; connect again."""
 
     def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> Transfer:
-        """Sends own page `pages[k][0]` to the ticket's page at index `pages[k][1]`, for every k.
+        """Sends own page `pages[k][0]`, or the ticket's segments of it, to the ticket's page at index `pages[k][1]`.
 
         Raises:
-            ValueError: A page is not in the pool, or an index not in the ticket or named twice.
+            ValueError: A page is not in the pool, an index is not in the ticket or named twice, or a segment is not
+                inside the page.
         """
 
     async def close(self) -> None:
-        """Ends the connection; transfers that are not done end with TransferError."""
+        """Closes the connection; unfinished transfers fail with TransferError."""
 
 
 class Transport(Protocol):
-    """One pool's door to the others.
+    """Connects one pool with the pools of other processes.
 
     Attributes:
-        name: Of its kind: only transports of one kind understand each other.
-        reason: Why this kind was chosen, empty if it was asked for.
-        cost: What a transfer takes, if that was measured when it was chosen.
+        name: Kind of transport. Only transports of the same kind can connect.
+        reason: Why this kind was chosen; empty if it was asked for.
+        cost: Predicted cost of a transfer, if it was measured when this kind was chosen.
+        address: Given to `connect` by other transports.
+        epoch: Epoch of the pool.
     """
 
     name: str
@@ -149,25 +167,31 @@ class Transport(Protocol):
     address: bytes
     epoch: int
 
-    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> Landing:
-        """Sets `pages` of the own pool aside for one sender.
+    def expect(
+        self, reservation: int, generation: int, pages: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> Landing:
+        """Reserves `pages` of the own pool, or segments of each of them, for one sender.
 
         Raises:
-            ValueError: A page is not in the pool or named twice, or the reservation or one of its pages is still
-                open to writes of an earlier landing.
+            ValueError: A page is not in the pool or named twice, a segment is not inside the page, segments overlap,
+                the reservation is still open, or an earlier landing may still write to the same bytes.
             TransferError: The transport is closed.
         """
 
-    async def connect(self, address: bytes) -> Peer:
-        """Connects to the transport that has this address (its own `address` attribute).
+    async def connect(self, address: bytes, page_bytes: int | None = None) -> Peer:
+        """Connects to the transport with this address.
+
+        Args:
+            address: The other transport's `address`.
+            page_bytes: Its page size. None if it is the same as this pool's.
 
         Raises:
-            TransferError: Nobody answers there, or its page size differs.
-            StaleTransferError: Another transport answers there than the one that gave this address.
+            TransferError: Nobody answers there, or its page size is another one.
+            StaleTransferError: A different transport has this address now.
         """
 
     async def close(self) -> None:
-        """Ends all landings, transfers and connections; afterwards the pool is not touched any more.
+        """Ends all landings, transfers and connections. Afterwards the pool is not touched any more.
 
-        It takes as long as `Landing.peer_gone` does.
+        Takes as long as `Landing.peer_gone` does.
         """

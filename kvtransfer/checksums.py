@@ -1,4 +1,4 @@
-"""Checksums of pages, to find out whether what arrived is what was sent."""
+"""Checksums of pages, to detect damage on the way."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ CHECKSUM_BYTES = 8
 
 
 def page_checksums(memory: PoolMemory, pages: Sequence[int]) -> bytes:
-    """xxh3_64 of each page, `CHECKSUM_BYTES` each, little-endian. Any thread; about 10 GB/s.
+    """The xxh3_64 of each page, `CHECKSUM_BYTES` each, little-endian, at about 10 GB/s. May be called from any thread.
 
     The pages must not change meanwhile.
 
     Raises:
-        TransferError: A device's memory can't be read.
+        TransferError: GPU memory can't be read.
     """
     sums = (xxhash.xxh3_64_intdigest(_content(memory, page)) for page in pages)
     return b"".join(value.to_bytes(CHECKSUM_BYTES, "little") for value in sums)

@@ -1,6 +1,7 @@
-"""The calls of the CUDA runtime that are needed for pages in a GPU's memory.
+"""The CUDA runtime calls that pages in GPU memory need.
 
-They block without the GIL, and work beside torch, with which they share the device's one context.
+They block without the GIL, and share the device's primary context with torch. All of them raise TransferError if there
+is no such device, or cuda-python is not installed.
 """
 
 import ctypes
@@ -10,48 +11,44 @@ from cpd.common.errors import TransferError
 
 
 def use(device: int) -> None:
-    """Makes a device the calling thread's, as NIXL's calls for its memory expect it.
-
-    Raises:
-        TransferError: There is no such device, or no package for it; so do all calls here.
-    """
+    """Makes a device current on the calling thread, which NIXL's calls for its memory require."""
     _call("cudaSetDevice", device)
 
 
 def count() -> int:
-    """How many devices this process may use."""
+    """Number of devices this process may use."""
     (devices,) = _call("cudaGetDeviceCount")
     return int(devices)
 
 
 def allocate(device: int, num_bytes: int) -> int:
-    """Memory of a device that other processes can be let into. Give it to `free`."""
+    """Allocates device memory that other processes can map. Release it with `free`."""
     use(device)
     (pointer,) = _call("cudaMalloc", num_bytes)
     return int(pointer)
 
 
 def free(device: int, pointer: int) -> None:
-    """Gives back what `allocate` gave."""
+    """Releases memory of `allocate`."""
     use(device)
     _call("cudaFree", pointer)
 
 
 def fill(device: int, pointer: int, value: int, num_bytes: int) -> None:
-    """Sets every byte. Returns when that is done."""
+    """Sets every byte, and waits until that is done."""
     use(device)
     _call("cudaMemset", pointer, value, num_bytes)
     wait(device)
 
 
 def wait(device: int) -> None:
-    """Returns when everything is done that this process has begun on the device."""
+    """Waits for everything that this process has started on the device."""
     use(device)
     _call("cudaDeviceSynchronize")
 
 
 def read(device: int, pointer: int, num_bytes: int) -> bytearray:
-    """A copy of device memory. It waits for no kernel, and none waits for it."""
+    """Copies device memory to the host, without waiting for kernels or delaying them."""
     use(device)
     copy = bytearray(num_bytes)
     target = ctypes.addressof(ctypes.c_char.from_buffer(copy))

@@ -3,6 +3,7 @@
 import logging
 
 from cpd.common.errors import ConfigError, TransferError
+from kvtransfer.addresses import resolve
 from kvtransfer.base import Cost, PoolMemory, Transport
 from kvtransfer.probe import probe
 
@@ -10,23 +11,22 @@ log = logging.getLogger(__name__)
 
 
 async def create(
-    name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "", neighbours: bool = True
+    name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "", same_host: bool = True
 ) -> Transport:
     """Opens a pool's transport.
 
     Args:
-        name: `ucx`, `nixl`, or `auto`: nixl if it works here, else ucx; the transport's `reason` says why. None: ucx. A
-            pool in a GPU's memory has nixl, whether auto or None.
+        name: `ucx`, `nixl`, or `auto` for nixl if it works here, else ucx (the transport's `reason` says why). None
+            for the default, ucx. A pool in GPU memory uses nixl for both auto and None.
         memory: The pool.
-        epoch: Of the pool: another one each time a pool is made.
-        host: Interface to listen on, an IPv4 address or a name of one; 0.0.0.0 for all.
-        advertise_host: What peers connect to; empty takes `host`.
-        neighbours: Whether nixl may write straight into the host memory of another process of this machine.
+        epoch: Epoch of the pool, a new one each time a pool is created.
+        host: Interface to listen on, as an IPv4 address or host name; 0.0.0.0 for all.
+        advertise_host: Host that peers connect to; `host` if empty.
+        same_host: True if nixl may write directly into the host memory of other processes of this machine.
 
     Raises:
-        ConfigError: There is no transport of that name, or none for such memory, or nobody could connect to the address
-            given.
-        TransferError: It cannot be set up here.
+        ConfigError: The name is unknown, ucx was asked to move GPU memory, or peers could not connect to the address.
+        TransferError: The transport cannot be set up here.
     """
     if name not in (None, "auto", "nixl", "ucx"):
         raise ConfigError(f"transport: {name!r} is unknown; give auto, nixl or ucx")
@@ -34,6 +34,11 @@ async def create(
         raise ConfigError("transport: ucx moves pages of host memory only; those of a GPU need nixl")
     if (advertise_host or host) == "0.0.0.0":
         raise ConfigError("advertise-host: workers that listen on 0.0.0.0 must say which address others reach them at")
+    try:
+        ip = await resolve(host)
+    except TransferError as error:
+        raise ConfigError(f"host: {error}") from None
+    advertise_host = advertise_host or ip
     reason, cost = "", None
     if memory.device is not None and name != "nixl":
         name, reason = "nixl", "pages are in a GPU's memory"
@@ -44,23 +49,23 @@ async def create(
         from kvtransfer.nixl.transport import NixlTransport
 
         transport = await NixlTransport.open(
-            memory, epoch=epoch, host=host, advertise_host=advertise_host, neighbours=neighbours
+            memory, epoch=epoch, host=ip, advertise_host=advertise_host, same_host=same_host
         )
     else:
         from kvtransfer.ucx.transport import UcxTransport
 
-        transport = await UcxTransport.open(memory, epoch=epoch, host=host, advertise_host=advertise_host)
+        transport = await UcxTransport.open(memory, epoch=epoch, host=ip, advertise_host=advertise_host)
     transport.reason, transport.cost = reason, cost
     return transport
 
 
 async def _choose() -> tuple[str, str, Cost | None]:
-    """Name, reason and cost. Loads nothing: two UCX libraries in one process crash it."""
+    """Name, reason and cost. Loads neither library: a process with both of their UCX versions crashes."""
     log.info("trying nixl between two processes")
     try:
-        found = await probe("127.0.0.1")
+        reason, cost = await probe("127.0.0.1")
     except TransferError as error:
         log.warning("pages move over ucx, because nixl does not work here: %s", error)
         return "ucx", f"nixl does not work here: {error}", None
-    log.info("pages move over nixl: %s", found)
-    return "nixl", str(found), found.memory or found.network
+    log.info("pages move over nixl: %s", reason)
+    return "nixl", reason, cost

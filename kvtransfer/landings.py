@@ -1,4 +1,4 @@
-"""What a receiver has agreed to, the same for every transport.
+"""The receiver's side of all reservations, shared by all transports.
 
 A landing's page goes  expected -> begun -> arrived.  The landing itself:
 
@@ -6,11 +6,11 @@ A landing's page goes  expected -> begun -> arrived.  The landing itself:
      ├─────── revoke() ────────────────▶ revoked     nothing new begins
      └─────── sender or transport gone ▶ failed      nothing new begins
 
-It is *settled*, its pages are safe from writes, when it is not open and no page is begun. Only then may its
-pages be in another landing.
+A landing is *settled* when it is not open and no page is begun: its pages are safe from writes. Only then may another
+landing reserve the same bytes.
 
-`expect` and `revoke` come from the event loop while a transport's own thread begins and ends arrivals: every
-change happens under the book's lock.
+The event loop calls `expect` and `revoke` while a transport's thread begins and finishes arrivals. Every change happens
+under the table's lock.
 """
 
 import asyncio
@@ -19,7 +19,9 @@ from collections.abc import Hashable, Sequence
 from enum import Enum
 
 from cpd.common.errors import StaleTransferError, TransferError
+from kvtransfer.base import PoolMemory, Segment
 from kvtransfer.latch import Latch
+from kvtransfer.segments import layout_of, problem_with
 
 
 class LandingState(Enum):
@@ -29,27 +31,30 @@ class LandingState(Enum):
     FAILED = "failed"
 
 
-class BookedLanding:
-    """One reservation (implements `kvtransfer.base.Landing`). Made and changed by its `LandingBook`."""
+class LandingEntry:
+    """One reservation (implements `kvtransfer.base.Landing`). Created and changed by its `LandingTable`."""
 
     def __init__(
         self,
-        book: "LandingBook",
+        table: "LandingTable",
         loop: asyncio.AbstractEventLoop,
         reservation: int,
         generation: int,
         pages: Sequence[int],
+        segments: Sequence[Segment],
     ) -> None:
         self.reservation = reservation
         self.generation = generation
         self.pages = tuple(pages)
+        self.segments = tuple(segments)
+        self.layout = layout_of(segments)
         self.state = LandingState.OPEN
         self.error = ""
         self.sender: Hashable | None = None
-        self.taken = bytearray(len(self.pages))  # by index, 1: begun or arrived
+        self.taken = bytearray(len(self.pages))  # by index, 1 if begun or arrived
         self.begun = 0
         self.arrived = 0
-        self._book = book
+        self._table = table
         self._over = Latch(loop)
         self._settled = Latch(loop)
 
@@ -63,75 +68,88 @@ class BookedLanding:
             raise TransferError(self.error)
 
     def revoke(self) -> bool:
-        return self._book.revoke(self)
+        return self._table.revoke(self)
 
     async def peer_gone(self) -> None:
         await self._settled.wait()
 
     def announce(self) -> None:
-        """Wakes the waiters for whom something has come true. Any thread; may be repeated."""
+        """Wakes those who wait for the present state. May be called from any thread, and repeatedly."""
         if self.state is not LandingState.OPEN:
             self._over.set()
         if self.settled:
             self._settled.set()
 
 
-class LandingBook:
+class LandingTable:
     """All landings of one pool.
 
     Attributes:
-        closed: Whether there will be no more.
+        closed: True if there will be no more landings.
 
     Args:
-        loop: Where landings are awaited.
-        num_pages: Of the pool.
-        epoch: Of the pool.
+        loop: Event loop on which landings are awaited.
+        memory: The pool.
+        epoch: Epoch of the pool.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_pages: int, epoch: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, memory: PoolMemory, epoch: int) -> None:
         self._loop = loop
-        self._num_pages = num_pages
+        self._memory = memory
         self._epoch = epoch
         self._lock = threading.Lock()
-        self._unsettled: dict[int, BookedLanding] = {}  # by reservation
+        self._unsettled: dict[int, LandingEntry] = {}  # by reservation
         self._unsettled_pages: set[int] = set()
         self.closed = False
 
-    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> BookedLanding:
+    def expect(
+        self, reservation: int, generation: int, pages: Sequence[int], segments: Sequence[Segment]
+    ) -> LandingEntry:
         """See `kvtransfer.base.Transport.expect`."""
-        landing = BookedLanding(self, self._loop, reservation, generation, pages)
+        landing = LandingEntry(self, self._loop, reservation, generation, pages, segments)
         wanted = set(landing.pages)
         if len(wanted) != len(landing.pages):
             raise ValueError(f"reservation {reservation} names a page twice")
-        if wanted and not (min(wanted) >= 0 and max(wanted) < self._num_pages):
-            raise ValueError(f"reservation {reservation} names a page outside the pool of {self._num_pages} pages")
+        if wanted and not (min(wanted) >= 0 and max(wanted) < self._memory.num_pages):
+            raise ValueError(
+                f"reservation {reservation} names a page outside the pool of {self._memory.num_pages} pages"
+            )
+        if problem := problem_with(landing.segments, self._memory.page_bytes):
+            raise ValueError(f"reservation {reservation} names segments that {problem}")
         with self._lock:
             if self.closed:
                 raise TransferError("the transport is closed")
             if reservation in self._unsettled:
                 raise ValueError(f"reservation {reservation} is still open")
-            if shared := wanted & self._unsettled_pages:
-                raise ValueError(f"page {min(shared)} is still open to writes of another landing")
+            if conflicts := self._conflicting_pages(landing, wanted):
+                raise ValueError(f"page {min(conflicts)} is still open to writes of another landing")
             self._unsettled[reservation] = landing
             self._unsettled_pages |= wanted
             if not wanted:
                 landing.state = LandingState.COMPLETE
-                self._forget_if_settled(landing)
-        landing.announce()
+                self._changed(landing)
         return landing
 
     def begin(
-        self, sender: Hashable, epoch: int, reservation: int, generation: int, runs: Sequence[tuple[int, int]]
-    ) -> BookedLanding:
-        """Admits arrivals: from here on these pages are being written, until `finish` or `lost`.
+        self,
+        sender: Hashable,
+        epoch: int,
+        reservation: int,
+        generation: int,
+        runs: Sequence[tuple[int, int]],
+        layout: int = 0,
+    ) -> LandingEntry:
+        """Admits arrivals: from now on these pages are being written, until `finish` or `fail`.
 
         Args:
-            sender: The connection they come over.
-            runs: (index, count): the landing's pages index .. index + count - 1, which must be neighbours in the pool.
+            sender: The connection the pages arrive over.
+            runs: (index, count): the landing's pages index .. index + count - 1, contiguous in the pool.
+            layout: See `kvtransfer.segments.layout_of`.
 
         Raises:
             StaleTransferError: Epoch, reservation or generation is not current.
-            TransferError: An index is out of range, was named before, or a run's pages are not neighbours.
+            TransferError: An index is out of range, was named before, a run's pages are not contiguous, or the sender
+                would write other segments.
         """
         with self._lock:
             if epoch != self._epoch:
@@ -145,69 +163,69 @@ class LandingBook:
                 )
             if landing.sender is not None and landing.sender != sender:
                 raise TransferError(f"reservation {reservation} belongs to another connection")
+            if layout != landing.layout:
+                raise TransferError(f"reservation {reservation} expects other segments of its pages than the ticket")
             landing.taken = _taken_with(landing, runs)
             landing.begun += sum(count for _, count in runs)
             landing.sender = sender
             return landing
 
-    def finish(self, landing: BookedLanding, count: int) -> None:
-        """`count` begun pages have arrived."""
+    def finish(self, landing: LandingEntry, count: int) -> None:
+        """Records that `count` begun pages have arrived."""
         with self._lock:
             landing.begun -= count
             landing.arrived += count
             if landing.state is LandingState.OPEN and landing.arrived == len(landing.pages):
                 landing.state = LandingState.COMPLETE
-            self._forget_if_settled(landing)
-        landing.announce()
+            self._changed(landing)
 
-    def give_up(self, sender: Hashable, reason: str) -> None:
-        """Fails a connection's landings; pages that have begun may still be written until it is `lost`."""
-        self._fail(sender, reason, gone=False)
-
-    def lost(self, sender: Hashable, reason: str) -> None:
-        """A connection is gone, and nothing can be written through it any more."""
-        self._fail(sender, reason, gone=True)
-
-    def _fail(self, sender: Hashable, reason: str, *, gone: bool) -> None:
+    def fail(self, sender: Hashable, reason: str, *, gone: bool) -> None:
+        """Fails a connection's landings. Begun pages may still be written until the connection is gone."""
         with self._lock:
-            landings = [landing for landing in self._unsettled.values() if landing.sender == sender]
-            for landing in landings:
+            for landing in [each for each in self._unsettled.values() if each.sender == sender]:
                 if gone:
                     landing.begun = 0
                 self._end(landing, LandingState.FAILED, reason)
-        for landing in landings:
-            landing.announce()
 
-    def revoke(self, landing: BookedLanding) -> bool:
-        """Lets nothing new begin. Returns whether the landing is settled."""
+    def revoke(self, landing: LandingEntry) -> bool:
+        """Lets nothing new begin. Returns True if the landing is settled."""
         with self._lock:
             self._end(landing, LandingState.REVOKED, "the landing was revoked")
-            settled = landing.settled
-        landing.announce()
-        return settled
+            return landing.settled
 
     def close(self, reason: str) -> None:
-        """Ends all landings; those with pages begun settle when their connection is `lost`."""
+        """Ends all landings. Those with begun pages settle when their connection is gone."""
         with self._lock:
             self.closed = True
-            landings = list(self._unsettled.values())
-            for landing in landings:
+            for landing in list(self._unsettled.values()):
                 self._end(landing, LandingState.FAILED, reason)
-        for landing in landings:
-            landing.announce()
 
-    def _end(self, landing: BookedLanding, state: LandingState, reason: str) -> None:
+    def _end(self, landing: LandingEntry, state: LandingState, reason: str) -> None:
         if landing.state is LandingState.OPEN:
             landing.state, landing.error = state, reason
-        self._forget_if_settled(landing)
+        self._changed(landing)
 
-    def _forget_if_settled(self, landing: BookedLanding) -> None:
+    def _changed(self, landing: LandingEntry) -> None:
+        """Forgets the landing if it is settled, and wakes those who wait for its state."""
         if landing.settled and self._unsettled.get(landing.reservation) is landing:
             del self._unsettled[landing.reservation]
             self._unsettled_pages.difference_update(landing.pages)
+            if landing.segments:  # others may hold other segments of the same pages
+                for other in self._unsettled.values():
+                    self._unsettled_pages.update(other.pages if other.segments else ())
+        landing.announce()
+
+    def _conflicting_pages(self, landing: LandingEntry, wanted: set[int]) -> set[int]:
+        """The pages with bytes that an unsettled landing has reserved, too."""
+        shared, conflicts = wanted & self._unsettled_pages, set[int]()
+        for other in self._unsettled.values() if shared else ():
+            parts = landing.segments and other.segments and landing.segments + other.segments
+            if not parts or problem_with(parts, self._memory.page_bytes):
+                conflicts |= shared.intersection(other.pages)
+        return conflicts
 
 
-def _taken_with(landing: BookedLanding, runs: Sequence[tuple[int, int]]) -> bytearray:
+def _taken_with(landing: LandingEntry, runs: Sequence[tuple[int, int]]) -> bytearray:
     pages = landing.pages
     taken = bytearray(landing.taken)
     for index, count in runs:
@@ -216,6 +234,6 @@ def _taken_with(landing: BookedLanding, runs: Sequence[tuple[int, int]]) -> byte
         if any(taken[index : index + count]):
             raise TransferError(f"a page at index {index} to {index + count - 1} of the landing was pushed before")
         if count > 1 and pages[index : index + count] != tuple(range(pages[index], pages[index] + count)):
-            raise TransferError(f"the pages at index {index} to {index + count - 1} of the landing are not neighbours")
+            raise TransferError(f"the pages at index {index} to {index + count - 1} of the landing are not contiguous")
         taken[index : index + count] = b"\x01" * count
     return taken

@@ -1,10 +1,10 @@
-"""From a transport's thread to coroutines."""
+"""Signals from a transport's thread to coroutines."""
 
 import asyncio
 
 
 class Latch:
-    """An event that any thread may set and coroutines of one loop wait for. Once set it stays set."""
+    """An event that any thread may set, for coroutines of one event loop. Once set it stays set."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -14,7 +14,7 @@ class Latch:
         try:
             self._loop.call_soon_threadsafe(self._event.set)
         except RuntimeError:
-            if not self._loop.is_closed():  # a closed loop has no waiters
+            if not self._loop.is_closed():  # nobody waits on a closed loop
                 raise
 
     async def wait(self) -> None:

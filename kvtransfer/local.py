@@ -1,7 +1,7 @@
-"""Pools of one process, for tests and simulated workers: the rules of the real transports, a memcpy for a wire.
+"""Transports between pools of one process, for tests and simulated workers. They obey the rules of the real ones.
 
-Pages are under way for as long as the network says. A sender's pages go out one batch after the other, whatever
-transfers they belong to, as over one link; those of one connection in the order of the pushes.
+Pages take as long as the network says. A sender's pages leave one batch after the other over one link, whatever
+transfers they belong to; those of one connection leave in the order of the pushes.
 """
 
 import asyncio
@@ -10,46 +10,39 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from cpd.common.errors import TransferError
-from kvtransfer.base import Cost, PoolMemory, Route, Ticket
-from kvtransfer.landings import BookedLanding, LandingBook
-from kvtransfer.pushes import PushedTransfer, Run, check_push, merge
+from kvtransfer.base import Cost, PoolMemory, Route, Segment, Ticket
+from kvtransfer.landings import LandingEntry, LandingTable
+from kvtransfer.pushes import PushedTransfer, prepare_push
+from kvtransfer.segments import resolve_runs
+from kvtransfer.session.receiving import page_size_problem
 
 BATCH_PAGES = 16
-"""Pages that begin to move together; between two batches a transfer can be cancelled."""
+"""Pages that begin to move together. Between two batches a transfer can be cancelled."""
 
 
 class LocalNetwork:
-    """Where transports of one event loop find each other.
+    """Lets transports of one event loop find each other.
 
     Args:
-        name: Of the transports.
-        pages_ms: How long so many pages of one transfer take; by default no time at all.
+        name: Name of the transports.
+        pages_ms: Time in ms that a transfer of this many pages takes; by default none.
     """
 
     def __init__(self, name: str = "local", pages_ms: Callable[[int], float] = lambda pages: 0.0) -> None:
         self.name = name
         self.pages_ms = pages_ms
-        self._transports: dict[bytes, LocalTransport] = {}
+        self.transports: dict[bytes, LocalTransport] = {}  # by address
         self._numbers = itertools.count()
 
     def create(self, memory: PoolMemory, *, epoch: int) -> "LocalTransport":
         """A transport that others of this network can connect to."""
         transport = LocalTransport(self, b"local-%d" % next(self._numbers), memory, epoch)
-        self._transports[transport.address] = transport
+        self.transports[transport.address] = transport
         return transport
-
-    def find(self, address: bytes) -> "LocalTransport":
-        """Raises TransferError if nobody has that address."""
-        if address not in self._transports:
-            raise TransferError(f"no connection to {address!r}: nobody answers there")
-        return self._transports[address]
-
-    def remove(self, address: bytes) -> None:
-        self._transports.pop(address, None)
 
 
 class LocalTransport:
-    """Implements `kvtransfer.base.Transport`. Made by `LocalNetwork.create`."""
+    """Implements `kvtransfer.base.Transport`. Created by `LocalNetwork.create`."""
 
     reason = ""
     cost: Cost | None = None
@@ -60,36 +53,37 @@ class LocalTransport:
         self.epoch = epoch
         self.memory = memory
         self.pages_ms = network.pages_ms
-        self.link_free_s = 0.0  # loop time at which all that has begun to be sent will have arrived
-        self.book = LandingBook(asyncio.get_running_loop(), memory.num_pages, epoch)
+        self.link_free_s = 0.0  # loop time at which everything sent so far will have arrived
+        self.landings = LandingTable(asyncio.get_running_loop(), memory, epoch)
         self.connections: set[LocalPeer] = set()  # outgoing and incoming
         self._network = network
         self._closed = False
 
-    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> BookedLanding:
-        return self.book.expect(reservation, generation, pages)
+    def expect(
+        self, reservation: int, generation: int, pages: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> LandingEntry:
+        return self.landings.expect(reservation, generation, pages, segments)
 
-    async def connect(self, address: bytes) -> "LocalPeer":
+    async def connect(self, address: bytes, page_bytes: int | None = None) -> "LocalPeer":
         if self._closed:
             raise TransferError("the transport was closed")
-        receiver = self._network.find(address)
-        if receiver.memory.page_bytes != self.memory.page_bytes:
-            sizes = (
-                f"the sender's pages have {self.memory.page_bytes} bytes, the receiver's {receiver.memory.page_bytes}"
-            )
-            raise TransferError(f"{sizes}: both must serve the same model and dtype")
+        receiver, expected = self._network.transports.get(address), page_bytes or self.memory.page_bytes
+        if receiver is None:
+            raise TransferError(f"no connection to {address!r}: nobody answers there")
+        if receiver.memory.page_bytes != expected:
+            raise TransferError(page_size_problem(expected, receiver.memory.page_bytes))
         return LocalPeer(self, receiver)
 
     async def close(self) -> None:
         self._closed = True
-        self._network.remove(self.address)
-        self.book.close("the transport was closed")
+        self._network.transports.pop(self.address, None)
+        self.landings.close("the transport was closed")
         for connection in list(self.connections):
             connection.fail("the transport was closed")
 
 
 class LocalPeer:
-    """Implements `kvtransfer.base.Peer`. Made by `LocalTransport.connect`."""
+    """Implements `kvtransfer.base.Peer`. Created by `LocalTransport.connect`."""
 
     route: Route = "memory"
 
@@ -103,11 +97,10 @@ class LocalPeer:
         receiver.connections.add(self)
 
     def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> PushedTransfer:
-        check_push(ticket, pages, self._sender.memory.num_pages)
-        loop = asyncio.get_running_loop()
-        transfer = PushedTransfer(loop, ticket, merge(ticket, pages, most=BATCH_PAGES), self._cancel)
+        own, their_page_bytes = self._sender.memory, self._receiver.memory.page_bytes
+        transfer = prepare_push(ticket, pages, own, their_page_bytes, BATCH_PAGES)
         if self.alive:
-            self._last = task = loop.create_task(self._carry(transfer, after=self._last))
+            self._last = task = asyncio.create_task(self._send(transfer, after=self._last))
             self._tasks[task] = transfer
             task.add_done_callback(self._tasks.pop)
         else:
@@ -125,13 +118,10 @@ class LocalPeer:
         for task, transfer in list(self._tasks.items()):
             task.cancel()
             transfer.lost(TransferError(reason))
-        self._receiver.book.lost(self, reason)
+        self._receiver.landings.fail(self, reason, gone=True)
 
-    def _cancel(self, transfer: PushedTransfer) -> None:
-        transfer.stop(TransferError("the transfer was cancelled"))
-
-    async def _carry(self, transfer: PushedTransfer, after: asyncio.Task[None] | None) -> None:
-        ticket, book, sender = transfer.ticket, self._receiver.book, self._sender
+    async def _send(self, transfer: PushedTransfer, after: asyncio.Task[None] | None) -> None:
+        ticket, landings, sender = transfer.ticket, self._receiver.landings, self._sender
         clock = asyncio.get_running_loop().time
         arrival_s, pages, taken_ms = clock(), 0, 0.0
         if after is not None and not after.done():
@@ -141,7 +131,9 @@ class LocalPeer:
             count = sum(run.count for run in runs)
             try:
                 indices = [(run.index, run.count) for run in runs]
-                landing = book.begin(self, ticket.epoch, ticket.reservation, ticket.generation, indices)
+                landing = landings.begin(
+                    self, ticket.epoch, ticket.reservation, ticket.generation, indices, transfer.layout
+                )
             except TransferError as error:
                 transfer.refused(error)
                 return
@@ -151,13 +143,9 @@ class LocalPeer:
             arrival_s = max(arrival_s, sender.link_free_s) + (taken_ms - before_ms) / 1e3
             sender.link_free_s = arrival_s
             await asyncio.sleep(max(0.0, arrival_s - clock()))  # even without a delay others act meanwhile
-            for run in runs:
-                self._copy(run, landing)
-            book.finish(landing, count)
+            places = [landing.pages[run.index] for run in runs]
+            addresses = resolve_runs(sender.memory, self._receiver.memory, runs, places, ticket.segments)
+            for source, target, num_bytes in zip(*(each.tolist() for each in addresses), strict=True):
+                ctypes.memmove(target, source, num_bytes)
+            landings.finish(landing, count)
             transfer.arrived()
-
-    def _copy(self, run: Run, landing: BookedLanding) -> None:
-        size = self._sender.memory.page_bytes
-        source = self._sender.memory.pointer + run.page * size
-        target = self._receiver.memory.pointer + landing.pages[run.index] * size
-        ctypes.memmove(target, source, size * run.count)

@@ -1,70 +1,24 @@
-"""The sender's side of a push, the same for every transport."""
+"""The sender's side of a push, shared by all transports."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from cpd.common.errors import TransferError
-from kvtransfer.base import Ticket
+from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.latch import Latch
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Pages that are neighbours in both pools: own `page` … go to the ticket's index `index` …, `count` of them."""
-
-    page: int
-    index: int
-    count: int
-
-
-def check_push(ticket: Ticket, pages: Sequence[tuple[int, int]], num_pages: int) -> None:
-    """Raises ValueError unless this is what `kvtransfer.base.Peer.push` takes from a pool of `num_pages`."""
-    if not all(0 <= number < 1 << 64 for number in (ticket.epoch, ticket.reservation, ticket.generation)):
-        raise ValueError(f"a pushed ticket's numbers do not fit 64 bits: {ticket}")
-    if not pages:
-        return
-    own, indices = zip(*pages, strict=True)
-    if not (min(own) >= 0 and max(own) < num_pages):
-        raise ValueError(f"a pushed page is outside the pool of {num_pages} pages")
-    if not (min(indices) >= 0 and max(indices) < len(ticket.pages)):
-        raise ValueError(f"a pushed index is outside the ticket of {len(ticket.pages)} pages")
-    if len(set(indices)) != len(indices):
-        raise ValueError("a push names an index twice")
-
-
-def merge(ticket: Ticket, pages: Sequence[tuple[int, int]], most: int) -> deque[Run]:
-    """The runs of a push, in its order, of at most `most` pages each."""
-    runs: deque[Run] = deque()
-    first_page = first_index = count = 0
-    for page, index in pages:
-        extends = (
-            0 < count < most
-            and page == first_page + count
-            and index == first_index + count
-            and ticket.pages[index] == ticket.pages[first_index] + count
-        )
-        if extends:
-            count += 1
-            continue
-        if count:
-            runs.append(Run(first_page, first_index, count))
-        first_page, first_index, count = page, index, 1
-    if count:
-        runs.append(Run(first_page, first_index, count))
-    return runs
+from kvtransfer.segments import Run, layout_of, problem_with
 
 
 class PushedTransfer:
-    """One push (implements `kvtransfer.base.Transfer`): its runs wait, are in flight in batches, have arrived.
+    """One push (implements `kvtransfer.base.Transfer`). Its runs wait, are in flight in batches, then have arrived.
 
-    All but `done` and `cancel` belong to the transport's thread.
+    Everything but `done` and `cancel` belongs to the transport's thread.
 
     Args:
         ticket: The receiver's reservation.
-        runs: What is to be sent, in this order.
-        on_cancel: Called on the loop; has the transport's thread call `stop`.
+        runs: What to send, in this order.
+        call: Runs a function on the transport's thread.
     """
 
     def __init__(
@@ -72,13 +26,14 @@ class PushedTransfer:
         loop: asyncio.AbstractEventLoop,
         ticket: Ticket,
         runs: deque[Run],
-        on_cancel: Callable[["PushedTransfer"], None],
+        call: Callable[[Callable[[], None]], None],
     ) -> None:
         self.ticket = ticket
+        self.layout = layout_of(ticket.segments)
         self.waiting = runs
         self.in_flight = 0  # batches
         self.error: TransferError | None = None
-        self._on_cancel = on_cancel
+        self._call = call
         self._over = Latch(loop)
         self._announce()
 
@@ -92,10 +47,10 @@ class PushedTransfer:
             raise type(self.error)(*self.error.args)
 
     def cancel(self) -> None:
-        self._on_cancel(self)
+        self._call(lambda: self.stop(TransferError("the transfer was cancelled")))
 
     def take_batch(self, max_runs: int, max_pages: int) -> list[Run]:
-        """The next runs to be sent, at least one. They are in flight until `arrived`, `refused` or `lost`."""
+        """Takes the next runs to send, at least one. They are in flight until `arrived`, `refused` or `lost`."""
         runs = [self.waiting.popleft()]
         room = max_pages - runs[0].count
         while self.waiting and len(runs) < max_runs and (room := room - self.waiting[0].count) >= 0:
@@ -104,24 +59,24 @@ class PushedTransfer:
         return runs
 
     def arrived(self) -> None:
-        """A batch is complete on both sides."""
+        """Records that a batch is complete on both sides."""
         self.in_flight -= 1
         self._announce()
 
     def refused(self, error: TransferError) -> None:
-        """A batch was refused: nothing of it was sent, and nothing more will be."""
+        """Records that the receiver refused a batch; nothing of it was sent, and nothing more will be."""
         self.stop(error)
         self.in_flight -= 1
         self._announce()
 
     def lost(self, error: TransferError) -> None:
-        """The connection is gone, and nothing reads the pages any more."""
+        """Records that the connection is gone and nothing reads the pages any more."""
         self.stop(error)
         self.in_flight = 0
         self._announce()
 
     def stop(self, error: TransferError) -> None:
-        """Sends nothing more. `done` waits for what is in flight, then raises the first such error."""
+        """Sends nothing more. `done` waits for what is in flight, then raises the first error."""
         if self.over:
             return
         self.error = self.error or error
@@ -131,3 +86,66 @@ class PushedTransfer:
     def _announce(self) -> None:
         if self.over:
             self._over.set()
+
+
+def prepare_push(
+    ticket: Ticket,
+    pages: Sequence[tuple[int, int]],
+    own: PoolMemory,
+    their_page_bytes: int,
+    max_pages: int,
+    call: Callable[[Callable[[], None]], None] = lambda action: action(),
+) -> PushedTransfer:
+    """The transfer of a push, in runs of at most `max_pages`. Raises ValueError like `kvtransfer.base.Peer.push`.
+
+    Args:
+        call: Runs a function on the transport's thread, if that is not the event loop's.
+    """
+    _check(ticket, pages, own, their_page_bytes)
+    return PushedTransfer(asyncio.get_running_loop(), ticket, merge(ticket, pages, max_pages), call)
+
+
+def _check(ticket: Ticket, pages: Sequence[tuple[int, int]], own: PoolMemory, their_page_bytes: int) -> None:
+    if not all(0 <= number < 1 << 64 for number in (ticket.epoch, ticket.reservation, ticket.generation)):
+        raise ValueError(f"a pushed ticket's numbers do not fit 64 bits: {ticket}")
+    if not ticket.segments and own.page_bytes != their_page_bytes:
+        raise ValueError(f"a whole page was pushed, but pages have {own.page_bytes} and {their_page_bytes} bytes")
+    if problem := problem_with(ticket.segments, their_page_bytes):
+        raise ValueError(f"a push has segments that {problem}")
+    if not all(0 <= part.source <= own.page_bytes - part.num_bytes for part in ticket.segments):
+        raise ValueError(f"a push has segments that are not inside own pages of {own.page_bytes} bytes")
+    if not pages:
+        return
+    sources, indices = zip(*pages, strict=True)
+    if not (min(sources) >= 0 and max(sources) < own.num_pages):
+        raise ValueError(f"a pushed page is outside the pool of {own.num_pages} pages")
+    if not (min(indices) >= 0 and max(indices) < len(ticket.pages)):
+        raise ValueError(f"a pushed index is outside the ticket of {len(ticket.pages)} pages")
+    if len(set(indices)) != len(indices):
+        raise ValueError("a push names an index twice")
+
+
+def merge(ticket: Ticket, pages: Sequence[tuple[int, int]], max_pages: int) -> deque[Run]:
+    """Merges contiguous pages of a push into runs of at most `max_pages`, in the order of the push.
+
+    Pages that are sent in segments stay runs of one page.
+    """
+    max_pages = 1 if ticket.segments else max_pages
+    runs: deque[Run] = deque()
+    first_page = first_index = count = 0
+    for page, index in pages:
+        extends = (
+            0 < count < max_pages
+            and page == first_page + count
+            and index == first_index + count
+            and ticket.pages[index] == ticket.pages[first_index] + count
+        )
+        if extends:
+            count += 1
+            continue
+        if count:
+            runs.append(Run(first_page, first_index, count))
+        first_page, first_index, count = page, index, 1
+    if count:
+        runs.append(Run(first_page, first_index, count))
+    return runs

@@ -1,1 +1,1 @@
-"""Prompt in, KV pages and a first token out."""
+"""The prefill worker: computes prompts for combined workers, samples first tokens and sends the KV pages."""

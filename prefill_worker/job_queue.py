@@ -1,14 +1,14 @@
-"""Whose turn it is: a bounded queue of fills, in the order of `engine.scheduling.fair_queue`.
+"""The bounded queue of prefill jobs, in the order of `engine.scheduling.fair_queue`.
 
-    WAITING ──granted──▶ in the engine ──computed and landed, or given up──▶ left
-       └────────────────given up───────────────────────────────────────────▶ left
+    WAITING ──granted──▶ in the engine ──computed and landed, or given up──▶ removed
+       └────────────────given up───────────────────────────────────────────▶ removed
 
-A fill is granted when the engine will soon run out of work, so that decode workers set pages aside for a short time
-only. It may then be computed before its landing is known, so that nobody waits for a decode worker that is in the
-middle of a step. One that is slow to answer holds back only its own fills.
+A job is granted shortly before the engine runs out of work, so that decode workers reserve pages for a short time only.
+It may then be computed before its landing is known, so that nothing waits for a decode worker in the middle of a step.
+A decode worker that answers slowly delays only its own jobs.
 
-Pages that wait for a landing must never keep a fill that has one from ending: a decode worker may be waiting for just
-that, and the other way round. So they are as many at most as leave room for the longest prompt.
+Pages that wait for a landing must never stop a job that has one: a decode worker may wait for exactly that job, and the
+two would wait for each other. So their number leaves room for the longest prompt.
 """
 
 import asyncio
@@ -24,46 +24,47 @@ from engine.scheduling.queue_limit import QueueLimit
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """One fill's place.
+class QueuedJob:
+    """A job in the queue, until it is removed.
 
     Attributes:
-        terms: On which it waits.
-        left: Of those, not yet computed, as far as known.
-        turn: Resolved when the fill is granted.
-        landed: Whether its decode worker has said where the pages go.
-        early: Whether it may be computed before that; known with its turn.
+        decode_worker: The worker that wants the pages.
+        terms: The terms on which it waits.
+        tokens_left: Tokens still to compute, as far as known.
+        granted: Set when the job may start.
+        landed: The decode worker has named the landing.
+        early: The job may be computed before that; known when it is granted.
     """
 
-    owner: str
+    decode_worker: str
     terms: Terms
-    left: int
-    turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    tokens_left: int
+    granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     landed: bool = False
     early: bool = False
 
     @property
     def tokens(self) -> int:
-        """Of its prompt."""
+        """Tokens of the prompt."""
         return self.terms.tokens
 
     @property
     def work(self) -> Work:
-        """What it lacks, as far as known."""
-        return Work.prefill(self.left, self.tokens - self.left)
+        """The work still to do, as far as known."""
+        return Work.prefill(self.tokens_left, self.tokens - self.tokens_left)
 
 
-class FillQueue:
-    """All fills of a prefill worker that still need its engine, or a landing.
+class JobQueue:
+    """The jobs of a prefill worker that still need its engine, or a landing.
+
+    Times are on the clock of the jobs' deadlines, in seconds.
 
     Args:
-        max_tokens: Most tokens that wait (`engine.scheduling.queue_limit` has the rule).
-        slack_tokens: A fill is granted while less than this is left to compute, and less than this of the same
-            decode worker has not landed.
+        max_tokens: Most tokens that may wait (`engine.scheduling.queue_limit` has the rule).
+        slack_tokens: A job is granted when fewer tokens than this are left to compute, and fewer than this of the same
+            decode worker have not landed.
         early_pages: Most pages that may wait for a landing.
-        predicted_s: As in `engine.scheduling.queue_limit`.
-
-    Times are those of the fills' deadlines, in seconds.
+        predicted_s: Predicts the time to compute this many tokens.
     """
 
     def __init__(
@@ -77,88 +78,88 @@ class FillQueue:
         self._max_tokens = max_tokens
         self._slack_tokens = slack_tokens
         self._early_pages = early_pages
-        self._waiting = FairQueue[Place]()
-        self._backlog = QueueLimit(predicted_s)
+        self._waiting = FairQueue[QueuedJob]()
+        self._limit = QueueLimit(predicted_s)
         self._predicted_s = predicted_s
-        self._granted: list[Place] = []
+        self._granted: list[QueuedJob] = []
         self._waiting_work = Work()
 
     @property
-    def waiting(self) -> list[Place]:
-        """Fills that have not had their turn, in the order of arrival."""
+    def waiting(self) -> list[QueuedJob]:
+        """Jobs that are not granted yet, in the order of arrival."""
         return list(self._waiting)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of their prompts."""
-        return self._backlog.tokens
+        """Prompt tokens of the waiting jobs."""
+        return self._limit.tokens
 
     @property
     def waiting_work(self) -> Work:
-        """What they lack, as far as known."""
+        """Work of the waiting jobs, as far as known."""
         return self._waiting_work
 
     def late_work(self, now: float) -> Work:
-        """Of it, that of fills that won't be in time if turns begin at `now`."""
-        return Work.total(place.work for place in self._waiting.late(now))
+        """Returns the work of waiting jobs that would miss their deadline even if started at `now`."""
+        return Work.total(job.work for job in self._waiting.late(now))
 
-    def enter(self, owner: str, terms: Terms, now: float) -> Place:
-        """Queues a fill of the decode worker `owner`.
+    def add(self, decode_worker: str, terms: Terms, now: float) -> QueuedJob:
+        """Queues a job.
 
         Raises:
-            QueueFullError: Too many tokens wait already.
+            QueueFullError: Too many tokens are waiting.
         """
-        self._backlog.check(terms.tenant, terms.tokens, self._max_tokens, now)
-        place = Place(owner, terms, terms.tokens)
-        self._waiting.push(place, terms, self._predicted_s(terms.tokens))
-        self._backlog.add(terms.tenant, terms.tokens, now)
-        self._waiting_work += place.work
+        self._limit.check(terms.tenant, terms.tokens, self._max_tokens, now)
+        job = QueuedJob(decode_worker, terms, terms.tokens)
+        self._waiting.push(job, terms, self._predicted_s(terms.tokens))
+        self._limit.add(terms.tenant, terms.tokens, now)
+        self._waiting_work += job.work
         self._grant(now)
-        return place
+        return job
 
-    def computed(self, place: Place, left: int, now: float) -> None:
-        """The fill has made progress, or it is known how much of it is to be computed at all."""
-        if place in self._waiting:
-            self._waiting_work -= place.work
-        place.left = left
-        if place in self._waiting:
-            self._waiting_work += place.work
-            self._waiting.expect(place, self._predicted_s(left))
-        self._grant(now)
-
-    def landed(self, place: Place, now: float) -> None:
-        """The decode worker has said where the pages go."""
-        place.landed = True
+    def set_tokens_left(self, job: QueuedJob, tokens_left: int, now: float) -> None:
+        """Records how much of a job is still to compute: known from the cache, then after each chunk."""
+        if job in self._waiting:
+            self._waiting_work -= job.work
+        job.tokens_left = tokens_left
+        if job in self._waiting:
+            self._waiting_work += job.work
+            self._waiting.update(job, self._predicted_s(tokens_left))
         self._grant(now)
 
-    def leave(self, place: Place, now: float) -> None:
-        """The fill is over, as far as the engine and the landing go. Idempotent."""
-        if place in self._granted:
-            self._granted.remove(place)
-        elif place in self._waiting:
-            self._waiting.remove(place)
-            self._waiting_work -= place.work
-            self._backlog.remove(place.terms.tenant, place.tokens)
+    def set_landed(self, job: QueuedJob, now: float) -> None:
+        """Records that the decode worker has named the landing."""
+        job.landed = True
+        self._grant(now)
+
+    def remove(self, job: QueuedJob, now: float) -> None:
+        """Removes a job that needs neither the engine nor a landing any more. Idempotent."""
+        if job in self._granted:
+            self._granted.remove(job)
+        elif job in self._waiting:
+            self._waiting.remove(job)
+            self._waiting_work -= job.work
+            self._limit.remove(job.terms.tenant, job.tokens)
         self._grant(now)
 
     def _grant(self, now: float) -> None:
-        left = sum(place.left for place in self._granted if place.early or place.landed)
-        while left < self._slack_tokens and (place := self._next(now)) is not None:
-            self._waiting.take(place)
-            self._waiting_work -= place.work
-            self._backlog.take(place.terms.tenant, place.tokens, now)
+        left = sum(job.tokens_left for job in self._granted if job.early or job.landed)
+        while left < self._slack_tokens and (job := self._next(now)) is not None:
+            self._waiting.take(job)
+            self._waiting_work -= job.work
+            self._limit.take(job.terms.tenant, job.tokens, now)
             early_pages = sum(blocks_for(other.tokens) for other in self._granted if other.early and not other.landed)
-            place.early = early_pages + blocks_for(place.tokens) <= self._early_pages
-            left += place.left if place.early else 0
-            self._granted.append(place)
-            if not place.turn.done():
-                place.turn.set_result(None)
+            job.early = early_pages + blocks_for(job.tokens) <= self._early_pages
+            left += job.tokens_left if job.early else 0
+            self._granted.append(job)
+            if not job.granted.done():
+                job.granted.set_result(None)
 
-    def _next(self, now: float) -> Place | None:
-        """The first one whose decode worker has not too much that has not landed."""
+    def _next(self, now: float) -> QueuedJob | None:
+        """Returns the first job whose decode worker has few enough tokens that have not landed."""
         unlanded: Counter[str] = Counter()
-        for place in self._granted:
-            unlanded[place.owner] += 0 if place.landed else place.tokens
+        for job in self._granted:
+            unlanded[job.decode_worker] += 0 if job.landed else job.tokens
         first = self._waiting.first(now)
         candidates = chain([first] if first else [], self._waiting.out_of_turn(now))
-        return next((place for place in candidates if unlanded[place.owner] < self._slack_tokens), None)
+        return next((job for job in candidates if unlanded[job.decode_worker] < self._slack_tokens), None)

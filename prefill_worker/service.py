@@ -1,4 +1,4 @@
-"""The prefill worker's part of a worker: serves fills, and sessions that only show its cache and load."""
+"""The service of a prefill worker: runs prefill jobs. Its sessions with routers only show its cache and load."""
 
 import itertools
 import time
@@ -8,97 +8,95 @@ from cpd.common.blocks import blocks_for
 from cpd.performance.model import Work
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
-from engine.scheduling.fair_queue import passed
+from engine.scheduling.fair_queue import overdue_part
 from engine.types import StepOutput
-from prefill_worker.job_queue import FillQueue
-from prefill_worker.prefill_job import Chunk, Fill, PagesToPush, State
-from worker.convert import request_from_wire
-from worker.delivery import Outlet, Traffic
-from worker.engine_bridge import Update
-from worker.fills import FillServer, Send, ServedFill, Wire
-from worker.node import Node
-from worker.peers import Peers
-from worker.sessions import Session
+from prefill_worker.job_queue import JobQueue
+from prefill_worker.prefill_job import FinishedPages, PagesToSend, PrefillJob, PrefillJobState
+from worker.async_engine import Update
+from worker.context import WorkerContext
+from worker.page_sender import PageSource
+from worker.pool_connections import PoolConnections
+from worker.prefill_server import IncomingStream, PrefillServer, Send, ServedPrefill
+from worker.router_session import RouterSession
+from worker.wire_format import request_from_wire
 
 SLACK_BUDGETS = 2
-"""A fill may start when less than this many step budgets are left to compute."""
+"""A job may start when fewer than this many step budgets of tokens are left to compute."""
 
 
 class PrefillService:
     """See `worker.service.Service`."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._peers = Peers(node.transport)
-        self._queue = FillQueue(
-            max_tokens=node.settings.max_queue_tokens,
-            slack_tokens=SLACK_BUDGETS * node.colocation.max_tokens,
-            early_pages=node.memory.num_pages - blocks_for(node.limits.max_model_len),
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._pools = PoolConnections(context.transport)
+        self._queue = JobQueue(
+            max_tokens=context.settings.max_queue_tokens,
+            slack_tokens=SLACK_BUDGETS * context.colocation.max_tokens,
+            early_pages=context.memory.num_pages - blocks_for(context.limits.max_model_len),
             predicted_s=lambda tokens: self._prefill_ms(Work.prefill(tokens)) / 1000,
         )
-        self._outlet = Outlet(node.engine, node.memory, Traffic())
+        self._pages = PageSource(context.engine, context.memory)
         self._numbers = itertools.count(1)
-        self._fills: dict[str, Fill] = {}
-        self._server = FillServer(node, self._make, self._ended)
-        self._to_push: dict[str, PagesToPush] = {}  # the engine thread's
-        self._chunks: deque[tuple[str, Chunk]] = deque()  # of steps whose first tokens come next
+        self._jobs: dict[str, PrefillJob] = {}
+        self._server = PrefillServer(context, self._make, self._ended)
+        self._to_send: dict[str, PagesToSend] = {}  # only the engine thread uses it
+        self._finished: deque[tuple[str, FinishedPages]] = deque()  # of steps whose Update comes next
 
     @property
     def busy(self) -> bool:
-        """Whether a fill is not finished yet."""
-        return bool(self._fills)
+        """True while a job has not ended."""
+        return bool(self._jobs)
 
     def hook(self, engine: Engine, output: StepOutput | None) -> None:
-        """Pins what a step finished, before the engine can release it."""
+        """Pins the pages that a step has finished, before the engine can release them."""
         if output is None:
             return
-        chunks = []
+        finished = []
         for computed in output.computed:
-            record = self._to_push.get(computed.request_id)
-            if record is not None:
-                chunks.append((computed.request_id, record.take(engine, computed)))
-                if record.complete:
-                    del self._to_push[computed.request_id]
-        self._node.engine.deliver(lambda: self._chunks.extend(chunks))
+            to_send = self._to_send.get(computed.request_id)
+            if to_send is not None:
+                finished.append((computed.request_id, to_send.take(engine, computed)))
+                if to_send.complete:
+                    del self._to_send[computed.request_id]
+        self._context.engine.deliver(lambda: self._finished.extend(finished))
         for request_id, _ in output.failed:
-            self._to_push.pop(request_id, None)
+            self._to_send.pop(request_id, None)
 
     def update(self, update: Update) -> None:
-        """First tokens go out before pages."""
+        """Sends first tokens, then pages."""
         if update.output is None:
             return
         for output in update.output.outputs:
-            if output.request_id in self._fills:
-                self._fills[output.request_id].take_output(output)
-        while self._chunks:
-            request_id, chunk = self._chunks.popleft()
-            if request_id in self._fills:
-                self._fills[request_id].push(chunk)
+            if output.request_id in self._jobs:
+                self._jobs[output.request_id].take_output(output)
+        while self._finished:
+            request_id, finished = self._finished.popleft()
+            if request_id in self._jobs:
+                self._jobs[request_id].take_pages(finished)
             else:
-                self._outlet.unpin(chunk.pages)
+                self._pages.unpin(finished.pages)
         for request_id, reason in update.output.failed:
-            if request_id in self._fills:
-                self._fills[request_id].stop(reason)
+            if request_id in self._jobs:
+                self._jobs[request_id].stop(reason)
 
     def add_load(self, load: pb.Load) -> None:
-        """Adds fills that the engine does not know of yet."""
+        """Adds the jobs that the engine does not know yet."""
         queue = self._queue
         work = queue.waiting_work
         load.waiting += work.seqs
         load.waiting_tokens += work.tokens
         load.queued_tokens += queue.waiting_tokens
         queue_ms = self._prefill_ms(work)
-        load.overdue_ms += passed(queue_ms, self._prefill_ms(queue.late_work(time.monotonic() + load.prefill_ms / 1e3)))
+        late_ms = self._prefill_ms(queue.late_work(time.monotonic() + load.prefill_ms / 1e3))
+        load.overdue_ms += overdue_part(queue_ms, late_ms)
         load.prefill_ms += queue_ms
-        waiting = (fill for fill in self._fills.values() if fill.state in (State.QUEUED, State.READY))
-        load.awaiting_first_token.extend(fill.request.number for fill in waiting)
-        load.fills.update(self._server.outcomes)
+        waiting = (PrefillJobState.QUEUED, PrefillJobState.READY)
+        load.awaiting_first_token.extend(job.request.number for job in self._jobs.values() if job.state in waiting)
+        load.remote_prefills.update(self._server.outcomes)
 
-    def _prefill_ms(self, work: Work) -> float:
-        return self._node.colocation.prefill_ms(work, Work())
-
-    def submit(self, session: Session, message: pb.Submit) -> None:
-        """A prefill worker answers no requests."""
+    def submit(self, session: RouterSession, message: pb.Submit) -> None:
+        """Refuses the request: a prefill worker does not decode."""
         session.refuse(
             pb.Refusal(
                 request=message.request,
@@ -108,31 +106,32 @@ class PrefillService:
             )
         )
 
-    def abort(self, session: Session, message: pb.Abort) -> None:
-        """Nothing to abort: every request was refused."""
+    def abort(self, session: RouterSession, message: pb.Abort) -> None:
+        """Does nothing: every request was refused."""
 
-    def session_ended(self, session: Session) -> None:
-        """Fills do not belong to sessions."""
+    def session_ended(self, session: RouterSession) -> None:
+        """Does nothing: jobs do not belong to sessions."""
 
-    async def fills(self, wire: Wire) -> None:
+    async def serve_worker(self, stream: IncomingStream) -> None:
         """Computes prompts for a decode worker."""
-        await self._server.serve(wire)
+        await self._server.serve(stream)
 
     async def stop(self) -> None:
-        """Ends every fill and waits until nothing is in flight."""
+        """Ends every job and waits until nothing is in flight."""
         await self._server.stop()
-        await self._peers.close()
+        await self._pools.close()
 
-    def _make(self, start: pb.FillStart, send: Send) -> Fill:
-        node = self._node
-        request = request_from_wire(
-            start, f"fill-{next(self._numbers)}", node.limits, time.monotonic(), prefill_only=True
-        )
-        fill = Fill(
-            request, start, send, outlet=self._outlet, peers=self._peers, queue=self._queue, to_push=self._to_push
-        )
-        self._fills[request.id] = fill
-        return fill
+    def _prefill_ms(self, work: Work) -> float:
+        return self._context.colocation.prefill_ms(work, Work())
 
-    def _ended(self, fill: ServedFill) -> None:
-        del self._fills[fill.name]
+    def _make(self, start: pb.PrefillStart, send: Send) -> PrefillJob:
+        name = f"prefill-{next(self._numbers)}"
+        request = request_from_wire(start, name, self._context.limits, time.monotonic(), prefill_only=True)
+        job = PrefillJob(
+            request, start, send, source=self._pages, pools=self._pools, queue=self._queue, to_send=self._to_send
+        )
+        self._jobs[request.id] = job
+        return job
+
+    def _ended(self, prefill: ServedPrefill) -> None:
+        del self._jobs[prefill.name]

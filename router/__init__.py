@@ -1,1 +1,1 @@
-"""HTTP in, SSE out: validates, tokenises, places, detokenises."""
+"""The router: validates and tokenises requests, places them on workers, and streams their text."""

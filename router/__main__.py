@@ -1,4 +1,4 @@
-"""`python -m router`: one router process."""
+"""`python -m router` runs one router."""
 
 import asyncio
 import secrets

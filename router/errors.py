@@ -1,4 +1,4 @@
-"""Errors for clients: one exception, in OpenAI's shape."""
+"""Errors for clients, in OpenAI's format."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _MAX_LINE_CHARS = 500
 
 
 class ErrorDetail(TypedDict):
-    """`param` names the field of the request that is wrong."""
+    """An error. `param` names the field of the request that is wrong."""
 
     message: str
     type: str
@@ -21,17 +21,17 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorResponse(TypedDict):
-    """The document of every error."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class ApiError(CPDError):
-    """A request that ends in an error of OpenAI's shape.
+    """An error response in OpenAI's format.
 
     Args:
         status: HTTP status.
-        message: For people: what is wrong, and what to do about it.
+        message: What is wrong and what to do about it, for humans.
         kind: OpenAI's error type, such as `invalid_request_error`.
         code: Short stable name of the error.
         param: The field of the request that is wrong.
@@ -60,12 +60,12 @@ class ApiError(CPDError):
 
 
 def invalid(param: str | None, message: str, *, code: str = "invalid_value", status: int = 400) -> ApiError:
-    """The request itself is wrong."""
+    """The request is not valid."""
     return ApiError(status, message, kind="invalid_request_error", code=code, param=param)
 
 
 def unsupported(param: str) -> ApiError:
-    """The request has a field that would change the result, and that this server does not support."""
+    """The request has a field that would change the result, but that this server does not support."""
     return invalid(param, f"'{param}' is not supported by this server; leave it out.", code="unsupported_parameter")
 
 
@@ -95,11 +95,11 @@ def error_event(error: ApiError) -> bytes:
 
 
 def one_line(text: str) -> str:
-    """Another process' text in one line of bounded length, for logs and answers."""
+    """Text from another process as one line of limited length, for logs and responses."""
     line = "".join(letter if letter.isprintable() else " " for letter in text[:_MAX_LINE_CHARS])
     return line if len(text) <= _MAX_LINE_CHARS else f"{line}…"
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, for logs and `/cluster`."""
+    """An exception as one line, for logs and `/cluster`."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

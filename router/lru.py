@@ -1,4 +1,4 @@
-"""A bounded mapping that drops the least recently used entries."""
+"""A mapping of limited size that drops the least recently used entries."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Keeps entries whose sizes add up to at most `capacity`."""
+    """Holds entries with a total size of at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -17,11 +17,11 @@ class LRU(Generic[K, V]):
 
     @property
     def size(self) -> int:
-        """The sizes of all entries, summed."""
+        """Total size of all entries."""
         return self._size
 
     def get(self, key: K) -> V | None:
-        """The key's value, or None if it is not (or no longer) there."""
+        """The value of a key; None if it is not (or no longer) there."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -29,7 +29,7 @@ class LRU(Generic[K, V]):
         return entry[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Keeps a value of this size, unless it is larger than the capacity."""
+        """Stores a value of this size, unless it is larger than the capacity."""
         if key in self._entries:
             self._size -= self._entries.pop(key)[1]
         self._entries[key] = (value, size)

@@ -1,4 +1,4 @@
-"""The life of a router process: settings, socket, lease, workers, HTTP servers, orderly end."""
+"""Starts, runs and stops a router: socket, lease, workers, HTTP servers."""
 
 import asyncio
 import contextlib
@@ -25,28 +25,29 @@ from router.api.tenants import Keys, read_keys
 from router.dispatch.workers import Workers
 from router.metrics import Metrics
 from router.operations.peer_routers import PeerRouters
+from router.operations.worker_metrics import WorkerMetrics
 from router.text.checkpoint import load_checkpoint
 
 LEASE_S = 5.0
 REDIS_TIMEOUT_S = 2.0
 PEERS_POLL_S = 0.1
-"""While this router is not ready, it asks at this interval, in seconds, whether a peer serves the port."""
+"""Interval at which a router that is not ready asks whether a peer serves the port, in seconds."""
 
 GRACE_S = 1.0
-"""Time that running responses have to end once the router is told to stop, in seconds; then they fail."""
+"""Time for running responses to end after the router was told to stop, in seconds; then they fail."""
 
 KEEP_ALIVE_S = 620
-"""Time that an idle connection is kept, in seconds: longer than load balancers keep theirs (Google's 600 s). Otherwise
-they would send requests on connections that are just being closed, and tell clients of a bad gateway."""
+"""Time for which an idle connection stays open, in seconds: longer than load balancers keep theirs (Google's 600 s), so
+that they never send a request on a connection that is being closed, which would fail with 502."""
 
 SHUTDOWN_S = 2
-"""Connections that are still open this long after the server stopped listening are cut, in seconds."""
+"""Time after which connections are cut once the server has stopped listening, in seconds."""
 
 
 def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
-    """A socket to listen on.
+    """Opens a socket to listen on.
 
-    Several routers may have a `shared` one for the same address: the kernel spreads connections over them.
+    Several routers can have a `shared` socket for the same address: the kernel spreads connections over them.
 
     Raises:
         ConfigError: The address can't be used.
@@ -60,7 +61,7 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
         for option in (socket.SO_REUSEADDR, socket.SO_KEEPALIVE):
             listener.setsockopt(socket.SOL_SOCKET, option, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-        # inherited by accepted connections: a client's machine that is gone is noticed within a minute
+        # inherited by accepted connections: a dead client machine is noticed within a minute
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -74,7 +75,7 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
 async def serve(settings: RouterSettings, router_id: str, listener: socket.socket, stop: asyncio.Event) -> None:
     """Serves HTTP on `listener` until `stop` is set; running responses then have GRACE_S to end.
 
-    While this router is not ready and a peer serves the same port, this router takes no connections.
+    This router accepts no connections while it is not ready and a peer serves the same port.
 
     Raises:
         CPDError: The settings or the checkpoint can't be used.
@@ -86,7 +87,9 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
     workers = Workers(router_id, token, itl_ms=settings.slo_itl)
-    service = Service(settings, checkpoint, sampling_defaults, workers, Metrics(router_id, lambda: workers.sessions))
+    metrics = Metrics()
+    metrics.registry.register(WorkerMetrics(workers))
+    service = Service(settings, checkpoint, sampling_defaults, workers, metrics)
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: workers.routers)
     server = _server(create_app(service, keys, peers))
@@ -110,7 +113,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         settings.redis_url,
         socket_timeout=REDIS_TIMEOUT_S,
         socket_connect_timeout=REDIS_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),  # both users of the client retry by themselves
+        retry=Retry(NoBackoff(), 0),  # lease and membership retry by themselves
     )
     with listen(settings.host, settings.admin_port, shared=False) as admin_listener:
         member = _member(router_id, member_host, listener, admin_listener)
@@ -148,7 +151,7 @@ def _server(app: ASGIApp) -> "_Server":
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process: uvicorn would raise them again before the rest has ended."""
+    """Leaves signals to the process: uvicorn would raise them again before everything has ended."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

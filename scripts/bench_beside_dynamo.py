@@ -1,16 +1,16 @@
 """Measures the control plane beside NVIDIA Dynamo's: `python -m scripts.bench_beside_dynamo --dynamo VENV`.
 
-The loads of `scripts.bench_control_plane` and its client, from the repository's root, in turn on Dynamo's frontend with
-its KV router in front of four of its mock engines, and on our router in front of four simulated combined workers (and
-two prefill workers). Both have the same two cores and answer as many tokens; whoever isn't measured idles. Mock engines
-go a million times as fast as what they simulate, ours take no time. The last load compares routes: Dynamo's other one
-is a second deployment, in which prompts are prefilled by two engines and go on in four others.
+Run it from the repository's root. It sends the loads of `scripts.bench_control_plane`, with the same client, in turn to
+Dynamo's frontend with its KV router and four of its mock engines, and to our router with four simulated combined (and
+two prefill) workers. Both sides have the same cores and answer with equally many tokens; one idles while the other is
+measured. Dynamo's mock engines run a million times faster than the engines they simulate; ours take no time. The last
+load compares routes: Dynamo's remote route is a second deployment with two prefill and four decode engines.
 
-Dynamo has its defaults (blocks of 64 tokens, cache of tokens, events of caches, threads), TCP and ZMQ between its
-processes, its workers listed in files, and logs as little as can be set (a line a request).
+Dynamo runs with its defaults (blocks of 64 tokens, token cache, cache events, threads), TCP and ZMQ between its
+processes, file-based discovery, and the lowest log level (a line per request).
 
-VENV is a virtual environment with Dynamo, which needs neither etcd nor NATS. Its package for modelling
-hardware, which isn't on PyPI, is not needed:
+VENV is a virtual environment with Dynamo. It needs neither etcd nor NATS, nor Dynamo's package for modelling hardware,
+which isn't on PyPI:
 
     python3 -m venv VENV && VENV/bin/pip install --no-deps ai-dynamo==1.6.1
     VENV/bin/pip install ai-dynamo-runtime==1.6.1 'aiohttp>=3.14.3' certifi 'kubernetes<33' msgspec
@@ -34,7 +34,6 @@ from deploy.endpoint import pick_port
 from models import tiny
 from scripts.bench_control_plane import (
     AT_ONCE,
-    NAME,
     OUTPUT,
     REMOTE_WORDS,
     Cpu,
@@ -43,11 +42,10 @@ from scripts.bench_control_plane import (
     latency,
     simulated,
     streams,
-    streams_by_route,
     throughput,
-    ttft_ms,
 )
 from scripts.beside import Figures, in_turn, running
+from scripts.streams import MODEL_NAME, alternate, ttft_ms
 from tests.e2e.cluster import HOST
 
 ENGINES, PREFILL_ENGINES = 4, 2
@@ -58,19 +56,14 @@ HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HO
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two.
-
-    Args:
-        port: Of its endpoint.
-        pids: Its processes by name.
-    """
+    """One of the two systems: the port of its endpoint, and its processes by name."""
 
     port: int
     pids: Mapping[str, int]
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Base URL of its endpoint."""
         return f"http://{HOST}:{self.port}"
 
 
@@ -79,17 +72,17 @@ Load = Callable[[Side], Coroutine[None, None, Figures]]
 
 @contextmanager
 def dynamo(venv: Path, tokenizer: str, engines: Mapping[str, tuple[int, Sequence[str]]]) -> Iterator[Side]:
-    """Dynamo's frontend and mock engines.
+    """Runs Dynamo's frontend and mock engines.
 
     Args:
-        venv: Where it is installed.
-        tokenizer: Its kind.
-        engines: How many there are, and their flags, by what they do (`agg`, `prefill`, `decode`).
+        venv: Virtual environment with Dynamo.
+        tokenizer: Kind of tokenizer.
+        engines: (number of engines, their flags) by role (`agg`, `prefill`, `decode`).
     """
     module = (venv / "bin/python", "-m")
     port = pick_port(HOST, 0)
     address = ("--http-host", HOST, "--http-port", str(port))
-    model = ("--model-path", tiny.CHECKPOINT, "--model-name", NAME)
+    model = ("--model-path", tiny.CHECKPOINT, "--model-name", MODEL_NAME)
     commands: list[tuple[str | Path, ...]] = [
         (*module, "dynamo.frontend", *address, "--router-mode", "kv", "--tokenizer", tokenizer, *PLANES)
     ]
@@ -101,7 +94,7 @@ def dynamo(venv: Path, tokenizer: str, engines: Mapping[str, tuple[int, Sequence
         with httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False) as client:
             instances = client.get("/health").json()["instances"]
             found = sum(instance["endpoint"] == "generate" for instance in instances)
-            asked = {"model": NAME, "prompt": "the", "max_tokens": 1}
+            asked = {"model": MODEL_NAME, "prompt": "the", "max_tokens": 1}
             return found == sum(number for number, _ in engines.values()) and (
                 client.post("/v1/completions", json=asked).is_success
             )
@@ -114,26 +107,26 @@ def dynamo(venv: Path, tokenizer: str, engines: Mapping[str, tuple[int, Sequence
 
 
 def costs(each: Mapping[str, float]) -> Figures:
-    """CPU time of a request in us, by what the processes are."""
+    """CPU time of a request in us by kind of process."""
     kinds = ("router", "workers", "client")
     sums = (sum(cost for name, cost in each.items() if name.startswith(kind)) for kind in kinds)
     return {f"CPU us: {kind}": cost for kind, cost in zip(kinds, sums, strict=True)}
 
 
 async def one_at_a_time(prompts: Prompts, requests: int, max_tokens: int, side: Side) -> Figures:
-    """Whole answers."""
+    """Measures whole answers, one at a time."""
     return {"p50": await latency(side.port, prompts, requests, max_tokens)}
 
 
 async def many_at_a_time(prompts: Prompts, requests: int, words: int, side: Side) -> Figures:
-    """Whole answers, AT_ONCE at a time."""
+    """Measures whole answers, AT_ONCE at a time."""
     each: list[Mapping[str, float]] = []
     rate = await throughput(side.port, prompts, requests, words, {**side.pids, "client": os.getpid()}, each)
     return {"requests/s": rate, **costs(each[0])}
 
 
 async def streaming(prompts: Prompts, requests: int, at_once: int, side: Side) -> Figures:
-    """Streams."""
+    """Measures streams, `at_once` at a time."""
     texts = [prompts(100) for _ in range(requests)]
     cpu = Cpu({**side.pids, "client": os.getpid()})
     records, seconds = await streams(side.url, texts, at_once)
@@ -148,14 +141,14 @@ async def streaming(prompts: Prompts, requests: int, at_once: int, side: Side) -
 
 
 async def by_route(prompts: Prompts, each: int, urls: Mapping[str, str]) -> Figures:
-    """What the remote route adds."""
-    records = await streams_by_route(urls, prompts, each)
+    """Measures the time that the remote route adds."""
+    records = await alternate(urls, partial(prompts, REMOTE_WORDS), each, OUTPUT)
     ms = {route: ttft_ms(records[route]) for route in urls}
     return {"TTFT p50, local": ms["local"], "TTFT p50, remote": ms["remote"], "added": ms["remote"] - ms["local"]}
 
 
 def compare(title: str, rounds: int, sides: Mapping[str, Callable[[], Coroutine[None, None, Figures]]]) -> None:
-    """Measures one load on both sides in turn, after a time that warms them up."""
+    """Measures one load on both sides in turn, after a warm-up."""
     for load in sides.values():
         uvloop.run(load())
 
@@ -166,14 +159,14 @@ def compare(title: str, rounds: int, sides: Mapping[str, Callable[[], Coroutine[
 
 
 def main() -> None:
-    """The command line."""
+    """Measures all loads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dynamo", type=Path, required=True, metavar="VENV", help="where Dynamo is installed")
     parser.add_argument("--tokenizer", default="default", help="Dynamo's: default, fastokens or basetenkenizer")
-    parser.add_argument("--bootstrap", action="store_true", help="Dynamo's engines meet during prefills, as SGLang's")
-    parser.add_argument("--routers", type=int, default=1, help="of ours")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="more or fewer requests a round")
+    parser.add_argument("--bootstrap", action="store_true", help="let Dynamo's engines connect during prefills")
+    parser.add_argument("--routers", type=int, default=1, help="number of our routers")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each load")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of requests in a round")
     arguments = parser.parse_args()
     prompts = Prompts(int(time.time()))
 

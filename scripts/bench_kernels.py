@@ -1,4 +1,4 @@
-"""Measures the CPU kernels against the torch fallback, in one run: whole steps of two models, and single operations.
+"""Measures the CPU kernels against the torch fallback in one run: whole steps of two models, and single operations.
 
 Usage: `python -m scripts.bench_kernels [--threads N] [--repeat N]`, from the repository's root.
 """
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """A step; lens: query and context tokens of each sequence."""
+    """A step; `lens` has the query and context tokens of each sequence."""
 
     name: str
     lens: Sequence[tuple[int, int]]
@@ -74,7 +74,7 @@ CONTEXTS = [
 
 
 def make_batch(case: Case, num_pages: int) -> tuple[DeviceBatch, torch.Tensor | None]:
-    """A step over scattered pages, and the rows that sample where these are not all."""
+    """A step over scattered pages, and the rows that sample; None if all do."""
     free = iter(np.random.default_rng(0).permutation(num_pages).tolist())
     batch = step_of(case.lens, [[next(free) for _ in range(blocks_for(context))] for _, context in case.lens])
     every = batch.num_tokens == batch.num_seqs
@@ -107,7 +107,7 @@ def make_stack(ops: Ops, shape: Shape) -> Stack:
 
 
 def measure(run: Callable[[], object], repeat: int) -> list[float]:
-    """Seconds of each run after a first one; as many as take two seconds, at least `repeat`."""
+    """Seconds of each run after a warm-up; runs for two seconds, and at least `repeat` times."""
     times: list[float] = []
     run()
     while len(times) < repeat or (sum(times) < 2 and len(times) < 50 * repeat):
@@ -118,7 +118,7 @@ def measure(run: Callable[[], object], repeat: int) -> list[float]:
 
 
 def report(name: str, fallback: Callable[[], object], kernels: Callable[[], object], repeat: int) -> None:
-    """One line of the table. The two take turns, so that a busy machine disturbs both."""
+    """Prints one line of the table. Runs alternate, so that other load affects both."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(3):
         for run, results in zip((fallback, kernels), times, strict=True):
@@ -155,7 +155,7 @@ def bench_steps(shape: Shape, repeat: int) -> None:
 def _step(
     run: FusedStack, x: torch.Tensor, batch: DeviceBatch, kv: list[torch.Tensor], rows: torch.Tensor | None
 ) -> None:
-    run(x.clone(), batch, kv, rows, batch.num_seqs)
+    run(x.clone(), batch, kv, rows)
 
 
 @torch.inference_mode()

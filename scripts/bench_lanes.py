@@ -1,9 +1,11 @@
-"""Measures what a long prompt does to running streams on one combined worker's engine, without HTTP: mixed batches with
-several token budgets, lanes, auto, all with one loaded model in one run. And whether streams without a prompt are as
-fast with lanes as with mixed batches: step by step in turn, so that all of them meet the same moods of the machine.
+"""Measures how a long prompt slows down running streams on a combined worker's engine, without HTTP.
+
+Compares mixed batches with several token budgets, lanes, and auto, with one loaded model in one run. It also compares
+streams without a prompt under lanes and mixed batches, in alternating steps, so that all meet the same load of the
+machine.
 
 Usage: `python -m scripts.bench_lanes [--model DIR] [--rounds N] [--turns N] [--json FILE] [--html FILE]`, from the
-repository's root. Without `--model` it makes a checkpoint of 0.46 billion random weights first.
+repository's root. Without `--model` it first makes a checkpoint of 0.46 billion random weights.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from cpd.performance.colocation import Colocation, Mode
 from cpd.performance.model import PerfModel, Profile
 from engine.execution.cpu.lanes import own_cores, use_threads
 from engine.execution.runner import TorchRunner
-from engine.profile.rough import time_a_few_steps
+from engine.profile.rough import measure_rough_profile
 from models.tiny.make import write
 from scripts.engine_driver import EngineDriver
 
@@ -48,12 +50,12 @@ CONTEXT = 64
 
 @dataclass
 class Round:
-    """One prompt beside running streams; in ms.
+    """One prompt beside running streams; times in ms.
 
     Attributes:
-        alone: Gaps between a stream's tokens before the prompt came, and after its first token.
-        beside: The same in between.
-        ttft: Of the prompt.
+        alone: Gaps between a stream's tokens before the prompt, and after its first token.
+        beside: Gaps between a stream's tokens from the prompt's arrival to its first token.
+        ttft: TTFT of the prompt.
     """
 
     alone: list[float]
@@ -63,8 +65,8 @@ class Round:
 
 @dataclass
 class Measured:
-    """One way of colocation. Figures are medians over the rounds, ratios those of the rounds' own ratios: the machine
-    is not as fast in one round as in the next."""
+    """One colocation mode. Figures are medians over rounds; ratios are medians of each round's ratio, because the
+    machine's speed differs between rounds."""
 
     name: str
     rounds: list[Round] = field(default_factory=list)
@@ -77,22 +79,22 @@ class Measured:
         """The gap beside the prompt, in ms."""
         return statistics.median(float(np.quantile(one.beside, quantile)) for one in self.rounds)
 
-    def stretch(self, quantile: float) -> float:
-        """The gap beside the prompt, as a multiple of the undisturbed one."""
+    def slowdown(self, quantile: float) -> float:
+        """The gap beside the prompt, as a multiple of the undisturbed gap."""
         return statistics.median(
             float(np.quantile(one.beside, quantile)) / statistics.median(one.alone) for one in self.rounds
         )
 
     def ttft(self) -> float:
-        """Of the prompt, in ms."""
+        """TTFT of the prompt, in ms."""
         return statistics.median(one.ttft for one in self.rounds)
 
     def ttft_over(self, other: "Measured") -> float:
-        """TTFT as a multiple of another way's."""
+        """TTFT as a multiple of another mode's."""
         return statistics.median(one.ttft / two.ttft for one, two in zip(self.rounds, other.rounds, strict=True))
 
     def p99_over(self, other: "Measured") -> float:
-        """The p99 gap beside the prompt as a multiple of another way's."""
+        """The p99 gap beside the prompt as a multiple of another mode's."""
         return statistics.median(
             float(np.quantile(one.beside, 0.99) / np.quantile(two.beside, 0.99))
             for one, two in zip(self.rounds, other.rounds, strict=True)
@@ -100,11 +102,14 @@ class Measured:
 
 
 class Bench:
-    """Streams that decode, and prompts that come in between.
+    """Streams that decode, and prompts that arrive meanwhile.
 
     Args:
-        streams: How many decode.
-        prompt: Tokens of the prompts.
+        runner: The runner; benches may share it.
+        colocation: How prompts run beside decodes.
+        name: Name of the mode.
+        streams: Number of streams.
+        prompt: Length of the prompts in tokens.
     """
 
     def __init__(self, runner: TorchRunner, colocation: Colocation, name: str, streams: int, prompt: int) -> None:
@@ -116,7 +121,7 @@ class Bench:
         self._streams = streams
 
     def start(self) -> list[str]:
-        """Starts the streams. Returns their names when all of them decode."""
+        """Starts the streams and waits until all decode. Returns their names."""
         streams = [self._add(CONTEXT, 1 << 20) for _ in range(self._streams)]
         waiting = set(streams)
         while waiting:
@@ -129,7 +134,7 @@ class Bench:
             self._driver.abort(name)
 
     def round(self, steps: int) -> None:
-        """Starts the streams, has them alone for some steps, a prompt beside them, and then alone again."""
+        """Runs the streams alone for some steps, then beside a prompt, then alone again."""
         streams = self.start()
         alone = [self.timed_step() for _ in range(steps)]
         prompt, start = self._add(self._prompt, 1), time.perf_counter()
@@ -148,7 +153,7 @@ class Bench:
         self.stop(streams)
 
     def timed_step(self) -> float:
-        """Takes a step. Returns how long it took, in ms."""
+        """Takes a step and returns its time, in ms."""
         start = time.perf_counter()
         self._step()
         return 1e3 * (time.perf_counter() - start)
@@ -157,14 +162,14 @@ class Bench:
         return self._driver.add(self._numbers.integers(0, self._vocab, length).tolist(), max_tokens)
 
     def _step(self) -> list[str]:
-        """Who got a token."""
+        """Takes a step and returns the requests that got a token."""
         return [output.request_id for output in self._driver.step()]
 
 
 def steps_in_turn(benches: Sequence[Bench], turns: int) -> list[list[float]]:
-    """Steps of streams alone, in ms: of each bench one a turn, in an order that chance decides.
+    """Times of steps without a prompt, in ms. In each turn every bench takes one step, in random order.
 
-    All benches write the same pages, so that only the times are worth something.
+    All benches write the same pages, so only the times are meaningful.
     """
     streams = [bench.start() for bench in benches]
     order, chance = list(range(len(benches))), random.Random(0)
@@ -179,7 +184,7 @@ def steps_in_turn(benches: Sequence[Bench], turns: int) -> list[list[float]]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the ends of its 95 % confidence interval: order statistics, whatever the distribution."""
+    """The median, and its 95 % confidence interval from order statistics, for any distribution."""
     ordered = sorted(values)
     reach = int(0.98 * len(ordered) ** 0.5) + 1
     middle = len(ordered) // 2
@@ -188,19 +193,17 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint to measure with")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--alone", type=int, default=20, help="steps without a prompt before it, and after it")
-    parser.add_argument(
-        "--turns", type=int, default=400, help="steps with no prompt at all, of each way in turn; 0: none"
-    )
-    parser.add_argument("--budgets", default="32,64,128,256,512,1024,2048", help="of mixed batches")
-    parser.add_argument("--modes", default="lanes,auto")
-    parser.add_argument("--profile", type=Path, help="what `cpd profile` wrote; otherwise a few steps are timed")
-    parser.add_argument("--json", type=Path, help="write what was measured here")
-    parser.add_argument("--html", type=Path, help="draw the trade-off here")
+    parser.add_argument("--model", type=Path, help="checkpoint directory")
+    parser.add_argument("--streams", type=int, default=8, help="number of streams")
+    parser.add_argument("--prompt", type=int, default=2048, help="length of the prompt in tokens")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts beside the streams in each mode")
+    parser.add_argument("--alone", type=int, default=20, help="steps before and after a prompt")
+    parser.add_argument("--turns", type=int, default=400, help="steps of each mode without any prompt; 0 for none")
+    parser.add_argument("--budgets", default="32,64,128,256,512,1024,2048", help="token budgets of mixed batches")
+    parser.add_argument("--modes", default="lanes,auto", help="further colocation modes")
+    parser.add_argument("--profile", type=Path, help="profile of `cpd profile`; by default a few steps are timed")
+    parser.add_argument("--json", type=Path, help="file for all measurements")
+    parser.add_argument("--html", type=Path, help="file for a chart of the trade-off")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.model is None:
@@ -213,7 +216,7 @@ def main() -> None:
     profile = (
         Profile.load(options.profile)
         if options.profile
-        else time_a_few_steps(runner, 4096, device="here", model="0.46 B")
+        else measure_rough_profile(runner, 4096, device="here", model="0.46 B")
     )
     model = PerfModel(profile)
     ways: list[tuple[str, Mode, int]] = [(f"mixed {size}", "mixed", int(size)) for size in options.budgets.split(",")]
@@ -243,20 +246,20 @@ def main() -> None:
 
 
 def report(results: list[Measured]) -> None:
-    """The table. Ratios are to the undisturbed gap of the same rounds, and to mixed batches of 512 tokens."""
+    """Prints the table. Ratios are to the undisturbed gap of the same rounds, and to mixed batches of 512 tokens."""
     base = next((result for result in results if result.name == "mixed 512"), results[0])
     print(f"\nin brackets: ratios to the undisturbed gap, and to {base.name}\n")
     print("| | undisturbed ms | ITL p50 ms | ITL p99 ms | TTFT ms |\n| --- | --- | --- | --- | --- |")
     for one in results:
         print(
-            f"| {one.name} | {one.alone():.1f} | {one.gap(0.5):.1f} ({one.stretch(0.5):.2f}) "
-            f"| {one.gap(0.99):.1f} ({one.stretch(0.99):.2f}, {one.p99_over(base):.3f}) "
+            f"| {one.name} | {one.alone():.1f} | {one.gap(0.5):.1f} ({one.slowdown(0.5):.2f}) "
+            f"| {one.gap(0.99):.1f} ({one.slowdown(0.99):.2f}, {one.p99_over(base):.3f}) "
             f"| {one.ttft():.0f} ({one.ttft_over(base):.2f}) |"
         )
 
 
 def report_turns(names: Sequence[str], steps: Sequence[Sequence[float]]) -> None:
-    """The steps with no prompt in sight. Ratios are those of one turn's steps."""
+    """Prints the steps without a prompt. Ratios are between steps of the same turn."""
     print("\nno prompt; in brackets: ratio to mixed, median of the turns and its 95 % interval\n")
     print("| | step ms |\n| --- | --- |")
     for name, own in zip(names, steps, strict=True):
@@ -265,7 +268,7 @@ def report_turns(names: Sequence[str], steps: Sequence[Sequence[float]]) -> None
 
 
 def draw(results: list[Measured], path: Path) -> None:
-    """The longest gaps of running streams over the prompt's wait: the nearer to the lower left the better."""
+    """Draws the gaps of running streams over the prompt's TTFT; lower left is better."""
     alone = statistics.median(result.alone() for result in results)
     waits = [result.ttft() / 1e3 for result in results]
     traces: list[dict[str, Any]] = [
@@ -291,7 +294,7 @@ def draw(results: list[Measured], path: Path) -> None:
     page = Page(
         "A long prompt beside running streams", f"{len(results[0].rounds)} rounds; undisturbed gap {alone:.1f} ms"
     )
-    page.add(Chart("What streams feel against what the prompt waits", traces, axes, height=520, wide=True))
+    page.add(Chart("Gaps of running streams against TTFT of the prompt", traces, axes, height=520, wide=True))
     page.write(path)
 
 

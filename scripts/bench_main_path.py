@@ -1,33 +1,27 @@
 """Measures the main path over HTTP: `python -m scripts.bench_main_path` from the repository's root.
 
-1. Throughput: one combined worker with all cores; 512 tokens in, 128 out, streams at concurrency 16.
+1. Throughput: one combined worker with all cores; 512 tokens in, 128 out, concurrency 16.
 2. The remote route: a prefill and a combined worker with half of the cores each; one 512-token prompt at a time,
-   alternately prefilled locally and remotely, so that both see the same machine.
-3. What of the transfer is exposed (with `--only exposed`): the same with 2,048-token prompts and 0.44 billion weights.
-   The first token never waits for pages; what the last chunk's pages take longer than a decode step shows in the gap
-   after it. As many prompts as fit into `--seconds`, five of each route at most: where one takes 30 s, one of each, and
-   two and a half minutes with all that comes before.
+   alternately prefilled locally and remotely, so that both meet the same load of the machine.
+3. The exposed part of the transfer (with `--only exposed`): the same with 2,048-token prompts and 0.44 billion weights.
+   The first token never waits for pages; if the last chunk's pages take longer than a decode step, the gap after it
+   grows. Sends as many prompts as fit into `--seconds`, at most five by each route.
 
 The model of 1 and 2 has 4 layers, hidden size 256, 4 heads, 2 KV heads, a vocabulary of 4,096 and random bfloat16
-weights. The load generator is `cpd bench`'s.
+weights. The load generator is that of `cpd bench`.
 """
 
 import argparse
 import asyncio
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from bench.client.client import Client
-from bench.client.target import Target
 from bench.prepare import prepare
 from bench.record import Record
 from bench.report.progress import LiveProgress
@@ -36,9 +30,9 @@ from bench.result import Summary
 from bench.run import measure
 from bench.settings import RunSettings
 from bench.tokens import Texts
-from bench.workloads.base import Message
 from models.tiny.make import write
 from scripts.bench_lanes import LARGE
+from scripts.streams import MODEL_NAME, alternate, check_routes, machine, ttft_ms
 from tests.e2e.cluster import Cluster
 
 INPUT_LEN, OUTPUT_LEN, CONCURRENCY = 512, 128, 16
@@ -52,7 +46,10 @@ MODEL = {
     "vocab_size": 4096,
 }
 PAIRS = 40
-LONG_MODEL = {**LARGE, "vocab_size": MODEL["vocab_size"]}  # of which the tokenizer knows every token: gaps show as text
+LONG_MODEL = {
+    **LARGE,
+    "vocab_size": MODEL["vocab_size"],
+}  # the tokenizer knows every token, so all show
 LONG_INPUT_LEN, LONG_OUTPUT_LEN, LONG_PAIRS = 2048, 16, 5
 WARM_INPUT_LEN = 256
 
@@ -73,7 +70,7 @@ def bench_settings(url: str, model: Path, requests: int) -> RunSettings:
 
 
 def row(summary: Summary) -> str:
-    """One line of the table."""
+    """Formats one line of the table."""
     rate, ttft, itl = summary.output_tokens_per_s, summary.ttft_ms, summary.itl_ms
     return (
         f"{number(rate):>7} tok/s   TTFT p50 {number(ttft.p50)} ms ({interval(ttft.ci.get('p50'))})   "
@@ -82,8 +79,8 @@ def row(summary: Summary) -> str:
 
 
 def measure_throughput(model: Path, repeats: int, requests: int) -> None:
-    """Prints throughput and latency of one combined worker."""
-    with Cluster(model=str(model), served_model_name="bench", prefill=0, dtype="auto", kv_memory="256MiB") as cluster:
+    """Measures and prints throughput and latency of one combined worker."""
+    with _cluster(model, prefill=0, kv_memory="256MiB") as cluster:
         console = Console(stderr=True)
         for count in (2 * CONCURRENCY, *[requests] * repeats):  # the first warms up
             settings = bench_settings(cluster.url, model, count)
@@ -95,44 +92,21 @@ def measure_throughput(model: Path, repeats: int, requests: int) -> None:
                 print(row(result.summary), *result.client.reasons)
 
 
-async def alternate(
-    urls: Sequence[str],
-    model: Path,
-    rng: np.random.Generator,
-    pairs: int = PAIRS,
-    input_len: int = INPUT_LEN,
-    output_len: int = OUTPUT_LEN,
-) -> list[list[Record]]:
-    """So many streams of each URL, one at a time, in turn."""
-    texts = Texts.with_tokenizer(model)
-    clients = [Client(Target.of(bench_settings(url, model, 1), "bench")) for url in urls]
-    records: list[list[Record]] = [[] for _ in urls]
-    for pair in range(pairs):
-        for index, client in enumerate(clients):
-            now_s = time.perf_counter()
-            record = Record(pair, 0, input_len, output_len, now_s, now_s)
-            await client.stream(record, [Message("user", texts.text(rng, input_len))])
-            if record.error:
-                raise RuntimeError(f"{record.error}: {record.detail}")
-            records[index].append(record)
-    for client in clients:
-        await client.close()
-    return records
+def _cluster(model: Path, **settings: object) -> Cluster:
+    return Cluster(model=str(model), served_model_name=MODEL_NAME, dtype="auto", **settings)
 
 
 def measure_remote(model: Path) -> None:
-    """Prints what the remote route adds."""
-    settings = {"served_model_name": "bench", "dtype": "auto", "kv_memory": "256MiB", "prefill": 1, "combined": 1}
-    with Cluster(model=str(model), long_prefill_tokens=INPUT_LEN - 1, **settings) as cluster:
-        local_url = cluster.add_router(long_prefill_tokens=INPUT_LEN)
-        rng = np.random.default_rng(1)
-        asyncio.run(alternate([local_url, cluster.url], model, rng))  # warms both up
-        local, remote = asyncio.run(alternate([local_url, cluster.url], model, rng))
+    """Measures and prints the time that the remote route adds."""
+    with _cluster(model, long_prefill_tokens=INPUT_LEN - 1, kv_memory="256MiB", prefill=1, combined=1) as cluster:
+        urls = {"local": cluster.add_router(long_prefill_tokens=INPUT_LEN), "remote": cluster.url}
+        prompt = partial(Texts.with_tokenizer(model).text, np.random.default_rng(1), INPUT_LEN)
+        asyncio.run(alternate(urls, prompt, PAIRS, OUTPUT_LEN))  # warms up
+        by_route = asyncio.run(alternate(urls, prompt, PAIRS, OUTPUT_LEN))
+    check_routes(by_route)
     ttft, gap = {}, {}
-    for route, records in (("local", local), ("remote", remote)):
-        if any(record.route != route for record in records):
-            raise RuntimeError(f"not all of the {route} requests took that route")
-        ttft[route] = statistics.median(record.content_s[0] - record.sent_s for record in records) * 1e3
+    for route, records in by_route.items():
+        ttft[route] = ttft_ms(records)
         gap[route] = statistics.median(record.content_s[1] - record.content_s[0] for record in records) * 1e3
         print(f"{route:6}   TTFT p50 {ttft[route]:6.1f} ms   first gap p50 {gap[route]:5.1f} ms")
     print(
@@ -142,23 +116,21 @@ def measure_remote(model: Path) -> None:
 
 
 def measure_exposed(model: Path, seconds: float) -> None:
-    """Prints the part of the transfer that is not hidden, and how much longer a remote prefill takes."""
-    settings = {"served_model_name": "bench", "dtype": "auto", "kv_memory": "2GiB"}
-    local: list[Record] = []
-    remote: list[Record] = []
-    with Cluster(model=str(model), long_prefill_tokens=WARM_INPUT_LEN - 1, **settings) as cluster:
-        urls = [cluster.add_router(long_prefill_tokens=LONG_INPUT_LEN), cluster.url]
-        rng = np.random.default_rng(1)
-        asyncio.run(alternate(urls, model, rng, 1, WARM_INPUT_LEN, LONG_OUTPUT_LEN))  # warms both up
+    """Measures and prints the exposed part of the transfer, and the TTFT of remote prefills relative to local ones."""
+    by_route: dict[str, list[Record]] = {"local": [], "remote": []}
+    with _cluster(model, long_prefill_tokens=WARM_INPUT_LEN - 1, kv_memory="2GiB") as cluster:
+        urls = {"local": cluster.add_router(long_prefill_tokens=LONG_INPUT_LEN), "remote": cluster.url}
+        prompt = partial(Texts.with_tokenizer(model).text, np.random.default_rng(1))
+        asyncio.run(alternate(urls, partial(prompt, WARM_INPUT_LEN), 1, LONG_OUTPUT_LEN))  # warms up
         begin_s = time.monotonic()
-        while len(local) < LONG_PAIRS and (time.monotonic() - begin_s) * (1 + 1 / max(1, len(local))) <= seconds:
-            one, other = asyncio.run(alternate(urls, model, rng, 1, LONG_INPUT_LEN, LONG_OUTPUT_LEN))
-            local += one
-            remote += other
+        pairs = 0
+        while pairs < LONG_PAIRS and (time.monotonic() - begin_s) * (1 + 1 / max(1, pairs)) <= seconds:
+            pair = asyncio.run(alternate(urls, partial(prompt, LONG_INPUT_LEN), 1, LONG_OUTPUT_LEN))
+            by_route = {route: [*records, *pair[route]] for route, records in by_route.items()}
+            pairs += 1
+    check_routes(by_route)
     ttft, exposed = {}, {}
-    for route, records in (("local", local), ("remote", remote)):
-        if any(record.route != route for record in records):
-            raise RuntimeError(f"not all of the {route} requests took that route")
+    for route, records in by_route.items():
         ttfts_ms = [(record.content_s[0] - record.sent_s) * 1e3 for record in records]
         beyond_ms = [_beyond_a_step_s(record) * 1e3 for record in records]
         ttft[route], exposed[route] = statistics.median(ttfts_ms), statistics.median(beyond_ms)
@@ -167,7 +139,7 @@ def measure_exposed(model: Path, seconds: float) -> None:
             f"   first gap beyond a step p50 {exposed[route]:6.1f} ms ({min(beyond_ms):.1f} to {max(beyond_ms):.1f})"
         )
     print(
-        f"{len(local)} of each: remote TTFT is {ttft['remote'] / ttft['local']:.3f} of local (target <= 1.08); "
+        f"{pairs} of each: remote TTFT is {ttft['remote'] / ttft['local']:.3f} of local (target <= 1.08); "
         f"exposed transfer is {exposed['remote'] / ttft['remote']:.2%} of TTFT (target < 5 %)"
     )
 
@@ -179,13 +151,12 @@ def _beyond_a_step_s(record: Record) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="throughput runs")
-    parser.add_argument("--requests", type=int, default=128, help="requests a throughput run")
-    parser.add_argument("--only", choices=["throughput", "remote", "exposed"], help="do this part only")
-    parser.add_argument("--seconds", type=float, default=90.0, help="most time for the prompts of `--only exposed`")
+    parser.add_argument("--repeats", type=int, default=3, help="number of throughput runs")
+    parser.add_argument("--requests", type=int, default=128, help="requests in a throughput run")
+    parser.add_argument("--only", choices=["throughput", "remote", "exposed"], help="measure only this part")
+    parser.add_argument("--seconds", type=float, default=90.0, help="time limit for the prompts of `--only exposed`")
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    print(f"commit {commit}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")
+    print(machine())
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         write(model, **(LONG_MODEL if arguments.only == "exposed" else MODEL))

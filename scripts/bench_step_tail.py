@@ -1,21 +1,17 @@
-"""Measures the tail of a worker's engine steps while its process does other things.
+"""Measures the tail of a worker's engine steps while its process does other work.
 
 Usage: `python -m scripts.bench_step_tail [--seconds N] [--rounds N]`, from the repository's root.
 
-Eight streams decode on one combined worker with a full cache. Three times a few seconds: nothing else; routers that
-come anew all the time, each of which is sent a snapshot of the whole cache; the same, and short requests at a steady
-rate.
-Of the engine's trace the steps count that decoded, and prefilled nothing.
+Eight streams decode on one combined worker with a full cache, three times for a few seconds: without other load; with
+routers that keep reconnecting, each of which gets a snapshot of the whole cache; and with short requests at a steady
+rate as well. Steps of the engine's trace count if they decode and prefill nothing.
 
 The model is that of `scripts.bench_main_path`.
 """
 
 import argparse
 import asyncio
-import contextlib
 import tempfile
-import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +19,16 @@ import grpc
 import numpy as np
 
 from bench.client.client import Client
-from bench.client.target import Target
-from bench.record import Failure, Record
+from bench.record import Failure
 from bench.tokens import Texts
-from bench.workloads.base import Message
-from cpd.common.stream import connect
+from cpd.common.stream import MAX_MESSAGE_BYTES, connect
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from models.tiny.make import write
-from scripts.bench_main_path import MODEL, bench_settings
+from scripts.bench_main_path import MODEL
+from scripts.streams import MODEL_NAME, stream, target
 from tests.e2e.cluster import TOKEN, Cluster
-from worker.auth import token_metadata
-from worker.calls import CLIENT_OPTIONS
-from worker.channels import MAX_MESSAGE_BYTES
+from worker.grpc_options import CLIENT_OPTIONS, token_metadata
 
 STREAMS = 8
 STREAM_LEN = 3_000
@@ -45,11 +38,7 @@ RATE = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Times of steps and of the pauses between them, in ms.
-
-    Attributes:
-        snapshots: How many were sent meanwhile.
-    """
+    """Times of steps and of the pauses between them, in ms, and the number of snapshots sent meanwhile."""
 
     steps: list[float]
     pauses: list[float]
@@ -57,10 +46,10 @@ class Tail:
 
 
 class Bench:
-    """The streams and what disturbs them."""
+    """The streams, and the load beside them."""
 
     def __init__(self, url: str, address: str, session: str, model: Path) -> None:
-        self._client = Client(Target.of(bench_settings(url, model, 1), "bench"))
+        self._client = Client(target(url))
         self._texts = Texts.with_tokenizer(model)
         self._rng = np.random.default_rng(0)
         self._address = address
@@ -68,17 +57,17 @@ class Bench:
         self._snapshots = 0
 
     async def fill_cache(self) -> None:
-        """Prompts, one after the other, until the pool is full of blocks."""
+        """Sends prompts one after the other until the pool is full of blocks."""
         for _ in range(FILL_PROMPTS):
             await self._ask(FILL_LEN, 1)
 
     async def measure(self, seconds: float, *, snapshots: bool, requests: bool) -> Tail:
-        """Reads the trace of `seconds` with all streams decoding."""
+        """Runs all streams for `seconds` and reads the trace."""
         self._snapshots = 0
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._stream_on()) for _ in range(STREAMS)]
-            await asyncio.sleep(1.0)  # all of them decode
-            tasks += [group.create_task(self._come_anew(f"passing-{number}")) for number in range(2 * snapshots)]
+            await asyncio.sleep(1.0)  # until all decode
+            tasks += [group.create_task(self._reconnect(f"passing-{number}")) for number in range(2 * snapshots)]
             if requests:
                 tasks.append(group.create_task(self._ask_steadily()))
             await asyncio.sleep(seconds)
@@ -95,11 +84,8 @@ class Bench:
         return Tail(times, pauses, self._snapshots)
 
     async def _ask(self, tokens: int, output_len: int) -> None:
-        now_s = time.perf_counter()
-        record = Record(0, 0, tokens, output_len, now_s, now_s)
-        await self._client.stream(record, [Message("user", self._texts.text(self._rng, tokens))])
-        if record.error not in ("", Failure.EMPTY):  # one random token may be part of a character
-            raise RuntimeError(f"{record.error}: {record.detail}")
+        accepted = ("", Failure.EMPTY)  # one random token may be part of a character
+        await stream(self._client, self._texts.text(self._rng, tokens), output_len, accepted)
 
     async def _stream_on(self) -> None:
         while True:
@@ -111,8 +97,8 @@ class Bench:
                 group.create_task(self._ask(16, 1))
                 await asyncio.sleep(1 / RATE)
 
-    async def _come_anew(self, name: str) -> None:
-        """A router that comes, hears what the worker has cached, and goes, over and over."""
+    async def _reconnect(self, name: str) -> None:
+        """Connects as a router, reads the snapshot of the cache and disconnects, repeatedly."""
         while True:
             wire = await connect(self._session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
             wire.send(pb.RouterMessage(hello=pb.RouterHello(router_id=name, token=TOKEN)))
@@ -123,18 +109,13 @@ class Bench:
             await asyncio.sleep(0.1)
 
     async def _trace(self, seconds: float) -> list[pb.TracedStep]:
-        async with self._channel() as channel:
+        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
             reply = await rpc.AdminStub(channel).Trace(pb.TraceRequest(seconds=seconds), metadata=token_metadata(TOKEN))
             return list(reply.steps)
 
-    @contextlib.asynccontextmanager
-    async def _channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
-            yield channel
-
 
 async def run(cluster: Cluster, model: Path, seconds: float, rounds: int) -> None:
-    """Prints a line for each way, over all rounds."""
+    """Measures all loads and prints a line for each."""
     (worker,) = cluster.state()["workers"]
     bench = Bench(cluster.url, worker["address"], worker["session"], model)
     await bench.fill_cache()
@@ -161,13 +142,13 @@ async def run(cluster: Cluster, model: Path, seconds: float, rounds: int) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each way in each round")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time of each load in each round")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         write(model, **MODEL)
-        settings = {"served_model_name": "bench", "dtype": "auto", "kv_memory": "256MiB", "prefill": 0}
+        settings = {"served_model_name": MODEL_NAME, "dtype": "auto", "kv_memory": "256MiB", "prefill": 0}
         with Cluster(model=str(model), **settings) as cluster:
             asyncio.run(run(cluster, model, arguments.seconds, arguments.rounds))
 

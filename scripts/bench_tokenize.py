@@ -1,9 +1,9 @@
-"""Measures what a chat's next turn costs the router: rendering, tokenising, hashing.
+"""Measures the router's cost of a chat's next turn: tokenising and hashing.
 
     python -m scripts.bench_tokenize [--model DIR] [--turns 20] [--chars 1600]
 
-A chat of so many turns, of so many characters each, is sent again with every turn. Each line is one of its requests:
-`all of it` is its text tokenised in one go, `tail` what is left to do when the turns before were seen. Best of 20.
+Every turn sends the whole chat so far again. A line is one request: `whole` is the time to tokenise its text at once,
+`tail` the time if the turns before are in the cache. Best of 20.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from cpd.common.blocks import TOKEN_BYTES, extend_hashes, hash_root, pack_tokens
+from models.tiny import CHECKPOINT
 from router.text.checkpoint import load_checkpoint
 from router.text.tokenizer import Tokenizer
 
-BUNDLED = Path(__file__).parents[1] / "models" / "tiny" / "checkpoint"
 REPEATS = 20
 
 
@@ -48,7 +48,7 @@ async def _measure(model: Path, turns: int, chars: int) -> None:
             hashing[turn] = min(hashing[turn], time.perf_counter() - started)
             if ids != pack_tokens(expected):
                 raise SystemExit("the tokens differ")
-    print("| turn | characters | tokens | all of it, ms | tail, ms | ratio | hashes, ms |")
+    print("| turn | characters | tokens | whole, ms | tail, ms | ratio | hashes, ms |")
     print("| --- " * 7 + "|")
     for turn in sorted({0, 1, turns // 4, turns // 2, turns - 1}):
         tokens = len(await checkpoint.tokenizer.encode_chat(texts[turn], b"")) // TOKEN_BYTES
@@ -65,11 +65,11 @@ def _text(rng: random.Random, chars: int) -> str:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures all turns and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=BUNDLED)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--chars", type=int, default=1_600)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint directory")
+    parser.add_argument("--turns", type=int, default=20, help="turns of the chat")
+    parser.add_argument("--chars", type=int, default=1_600, help="characters of each message")
     arguments = parser.parse_args()
     asyncio.run(_measure(arguments.model, arguments.turns, arguments.chars))
 

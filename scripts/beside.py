@@ -1,4 +1,4 @@
-"""What scripts need that measure beside servers of others: running those, and comparing two sides in turn."""
+"""Helpers of comparisons with other servers: runs their processes, and measures two sides in turn."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ START_S = 300.0
 COUNTS = ("completed", "prompt tokens", "cached")
 
 Figures = Mapping[str, float]
-"""By name; times in milliseconds."""
+"""Figures by name; times in milliseconds."""
 
 console = Console()
 
@@ -29,16 +29,16 @@ console = Console()
 def running(
     name: str, commands: Sequence[Sequence[str | Path]], environment: Mapping[str, str], is_ready: Callable[[], bool]
 ) -> Iterator[list[int]]:
-    """Processes of a server, which run while the context is open; gives their ids when the server is ready.
+    """Runs the processes of a server while the context is open. Yields their ids when the server is ready.
 
     Args:
-        name: Of the server, for people.
-        commands: One a process.
-        environment: Besides this process's own.
-        is_ready: Asks the server; may raise what httpx raises.
+        name: Name of the server, for messages.
+        commands: The command of each process.
+        environment: Environment variables to add.
+        is_ready: Asks the server whether it is ready; may raise httpx's errors.
 
     Raises:
-        SystemExit: It did not start; with the end of its log.
+        SystemExit: The server did not start; the message has the end of its log.
     """
     with tempfile.TemporaryFile("w+") as log:
         processes = [
@@ -74,11 +74,11 @@ def _become_ready(is_ready: Callable[[], bool], processes: Sequence["subprocess.
 
 
 def in_turn(title: str, rounds: int, sides: Mapping[str, Callable[[int], Figures]]) -> None:
-    """Measures both sides in turn and prints all figures, with the median of the rounds' ratios."""
+    """Measures both sides in turn. Prints all figures, and the median of the rounds' ratios."""
     first, second = sides
     measured: dict[str, list[Figures]] = {first: [], second: []}
     for turn in range(rounds):
-        # whoever is second finds a warmer machine
+        # alternate the order, because the second finds a warmer machine
         for name in (first, second) if turn % 2 == 0 else (second, first):
             measured[name].append(sides[name](turn))
             console.print(f"[dim]{turn + 1}/{rounds} {name}: {text(measured[name][-1])}")
@@ -92,5 +92,5 @@ def in_turn(title: str, rounds: int, sides: Mapping[str, Callable[[int], Figures
 
 
 def text(figures: Figures) -> str:
-    """Figures in a line."""
+    """Formats figures in a line."""
     return ", ".join(f"{name} {number(value)}" for name, value in figures.items())

@@ -1,4 +1,4 @@
-"""Drives an engine on the calling thread as a worker does, without HTTP: for measurements of the engine alone."""
+"""Drives an engine on the calling thread, as a worker does but without HTTP, to measure the engine alone."""
 
 import threading
 from collections.abc import Sequence
@@ -15,20 +15,21 @@ ROOT = hash_root(b"bench")
 
 
 def as_in_a_worker() -> None:
-    """Sets this process up as a worker does. Otherwise a step would wait 5 ms for the interpreter while another lane's
-    thread has it, and some would wait for garbage to be collected."""
+    """Sets the interpreter up as in a worker. Otherwise a step would wait 5 ms while another lane's thread has the
+    interpreter, and some steps for the garbage collector."""
     switch_threads_often()
     collect_garbage_rarely()
 
 
 class EngineDriver:
-    """An engine, and the thread that steps it.
+    """An engine that the calling thread steps.
 
     Args:
-        runner: What it runs on. Several drivers may share one, if they never have work at the same time.
+        runner: Its executor. Drivers may share one if they never have work at the same time.
+        colocation: How prompts run beside decodes.
         max_len: Tokens of the longest sequence.
-        max_num_seqs: Sequences that run at the same time.
-        host: For evicted blocks.
+        max_num_seqs: Most sequences that run at the same time.
+        host: Host memory for evicted blocks.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class EngineDriver:
         self._added = 0
 
     def add(self, token_ids: Sequence[int], max_tokens: int) -> str:
-        """Queues a prompt, to be answered greedily with so many tokens. Returns the request's id."""
+        """Queues a prompt for `max_tokens` greedy tokens. Returns the request's id."""
         self._added += 1
         name = str(self._added)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -63,11 +64,11 @@ class EngineDriver:
 
     @property
     def host_blocks(self) -> dict[str, int]:
-        """What happened to evicted blocks."""
+        """Counts of what happened to evicted blocks."""
         return dict(self._engine.stats().host.blocks)
 
     def step(self) -> list[Output]:
-        """What the next step brings. Waits for the prefill lane or for copies while there is nothing else to do."""
+        """Takes a step and returns its outputs. Waits for the prefill lane or for copies if there is no other work."""
         if not self._engine.has_work:
             self._woken.wait()
         self._woken.clear()
@@ -78,6 +79,6 @@ class EngineDriver:
         self._engine.abort(name)
 
     def finish(self) -> None:
-        """Steps until the prefill lane has let go of everything. No request may be left."""
+        """Steps until the prefill lane has released all pages. No request may be left."""
         while self._engine.has_work or self._engine.stats().pages.used:
             self.step()

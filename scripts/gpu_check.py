@@ -1,11 +1,11 @@
-"""Runs the GPU tests and the GPU experiments, for at most ten minutes, and prints their figures beside the targets.
+"""Runs the GPU tests and experiments, and prints their figures beside the targets.
 
 Usage: `python3 -m scripts.gpu_check [--carried DIR] [--out DIR] [--only PART …] [--minutes N] [--dry-run]`, from the
-repository's root on a machine with a CUDA GPU. It needs PyTorch and `nvcc`; what else the parts import may lie in
-DIR as wheels (`python -m scripts.gpu.carry` fetches them). Every part runs in processes of its own with a time limit.
+repository's root on a machine with a CUDA GPU. It needs PyTorch and `nvcc`; other packages can be wheels in DIR
+(`python -m scripts.gpu.carry` fetches them). Every part runs in its own process with a time limit.
 
-Under --out come `gpu_check.json` (device, versions, commit, all figures; `bench/results/` keeps such files),
-`details.tar.gz` (logs and each part's own files), and FlashInfer's compiled kernels if they were compiled.
+Writes to --out: `gpu_check.json` (device, versions, commit, all figures; `bench/results/` keeps such files),
+`details.tar.gz` (logs and each part's own files), and FlashInfer's kernels if they were compiled.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from typing import Any
 
 from scripts.gpu.carried import KERNELS, KERNELS_INSIDE, unpack_kernels, unpack_wheels, wheels_for_this_python
 from scripts.gpu.parts import Outcome, Part, run_all
-from scripts.gpu.results import TARGETS_FOR, Exit, heading, number, text_table
+from scripts.gpu.results import TARGETS_FOR, Exit, Target, heading, number, text_table
 from scripts.gpu.toolchain import compile_environment
 
 ROOT = Path(__file__).parents[1]
 COMPILE = "compile_time"
 PATIENCE_S = 180.0
-"""For importing torch and finding the device, on a machine that does so for the first time."""
+"""Time limit to import torch and find the device, on a machine that does so for the first time."""
 _LOAD = """
 import sys, torch, tvm_ffi  # torch loads the CUDA libraries that the kernels need
 for path in sys.argv[1:]:
@@ -39,14 +39,14 @@ for path in sys.argv[1:]:
 
 
 def _experiment(name: str, seconds: float, about: str) -> Part:
-    return Part(name, ("-m", f"scripts.gpu.{name}"), seconds, about)
+    return Part(name, ("-m", "scripts.gpu.run", name), seconds, about)
 
 
 def _tests(what: str, file: str, seconds: float, about: str) -> Part:
-    """A file of tests in a process of its own: after an illegal access nothing else in a process works.
+    """A test file in its own process, because nothing else in a process works after an illegal access.
 
-    Options of pyproject.toml whose plugins may not be here, and other people's warnings, must not stop the tests. The
-    log names each test as it begins, and shows where one is that takes too long.
+    Overrides pyproject.toml's options, whose plugins may be missing here, and does not turn warnings into errors. The
+    log names each test as it begins, and shows where a slow one is.
     """
     name = f"tests_{what}"
     options = ("-o", "addopts=--import-mode=importlib", "-o", "faulthandler_timeout=40", "-W", "default")
@@ -73,15 +73,16 @@ PARTS = (
     _experiment("page_transfer", 120, "NIXL, what CPD makes of it, and ucxx between two processes"),
     _experiment(COMPILE, 180, "Compiling FlashInfer's kernels"),
 )
-"""The most valuable first, and what needs no Green Contexts before what does: a process that hangs in the driver can't
-always be ended, and then keeps the device busy for all that come after it."""
+"""The most valuable parts come first, and parts without Green Contexts before those with them: a process that hangs in
+the driver can't always be ended, and then keeps the device busy for all later parts."""
 
 
 def selected(only: Sequence[str], kernels: bool) -> list[Part]:
-    """The parts to run, in order. Without carried kernels compiling them comes first, as most others need them.
+    """The parts to run, in order.
 
     Args:
-        only: Names; empty for all.
+        only: Names of parts; empty for all.
+        kernels: There are compiled kernels. Without them, compiling comes first, since most parts need them.
     """
     chosen = [part for part in PARTS if not only or part.name in only]
     if not kernels:
@@ -90,7 +91,7 @@ def selected(only: Sequence[str], kernels: bool) -> list[Part]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module. 0 if no part failed, whatever the figures are."""
+    """Runs the check. Returns 0 if no part failed, also if figures miss their targets."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=__doc__.partition("\n")[0])
     parser.add_argument("--carried", type=Path, help="folder of wheels and compiled kernels to use")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")), help="folder for the results")
@@ -109,20 +110,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(chosen: Sequence[Part], minutes: float, carried: Path | None) -> str:
-    """What would run, as text."""
+    """Describes the parts that would run."""
     files = sorted(path.name for path in carried.iterdir() if not path.name.startswith(".")) if carried else []
     rows = [[part.name, f"{part.seconds:.0f} s", part.about, " ".join(part.command)] for part in chosen]
     return "\n".join(
         [
             f"carried: {', '.join(files) or 'nothing'}",
-            f"at most {minutes:g} minutes in all; what no time is left for is not run",
+            f"at most {minutes:g} minutes in all; parts without time left are not run",
             text_table(("part", "limit", "about", "python"), rows),
         ]
     )
 
 
 def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
-    """Runs the chosen parts and hands in what they found. See `main`."""
+    """Runs the chosen parts and writes their results. See `main`."""
     started = time.monotonic()
     site = work / "site"
     wheels = wheels_for_this_python(args.carried) if args.carried else []
@@ -145,7 +146,7 @@ def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
                 unpack_kernels(sorted((work / "results").glob(KERNELS)), device["capability"], site)
             hand_in(args.out, work, device, outcomes)
     finally:
-        hand_in(args.out, work, device, outcomes)  # with what a part had found that was cut short
+        hand_in(args.out, work, device, outcomes)  # also after an interruption
     print(f"\n{tables(outcomes, device['device'])}")
     return Exit.OK if all(outcome.status in ("ok", "missing", "not run") for outcome in outcomes) else Exit.FAILED
 
@@ -153,21 +154,21 @@ def check(args: argparse.Namespace, kernels: Sequence[Path], work: Path) -> int:
 _SETTINGS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # as workers run
-    "TRITON_INTERPRET": "0",  # the tests would have kernels interpreted where they see no `nvidia-smi`
-    "HF_HUB_OFFLINE": "1",  # a look for what nobody needs waits long where there is no network
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever plugins that machine has
+    "TRITON_INTERPRET": "0",  # the tests turn the interpreter on where there is no `nvidia-smi`
+    "HF_HUB_OFFLINE": "1",  # without a network, a look-up waits long
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
 }
 """Environment variables of every part."""
 
 
 def child_environment(site: Path, work: Path) -> dict[str, str]:
-    """Environment variables of the parts: they find carried packages, and the toolkit."""
+    """Environment variables of the parts, with the paths of carried packages and the toolkit."""
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, **compile_environment(work / "lib"), "PYTHONPATH": path, **_SETTINGS}
 
 
 def find_device(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
-    """The `Environment` that the parts will run in, or why there is none."""
+    """The `Environment` of the parts, or None and the reason."""
     try:
         ran = _python(["-m", "scripts.gpu.common"], environment)
     except subprocess.TimeoutExpired as error:
@@ -178,7 +179,7 @@ def find_device(environment: Mapping[str, str]) -> tuple[dict[str, Any] | None, 
 
 
 def kernels_load(site: Path, environment: Mapping[str, str]) -> bool:
-    """Whether there are compiled kernels, and this machine can load them. Those that it can't are removed."""
+    """True if there are compiled kernels and this machine can load them. Removes those it can't load."""
     folder = site / "flashinfer" / KERNELS_INSIDE
     libraries = [str(path) for path in folder.glob("*/*.so")]
     if not libraries:
@@ -195,13 +196,13 @@ def kernels_load(site: Path, environment: Mapping[str, str]) -> bool:
 
 
 def _python(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs a few lines of Python as a part would. Raises `subprocess.TimeoutExpired` after `PATIENCE_S`."""
+    """Runs Python in the environment of a part. Raises `subprocess.TimeoutExpired` after `PATIENCE_S`."""
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=dict(environment), timeout=PATIENCE_S)
 
 
 def hand_in(out: Path, work: Path, device: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """Writes the files under --out anew; after every part, so that nothing is lost if the run is cut short."""
+    """Rewrites the files under --out. Called after every part, so that an interrupted run keeps its results."""
     out.mkdir(parents=True, exist_ok=True)
     content = {
         "schema": 1,
@@ -226,14 +227,13 @@ def _stop(number: int, _frame: object) -> None:
 
 
 def tables(outcomes: Sequence[Outcome], device: str) -> str:
-    """Every figure that has a target, then how the parts ended. `device`: what it all ran on."""
+    """Tables of every figure with a target, and of how the parts ended."""
     rows = []
     for outcome in outcomes:
         for figure in outcome.figures:
             if (target := figure["target"]) is not None:
-                least, most = target["at_least"], target["at_most"]
-                bound = f"≥ {number(least)}" if least is not None else f"≤ {number(most)}"
                 met = "yes" if figure["met"] else "NO"
+                bound = str(Target(**target))
                 rows.append([figure["name"], number(figure["value"]), figure["unit"], bound, met])
     ends = [[outcome.name, outcome.status, f"{outcome.seconds:.0f} s", outcome.note[:80]] for outcome in outcomes]
     figures = text_table(("figure", "value", "unit", "target", "met"), rows)

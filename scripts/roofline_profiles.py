@@ -1,55 +1,52 @@
-"""Writes profiles/h200-*.json: performance models of an H200, computed from data sheets and the models' shapes.
+"""Writes the bundled profiles of an H200, computed from data sheets and the models' shapes.
 
     python scripts/roofline_profiles.py
 
-They are there to simulate with, and say nothing about real hardware ("source": "roofline"): every kernel is taken to be
-as fast as its roofline, and where two lanes run side by side, what they do to each other is one assumed factor. Each
-number below says where it comes from.
+They are for simulations and no evidence of real hardware ("source": "roofline"): every kernel is assumed to reach its
+roofline, and the interference of two lanes is one assumed factor. Each number below names its source.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.performance.model import Profile, ShareProfile, StepCost, TransferProfile
+from cpd.performance.profiles import PROFILES
 
-PROFILES = Path(__file__).resolve().parent.parent / "profiles"
-
-# NVIDIA H200 SXM. Data sheet: 4.8 TB/s, 989 TFLOP/s dense in bf16, 141 GB, 132 SMs; what good kernels reach of it:
+# NVIDIA H200 SXM. Data sheet: 4.8 TB/s, 989 TFLOP/s dense in bf16, 141 GB, 132 SMs; shares that good kernels reach:
 BANDWIDTH = 4.3e12
-"""Bytes a second: 90 %."""
+"""Bytes per second, 90 % of the peak."""
 MATMUL_FLOPS = 790e12
-"""Large bf16 GEMMs: 80 %."""
+"""Large bf16 GEMMs, 80 % of the peak."""
 ATTENTION_FLOPS = 550e12
 """FlashAttention-3 forward, causal, head size 128, on the same chip: 550 to 650 TFLOP/s (arXiv:2407.08608, fig. 5)."""
 SMS = 132
 SM_STEP = 8
 """Green Contexts on compute capability 9.0 come in multiples of 8 SMs."""
 SATURATING_SMS = 56
-"""So many SMs take all of the memory's bandwidth; fewer take in proportion. By Little's law an SM with 64 KiB of loads
-in flight at 850 ns latency reads 77 GB/s, a 56th of 4.3 TB/s. An assumption, see SLOWDOWN."""
+"""SMs that saturate the memory bandwidth; fewer get a proportional share. By Little's law an SM with 64 KiB of loads in
+flight at 850 ns latency reads 77 GB/s, a 56th of 4.3 TB/s. An assumption, see SLOWDOWN."""
 SLOWDOWN = 1.06
-"""Of either lane beside the other: they share L2 and memory. An assumption, made together with SATURATING_SMS to agree
-with a published figure: a compute-bound and a memory-bound kernel of equal length, on disjoint SMs, are done 1.34 times
-sooner than one after the other on an H200. Here 56 / n = 132 / (132 - n) at n = 39: 2 / (1.42 * 1.06) = 1.33."""
+"""Slowdown of either lane beside the other, because they share L2 and memory. An assumption that, with SATURATING_SMS,
+agrees with a published figure: a compute-bound and a memory-bound kernel of equal length on disjoint SMs finish 1.34
+times sooner than one after the other on an H200. Here 56 / n = 132 / (132 - n) at n = 39: 2 / (1.42 * 1.06) = 1.33."""
 MEMORY_BYTES = 141e9
 MEMORY_USED = 0.9
 ACTIVATION_BYTES = 6e9
-"""Activations of the largest step, workspaces, CUDA graphs."""
+"""Memory for activations of the largest step, workspaces and CUDA graphs."""
 
 GRAPH_STEP_MS = 0.3
-"""A replayed decode graph: some 300 kernels, about a microsecond between two."""
+"""Overhead of a replayed decode graph: about 300 kernels, a microsecond between two."""
 EAGER_STEP_MS = 1.0
-"""A step launched kernel by kernel: between two of them the chip runs empty and fills again, 3 microseconds each."""
+"""Overhead of a step launched kernel by kernel: the chip drains and fills between two, 3 microseconds each."""
 LINK_BYTES_PER_MS = 45e6
 """RDMA at 400 Gb/s: 50 GB/s, less a tenth."""
 LINK_FIXED_MS = 0.2
-"""Posting the writes of a chunk's pages, and the message that says that they are there."""
+"""Time to post the writes of a chunk's pages, and for the message that they have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model's config.json decides how long steps take (bf16)."""
+    """Sizes of a model that determine the time of steps (bf16)."""
 
     hidden: int
     layers: int
@@ -61,13 +58,13 @@ class Shape:
 
     @property
     def layer_params(self) -> int:
-        """Weights of the linear layers, without the LM head."""
+        """Number of weights of the linear layers, without the LM head."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head_params(self) -> int:
-        """Of the LM head. It reads its weights once a step; its arithmetic is for sampled rows only."""
+        """Number of weights of the LM head. It reads them once per step, and computes sampled rows only."""
         return self.hidden * self.vocab
 
     @property
@@ -76,7 +73,7 @@ class Shape:
 
     @property
     def pair_flops(self) -> int:
-        """Of a query and a key: two products of `head_dim` a head."""
+        """Operations per (query, key) pair: two products of `head_dim` in each head."""
         return 4 * self.layers * self.heads * self.head_dim
 
 
@@ -88,7 +85,7 @@ SHAPES = {
 
 
 def step_cost(shape: Shape, sms: int, *, prefill: bool) -> StepCost:
-    """One share of the device: the larger of reading the weights and of arithmetic, and what comes on top."""
+    """Cost of steps on a share of the device: the larger of reading the weights and of arithmetic, plus overheads."""
     bytes_per_ms = BANDWIDTH / 1e3 * min(1.0, sms / SATURATING_SMS)
     flops_per_ms = MATMUL_FLOPS / 1e3 * sms / SMS
     token_ms = 2 * shape.layer_params / flops_per_ms
@@ -108,7 +105,7 @@ def step_cost(shape: Shape, sms: int, *, prefill: bool) -> StepCost:
 
 
 def profile(model: str, shape: Shape) -> Profile:
-    """All shares that the device can be cut into, the remainders of a cut included."""
+    """The profile with all shares of the device that a split can have."""
     parts = {size for k in range(SM_STEP, SMS, SM_STEP) for size in (k, SMS - k)}
     weight_bytes = 2 * (shape.layer_params + 2 * shape.head_params)
     page_bytes = BLOCK_SIZE * shape.kv_token_bytes
@@ -135,7 +132,7 @@ def profile(model: str, shape: Shape) -> Profile:
 
 
 def file_of(model: str) -> str:
-    """Name of a model's file."""
+    """File name of a model's profile."""
     return f"h200-{model.lower().replace('llama-3', 'llama3')}.json"
 
 
@@ -144,8 +141,7 @@ def _rounded(ms: float) -> float:
 
 
 def main() -> None:
-    """Writes all of them."""
-    PROFILES.mkdir(exist_ok=True)
+    """Writes all profiles."""
     for model, shape in SHAPES.items():
         path = PROFILES / file_of(model)
         profile(model, shape).save(path)

@@ -1,12 +1,12 @@
-"""What no policy can exceed on the base mix: `python -m scripts.sim_bound [--seeds 0,1,2]`.
+"""Computes an upper bound for all policies on the base mix: `python -m scripts.sim_bound [--seeds 0,1,2]`.
 
-The highest rate at which the devices could do what the measured requests need in the time in which these come, if they
-never waited, no prompt were computed but for its new tokens, weights were read for nothing else than prompts, and both
-lanes were busy all the time. Decodes of earlier requests fall into that time, those of late ones after it: as much.
+The bound is the highest rate at which the devices can do the work of the measured requests in the measured time,
+assuming that no device waits, only new prompt tokens are computed, weights are read for prompts only, and both lanes
+are always busy. Decodes of earlier requests in that time balance those of late requests after it.
 
-    lanes     prompts and decodes share devices, in whatever split is best
-    serial    they take turns, or have devices of their own
-    95 %      the same if the twentieth of the requests whose prompts take longest need not be served at all
+    lanes     prompts and decodes share devices, with the best split
+    serial    they alternate, or have their own devices
+    95 %      the same without the 5 % of the requests with the longest prompts
 """
 
 import argparse
@@ -22,10 +22,10 @@ from sim.cluster.workload import Mix
 from sim.device.runner import SimulatedRunner, VirtualTime
 
 TOKEN_S = 0.025
-"""Between two tokens of an answer: decides only when a next turn comes."""
+"""Time between two tokens of an answer; it only determines when the next turn comes."""
 
 Mode = tuple[float, float]
-"""Device time of prompts, and of decodes, that a device gets done in a second."""
+"""Seconds of prompt work and of decode work (on a whole device) that a device does in a second."""
 
 
 def needs(settings: CompareSettings, model: PerfModel, rate: float) -> Iterator[Mode]:
@@ -50,7 +50,7 @@ def needs(settings: CompareSettings, model: PerfModel, rate: float) -> Iterator[
 
 
 def modes(model: PerfModel, *, lanes: bool) -> list[Mode]:
-    """The ways in which a device can spend its time."""
+    """The modes in which a device can run."""
     found: list[Mode] = [(1.0, 0.0), (0.0, 1.0)]
     prompt, decode = Work(1024), Work.decode(1, 4096)
     for split in SimulatedRunner(1, model, VirtualTime(), VOCAB_SIZE).splits if lanes else ():
@@ -62,7 +62,7 @@ def modes(model: PerfModel, *, lanes: bool) -> list[Mode]:
 
 
 def devices(prompts_s: float, decodes_s: float, ways: Sequence[Mode]) -> float:
-    """How many get so much done in a second: two ways at most have a part in the best mixture."""
+    """Devices needed for this work per second. The best mixture has at most two modes."""
     fewest = prompts_s + decodes_s
     for (a, b), (c, d) in combinations(ways, 2):
         if area := a * d - b * c:
@@ -73,7 +73,7 @@ def devices(prompts_s: float, decodes_s: float, ways: Sequence[Mode]) -> float:
 
 
 def highest_rate(settings: CompareSettings, model: PerfModel, ways: Sequence[Mode], left_out: float) -> float:
-    """To one percent."""
+    """The highest rate within the devices' capacity, to one percent."""
     low, high = 20.0, 1_000.0
     while high > 1.01 * low:
         rate = (low * high) ** 0.5
@@ -88,11 +88,11 @@ def highest_rate(settings: CompareSettings, model: PerfModel, ways: Sequence[Mod
 
 
 def main() -> None:
-    """Prints them."""
+    """Computes and prints the bounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--warmup", type=float, default=15.0)
-    parser.add_argument("--duration", type=float, default=20.0)
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the mix")
+    parser.add_argument("--warmup", type=float, default=15.0, help="seconds before requests are measured")
+    parser.add_argument("--duration", type=float, default=20.0, help="seconds in which requests are measured")
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):
         settings = CompareSettings(warmup=options.warmup, duration=options.duration, seed=seed)

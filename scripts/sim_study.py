@@ -1,15 +1,14 @@
-"""How good the routing policy is, in simulation: `python -m scripts.sim_study --out DIRECTORY [--parts base,mixes]`.
+"""Studies the routing policy in simulation: `python -m scripts.sim_study --out DIRECTORY [--parts base,mixes]`.
 
-    base        the highest rate within the targets: ours and both baselines, for every seed of --seeds
-    settings    the same for other settings of each of them: where those of `CHOSEN` come from
-    ablations   ours with one feature less each
+    base        the highest rate within the targets: our policy and both baselines, for every seed of --seeds
+    settings    the same for other settings of each policy; `CHOSEN` has the best ones
+    ablations   our policy, each time without one feature
     mixes       ten mixes from all short to all long
-    cache       cached share and evenness beside the policy that always takes the most cached worker
+    cache       cached share and balance, beside the policy that always takes the most cached worker
     burst       16 prompts of 4,096 tokens into 128 running streams
 
-One cell is one policy under one workload; it is computed once and kept as a file, so that a study can be interrupted
-and goes on where it was. At the end everything that is there is shown. What the results are worth follows from the
-profile (docs/simulator.md).
+A cell is one policy under one workload. It is computed once and stored in a file, so that an interrupted study resumes.
+At the end all stored cells are shown. The profile determines how far the results can be trusted (docs/simulator.md).
 """
 
 import argparse
@@ -36,7 +35,7 @@ CHOSEN: dict[PolicyName, dict[str, Any]] = {
     "static-pd": {"prefill_workers": 11},
     "cpd": {"prefill_workers": 4},
 }
-"""What did best of those searched on the base mix (part `settings`). On the other mixes they stay the same."""
+"""The best settings on the base mix (part `settings`). The other mixes use them too."""
 
 TRIED: dict[PolicyName, list[dict[str, Any]]] = {
     "aggregated": [{"token_budget": tokens} for tokens in (512, 2048)],
@@ -66,7 +65,7 @@ MIXES = (
 )
 
 CACHE_RATE = 60.0
-"""Of the part `cache`, in requests a second: even the policy that piles sessions up sustains it."""
+"""Rate of the part `cache`, in requests a second, which even `most-cached` sustains."""
 
 STREAMS, STREAM_TOKENS = 128, 2000
 BURST_S, BURST_PROMPTS, BURST_TOKENS = 3.0, 16, 4096
@@ -77,9 +76,9 @@ class Cell:
     """One policy under one workload.
 
     Attributes:
-        part: Of the study.
-        settings: What differs from the study's own settings.
-        rate: The only one to try, in requests a second; None: the highest is searched.
+        part: Part of the study.
+        settings: Changes to the study's settings.
+        rate: Rate in requests a second; None searches the highest.
     """
 
     part: str
@@ -89,12 +88,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of its file, without the suffix."""
         return "_".join([self.part, self.policy, *(f"{key}-{value}" for key, value in sorted(self.settings.items()))])
 
 
 class Burst(Workload):
-    """Streams that decode, and, if wanted, many prompts at one moment."""
+    """Streams that decode, and `prompts` prompts at one moment."""
 
     def __init__(self, *, prompts: int) -> None:
         self._prompts = prompts
@@ -111,7 +110,7 @@ def _turn(tokens: int, number: int, output_len: int) -> Turn:
 
 
 def cells(part: str, seeds: Sequence[int]) -> Iterator[Cell]:
-    """Those of one part."""
+    """The cells of one part."""
     match part:
         case "base":
             for seed in seeds:
@@ -134,7 +133,7 @@ def cells(part: str, seeds: Sequence[int]) -> Iterator[Cell]:
 
 
 def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
-    """What a cell's file holds."""
+    """Computes the content of a cell's file."""
     settings = base.model_copy(update=cell.settings)
     if cell.part == "burst":
         with_burst, without = (_gaps(settings, cell.policy, prompts) for prompts in (BURST_PROMPTS, 0))
@@ -156,7 +155,7 @@ def _rise(without: float, with_burst: float) -> dict[str, float]:
 
 
 def _gaps(settings: CompareSettings, policy: PolicyName, prompts: int) -> list[float]:
-    """Between the tokens of the running streams, in ms, in the second after the moment of the burst."""
+    """Gaps between the tokens of the running streams in the second after the burst, in ms."""
     settings = settings.model_copy(update={"warmup": 0.0, "duration": BURST_S - 1})
     records: list[Record] = SimCluster(settings, policy, Burst(prompts=prompts)).run().records
     return [
@@ -168,7 +167,7 @@ def _gaps(settings: CompareSettings, policy: PolicyName, prompts: int) -> list[f
 
 
 def show(directory: Path, base: CompareSettings) -> None:
-    """Prints what is there."""
+    """Prints all stored cells."""
     print(evidence(base))
     for path in sorted(directory.glob("*.json")):
         found = orjson.loads(path.read_bytes())
@@ -188,15 +187,15 @@ def show(directory: Path, base: CompareSettings) -> None:
 
 
 def main() -> None:
-    """Computes what is not there yet, and shows everything."""
+    """Computes the missing cells and shows all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
-    parser.add_argument("--parts", default="base,cache,burst,ablations,mixes,settings")
-    parser.add_argument("--seeds", default="0,1,2", help="of the part `base`")
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--warmup", type=float, default=15.0)
-    parser.add_argument("--duration", type=float, default=20.0)
-    parser.add_argument("--precision", type=float, default=0.05)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--parts", default="base,cache,burst,ablations,mixes,settings", help="parts to compute")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the part `base`")
+    parser.add_argument("--workers", type=int, default=16, help="number of workers")
+    parser.add_argument("--warmup", type=float, default=15.0, help="seconds before requests are measured")
+    parser.add_argument("--duration", type=float, default=20.0, help="seconds in which requests are measured")
+    parser.add_argument("--precision", type=float, default=0.05, help="relative precision of the highest rate")
     options = parser.parse_args()
     base = CompareSettings(
         workers=options.workers,

@@ -1,10 +1,9 @@
 """Compares `cpd sim` with the same cluster in real time: `python -m scripts.validate_simulator`.
 
-A prefill worker and two combined ones, simulated (`cpd up --simulate`), serve a trace of short prompts with shared
-beginnings and some long ones, sent by `cpd bench run`; the simulator replays the same trace in virtual time. Both use
-an H200's profile slowed down (`--slower`), so that HTTP, Python and other users of this machine weigh little beside the
-steps. Percentiles should agree within 10 %. On a machine that is busy otherwise they say nothing: look whether the
-client could keep up.
+A prefill worker and two combined workers, simulated by `cpd up --simulate`, serve a trace of short prompts with shared
+prefixes and some long prompts, sent by `cpd bench run`. The simulator replays the trace in virtual time. Both use an
+H200's profile slowed down by `--slower`, so that HTTP, Python and other processes matter little beside the steps.
+Percentiles should agree within 10 %. On a busy machine they mean nothing: check that the client could keep up.
 """
 
 import argparse
@@ -23,16 +22,15 @@ import orjson
 
 from bench.result import Result, Stat
 from cpd.performance.model import Profile, ShareProfile, StepCost, TransferProfile
+from models.tiny import CHECKPOINT
 
-ROOT = Path(__file__).resolve().parent.parent
-TOKENIZER = ROOT / "models" / "tiny" / "checkpoint"
 CPD = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
 REQUESTS_PER_S = 1.3
-"""Divided by how many times slower the cluster is than ten times slower than the profile."""
+"""Rate of the trace with `--slower 10`; it is inversely proportional to `--slower`."""
 
 
 def slowed(profile: Profile, factor: float) -> Profile:
-    """The profile of a device on which everything takes so many times as long."""
+    """The profile of a device that is slower by a factor."""
 
     def cost(one: StepCost) -> StepCost:
         times = {name: getattr(one, name) * factor for name in ("seq_ms", "context_ms", "pair_ms")}
@@ -48,7 +46,7 @@ def slowed(profile: Profile, factor: float) -> Profile:
 
 
 def write_trace(path: Path, requests: int, per_s: float, seed: int = 5) -> None:
-    """A trace in Mooncake's form: an eighth are long prompts, the others begin with one of four shared blocks."""
+    """Writes a trace in Mooncake's format: an eighth are long prompts, the others begin with one of four blocks."""
     rng = np.random.default_rng(seed)
     at_ms, lines = 0.0, []
     for number in range(requests):
@@ -64,21 +62,21 @@ def write_trace(path: Path, requests: int, per_s: float, seed: int = 5) -> None:
 
 
 def write_model(path: Path) -> None:
-    """A checkpoint without weights, in which each token has a text of its own, so that a client sees every token's gap.
+    """Writes a checkpoint without weights in which every token has text, so that a client sees the gap of every token.
 
-    With the bundled tokenizer, one token in fifty is a part of a character only, which comes with the next one.
+    With the bundled tokenizer one token in fifty is only a part of a character, and its text comes with the next token.
     """
     path.mkdir()
     for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, path)
-    tokenizer = orjson.loads((TOKENIZER / "tokenizer.json").read_bytes())
+        shutil.copy(CHECKPOINT / name, path)
+    tokenizer = orjson.loads((CHECKPOINT / "tokenizer.json").read_bytes())
     special = [token | {"special": False} for token in tokenizer["added_tokens"]]
     changed = tokenizer | {"decoder": {"type": "Fuse"}, "added_tokens": special}
     (path / "tokenizer.json").write_bytes(orjson.dumps(changed))
 
 
 def in_real_time(model: Path, profile: Path, trace: Path, result: Path, targets: list[str], port: int) -> Result:
-    """Starts the cluster, sends the trace and ends the cluster."""
+    """Starts the cluster, sends the trace and stops the cluster."""
     url = f"http://127.0.0.1:{port}"
     command = [*CPD, "up", "--cluster", f"validate-{os.getpid()}", "--port", str(port), "--prefill", "1"]
     command += ["--combined", "2", "--model", str(model), "--simulate", str(profile), *targets]
@@ -86,7 +84,7 @@ def in_real_time(model: Path, profile: Path, trace: Path, result: Path, targets:
         try:
             wait_until_ready(url)
             bench = ["bench", "run", "--url", url, "--workload", "trace", "--file", str(trace), "--endpoint"]
-            bench += ["completions", "--tokenizer", str(TOKENIZER), "--no-selftest", "--json", str(result)]
+            bench += ["completions", "--tokenizer", str(CHECKPOINT), "--no-selftest", "--json", str(result)]
             subprocess.run([*CPD, *bench], stdout=subprocess.DEVNULL, check=False)
         finally:
             cluster.send_signal(signal.SIGINT)
@@ -94,7 +92,7 @@ def in_real_time(model: Path, profile: Path, trace: Path, result: Path, targets:
 
 
 def wait_until_ready(url: str, limit_s: float = 120.0) -> None:
-    """Returns when requests can be served."""
+    """Waits until the router is ready."""
     ends = time.monotonic() + limit_s
     while True:
         try:
@@ -107,7 +105,7 @@ def wait_until_ready(url: str, limit_s: float = 120.0) -> None:
 
 
 def in_virtual_time(profile: Path, trace: Path, result: Path, targets: list[str]) -> Result:
-    """Simulates the same."""
+    """Simulates the same cluster and trace."""
     command = ["sim", "run", "--profile", str(profile), "--workers", "3", "--prefill-workers", "1", "--warmup", "0"]
     command += ["--workload", "trace", "--file", str(trace), "--duration", "100000", "--json", str(result), *targets]
     subprocess.run([*CPD, *command], stdout=subprocess.DEVNULL, check=True)
@@ -126,10 +124,10 @@ def compare(name: str, real: Stat, simulated: Stat) -> str:
 def main() -> None:
     """Runs both and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--profile", type=Path, default=ROOT / "profiles" / "h200-qwen3-8b.json")
-    parser.add_argument("--slower", type=float, default=20.0, help="times; more where the machine is busy")
-    parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--port", type=int, default=8940)
+    parser.add_argument("--profile", default="h200-qwen3-8b", help="a file or the name of a bundled profile")
+    parser.add_argument("--slower", type=float, default=20.0, help="slow-down factor; larger for a busy machine")
+    parser.add_argument("--requests", type=int, default=120, help="requests of the trace")
+    parser.add_argument("--port", type=int, default=8940, help="port of the router")
     options = parser.parse_args()
     slower: float = options.slower
     targets = ["--slo-ttft", f"{2000 * slower:g}", "--slo-itl", f"{50 * slower:g}"]

@@ -1,1 +1,1 @@
-"""Discrete-event simulation of whole clusters with the real policy, scheduler and block pool (docs/simulator.md)."""
+"""Discrete-event simulation of clusters with the real policy, scheduler and block pool (docs/simulator.md)."""

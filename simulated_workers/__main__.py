@@ -9,7 +9,7 @@ from cpd.common.options import command
 
 
 def run(settings: SimulatedSettings) -> None:
-    """Runs workers without a model: they say what real ones would, when real ones would, but the text is noise."""
+    """Runs workers without a model: they answer when real workers would, but the text is random."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from simulated_workers import host
     from worker.process import run_process

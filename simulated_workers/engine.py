@@ -1,4 +1,4 @@
-"""An engine without a model."""
+"""Makes engines without a model."""
 
 import time
 from hashlib import blake2b
@@ -12,33 +12,33 @@ from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
 from engine.model.config import ModelConfig
 from kvtransfer.base import PoolMemory
-from sim.device.runner import PAGE_BYTES, SimulatedRunner, VirtualTime, outline
+from sim.device.runner import PAGE_BYTES, SimulatedRunner, VirtualTime, build_outline
 from simulated_workers.simulation import SIMULATED
-from worker.convert import Limits
-from worker.node import Loaded
+from worker.context import LoadedEngine
+from worker.wire_format import Limits
 
 CONTEXT = 32_768
-"""Tokens of the longest prompt plus output, unless the settings say otherwise. A checkpoint's limit is none here."""
+"""Maximum tokens of prompt plus output, unless the settings say otherwise. The checkpoint's limit does not apply."""
 
 _MIN_PAGES = 4
 
 
 class Load(Protocol):
-    """Makes a worker's engine, whose device has the given clock."""
+    """Makes a worker's engine on a device with the given clock."""
 
-    def __call__(self, settings: WorkerSettings, clock: VirtualTime) -> Loaded: ...
+    def __call__(self, settings: WorkerSettings, clock: VirtualTime) -> LoadedEngine: ...
 
 
 def page_bytes_of(profile: Profile, config: ModelConfig) -> int:
-    """Size of a page of the simulated model; that of the checkpoint where the profile doesn't say."""
+    """Size of a page of the simulated model: the profile's, or else the checkpoint's."""
     return profile.page_bytes or config.page_bytes("bfloat16")
 
 
 def count_pages(settings: EngineSettings, profile: Profile, config: ModelConfig) -> int:
-    """How many pages the pool of such a device has.
+    """Number of pages in the pool of a simulated device.
 
     Raises:
-        ConfigError: The settings ask for what it can't have.
+        ConfigError: The settings ask for a pool that the device can't have.
     """
     if settings.host_kv_memory:
         raise ConfigError("--host-kv-memory: simulated workers have no pages to keep in host memory; leave it out")
@@ -53,16 +53,16 @@ def count_pages(settings: EngineSettings, profile: Profile, config: ModelConfig)
 
 
 def make_loader(profile: Profile, config: ModelConfig) -> Load:
-    """What makes engines on such devices.
+    """Makes a function that makes engines on simulated devices.
 
     Args:
-        profile: How long steps take. The engine predicts with it, too, unless its settings name another one.
-        config: Of the checkpoint whose tokenizer is used.
+        profile: Says how long steps take. The engine predicts with it, too, unless its settings name another one.
+        config: The config of the checkpoint whose tokenizer is used.
     """
     page_bytes = page_bytes_of(profile, config)
     fingerprint = blake2b(f"{SIMULATED} {config.vocab_size} {page_bytes}".encode(), digest_size=16).digest()
 
-    def load(settings: WorkerSettings, clock: VirtualTime) -> Loaded:
+    def load(settings: WorkerSettings, clock: VirtualTime) -> LoadedEngine:
         num_pages = count_pages(settings, profile, config)
         runner = SimulatedRunner(num_pages, PerfModel(profile), clock, config.vocab_size)
         known = Profile.load(settings.profile) if settings.profile else profile
@@ -79,9 +79,9 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
             colocation=colocation,
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
-            build=outline,
+            build=build_outline,
         )
-        return Loaded(
+        return LoadedEngine(
             engine=engine,
             memory=PoolMemory(runner.pool.ctypes.data, num_pages, PAGE_BYTES),
             page_bytes=page_bytes,

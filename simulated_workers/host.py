@@ -1,8 +1,7 @@
 """Many workers in one process and one event loop, each with its own engine, gRPC port and lease.
 
-Only the devices are simulated, and the wire between them: pages move by a network of this process, which says how
-long they take. Routers can't tell these workers from real ones. One that ends (it was told to drain, or its engine
-failed) is started anew, as by a supervisor.
+Only the devices and the network between them are simulated. Routers can't tell these workers from real ones. A worker
+that ends (because it was drained, or its engine failed) is restarted, as by a supervisor.
 """
 
 import asyncio
@@ -22,13 +21,13 @@ from sim.device.fast_forward import Choose
 from sim.device.runner import VirtualTime, chooser
 from simulated_workers.engine import Load, make_loader, page_bytes_of
 from simulated_workers.inline import InlineEngine
-from simulated_workers.simulation import INSTANT, SIMULATED, read_profile
+from simulated_workers.simulation import INSTANT, SIMULATED
 from worker.process import on_stop_signals
 from worker.service import MakeService
 from worker.worker import Worker
 
 RESTART_S = 0.5
-"""After a worker has ended by itself."""
+"""Delay before a worker that ended by itself is restarted."""
 
 _SERVICES: dict[Role, MakeService] = {"combined": DecodeService, "prefill": PrefillService}
 
@@ -40,9 +39,9 @@ async def serve(settings: SimulatedSettings) -> int:
         The process's exit code.
 
     Raises:
-        CPDError: They can't start.
+        CPDError: A worker can't start.
     """
-    profile, config = read_profile(settings.simulate), load_config(Path(settings.model))
+    profile, config = Profile.load(settings.simulate), load_config(Path(settings.model))
     network = LocalNetwork(SIMULATED, _pages_ms(profile, page_bytes_of(profile, config)))
     choose = chooser(config.vocab_size) if settings.simulate == INSTANT else None
     host = Host(make_loader(profile, config), network, choose)
@@ -53,7 +52,7 @@ async def serve(settings: SimulatedSettings) -> int:
     roles: tuple[tuple[Role, int], ...] = ("combined", settings.combined), ("prefill", settings.prefill)
     await asyncio.gather(
         *(
-            host.keep(WorkerSettings.load({**shared, "worker_id": f"{role}-{index}"}), role)
+            host.run(WorkerSettings.load({**shared, "worker_id": f"{role}-{index}"}), role)
             for role, count in roles
             for index in range(count)
         )
@@ -62,11 +61,11 @@ async def serve(settings: SimulatedSettings) -> int:
 
 
 class Host:
-    """What the workers of the process share.
+    """Runs the workers of this process.
 
     Args:
         load: Makes a worker's engine.
-        network: Moves their pages.
+        network: Moves the workers' pages.
         choose: See `InlineEngine`.
     """
 
@@ -83,11 +82,11 @@ class Host:
         for worker in self._workers:
             worker.lifecycle.stop(reason)
 
-    async def keep(self, settings: WorkerSettings, role: Role) -> None:
-        """Runs one worker, and another one in its place when it ends, until `stop` is called.
+    async def run(self, settings: WorkerSettings, role: Role) -> None:
+        """Runs one worker, restarting it when it ends, until `stop` is called.
 
         Raises:
-            CPDError: It can't start.
+            CPDError: The worker can't start.
         """
         while not self._stopping.is_set():
             clock = VirtualTime()
@@ -96,7 +95,7 @@ class Host:
                 role,
                 _SERVICES[role],
                 load=partial(self._load, clock=clock),
-                make_bridge=partial(InlineEngine, clock=clock, choose=self._choose),
+                make_engine=partial(InlineEngine, clock=clock, choose=self._choose),
                 open_transport=self._open,
             )
             self._workers.add(worker)
@@ -110,11 +109,11 @@ class Host:
     async def _open(
         self, name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
     ) -> Transport:
-        """What `worker.worker.Worker` takes for `open_transport`."""
+        """Opens a transport on the simulated network, as `worker.worker.Worker` asks for it."""
         return self._network.create(memory, epoch=epoch)
 
 
 def _pages_ms(profile: Profile, page_bytes: int) -> Callable[[int], float]:
-    """How long so many pages take from worker to worker."""
+    """Makes a function that gives the time to send a number of pages."""
     model = PerfModel(profile)
     return lambda pages: model.transfer_ms(pages * page_bytes)

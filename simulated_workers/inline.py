@@ -2,11 +2,11 @@
 
     idle ──command, or the prefill lane is done──▶ pass begins ──its step's time is over──▶ ends ──▶ idle, or the next
 
-A step of a simulated device is computed at once, and says when it would have ended: until then nobody learns what it
-brought, and commands wait. So many workers share one event loop, and none waits for another one's thread.
+A step of a simulated device is computed at once, and says when it would have ended. Until then its results are held
+back, and commands wait. So many workers share one event loop.
 
-Where steps take no time, those that only decode are made together (`sim/device/fast_forward.py`), because nothing can
-come between.
+If steps take no time, steps that only decode are made at once (`sim/device/fast_forward.py`), because nothing can come
+between them.
 """
 
 import asyncio
@@ -15,29 +15,29 @@ from collections.abc import Callable
 
 from engine.engine import Engine
 from engine.types import StepOutput
-from sim.device.fast_forward import Choose, FastForward
+from sim.device.fast_forward import Choose, FastForward, possible_steps
 from sim.device.runner import VirtualTime
-from worker.engine_bridge import Command, EngineBridge
+from worker.async_engine import AsyncEngine, Command
 
 log = logging.getLogger(__name__)
 
 LATE_S = 2e-3
-"""The event loop's timers may be late by this much. What follows begins when it should have: delays don't add up."""
+"""Up to this delay of the event loop's timers, the next pass begins at its due time, so that delays don't add up."""
 
 BURST_S = 1e-3
-"""Steps that take no time follow each other for so long before the event loop's other work has its turn. After one that
-brings first tokens it has: they shall not wait for the tokens after them."""
+"""Maximum time that steps which take no time keep the event loop from other work. A step with first tokens ends it, so
+that these are sent at once."""
 
-MOST_AT_ONCE = 256
-"""Steps made together: a client that is gone, or the next request, waits no longer."""
+MAX_FAST_FORWARD = 256
+"""Maximum number of steps made at once, for which an abort or a new request has to wait."""
 
 
-class InlineEngine(EngineBridge):
-    """See EngineBridge; passes are made on the event loop.
+class InlineEngine(AsyncEngine):
+    """An AsyncEngine whose passes run on the event loop.
 
     Args:
-        clock: Of the engine's runner. It shows the event loop's time.
-        choose: What decode steps choose, if none takes any time; None: they take some.
+        clock: The clock of the engine's runner. It shows the event loop's time.
+        choose: Chooses the tokens of decode steps if no step takes any time; None if steps take time.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class InlineEngine(EngineBridge):
         super().__init__(build, on_failure=on_failure)
         self._clock = clock
         self._choose = choose
-        self._engine: Engine | None = None  # None before it was built and when it is dead
-        self._next: asyncio.Handle | None = None  # what happens next: a pass begins or ends, or while idle a check
+        self._engine: Engine | None = None  # None before `start`, and after the engine has failed or was closed
+        self._next: asyncio.Handle | None = None  # the next callback: a pass begins or ends, or while idle a check
         self._passing = False
-        self._due_s = 0.0  # when the pass that begins next should have begun
+        self._due_s = 0.0  # when the next pass is due
 
     async def start(self) -> Engine:
         self._engine = engine = self._build()
@@ -76,7 +76,7 @@ class InlineEngine(EngineBridge):
             self._handle(delivery)
 
     def _tell_stats(self, engine: Engine, now: float) -> None:
-        self._loop.call_soon(self._tell_stats_now, engine, now)  # when what the pass brought has been sent
+        self._loop.call_soon(self._tell_stats_now, engine, now)  # after the results of the pass have been sent
 
     def _tell_stats_now(self, engine: Engine, now: float) -> None:
         try:
@@ -89,22 +89,22 @@ class InlineEngine(EngineBridge):
         if not self._passing:
             self._passing = True
             self._due_s = self._loop.time()
-            self._then(self._loop.call_soon(self._run))
+            self._set_next(self._loop.call_soon(self._run))
 
     def _run(self) -> None:
-        """Makes passes until one takes its time, or there is nothing to do, or it is other work's turn."""
+        """Makes passes until one takes time, there is nothing to do, or other work must run."""
         engine = self._engine
         assert engine is not None
-        now = turn_s = self._loop.time()
+        now = began_s = self._loop.time()
         try:
-            while now - turn_s <= BURST_S:
+            while now - began_s <= BURST_S:
                 output = self._begin_pass(engine, now)
                 if self._due_s > now:
-                    self._then(self._loop.call_at(self._due_s, self._finish, engine, output))
+                    self._set_next(self._loop.call_at(self._due_s, self._finish, engine, output))
                     return
                 self._end_pass(engine, output, now)
                 if not (self._commands or engine.has_work):
-                    self._rest(engine)
+                    self._become_idle(engine)
                     return
                 if output is not None and any(one.cached_tokens is not None for one in output.outputs):
                     break
@@ -112,7 +112,7 @@ class InlineEngine(EngineBridge):
         except Exception as error:
             self._failed(error)
             return
-        self._then(self._loop.call_soon(self._run))
+        self._set_next(self._loop.call_soon(self._run))
 
     def _begin_pass(self, engine: Engine, now: float) -> StepOutput | None:
         begin_s = self._clock.time_s = max(self._due_s, now - LATE_S)
@@ -120,19 +120,19 @@ class InlineEngine(EngineBridge):
         output = None
         if engine.has_work:
             self._flush()
-            output = self._together(engine) or engine.step(begin_s)
+            output = self._fast_forward(engine) or engine.step(begin_s)
         self._due_s = self._clock.time_s
         return output
 
-    def _together(self, engine: Engine) -> StepOutput | None:
-        """Makes steps that only decode and take no time; None where the next one is none of these."""
-        steps = min(engine.uneventful_steps, MOST_AT_ONCE) if self._choose else 0
+    def _fast_forward(self, engine: Engine) -> StepOutput | None:
+        """Makes several decode steps at once. Returns None if that is not possible now."""
+        steps = min(possible_steps(engine), MAX_FAST_FORWARD) if self._choose else 0
         if self._choose is None or steps < 2:
             return None
         return FastForward(engine, steps, self._choose).end([0.0] * steps)
 
     def _finish(self, engine: Engine, output: StepOutput | None) -> None:
-        """A step's time is over."""
+        """Ends a pass whose step's time is over."""
         try:
             self._end_pass(engine, output, self._loop.time())
         except Exception as error:
@@ -141,16 +141,16 @@ class InlineEngine(EngineBridge):
         if self._commands or engine.has_work:
             self._run()
         else:
-            self._rest(engine)
+            self._become_idle(engine)
 
-    def _rest(self, engine: Engine) -> None:
-        """Nothing is to be done until there is a command, or the prefill lane is done."""
+    def _become_idle(self, engine: Engine) -> None:
+        """Waits for a command or the prefill lane. If nothing comes for a while, checks the engine's page accounts."""
         self._passing = False
         alarm_s = self._clock.alarm_s
         if alarm_s is None:
-            self._then(self._loop.call_later(self._settles_in_s(self._loop.time()), self._check, engine))
+            self._set_next(self._loop.call_later(self._settles_in_s(self._loop.time()), self._check, engine))
         else:
-            self._then(self._loop.call_at(alarm_s, self._wake))
+            self._set_next(self._loop.call_at(alarm_s, self._wake))
 
     def _check(self, engine: Engine) -> None:
         try:
@@ -158,7 +158,7 @@ class InlineEngine(EngineBridge):
         except Exception as error:
             self._failed(error)
 
-    def _then(self, handle: asyncio.Handle) -> None:
+    def _set_next(self, handle: asyncio.Handle) -> None:
         if self._next is not None:
             self._next.cancel()
         self._next = handle

@@ -1,7 +1,7 @@
-"""Small Hugging Face checkpoints with random weights, and transformers as the oracle over them.
+"""Small Hugging Face checkpoints with random weights, and transformers as the oracle for their output.
 
-A generated directory is complete (weights, configuration, tokenizer with a chat template), so that it also serves a
-whole cluster. Its greedy output is varied: the weights are larger than an untrained model's.
+Each directory is complete (weights, configuration, tokenizer, chat template), so a cluster can serve it. The weights
+are larger than those of an untrained model, so that the greedy output varies.
 """
 
 import json
@@ -70,17 +70,17 @@ def make_checkpoint(
     """Writes a checkpoint of one of FAMILIES and returns its directory.
 
     Args:
-        seed: Of the weights.
-        dtype: Of the stored weights.
-        max_shard_size: Small ones make several files with an index.
-        overrides: Fields of config.json. The vocabulary is the tokenizer's, unless `vocab_size` says more.
+        seed: Seed of the weights.
+        dtype: Data type of the stored weights.
+        max_shard_size: Maximum size of a file; small sizes make several files with an index.
+        overrides: Fields of config.json. `vocab_size` defaults to slightly more than the tokenizer has.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     eos = tokenizer.token_to_id(EOS)
     fields = {
         **_BASE,
-        "vocab_size": tokenizer.get_vocab_size() + 3,  # no multiple of 8, and some ids have no token
+        "vocab_size": tokenizer.get_vocab_size() + 3,  # not a multiple of 8, and some ids have no token
         "bos_token_id": tokenizer.token_to_id(BOS),
         "eos_token_id": eos,
         **FAMILIES[family],
@@ -107,7 +107,7 @@ def make_checkpoint(
 
 
 def load_oracle(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint in transformers."""
+    """Loads the checkpoint into transformers."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     return model
 
@@ -118,7 +118,7 @@ class Greedy:
 
     Attributes:
         token_ids: The new tokens.
-        margins: Gap between the best and the second-best logit of each.
+        margins: For each token, the gap between the best and the second-best logit.
     """
 
     token_ids: list[int]
@@ -129,7 +129,7 @@ class Greedy:
 def oracle_generate(
     directory: Path, token_ids: Sequence[int], max_new_tokens: int, *, stop_token_ids: Sequence[int] = ()
 ) -> Greedy:
-    """What transformers chooses greedily in float32, up to and including a stop token."""
+    """The tokens that transformers chooses greedily in float32, up to and including a stop token."""
     model = load_oracle(directory)
     cache, inputs = None, torch.tensor([list(token_ids)])
     result = Greedy([], [])
@@ -154,7 +154,7 @@ def oracle_logits(directory: Path, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def _tokenizer() -> Tokenizer:
-    """Byte-level BPE: every text can be encoded, and characters may span tokens."""
+    """A byte-level BPE tokenizer: it encodes any text, and a character may span tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -169,14 +169,14 @@ def _tokenizer() -> Tokenizer:
 
 
 def _randomize(model: PreTrainedModel) -> None:
-    """Matrices of gain about one, norms about one, biases that matter: so that every part shows in the output."""
+    """Sets matrices to a gain of about one, norms to about one and biases to values that affect the output."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.normal_(1.0, 0.1)
             elif parameter.ndim == 1:
                 parameter.normal_(0.0, 0.2)
-            elif "embed_tokens" in name:  # a tied one small, or every token would predict itself
+            elif "embed_tokens" in name:  # tied embeddings must be small, or every token would predict itself
                 parameter.normal_(0.0, 0.2 if model.config.tie_word_embeddings else 0.5)
             else:
                 parameter.normal_(0.0, 1.4 * parameter.shape[1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Fixtures that several packages' tests share."""
+"""Fixtures for the tests of all packages."""
 
 import json
 import os
@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Read when torch is first imported. Idle threads that spin would starve other processes on the same cores.
+# Read at torch's first import. Idle threads that spin would starve other processes on the same cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Read when grpc is first imported. Its fork handlers crash children that are forked while it is in use.
+# Read at grpc's first import. Its fork handlers crash children that are forked while it is in use.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# Read when triton is first imported: without a GPU its kernels are interpreted.
+# Read at triton's first import. Without a GPU its kernels are interpreted.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start.
+# A shell makes background jobs and their children ignore SIGINT; the tests send it to processes they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A loaded machine is no bug: no example has a deadline.
+# Without a deadline per example: a loaded machine is not a bug.
 settings.register_profile("cpd", deadline=None)
 settings.load_profile("cpd")
 
@@ -34,7 +34,7 @@ MakeCheckpoint = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """`checkpoint(family, **overrides)`: see tests/checkpoints.py. Made once a session; don't write into it."""
+    """`checkpoint(family, **overrides)` returns a checkpoint of `make_checkpoint`, made once a session. Read-only."""
     from transformers.utils import logging
 
     from tests.checkpoints import make_checkpoint
@@ -54,9 +54,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
-    """A real Redis server. Tests that share it keep apart by the cluster's name."""
+    """A real Redis server, shared by all tests; each uses a cluster name of its own."""
     from deploy.redis import embedded_redis
 
-    # Not under tmp_path: a socket's name has at most 107 bytes.
+    # Not under tmp_path: a socket's path has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="cpd-redis-") as directory, embedded_redis(Path(directory) / "r") as redis:
         yield redis.url

@@ -7,11 +7,11 @@ DEADLINE_S = 60.0
 
 
 async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    """Returns when `condition` holds.
+    """Waits until `condition` is true.
 
     Raises:
-        TimeoutError: It did not in time.
+        TimeoutError: It is still false after `deadline_s`.
     """
     async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110 - for conditions that tell nobody
+        while not condition():  # noqa: ASYNC110 - conditions without an event
             await asyncio.sleep(0.005)

@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: gRPC server, sessions, lease, engine thread, landings."""
+"""Shared by combined and prefill workers: engine thread, sessions, prefill requests, lease, load reports."""

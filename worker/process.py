@@ -1,4 +1,4 @@
-"""The process around a worker, or around several: start, signals, exit code."""
+"""Runs one or several workers as a process: start, signals, exit code."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import uvloop
 
 from cpd.common.config import Role, WorkerSettings
 from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging, switch_threads_often
-from worker.node import EXIT_RESTART
+from worker.context import EXIT_RESTART
 from worker.service import MakeService
 from worker.worker import Worker
 
@@ -26,7 +26,7 @@ def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None
     Raises:
         CPDError: The worker can't start.
     """
-    from worker.loading import load_engine  # imports torch, which not every process of this package needs
+    from worker.engine_loader import load_engine  # imports torch, which simulated workers don't need
 
     async def serve() -> int:
         worker = Worker(settings, role, make_service, load=lambda settings: load_engine(settings, role))
@@ -41,7 +41,7 @@ def run_process(name: str, log_level: str, serve: Callable[[], Coroutine[Any, An
     """Runs `serve` and ends the process with the exit code that it returns.
 
     Raises:
-        CPDError: `serve` did.
+        CPDError: Raised by `serve`.
     """
     switch_threads_often()
     setup_logging(log_level, name)
@@ -49,28 +49,28 @@ def run_process(name: str, log_level: str, serve: Callable[[], Coroutine[Any, An
     collect_garbage_rarely()
     code = uvloop.run(serve())
     logging.shutdown()
-    # The engine thread may still be inside a step, and an interpreter that shuts down under it can crash.
+    # The engine thread may still run a step: an orderly interpreter shutdown could crash it.
     os._exit(code)
 
 
 def on_stop_signals(stop: Callable[[str], None]) -> None:
-    """Has `stop` called on the running loop, with the reason, when the process is to end."""
+    """Calls `stop` with the reason, on the running loop, at SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, f"got {number.name}")
 
 
 def on_failed_threads(stop: Callable[[str, int], None]) -> None:
-    """Has `stop` called on the running loop, with reason and exit code, when a thread of this process ends by an error.
+    """Calls `stop` with reason and exit code, on the running loop, when a thread of this process fails.
 
-    Nobody knows what it has left undone: whoever waits for it would wait for ever.
+    Its unfinished work is unknown, and others might wait for it for ever.
     """
     loop = asyncio.get_running_loop()
 
-    def failed(what: threading.ExceptHookArgs) -> None:
-        name = what.thread.name if what.thread is not None else "?"
-        log.critical("thread %s failed", name, exc_info=what.exc_value)
+    def failed(args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread is not None else "?"
+        log.critical("thread %s failed", name, exc_info=args.exc_value)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends anyway
-            loop.call_soon_threadsafe(stop, f"thread {name} failed: {what.exc_value!r}", EXIT_RESTART)
+            loop.call_soon_threadsafe(stop, f"thread {name} failed: {args.exc_value!r}", EXIT_RESTART)
 
     threading.excepthook = failed

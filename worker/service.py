@@ -1,4 +1,4 @@
-"""What a kind of worker adds to the shared parts."""
+"""The interface of a role: what `decode_worker` and `prefill_worker` add to a worker."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,33 +6,33 @@ from typing import Protocol
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import StepOutput
-from worker.engine_bridge import Update
-from worker.fills import Wire
-from worker.node import Node
-from worker.sessions import RequestHandler
+from worker.async_engine import Update
+from worker.context import WorkerContext
+from worker.prefill_server import IncomingStream
+from worker.session_server import RequestHandler
 
 
 class Service(RequestHandler, Protocol):
-    """Serves requests or fills. Everything but `hook` runs on the event loop."""
+    """Serves requests or prefill requests. Everything but `hook` runs on the event loop."""
 
     @property
     def busy(self) -> bool:
-        """Whether a request or fill is not finished yet."""
+        """True while a request or prefill request has not ended."""
 
     def hook(self, engine: Engine, output: StepOutput | None) -> None:
         """Runs on the engine thread after every pass."""
 
     def update(self, update: Update) -> None:
-        """Takes what a pass brought."""
+        """Handles the results of a pass."""
 
     def add_load(self, load: pb.Load) -> None:
-        """Adds what the engine does not know of to a load report."""
+        """Adds what the engine does not know to a load report."""
 
-    async def fills(self, wire: Wire) -> None:
-        """Serves one stream of another worker's fills."""
+    async def serve_worker(self, stream: IncomingStream) -> None:
+        """Serves another worker's stream of prefill requests."""
 
     async def stop(self) -> None:
-        """Ends every request and fill in order; returns when nothing more will be sent. Given about a second."""
+        """Ends every request in order; returns when nothing more will be sent. It has about a second."""
 
 
-MakeService = Callable[[Node], Service]
+MakeService = Callable[[WorkerContext], Service]

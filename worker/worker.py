@@ -1,12 +1,12 @@
-"""One worker: engine, transport, gRPC server and lease, started and stopped in the right order.
+"""A worker process: starts and stops engine, transport, servers and lease in the right order.
 
-Who owns what, from the inside out; each is closed before the one above it in this table:
+Owners, in the order of their start; each is closed before the one above it:
 
     pool memory     the engine's runner; lives as long as the process
-    engine          its bridge: the engine thread, alone
+    engine          `AsyncEngine`: only the engine thread touches it
     transport       the event loop; reads and writes pool memory
-    service         requests and fills; uses engine and transport
-    servers         sessions and fills (cpd/common/stream.py), administration (gRPC); use the service
+    service         requests and prefill requests; uses engine and transport
+    servers         sessions and prefill requests (cpd/common/stream.py), administration (gRPC); use the service
     lease           lists the worker for as long as its servers listen
 """
 
@@ -37,33 +37,31 @@ from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
 from engine.types import EngineStats, PoolCounts
 from kvtransfer.base import PoolMemory, Transport
-from worker.auth import TokenInterceptor
-from worker.calls import SERVER_OPTIONS
-from worker.channels import Channels
-from worker.engine_bridge import EngineBridge, Update
-from worker.engine_thread import EngineThread
-from worker.load import LoadReporter, load_from_stats
-from worker.node import EXIT_RESTART, Lifecycle, Loaded, Node
+from worker.admin import AdminServicer
+from worker.async_engine import AsyncEngine, EngineThread, Update
+from worker.context import EXIT_RESTART, Lifecycle, LoadedEngine, WorkerContext
+from worker.grpc_options import SERVER_OPTIONS, TokenInterceptor
+from worker.load_report import LoadReporter, load_from_stats
+from worker.prefill_client import PrefillClient
 from worker.service import MakeService, Service
-from worker.sessions import HELLO_BYTES, SessionServer
-from worker.trace import read_trace
-from worker.watch import HANG_S, hang
+from worker.session_server import HELLO_BYTES, SessionServer
+from worker.watchdog import HANG_S, hang
 
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
 STEP_S = 0.7
-"""Each step of the way down has this long; together they stay within the three seconds a supervisor waits."""
+"""Time limit of each step of a stop; together they stay within the three seconds that a supervisor waits."""
 
 
-class MakeBridge(Protocol):
-    """What the class `EngineThread` is."""
+class MakeEngine(Protocol):
+    """The signature of `EngineThread`."""
 
-    def __call__(self, build: Callable[[], Engine], *, on_failure: Callable[[BaseException], None]) -> EngineBridge: ...
+    def __call__(self, build: Callable[[], Engine], *, on_failure: Callable[[BaseException], None]) -> AsyncEngine: ...
 
 
 class OpenTransport(Protocol):
-    """What `kvtransfer.create` is."""
+    """The signature of `kvtransfer.create`."""
 
     def __call__(
         self, name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
@@ -75,11 +73,10 @@ class Worker:
 
     Args:
         settings: The worker's settings.
-        role: What it does.
-        make_service: Makes the part that differs between the kinds of workers.
-        load: Builds the engine, where the bridge has it run.
-        make_bridge: Makes what runs the engine.
-        open_transport: Makes the transport over the engine's pool.
+        make_service: Makes the service of this role.
+        load: Builds the engine; runs on the engine's thread.
+        make_engine: Makes the AsyncEngine.
+        open_transport: Opens the transport over the engine's pool.
     """
 
     def __init__(
@@ -88,16 +85,16 @@ class Worker:
         role: Role,
         make_service: MakeService,
         *,
-        load: Callable[[WorkerSettings], Loaded],
-        make_bridge: MakeBridge = EngineThread,
+        load: Callable[[WorkerSettings], LoadedEngine],
+        make_engine: MakeEngine = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
     ) -> None:
-        # A prefill worker has no decodes beside which prompts could be computed.
+        # A prefill worker has no decodes to share the device with.
         self._settings = settings.model_copy(update={"colocate": "mixed"}) if role == "prefill" else settings
         self._role = role
         self._make_service = make_service
         self._load = load
-        self._make_bridge = make_bridge
+        self._make_engine = make_engine
         self._open_transport = open_transport
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.address = self.session = ""
@@ -107,13 +104,13 @@ class Worker:
         self._down = contextlib.AsyncExitStack()
 
     async def run(self) -> int:
-        """Starts, serves until the life cycle ends, stops.
+        """Starts, serves until the life cycle ends, and stops.
 
         Returns:
             The exit code.
 
         Raises:
-            CPDError: It can't start.
+            CPDError: The worker can't start.
         """
         async with self._down:
             stopping = asyncio.create_task(self.lifecycle.stopping.wait())
@@ -127,13 +124,13 @@ class Worker:
             await asyncio.gather(start, stopping, return_exceptions=True)
         return self.lifecycle.exit_code
 
-    # ---- start; every part leaves its way down on the stack ----
+    # ---- start: each part pushes its close on the stack ----
 
     async def _start(self) -> None:
         settings = self._settings
         host = advertised_host(settings)
         self._redis = _redis(settings.redis_url)
-        self._engine = self._make_bridge(self._build, on_failure=self._engine_failed)
+        self._engine = self._make_engine(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
         loaded = self._loaded
@@ -146,15 +143,15 @@ class Worker:
         )
         self._down.push_async_callback(_bounded, self._transport.close, "the transport")
         token = settings.cluster_token.get_secret_value()
-        channels = Channels(pb.RouterHello(worker_id=self.id, token=token))
-        self._down.push_async_callback(_bounded, channels.close, "connections to other workers")
+        prefill_client = PrefillClient(pb.RouterHello(worker_id=self.id, token=token))
+        self._down.push_async_callback(_bounded, prefill_client.close, "streams to other workers")
         self._service: Service = self._make_service(
-            Node(
+            WorkerContext(
                 worker_id=self.id,
                 settings=settings,
                 engine=self._engine,
                 transport=self._transport,
-                channels=channels,
+                prefill_client=prefill_client,
                 limits=loaded.limits,
                 fingerprint=loaded.fingerprint,
                 memory=loaded.memory,
@@ -169,12 +166,12 @@ class Worker:
             load=self._current_load,
             engine=self._engine,
             handler=self._service,
-            serve_fills=self._service.fills,
+            serve_worker=self._service.serve_worker,
             token=token,
         )
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
-        self._engine.attach(self._service.hook, self._update)
+        self._engine.attach(self._service.hook, self._service.update, self._sessions.publish, self._take_stats)
         self._watch("a step", lambda: self._engine.passing, loaded.progress)
         self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk, lambda: 0)
         await self._listen(host)
@@ -189,7 +186,7 @@ class Worker:
         self._server = grpc.aio.server(
             interceptors=[TokenInterceptor(self._settings.cluster_token.get_secret_value())], options=SERVER_OPTIONS
         )
-        rpc.add_AdminServicer_to_server(_AdminServicer(self.lifecycle, self._engine), self._server)
+        rpc.add_AdminServicer_to_server(AdminServicer(self.lifecycle, self._engine), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         endpoint = f"{self._settings.host}:{self._settings.port}"
@@ -231,9 +228,7 @@ class Worker:
                 await asyncio.wait_for(self.lifecycle.stopping.wait(), DRAIN_POLL_S)
         self.lifecycle.stop("drained")
 
-    def _update(self, update: Update) -> None:
-        self._service.update(update)
-        self._sessions.publish(update)
+    def _take_stats(self, update: Update) -> None:
         if update.stats is not None:
             self._stats = update.stats
             self._load_changed()
@@ -274,17 +269,17 @@ class Worker:
         )
 
     def _profile(self) -> Profile:
-        """What routers predict with; the cost of transfers is the start-up probe's if the profile's file has none."""
+        """Returns the profile for routers, with the transfer cost measured at start-up if the file has none."""
         profile, cost = self._loaded.profile, self._transport.cost
         if cost is None or profile.transfer != TransferProfile():
             return profile
         transfer = TransferProfile(fixed_ms=cost.fixed_ms, bytes_per_ms=cost.bytes_per_ms)
         return profile.model_copy(update={"transfer": transfer})
 
-    def _watch(self, what: str, under_way: Callable[[], int], progress: Callable[[], float]) -> None:
+    def _watch(self, what: str, running: Callable[[], int], progress: Callable[[], float]) -> None:
         async def watch() -> None:
-            await hang(under_way, progress)
-            log.critical("the engine hangs: for %g s %s has not got on", HANG_S, what)
+            await hang(running, progress)
+            log.critical("the engine hangs: %s has made no progress for %g s", what, HANG_S)
             self.lifecycle.stop("the engine hangs", exit_code=EXIT_RESTART)
 
         self._down.callback(asyncio.create_task(watch(), name="engine-watch").cancel)
@@ -295,60 +290,41 @@ class Worker:
     # ---- stop ----
 
     async def _stop_serving(self) -> None:
-        await _bounded(self._service.stop, "requests and fills")
+        await _bounded(self._service.stop, "requests")
         await _bounded(self._sessions.flush, "the last messages", STEP_S / 4)
         self._sessions.end_all("the worker stops")
         await _bounded(lambda: self._streams.close(STEP_S / 4), "sessions")
         await _bounded(lambda: self._server.stop(STEP_S / 4), "calls")
 
 
-class _AdminServicer(rpc.AdminServicer):
-    def __init__(self, lifecycle: Lifecycle, engine: EngineBridge) -> None:
-        self._lifecycle = lifecycle
-        self._engine = engine
-
-    async def Drain(  # noqa: N802
-        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.DrainReply:
-        self._lifecycle.drain("asked to")
-        return pb.DrainReply()
-
-    async def Trace(  # noqa: N802
-        self, request: pb.TraceRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.TraceReply:
-        return await read_trace(self._engine, request.seconds)
-
-
 def advertised_host(settings: WorkerSettings) -> str:
-    """The host name under which other processes reach this worker.
+    """Returns the host name under which other processes reach this worker.
 
     Raises:
-        ConfigError: It listens on all interfaces and was not told its name.
+        ConfigError: It listens on all interfaces and has no name.
     """
     host = settings.advertise_host or settings.host
     if host in ("0.0.0.0", "::", "[::]"):
-        raise ConfigError(
-            f"--advertise-host is needed where --host is {host}: others must know how to reach this worker"
-        )
+        raise ConfigError(f"--host {host} needs --advertise-host: other processes must know how to reach this worker")
     return host
 
 
 def _redis(url: str) -> Redis:
     if not url:
-        raise ConfigError("--redis-url is needed: a worker is found through the Redis it names")
+        raise ConfigError("--redis-url is needed: workers are found through Redis")
     try:
         return Redis.from_url(
             url,
             socket_timeout=STEP_S,
             socket_connect_timeout=STEP_S,
-            retry=Retry(NoBackoff(), 0),  # the lease itself tries again
+            retry=Retry(NoBackoff(), 0),  # the lease retries
         )
     except ValueError as error:
-        raise ConfigError(f"--redis-url is no address of a Redis: {error}") from None
+        raise ConfigError(f"--redis-url is not a Redis URL: {error}") from None
 
 
 async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STEP_S) -> None:
-    """Waits for one step of the way down, but not for ever: the process ends anyway."""
+    """Waits for one step of a stop, with a limit: the process ends anyway."""
     try:
         await asyncio.wait_for(close(), timeout_s)
     except TimeoutError:

@@ -1,1 +1,1 @@
-"""The HTTP client: one connection a stream, a time stamp a read."""
+"""The HTTP client of the load generator: one connection per stream, one timestamp per read."""

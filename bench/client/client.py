@@ -1,4 +1,4 @@
-"""The HTTP client of the load generator: streaming requests, measured at the socket."""
+"""Sends streaming requests and measures the answers at the socket."""
 
 import asyncio
 import socket
@@ -21,13 +21,11 @@ from bench.workloads.base import Message
 
 
 class Client:
-    """Asks one server. Has as many connections as there are requests at a time; idle ones are used again.
-
-    Belongs to one event loop.
+    """Sends requests to one server on one event loop. Has a connection per concurrent request and reuses idle ones.
 
     Args:
         target: The server.
-        count: Tokens of a text. Used for `Record.output_tokens` where the server sends no usage.
+        count: Counts the tokens of a text. Used for `Record.output_tokens` if the server sends no usage.
     """
 
     def __init__(self, target: Target, count: Callable[[str], int] | None = None) -> None:
@@ -47,13 +45,13 @@ class Client:
         self._idle: list[Connection] = []
 
     async def stream(self, record: Record, conversation: Sequence[Message]) -> str:
-        """Sends one streaming request for `record.output_len` tokens and fills `record` while the answer comes.
+        """Sends one streaming request for `record.output_len` tokens and fills `record` while the answer arrives.
 
-        Never raises for what the server does: `record.error` says it. Cancelling closes the connection and sets
+        Failures of the server do not raise; they are in `record.error`. Cancelling closes the connection and sets
         `Failure.ABORTED`.
 
         Returns:
-            The text of the answer, as far as it came, without reasoning.
+            The text of the answer so far, without reasoning.
         """
         request = self._request("POST", self._target.path, self._target.body(conversation, record.output_len))
         answer = StreamedAnswer(record, self._count)
@@ -72,13 +70,13 @@ class Client:
         return answer.text
 
     async def get_json(self, path: str) -> tuple[int, Any]:
-        """Asks for a small document.
+        """Gets a small JSON document.
 
         Args:
-            path: With its leading slash, under the server's URL.
+            path: Path under the server's URL, with its leading slash.
 
         Returns:
-            The HTTP status and the document; for a status other than 200 the text of the body, if it is no JSON.
+            The HTTP status and the document. With a status other than 200, the text of a body that is not JSON.
 
         Raises:
             BenchError: The server cannot be reached, or its answer is not JSON.
@@ -89,7 +87,7 @@ class Client:
             await self._exchange(self._request("GET", path), response)
         except RequestError as error:
             raise BenchError(
-                f"{url} gives no answer ({error.detail}). Does the server run, and is --url right?"
+                f"no answer from {url} ({error.detail}). Is the server running, and is --url right?"
             ) from None
         try:
             return response.status, orjson.loads(response.data)
@@ -97,10 +95,10 @@ class Client:
             text = response.data.decode(errors="replace")
             if response.status != 200:
                 return response.status, text
-            raise BenchError(f"{url} answers with something else than JSON: {text[:100]!r}. Is --url right?") from None
+            raise BenchError(f"the answer of {url} is not JSON: {text[:100]!r}. Is --url right?") from None
 
     async def close(self) -> None:
-        """Closes all connections. No request may be under way."""
+        """Closes all connections. No request may be in flight."""
         for connection in self._connections:
             connection.abort()
         await asyncio.gather(*(connection.lost for connection in self._connections))
@@ -122,10 +120,10 @@ class Client:
         self._idle.append(connection)
 
     async def _connect(self) -> Connection:
-        """A new connection.
+        """Opens a connection.
 
         Raises:
-            RequestError: There is none to be had, at any of the host's addresses.
+            RequestError: No address of the host accepts one.
         """
         failure = RequestError(Failure.CONNECT, f"{self._host} has no address")
         for address in await self._resolve():
@@ -135,7 +133,7 @@ class Client:
                 reason = str(error) or f"no connection within {self._target.timeout_s:g} s"
                 failure = RequestError(Failure.CONNECT, f"{address} port {self._port}: {reason}")
                 continue
-            if address != self._addresses[0]:  # such as localhost, where the server listens at one of two
+            if address != self._addresses[0]:  # such as localhost, if the server listens on one of its addresses
                 self._addresses = [address]
             return connection
         raise failure
@@ -154,14 +152,14 @@ class Client:
         return connection
 
     async def _resolve(self) -> list[str]:
-        """The host's addresses, looked up once: a look-up a connection would be part of what is measured."""
+        """The host's addresses, looked up once, so that look-ups are not measured."""
         async with self._resolving:
             if not self._addresses:
                 try:
                     found = await asyncio.get_running_loop().getaddrinfo(
                         self._host, self._port, type=socket.SOCK_STREAM
                     )
-                except (OSError, UnicodeError) as error:  # the latter for a name that cannot be one
+                except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name
                     raise RequestError(Failure.CONNECT, f"{self._host}: {error}") from None
                 self._addresses = [str(address[0]) for *_, address in found]
         return self._addresses

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection: sends requests one after another, stamps what comes back, gives it to a response.
+"""One HTTP/1.1 connection: sends requests one after another, and gives timestamped data to a response.
 
-Life: connected → exchange → idle → exchange → … → lost. It is closed as soon as anything happens that the next exchange
-could suffer from; an exchange on a lost connection is refused.
+States: connected → exchange → idle → exchange → … → lost. It closes as soon as something happens that could affect the
+next exchange; an exchange on a lost connection is refused.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from bench.client.errors import RequestError, StaleConnectionError
 from bench.client.response import Response
 from bench.record import Failure
 
-# A response that says everything and then doesn't end may take this much longer.
+# Time for a response to end after its last event.
 _LINGER_S = 1.0
-# A connection that is lost sooner than this after a request was closed before it came. Later, it is lost with it.
+# A connection lost sooner than this after sending was closed before the request arrived; later, the request is lost.
 _STALE_S = 1.0
 _CLOSED = "the server closed the connection"
-# Headers, interim responses and chunk extensions, without a byte of a body in between.
+# Limit of headers, interim responses and chunk extensions between two pieces of a body.
 _MAX_HEAD_BYTES = 256 << 10
 
 
 class Connection(asyncio.Protocol):
-    """A connection to the server; made by a loop's `create_connection`."""
+    """A connection to the server, made by `loop.create_connection`."""
 
     def __init__(self) -> None:
         self.lost = asyncio.get_running_loop().create_future()
@@ -43,13 +43,12 @@ class Connection(asyncio.Protocol):
         self._ends_with_connection = False
 
     async def exchange(self, request: bytes, response: Response, timeout_s: float) -> None:
-        """Sends a request and returns when `response` has got all of the answer. Cancelling closes the connection.
+        """Sends a request and returns when `response` has the whole answer. Cancelling closes the connection.
 
         Raises:
-            StaleConnectionError: It was lost before or as soon as it was used. Nothing has been given to
-                `response`.
-            RequestError: Nothing of the answer came for `timeout_s`, the connection was lost, this is no HTTP, or
-                `response` raised it.
+            StaleConnectionError: The connection was lost before or as soon as it was used. `response` got nothing.
+            RequestError: Nothing of the answer came for `timeout_s`, the connection was lost, the answer is not HTTP,
+                or `response` raised it.
         """
         if self._transport.is_closing():
             raise StaleConnectionError(Failure.DISCONNECTED, _CLOSED)
@@ -72,7 +71,7 @@ class Connection(asyncio.Protocol):
             self._response = None
 
     def abort(self) -> None:
-        """Closes at once; `lost` is done soon after."""
+        """Closes the connection at once; `lost` is done soon after."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -80,12 +79,12 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Called by the event loop. The time of everything in `data` is the time of this call."""
+        """Called by the event loop. Everything in `data` gets the time of this call."""
         self._heard_s = time.perf_counter()
         self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:  # whatever was raised in one of the methods below
+        except httptools.HttpParserCallbackError as error:  # one of the methods below raised
             self._end(error.__context__)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._end(RequestError(Failure.MALFORMED, f"the answer is not HTTP: {error}"))
@@ -106,7 +105,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """Called by the parser."""
         if self._response is None:
-            raise RequestError(Failure.MALFORMED, "the server sent something without being asked")
+            raise RequestError(Failure.MALFORMED, "the server sent data without a request")
         self._headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -139,7 +138,7 @@ class Connection(asyncio.Protocol):
             self._end(None)
 
     def _end(self, failure: BaseException | None) -> None:
-        """Ends the exchange, if there is one. The connection stays open if all of both messages has gone over it."""
+        """Ends the exchange, if there is one. The connection stays open if both messages are complete."""
         if failure is not None or self._transport.get_write_buffer_size() or not self._parser.should_keep_alive():
             self._transport.abort()
         self._response = None

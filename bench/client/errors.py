@@ -1,14 +1,14 @@
-"""How a request fails inside the client."""
+"""Errors of a request inside the client."""
 
 from bench.errors import BenchError
 
 
 class RequestError(BenchError):
-    """A request did not end as it should. It ends up in its record, never in the run.
+    """A request failed. The error is recorded and does not end the run.
 
     Args:
         kind: A `bench.record.Failure` or `http_<status>`.
-        detail: What the server or the socket said about it.
+        detail: Message of the server or the socket.
     """
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -18,4 +18,4 @@ class RequestError(BenchError):
 
 
 class StaleConnectionError(RequestError):
-    """The connection was lost as soon as it was used. If it was a kept-alive one, another may do."""
+    """The connection was lost as soon as it was used. If it was an idle one, the request can use another."""

@@ -1,4 +1,4 @@
-"""What the responses of a server mean: a streamed answer, or one plain body."""
+"""Interprets responses: a streamed answer, or one plain body."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,10 +16,10 @@ _MAX_BODY_BYTES = 16 << 20
 
 
 class Response(Protocol):
-    """Takes what a connection receives. What its methods raise ends the request and closes the connection.
+    """Takes the data of a connection. Exceptions of its methods end the request and close the connection.
 
     Attributes:
-        came_s: When something of the answer came last. What only keeps the connection alive is not of the answer.
+        came_s: Time of the last data that belongs to the answer. Keep-alive comments do not.
     """
 
     came_s: float
@@ -29,16 +29,16 @@ class Response(Protocol):
         ...
 
     def body(self, data: bytes, now_s: float) -> bool:
-        """Takes the next piece of the body, which came at `now_s`; True: nothing more is wanted."""
+        """Takes the next piece of the body, received at `now_s`. Returns True if the response needs no more."""
         ...
 
 
 class StreamedAnswer:
-    """The streamed answer to one request. Writes what comes into its record at once.
+    """The streamed answer to one request. It updates the record with each piece.
 
     Args:
-        record: Of this request.
-        count: Tokens of a text, for servers that send no usage.
+        record: Record of the request.
+        count: Counts the tokens of a text, for servers without usage.
     """
 
     def __init__(self, record: Record, count: Callable[[str], int] | None) -> None:
@@ -60,7 +60,7 @@ class StreamedAnswer:
 
     @property
     def done(self) -> bool:
-        """Whether the stream has said that it is over, in both ways that it has to."""
+        """True if the stream has ended with both a finish_reason and [DONE]."""
         return self._done_s is not None and bool(self.record.finish_reason)
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
@@ -72,7 +72,7 @@ class StreamedAnswer:
         """See `Response`.
 
         Raises:
-            RequestError: This is no stream of completions, or the server sent an error in it.
+            RequestError: It is not a stream of completions, or it has an error event.
         """
         if self.record.status != 200:
             self.came_s = now_s
@@ -93,14 +93,14 @@ class StreamedAnswer:
             try:
                 chunk = orjson.loads(payload)
             except orjson.JSONDecodeError as error:
-                raise _malformed(f"an event is no JSON ({error})", payload) from None
+                raise _malformed(f"an event is not JSON ({error})", payload) from None
             if not isinstance(chunk, dict):
-                raise _malformed("an event is no JSON object", payload)
+                raise _malformed("an event is not a JSON object", payload)
             self._take(chunk, now_s)
         return False
 
     def _take(self, chunk: dict[str, Any], now_s: float) -> None:
-        """Takes one event of the stream, which came at `now_s`."""
+        """Takes one event of the stream, received at `now_s`."""
         usage = chunk.get("usage")
         if usage and isinstance(usage, dict):
             self._usage = usage
@@ -114,18 +114,18 @@ class StreamedAnswer:
         generated = False
         for choice in choices:
             if not isinstance(choice, dict):
-                raise _malformed("a choice that is no object", orjson.dumps(chunk))
+                raise _malformed("a choice that is not an object", orjson.dumps(chunk))
             delta = choice.get("delta")
             if delta is None:
                 text = choice.get("text")
             elif isinstance(delta, dict):
                 text = delta.get("content")
-                generated |= not text and self._take_unsaid(delta)
+                generated |= not text and self._take_other(delta)
             else:
-                raise _malformed("a delta that is no object", orjson.dumps(chunk))
+                raise _malformed("a delta that is not an object", orjson.dumps(chunk))
             if text:
                 if not isinstance(text, str):
-                    raise _malformed("text that is no string", orjson.dumps(chunk))
+                    raise _malformed("text that is not a string", orjson.dumps(chunk))
                 self._answer.append(text)
                 generated = True
                 if self.record.answer_s is None:
@@ -136,10 +136,10 @@ class StreamedAnswer:
             self.record.content_s.append(now_s)
 
     def check(self, now_s: float) -> None:
-        """Judges the whole response, which has ended in order at `now_s`.
+        """Checks the whole response, which ended without an error at `now_s`.
 
         Raises:
-            RequestError: It is no complete answer.
+            RequestError: The answer is not complete.
         """
         record = self.record
         if record.status != 200:
@@ -149,7 +149,7 @@ class StreamedAnswer:
             self._done_s = self._done_s or now_s
         if not self.done:
             if rest and not (record.finish_reason or record.content_s):
-                raise _malformed("no server-sent events (does the server know `stream`?)", rest)
+                raise _malformed("no server-sent events (does the server support `stream`?)", rest)
             missing = [] if record.finish_reason else ["finish_reason"]
             missing += [] if self._done_s else ["[DONE]"]
             raise RequestError(Failure.INCOMPLETE, f"the stream ended without {' and without '.join(missing)}")
@@ -157,7 +157,7 @@ class StreamedAnswer:
             raise RequestError(Failure.EMPTY, f"no text, and the finish_reason is {record.finish_reason}")
 
     def settle(self, now_s: float, failure: RequestError | None) -> None:
-        """Writes what is known at the end, in order or not, into the record."""
+        """Completes the record at the end, with or without a failure."""
         record = self.record
         if failure is not None:
             record.error, record.detail = failure.kind, failure.detail
@@ -170,8 +170,8 @@ class StreamedAnswer:
         if record.output_tokens is None and self._count is not None and not self._called_tools:
             record.output_tokens = sum(self._count("".join(part)) for part in (self._reasoning, self._answer) if part)
 
-    def _take_unsaid(self, delta: dict[str, Any]) -> bool:
-        """Whether the delta holds generated text that is no part of the answer."""
+    def _take_other(self, delta: dict[str, Any]) -> bool:
+        """Takes reasoning and tool calls. Returns True if the delta has some."""
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         if reasoning and isinstance(reasoning, str):
             self._reasoning.append(reasoning)
@@ -182,7 +182,7 @@ class StreamedAnswer:
 
 
 class PlainBody:
-    """A response that is wanted as a whole."""
+    """Collects a whole response."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -197,7 +197,7 @@ class PlainBody:
         """See `Response`.
 
         Raises:
-            RequestError: The body has no end.
+            RequestError: The body is too long.
         """
         self.came_s = now_s
         self.data += data
@@ -207,8 +207,8 @@ class PlainBody:
 
 
 def server_message(body: bytes) -> str:
-    """What a server says in the body of an error: the message of OpenAI's error object or of its relatives, else the
-    text itself. At most 300 characters, one line."""
+    """The message in an error's body: that of OpenAI's or a similar error object, else the text itself. One line of at
+    most 300 characters."""
     message: Any = body.decode(errors="replace")
     try:
         found = orjson.loads(body)

@@ -1,14 +1,14 @@
-"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), as far as a stream of
-completions uses them."""
+"""The part of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html) that streams of
+completions use."""
 
-# A server that sends this much without ending its event sends no events.
+# A longer piece without the end of an event is not a stream of events.
 MAX_EVENT_BYTES = 1 << 20
 
 _OTHER_FIELDS = (b"id", b"retry")
 
 
 class EventSplitter:
-    """Cuts the body of one response, which comes in pieces of any size, into its events."""
+    """Splits the body of one response, in pieces of any size, into events."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -16,23 +16,23 @@ class EventSplitter:
 
     @property
     def pending(self) -> bytes:
-        """The begin of an event that has not ended yet."""
+        """The beginning of an incomplete event."""
         return self._pending
 
     def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
         """Takes the next piece.
 
         Returns:
-            The events that end in it: (name, data), the name mostly empty. Those without data are left out.
+            The events that end in it, as (name, data); most names are empty. Events without data are left out.
 
         Raises:
-            ValueError: This is no stream of events; the message quotes it.
+            ValueError: It is not a stream of events; the message quotes it.
         """
         if self._skip_lf and data:
             data = data.removeprefix(b"\n")
             self._skip_lf = False
         if b"\r" in data:
-            # A line may end with CR LF, cut in two here. The CR alone ends the line; waiting would make the event late.
+            # CR LF may be split between two pieces. The CR already ends the line, so that the event is not delayed.
             self._skip_lf = data.endswith(b"\r")
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if self._pending:
@@ -59,8 +59,8 @@ def _parse(block: bytes) -> tuple[bytes, bytes] | None:
         elif field == b"event":
             name = value.removeprefix(b" ")
         elif field and field not in _OTHER_FIELDS:  # a line that begins with a colon is a comment
-            # The standard skips unknown fields. Here they mean that something else than events is sent.
-            raise ValueError(f"no server-sent event: {_quoted(block)}")
+            # The standard ignores unknown fields. Here they show that the body has no events.
+            raise ValueError(f"not a server-sent event: {_quoted(block)}")
     return (name, b"\n".join(data)) if any(data) else None
 
 

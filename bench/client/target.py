@@ -1,4 +1,4 @@
-"""Which server is asked, and the body of a request to it."""
+"""The server, and the body of a request to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,23 +11,23 @@ from bench.errors import BenchError
 from bench.settings import TargetSettings
 from bench.workloads.base import Message
 
-# What the client says itself in every request, from its own arguments.
+# Fields that the client sets itself.
 _FIXED = ("messages", "prompt", "max_tokens", "stream", "stream_options")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and what every request to it has in common.
+    """A server, and the common part of all requests to it.
 
     Args:
-        url: `http` or `https`, without a trailing slash and without `/v1`.
+        url: `http` or `https` URL without a trailing slash and without `/v1`.
         model: Name of the model.
-        api_key: Sent as a bearer token; "" sends none.
-        endpoint: `/v1/chat/completions` or `/v1/completions`.
+        api_key: Bearer token; "" sends none.
+        endpoint: `chat` for `/v1/chat/completions`, `completions` for `/v1/completions`.
         temperature: Sampling temperature.
-        ignore_eos: Whether the body says `"ignore_eos": true`.
-        extra_body: Further fields of the body; they go over `model`, `temperature` and `ignore_eos`.
-        timeout_s: A request to which no byte came for this long has failed.
+        ignore_eos: Send `"ignore_eos": true`.
+        extra_body: Further fields of the body; they override `model`, `temperature` and `ignore_eos`.
+        timeout_s: A request fails if nothing of its answer comes for this long.
     """
 
     url: str
@@ -41,10 +41,10 @@ class Target:
 
     @classmethod
     def of(cls, settings: TargetSettings, model: str) -> Self:
-        """The target that the settings describe.
+        """Makes a target from settings.
 
         Raises:
-            BenchError: The URL, the key or `extra_body` cannot be used; the message says what is wrong.
+            BenchError: The URL, the key or `extra_body` is invalid.
         """
         return cls(
             url=_base_url(settings.url),
@@ -63,7 +63,7 @@ class Target:
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def body(self, conversation: Sequence[Message], output_len: int) -> bytes:
-        """The JSON body that asks for `output_len` tokens after `conversation`, streamed."""
+        """JSON body of a streaming request for `output_len` tokens after `conversation`."""
         body: dict[str, Any] = {"model": self.model, "temperature": self.temperature}
         if self.ignore_eos:
             body["ignore_eos"] = True
@@ -84,16 +84,16 @@ def _base_url(url: str) -> str:
     except ValueError:  # the port or the brackets of an IPv6 address
         usable = False
     if not usable or not base.isascii() or not base.isprintable() or " " in base:
-        raise BenchError(f"--url {url!r} is no address of a server: give one such as http://127.0.0.1:8000")
+        raise BenchError(f"--url {url!r} is not a server's URL: give one such as http://127.0.0.1:8000")
     if parts.query or parts.fragment or parts.username is not None:
-        raise BenchError(f"--url {url!r}: leave out what is before @ and after ? or #; a key goes into --api-key")
+        raise BenchError(f"--url {url!r}: leave out the parts before @ and after ? or #; use --api-key for a key")
     return base
 
 
 def _api_key(text: str) -> str:
     key = text.strip()
     if not key.isascii() or (key and not key.isprintable()):
-        raise BenchError("--api-key holds characters that no HTTP header can carry: give the key alone")
+        raise BenchError("--api-key has characters that are not allowed in an HTTP header")
     return key
 
 
@@ -103,10 +103,10 @@ def _extra_body(text: str) -> dict[str, Any]:
     try:
         extra = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise BenchError(f"--extra-body is no JSON ({error}): give an object such as '{{\"top_p\": 0.9}}'") from None
+        raise BenchError(f"--extra-body is not JSON ({error}): give an object such as '{{\"top_p\": 0.9}}'") from None
     if not isinstance(extra, dict):
-        raise BenchError("--extra-body is no JSON object: give one such as '{\"top_p\": 0.9}'")
+        raise BenchError("--extra-body is not a JSON object: give one such as '{\"top_p\": 0.9}'")
     fixed = [name for name in _FIXED if name in extra]
     if fixed:
-        raise BenchError(f"--extra-body: leave out {', '.join(fixed)}; the client sets that itself")
+        raise BenchError(f"--extra-body: leave out {', '.join(fixed)}; the client sets them itself")
     return extra

@@ -1,1 +1,1 @@
-"""The interference study: what prompts that come in a burst do to the streams that are being decoded."""
+"""The interference study: how bursts of prompts affect running decode streams."""

@@ -1,4 +1,4 @@
-"""The streams whose decoding is watched."""
+"""The decode streams of a study."""
 
 import asyncio
 import time
@@ -13,19 +13,19 @@ from bench.workloads.base import Message
 
 
 class Decodes:
-    """A number of streams that decode all the time: one that ends is started again with a new prompt.
+    """Streams that decode all the time. A stream that ends is started again with a new prompt.
 
-    A context manager; its end aborts the streams.
+    A context manager, which aborts the streams at its end.
 
     Args:
         client: Sends the requests.
-        count: Streams at a time.
-        prompt: Makes a prompt of so many tokens.
+        count: Number of concurrent streams.
+        prompt: Makes a prompt of a given number of tokens.
         input_len: Tokens of a prompt.
-        output_len: Tokens after which a stream ends.
+        output_len: Output tokens of a stream.
 
     Attributes:
-        records: Every request so far; those that run are filled while they do.
+        records: All requests so far. Those of running requests are updated.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Decodes:
 
     @property
     def begun(self) -> bool:
-        """Every stream has had a chunk, even if it has ended since."""
+        """True if every stream has had a chunk, even if it has ended since."""
         firsts = self.records[: len(self._current)]  # in the order in which the tasks were made
         return len(firsts) == len(self._current) and all(record.content_s for record in firsts)
 
     @property
     def stamps(self) -> Sequence[Sequence[float]]:
-        """When each chunk came, by stream; one that was started again counts as another stream."""
+        """Times of the chunks of each stream. A restarted stream counts as another stream."""
         return [record.content_s for record in self.records]
 
     def decoding_since_s(self) -> float:
-        """Since when all streams decode without one being started again; infinity while one waits for its first chunk.
+        """Time since which all streams decode without a restart; infinity while one waits for its first chunk.
 
         Raises:
             BenchError: The server refuses a stream.
@@ -70,7 +70,7 @@ class Decodes:
         return max(record.content_s[0] if record and record.content_s else float("inf") for record in self._current)
 
     def seen_until_s(self) -> float:
-        """When the last chunk came of the stream that has been silent for longest: gaps before that are all known.
+        """Time of the last chunk of the stream that is silent for the longest. All gaps before it are known.
 
         Raises:
             BenchError: The server refuses a stream.
@@ -79,7 +79,7 @@ class Decodes:
         return min(record.content_s[-1] if record and record.content_s else 0.0 for record in self._current)
 
     def restarts(self, start_s: float, end_s: float) -> int:
-        """How many streams were (re)started in this time."""
+        """Number of streams that were started or restarted in this time."""
         return sum(start_s < record.sent_s <= end_s for record in self.records)
 
     def _check(self) -> None:

@@ -1,9 +1,10 @@
-"""Gaps between the chunks of streams, in stretches of time.
+"""Gaps between the chunks of streams in a window of time.
 
-A stream is given by its stamps: when each of its chunks came, ascending, in seconds. Several streams are always taken
-together. A gap counts in a stretch with the part of it that lies there; so the mean gap is the time that the streams
-spent decoding, divided by the (fractional) number of gaps they got through. That is exact for stretches that are no
-longer than a gap, such as a small burst, and doesn't depend on whether a stretch begins just before or after a chunk.
+    mean gap = time that the streams spent decoding in the window / number of gaps in it
+
+A stream is given by the times of its chunks in seconds, ascending. A gap that lies partly in the window counts as a
+fraction. So the mean is exact for windows shorter than a gap, such as a small burst, and does not depend on whether the
+window begins just before or after a chunk.
 """
 
 from bisect import bisect_right
@@ -17,7 +18,7 @@ Stamps = Sequence[float]
 
 
 def mean_gap_ms(streams: Sequence[Stamps], start_s: float, end_s: float) -> float | None:
-    """Mean gap in the stretch, in ms; None if nothing was decoded there."""
+    """Mean gap in the window, in ms; None if nothing was decoded."""
     covered_s = gaps = 0.0
     for stamps in streams:
         if len(stamps) < 2:
@@ -30,14 +31,14 @@ def mean_gap_ms(streams: Sequence[Stamps], start_s: float, end_s: float) -> floa
 
 
 def is_steady(streams: Sequence[Stamps], start_s: float, end_s: float, ratio: float) -> bool:
-    """Whether the mean gaps of the two halves of a stretch are within `ratio` of one another."""
+    """True if the mean gaps of the window's two halves differ by at most the factor `ratio`."""
     middle_s = (start_s + end_s) / 2
     first, second = mean_gap_ms(streams, start_s, middle_s), mean_gap_ms(streams, middle_s, end_s)
     return first is not None and second is not None and 1 / ratio <= second / first <= ratio
 
 
 def gaps_ms(streams: Sequence[Stamps], start_s: float, end_s: float) -> npt.NDArray[np.float64]:
-    """Every gap that lies in the stretch or reaches into it, whole, in ms."""
+    """All gaps that lie in the window or reach into it, in full length, in ms."""
     found = []
     for stamps in streams:
         first = max(bisect_right(stamps, start_s) - 1, 0)
@@ -49,7 +50,7 @@ def gaps_ms(streams: Sequence[Stamps], start_s: float, end_s: float) -> npt.NDAr
 def timeline(
     streams: Sequence[Stamps], start_s: float, end_s: float, origin_s: float, points: int
 ) -> list[tuple[float, float]]:
-    """The mean gap over time: (middle of a piece in ms since `origin_s`, mean gap in ms) of each of `points` pieces."""
+    """The mean gap over time, in `points` pieces: (middle of the piece in ms since `origin_s`, mean gap in ms)."""
     edges = np.linspace(start_s, end_s, points + 1).tolist()
     pieces = ((low, high, mean_gap_ms(streams, low, high)) for low, high in pairwise(edges))
     return [
@@ -58,7 +59,7 @@ def timeline(
 
 
 def _position(stamps: Stamps, time_s: float) -> float:
-    """How many gaps of a stream are over at a time between its first and its last chunk, parts of a gap included."""
+    """Number of a stream's gaps, with fractions, before a time between its first and last chunk."""
     after = bisect_right(stamps, time_s)
     if after == len(stamps):
         return after - 1

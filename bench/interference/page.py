@@ -1,4 +1,4 @@
-"""A study as a page."""
+"""Shows a study as a page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,19 +8,19 @@ from typing import Any
 from bench.interference.result import Cell, InterferenceResult, Spread
 from bench.interference.verdicts import tone_of
 from bench.report import page as parts
-from bench.report.page import Card, Chart, Notice, Page, series
+from bench.report.page import Card, Chart, Notice, Page, error_bars, series
 from bench.report.text import interval, milliseconds, number
 
 _LEAD = (
-    "Mean gap between the chunks of all decode streams, from the moment of the burst to its last first token, against "
-    "the same streams just before it."
+    "Mean gap between the chunks of all decode streams from the burst to the last first token of its prompts, compared "
+    "with the same streams just before."
 )
 _TOKENS_AXIS = {"type": "log", "title": {"text": "prompt tokens of the burst"}, "dtick": "D2", "tickformat": "~s"}
 _TIMELINES = 4
 
 
 def write_page(result: InterferenceResult, path: Path) -> None:
-    """Writes the study as one self-contained HTML file; of one that the client limited only the reasons.
+    """Writes the study as one self-contained HTML file. If the client limited it, writes only the reasons.
 
     Raises:
         BenchError: The file cannot be written.
@@ -51,17 +51,17 @@ def _add_figures(page: Page, result: InterferenceResult) -> None:
     if not cells:
         return
     page.add(_cards(cells))
-    page.section("What a burst does to decoding", _LEAD)
+    page.section("Effect of a burst on decoding", _LEAD)
     page.add(
         _heat("Increase of the mean ITL, %", cells, "increase_percent", "+,.0f"),
         _heat("Longest gap of any stream, ms", cells, "longest_gap_ms", ",.3~g"),
         _increase_by_tokens(cells),
         _over_time(cells),
     )
-    page.section("What decoding does to a burst", "Time to first token of the injected prompts.")
+    page.section("Effect of decoding on a burst", "Time to first token of the injected prompts.")
     page.add(_ttft(cells))
     page.section("All figures")
-    page.add(_table(cells))
+    page.add(burst_table(cells))
 
 
 def _cards(cells: Sequence[Cell]) -> parts.Cards:
@@ -78,7 +78,7 @@ def _cards(cells: Sequence[Cell]) -> parts.Cards:
 
 
 def _heat(title: str, cells: Sequence[Cell], figure: str, form: str) -> Chart:
-    """A map of one figure: prompts to the right, their tokens upwards."""
+    """A heat map of one figure by the number and length of prompts."""
     counts = sorted({cell.prefills for cell in cells})
     lengths = sorted({cell.prefill_len for cell in cells})
     medians = {(cell.prefills, cell.prefill_len): _median(getattr(cell, figure)) for cell in cells}
@@ -111,14 +111,9 @@ def _increase_by_tokens(cells: Sequence[Cell]) -> Chart:
             {
                 "x": [cell.tokens for cell in row],
                 "y": [spread.median for spread in spreads],
-                "error_y": {
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [spread.high - spread.median for spread in spreads],
-                    "arrayminus": [spread.median - spread.low for spread in spreads],
-                    "thickness": 1,
-                    "width": 3,
-                },
+                "error_y": error_bars(
+                    *([getattr(spread, name) for spread in spreads] for name in ("low", "median", "high"))
+                ),
                 "mode": "lines+markers",
                 "name": f"{count} x",
                 "line": {"color": series(index), "width": 2},
@@ -130,7 +125,7 @@ def _increase_by_tokens(cells: Sequence[Cell]) -> Chart:
 
 
 def _over_time(cells: Sequence[Cell]) -> Chart:
-    """The last burst of the kinds that hurt most."""
+    """The last burst of the kinds with the largest increase."""
     shown = sorted(cells, key=lambda cell: _median(cell.increase_percent), reverse=True)[:_TIMELINES]
     traces = [
         {
@@ -147,7 +142,7 @@ def _over_time(cells: Sequence[Cell]) -> Chart:
         "xaxis": {"title": {"text": "time since the burst, s"}},
         "yaxis": {"title": {"text": "mean gap, ms"}, "rangemode": "tozero"},
     }
-    return Chart("ITL around a burst", traces, layout, "One burst each of the kinds that disturb most.", 320)
+    return Chart("ITL around a burst", traces, layout, "One burst of each of the kinds with the largest increase.", 320)
 
 
 def _ttft(cells: Sequence[Cell]) -> Chart:
@@ -168,18 +163,9 @@ def _ttft(cells: Sequence[Cell]) -> Chart:
     return Chart("Median TTFT of the injected prompts", traces, layout, height=320, wide=True)
 
 
-def _table(cells: Sequence[Cell]) -> parts.Table:
-    columns = [
-        "burst",
-        "tokens",
-        "ITL before",
-        "ITL during",
-        "increase",
-        "longest gap",
-        "TTFT",
-        "TTFT idle",
-        "recovery",
-    ]
+def burst_table(cells: Sequence[Cell]) -> parts.Table:
+    """A row for each kind of burst."""
+    columns = "burst", "tokens", "ITL before", "ITL during", "increase", "longest gap", "TTFT", "TTFT idle", "recovery"
     rows: list[list[str | parts.Cell]] = []
     for cell in cells:
         percent = _median(cell.increase_percent)
@@ -196,7 +182,7 @@ def _table(cells: Sequence[Cell]) -> parts.Table:
                 _cell(cell.recovery_s) if cell.recovery_s else parts.Cell("never", tone="bad"),
             ]
         )
-    note = "ITL and TTFT in ms, recovery in s: medians over the bursts of a kind, and below them their range."
+    note = "ITL, gaps and TTFT in ms, recovery in s: median (and range) over the bursts of a kind."
     return parts.Table(columns, rows, note=note)
 
 
@@ -207,5 +193,5 @@ def _cell(spread: Spread | None) -> parts.Cell:
 
 
 def _median(spread: Spread | None) -> float:
-    """Of a cell that has bursts."""
+    """The median, which exists in a cell with bursts."""
     return spread.median if spread else 0.0

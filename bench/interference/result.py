@@ -1,21 +1,17 @@
-"""The result of an interference study: what `--json` holds. docs/bench.md explains it."""
+"""The result of an interference study, as `--json` writes it. docs/bench.md explains it."""
 
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field, computed_field
 
-from bench.result import Client, write_json
-
-SCHEMA: Literal["cpd-bench-interference/1"] = "cpd-bench-interference/1"
-
+from bench.result import Client, Measurement
 
 Tone = Literal["good", "warn", "bad"]
 
 
 class Window(BaseModel):
-    """Gaps between the chunks of all decode streams in a stretch of time."""
+    """Gaps between the chunks of all decode streams in a window of time."""
 
     mean_ms: float
     p99_ms: float
@@ -23,25 +19,25 @@ class Window(BaseModel):
 
 
 class Burst(BaseModel):
-    """One burst: prompts that were sent at one moment to a server that decodes, and to the same server without.
+    """Prompts sent at one moment to a server with decode streams, and to the same server without them.
 
     Attributes:
-        before: Decoding just before the burst.
-        during: Decoding from the moment of the burst to the last first token of it.
-        after_ms: Mean gap in the last stretch that was looked at afterwards.
-        burst_ms: From the moment of the burst to its last first token.
-        recovery_s: From that token to the first stretch of `--window-s` in which decoding was back to within 5 %;
-            None if there was none within `--settle-s`.
+        before: Gaps just before the burst.
+        during: Gaps from the burst to the last first token of its prompts.
+        after_ms: Mean gap in the last window after the burst.
+        burst_ms: Time from the burst to the last first token of its prompts.
+        recovery_s: Time from that token to the first window of `--window-s` within 5 % of `before`; None if there was
+            none within `--settle-s`.
         ttft_ms: Times to first token of the injected prompts.
-        idle_ttft_ms: The same for as many and as long prompts, without any decoding.
-        prompt_tokens: Tokens of the injected prompts; the server's count if it says.
-        failed: Injected prompts that failed, by kind.
-        routes: Injected prompts by their `x-cpd-route`.
-        client_late_ms: The longest that anything waited, during the burst, for the client to look at it.
+        idle_ttft_ms: The same for equal prompts without decode streams.
+        prompt_tokens: Tokens of the injected prompts, as counted by the server if it tells.
+        failed: Number of failed prompts by kind of failure.
+        routes: Number of prompts by `x-cpd-route`.
+        client_late_ms: Longest time that an event waited for the client during the burst.
         restarts: Decode streams that ended and were started again between the burst and recovery.
-        steady: Decoding was steady before the burst: the halves of the stretch differ by less than 10 %.
-        drained: The server was as quick as at the start of the study before the burst's decode streams were started.
-        timeline: Mean gap around the burst: (ms since the burst, ms).
+        steady: The two halves of the window before the burst differ by less than 10 %.
+        drained: The server was as fast as at the start of the study before the decode streams started.
+        timeline: Mean gap around the burst: (ms since the burst, gap in ms).
     """
 
     before: Window
@@ -63,12 +59,12 @@ class Burst(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def increase_percent(self) -> float:
-        """How much longer the mean gap was during the burst than before."""
+        """Increase of the mean gap during the burst over `before`."""
         return (self.during.mean_ms / self.before.mean_ms - 1) * 100
 
 
 class Spread(BaseModel):
-    """A figure over the bursts of one kind."""
+    """Median and range of a figure over the bursts of one kind."""
 
     median: float
     low: float
@@ -76,7 +72,7 @@ class Spread(BaseModel):
 
 
 class Cell(BaseModel):
-    """All bursts of one kind. `error`: why there are fewer than asked for."""
+    """All bursts of one kind. `error` tells why some are missing."""
 
     prefills: int
     prefill_len: int
@@ -85,18 +81,18 @@ class Cell(BaseModel):
 
     @property
     def name(self) -> str:
-        """Such as 4 x 2,048."""
+        """Number and length of the prompts, such as 4 x 2,048."""
         return f"{self.prefills} x {self.prefill_len:,}"
 
     @property
     def size(self) -> int:
-        """Prompt tokens of a burst, as asked for."""
+        """Requested prompt tokens of a burst."""
         return self.prefills * self.prefill_len
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def tokens(self) -> int:
-        """Prompt tokens of a burst, as measured."""
+        """Measured prompt tokens of a burst."""
         return round(median(burst.prompt_tokens for burst in self.bursts)) if self.bursts else self.size
 
     @computed_field  # type: ignore[prop-decorator]
@@ -114,13 +110,13 @@ class Cell(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def increase_percent(self) -> Spread | None:
-        """How much longer the mean gap was during a burst than before it."""
+        """Increase of the mean gap during a burst."""
         return _spread([burst.increase_percent for burst in self.bursts])
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def longest_gap_ms(self) -> Spread | None:
-        """The longest gap of any decode stream during a burst."""
+        """Longest gap of any decode stream during a burst."""
         return _spread([burst.during.max_ms for burst in self.bursts])
 
     @computed_field  # type: ignore[prop-decorator]
@@ -132,7 +128,7 @@ class Cell(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def idle_ttft_ms(self) -> Spread | None:
-        """The same without any decoding."""
+        """The same without decode streams."""
         return _spread([median(burst.idle_ttft_ms) for burst in self.bursts])
 
     @computed_field  # type: ignore[prop-decorator]
@@ -147,13 +143,13 @@ class Shape(BaseModel):
     """How the increase depends on the tokens of a burst.
 
     Attributes:
-        kind: none: never above 10 %. linear: in proportion to the tokens. step: one level below some size, another
-            above. plateau: in proportion up to some size, level above. unclear: too few sizes to say.
-        below: Largest size, in tokens, up to which no burst raised the mean gap by more than 10 %; 0 if all did.
-        above: Next size in the grid; None if none raised it.
-        jump: Of a step, the two sizes in the grid between which it is.
-        percent_per_1000_tokens: Of a line, and of a plateau before it is level.
-        level_percent: Of a step above it, and of a plateau.
+        kind: none: never above 10 %. linear: proportional to the tokens. step: one level below some size, another
+            above. plateau: proportional up to some size, constant above. unclear: too few sizes, or no curve fits.
+        below: Largest size in tokens up to which no burst increased the mean gap by more than 10 %; 0 if all did.
+        above: Next size of the grid; None if no burst did.
+        jump: The two sizes of the grid between which a step lies.
+        percent_per_1000_tokens: Slope of a line, or of a plateau before its level.
+        level_percent: Level of a plateau, or of a step above its jump.
     """
 
     kind: Literal["none", "linear", "step", "plateau", "unclear"]
@@ -165,36 +161,21 @@ class Shape(BaseModel):
 
 
 class Verdict(BaseModel):
-    """What the study found, in words."""
+    """A finding of the study in words."""
 
     tone: Tone
     text: str
 
 
-class InterferenceResult(BaseModel):
-    """One study, whole."""
+class InterferenceResult(Measurement):
+    """One whole study."""
 
-    schema_: Literal["cpd-bench-interference/1"] = Field(SCHEMA, alias="schema")
-    label: str
-    command: list[str]
-    started_at: str
-    versions: dict[str, str]
-    settings: dict[str, Any]
-    seed: int
-    interrupted: bool
+    schema_: Literal["cpd-bench-interference/1"] = Field("cpd-bench-interference/1", alias="schema")
     error: str
     client: Client
     cells: list[Cell]
     shape: Shape
     verdicts: list[Verdict]
-
-    def save(self, path: Path) -> None:
-        """Writes it as JSON.
-
-        Raises:
-            BenchError: The file cannot be written.
-        """
-        write_json(self, path)
 
 
 def _spread(values: list[float]) -> Spread | None:

@@ -1,4 +1,4 @@
-"""`cpd bench interference`: a study of one server, from the settings to the exit code."""
+"""Runs `cpd bench interference`, from the settings to the exit code."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ from bench.interference.result import Cell, InterferenceResult
 from bench.interference.settings import InterferenceSettings
 from bench.interference.study import Study, StudyError
 from bench.interference.table import show
-from bench.interference.verdicts import is_blurred, shape, verdicts
+from bench.interference.verdicts import is_client_late, shape, verdicts
 from bench.prepare import Prepared
 from bench.result import Accuracy
 from bench.result import Client as ClientPart
@@ -33,28 +33,26 @@ from bench.verdict import slow_client
 
 
 def interference(settings: InterferenceSettings) -> int:
-    """Runs the study, saves and shows it; the exit code.
+    """Runs, saves and shows the study. Returns the exit code.
 
     Raises:
         BenchError: The study cannot start, or its result cannot be written.
-        ConfigError: A setting makes no sense.
+        ConfigError: A setting is invalid.
     """
-    settings.grid()  # a malformed one is refused before anything is sent
+    settings.grid()  # refuses a malformed grid before anything is sent
     check_writable(settings)
     messages = Console(stderr=True)
     prepared, accuracy = begin(settings, settings.decodes, 1, messages)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(settings, prepared, accuracy, messages))
-    late = save_and_show(
-        settings, result.save, lambda page: write_page(result, page), lambda console: show(result, console)
-    )
+    late = save_and_show(settings, result, lambda page: write_page(result, page), lambda console: show(result, console))
     return EXIT_INTERRUPTED if late else _exit_code(result)
 
 
 async def measure(
     settings: InterferenceSettings, prepared: Prepared, accuracy: Accuracy | None, messages: Console
 ) -> InterferenceResult:
-    """The study of a server that was prepared for it. Cancelling ends it with what there is."""
+    """Runs the study. Cancelling ends it and keeps the bursts so far."""
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     error, interrupted = "", False
     client = Client(prepared.target, prepared.texts.count)
@@ -86,12 +84,12 @@ async def measure(
 
 def _client(study: Study, accuracy: Accuracy | None) -> ClientPart:
     bursts = [burst for cell in study.cells for burst in cell.bursts]
-    # Gaps are differences of stamps, in which a usual delay cancels out; TTFT are not.
+    # A constant delay cancels out in gaps, but not in TTFT.
     ttft_ms = [time_ms for burst in bursts for time_ms in burst.ttft_ms]
     reasons = slow_client(study.health, accuracy, {"TTFT": median(ttft_ms) if ttft_ms else None})
-    blurred = sum(is_blurred(burst) for burst in bursts)
-    if blurred > len(bursts) / 2:
-        reasons.append(f"in {blurred} of {len(bursts)} bursts its own delays make up much of the longest gap")
+    late = sum(is_client_late(burst) for burst in bursts)
+    if late > len(bursts) / 2:
+        reasons.append(f"in {late} of {len(bursts)} bursts its own delays make up much of the longest gap")
     return ClientPart(limited=bool(reasons), reasons=reasons, selftest=accuracy, **asdict(study.health))
 
 

@@ -1,13 +1,13 @@
-"""The choreography of a study. One burst goes
+"""Runs the bursts of a study. Each burst has these phases:
 
-    drain     wait until the server is as quick as before the study
-    idle      as many prompts, alone: what they cost without decoding
-    start     decode streams; all decode, steadily, for the length of a window: before
-    burst     the prompts at one moment, each for one token: during
-    recover   until a window is within 5 % of before
-    stop      the decode streams
+    drain     wait until the server is as fast as before the study
+    idle      send equal prompts to the idle server: their cost without decoding
+    start     start the decode streams, and measure a window of steady decoding (`before`)
+    burst     send the prompts at one moment, each for one token (`during`)
+    recover   wait for a window within 5 % of `before`
+    stop      stop the decode streams
 
-Every burst has decode streams of its own, so that their contexts are as long in each.
+Every burst has new decode streams, so that their contexts have equal lengths.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from bench.interference.gaps import gaps_ms, is_steady, mean_gap_ms, timeline
 from bench.interference.result import Burst, Cell, Window
 from bench.interference.settings import InterferenceSettings
 from bench.load.clock import Clock
+from bench.load.loop_lag import LoopLag, percentile_ms
 from bench.load.plan import Health
-from bench.load.pulse import Pulse, percentile_ms
 from bench.record import Failure, Record
 from bench.tokens import Texts
 from bench.workloads.base import Message
@@ -42,7 +42,7 @@ TIMELINE_POINTS = 120
 
 
 class StudyError(BenchError):
-    """No burst can be measured, whatever its size."""
+    """Bursts of any size can't be measured."""
 
 
 class Study:
@@ -52,11 +52,11 @@ class Study:
         client: Sends all requests.
         texts: Makes prompts.
         settings: The grid and its times.
-        seed: Of all prompts.
-        say: Is told what happens now.
+        seed: Seed of all prompts.
+        say: Called with a description of the current phase.
 
     Attributes:
-        cells: What was measured so far; kinds of burst that were not reached are not in it.
+        cells: Results so far, without the kinds of burst that were not reached.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Study:
 
     @property
     def health(self) -> Health:
-        """How the client fared while decode streams ran, in the worst burst and over all."""
+        """Health of the client while decode streams ran, over all bursts."""
         return Health(
             processes=1,
             cpu_share=self._cpu_share,
@@ -86,12 +86,12 @@ class Study:
         )
 
     async def run(self, done: Callable[[Cell], None]) -> None:
-        """Measures everything; `done` gets each kind of burst when it is complete.
+        """Measures all bursts. Calls `done` with each kind of burst when it is complete.
 
         Raises:
-            StudyError: The server doesn't answer any more, or its decode streams are of no use.
+            StudyError: The server no longer answers, or its decode streams can't be used.
         """
-        self._say("how quick the idle server is")
+        self._say("latency of the idle server")
         self._idle_s = median([await self._probe() for _ in range(PROBES)])
         for count, length in self._settings.grid():
             cell = Cell(prefills=count, prefill_len=length)
@@ -113,19 +113,19 @@ class Study:
         prompts = self._prompts(count, length)
         decodes = Decodes(self._client, settings.decodes, self._prompt, settings.decode_len, settings.decode_output_len)
         with Clock() as clock:
-            pulse = Pulse(clock)
+            loop_lag = LoopLag(clock)
             async with decodes:
                 begin_s, steady = await self._steady(decodes)
                 before = _window(decodes, begin_s, begin_s + settings.window_s)
-                beats = len(pulse.lags_s)
+                alarms = len(loop_lag.lags_s)
                 records = await self._inject(prompts, length)
-                late_s = max(pulse.lags_s[beats:], default=0.0)
+                late_s = max(loop_lag.lags_s[alarms:], default=0.0)
                 burst_s, end_s = records[0].due_s, max(_first_s(record) for record in records if _served(record))
                 recovery_s, after_ms = await self._recovery(decodes, end_s, before.mean_ms)
                 over_s = time.perf_counter()
-            self._lags_s += pulse.lags_s
-            self._cpu_share = max(self._cpu_share, pulse.cpu_share)
-            self._machine_idle = min(self._machine_idle, pulse.machine_idle)
+            self._lags_s += loop_lag.lags_s
+            self._cpu_share = max(self._cpu_share, loop_lag.cpu_share)
+            self._machine_idle = min(self._machine_idle, loop_lag.machine_idle)
         return Burst(
             before=before,
             during=_window(decodes, burst_s, end_s),
@@ -147,7 +147,7 @@ class Study:
         )
 
     async def _drain(self) -> bool:
-        """Waits until a short prompt is answered as quickly as before the study; False if it never is."""
+        """Waits until a short prompt is answered as fast as before the study. Returns False after a time-out."""
         deadline_s = time.perf_counter() + self._settings.settle_s
         while time.perf_counter() < deadline_s:
             if await self._probe() <= self._idle_s * DRAINED_RATIO + DRAINED_SLACK_S:
@@ -163,7 +163,7 @@ class Study:
         return _first_s(record) - record.due_s
 
     async def _inject(self, prompts: Sequence[str], length: int) -> Sequence[Record]:
-        """Sends prompts at one moment, each for one token, and returns when all are answered."""
+        """Sends prompts at one moment, each for one token. Returns when all are answered."""
         now_s = time.perf_counter()
         records = [Record(number, 0, length, 1, now_s, now_s) for number in range(len(prompts))]
         requests = zip(records, prompts, strict=True)
@@ -173,7 +173,7 @@ class Study:
         return records
 
     async def _steady(self, decodes: Decodes) -> tuple[float, bool]:
-        """Waits until all streams have decoded steadily for a window; its begin, and False if it isn't steady."""
+        """Waits until all streams have decoded steadily for a window. Returns its start, and whether it is steady."""
         window_s = self._settings.window_s
         deadline_s = time.perf_counter() + self._settings.timeout_s
         begun = met = False
@@ -189,13 +189,13 @@ class Study:
                 steady = is_steady(decodes.stamps, begin_s, begin_s + window_s, STEADY_RATIO)
                 if steady or late:
                     return begin_s, steady
-            elif late and met:  # one is just being started again
+            elif late and met:  # a stream is being restarted
                 met = False
                 deadline_s += window_s + self._settings.settle_s
             elif late:
                 raise StudyError(
-                    "the decode streams don't decode together for as long as --window-s: they end too early (a larger "
-                    "--decode-output-len, or a server that knows ignore_eos, helps) or begin too late (fewer --decodes)"
+                    "the decode streams don't decode together for --window-s: they end too early (use a larger "
+                    "--decode-output-len, or a server that supports ignore_eos) or begin too late (use fewer --decodes)"
                 )
             elif decodes.begun and not begun:
                 begun = True
@@ -203,9 +203,12 @@ class Study:
             await asyncio.sleep(POLL_S)
 
     async def _recovery(self, decodes: Decodes, end_s: float, before_ms: float) -> tuple[float | None, float | None]:
-        """Waits for the first window after `end_s` that is like before; seconds until it begins, and its mean gap.
+        """Waits for the first window after `end_s` that is like before the burst.
 
-        Windows in which a stream is started again are left out: its prompt disturbs the others.
+        Skips windows in which a stream is restarted, because its prompt disturbs the others.
+
+        Returns:
+            Seconds until the window begins (None if decoding did not recover), and the mean gap of the last window.
         """
         window_s = self._settings.window_s
         deadline_s = time.perf_counter() + window_s + self._settings.settle_s
@@ -234,13 +237,13 @@ class Study:
 def _window(decodes: Decodes, start_s: float, end_s: float) -> Window:
     mean_ms = mean_gap_ms(decodes.stamps, start_s, end_s)
     if mean_ms is None:
-        raise BenchError("the decode streams stood still")
+        raise BenchError("the decode streams made no progress")
     gaps = gaps_ms(decodes.stamps, start_s, end_s)
     return Window(mean_ms=mean_ms, p99_ms=float(np.percentile(gaps, 99)), max_ms=float(gaps.max()))
 
 
 def _served(record: Record) -> bool:
-    """Whether the prompt was computed: one token may well have no text."""
+    """True if the prompt was computed. A single token may have no text."""
     return record.error in ("", Failure.EMPTY)
 
 

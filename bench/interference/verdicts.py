@@ -1,11 +1,10 @@
-"""What a grid of bursts says: how the increase depends on their size, whether decoding recovers, what prefill pays.
+"""Findings of a grid of bursts: how the increase depends on their size, recovery, and the effect on prefill.
 
-The shape is the one of three curves that fits the cells best, by the Bayesian information criterion on the logarithm of
-(gap during / gap before):
+The shape is the curve that fits the cells best, by the Bayesian information criterion on log(gap during / gap before):
 
     linear    1 + b x           one step computes a whole burst
-    plateau   1 + min(b x, h)   a step computes a bounded number of prompt tokens
-    step      l or h            small bursts hide in a step, larger ones cost a full one
+    plateau   1 + min(b x, h)   a step computes a limited number of prompt tokens
+    step      l or h            small bursts are hidden in a step, larger ones cost a full step
 """
 
 from collections.abc import Sequence
@@ -20,26 +19,25 @@ import numpy.typing as npt
 
 from bench.interference.result import Burst, Cell, Shape, Tone, Verdict
 
-CALM_PERCENT = 10.0
+SMALL_PERCENT = 10.0
 RECOVERED_PERCENT = 5.0
 LARGE_PERCENT = 100.0
-BLURRED_SHARE = 0.5
+CLIENT_LATE_SHARE = 0.5
 NOISY_RATIO = 1.2
 
-_MIN_SIZES = 4  # fewer sizes fit everything
-_NOISE = 0.03  # cells are not known better than this, so no fit is better either
-_BAD_FIT = 0.4  # a typical cell is off by half
+_MIN_SIZES = 4  # every curve fits fewer sizes
+_NOISE = 0.03  # error of the cells, below which no fit counts as better
+_BAD_FIT = 0.4  # error with which a typical cell is off by half
 
 
 def shape(cells: Sequence[Cell]) -> Shape:
-    """How the increase depends on the prompt tokens of a burst. Takes cells that have bursts."""
+    """Finds how the increase depends on the prompt tokens of a burst."""
     worst: dict[int, float] = {}
     for cell in cells:
         if cell.increase_percent is not None:
             worst[cell.size] = max(worst.get(cell.size, -100.0), cell.increase_percent.median)
     sizes = sorted(worst)
-    loud = [size for size in sizes if worst[size] > CALM_PERCENT]
-    above = loud[0] if loud else None
+    above = next((size for size in sizes if worst[size] > SMALL_PERCENT), None)
     below = max((size for size in sizes if above is None or size < above), default=0)
     if above is None:
         return Shape(kind="none" if sizes else "unclear", below=below, above=None)
@@ -63,7 +61,7 @@ def shape(cells: Sequence[Cell]) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """A curve. `error` is the root mean square of its residuals."""
+    """A fitted curve. `error` is the root mean square of its residuals."""
 
     kind: Literal["linear", "step", "plateau"]
     error: float
@@ -73,7 +71,7 @@ class _Fit:
     level_percent: float | None = None
 
     def score(self, count: int) -> float:
-        """The Bayesian information criterion: the lower, the better."""
+        """The Bayesian information criterion; lower is better."""
         return count * log(self.error**2 + _NOISE**2) + self.parameters * log(count)
 
 
@@ -108,19 +106,19 @@ def _rms(residuals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def tone_of(increase_percent: float) -> Tone:
-    """How bad an increase is."""
-    if increase_percent <= CALM_PERCENT:
+    """Rates an increase."""
+    if increase_percent <= SMALL_PERCENT:
         return "good"
     return "warn" if increase_percent <= LARGE_PERCENT else "bad"
 
 
-def is_blurred(burst: Burst) -> bool:
-    """Whether the longest gap may be the client's own doing, rather than the server's."""
-    return burst.client_late_ms > BLURRED_SHARE * burst.during.max_ms
+def is_client_late(burst: Burst) -> bool:
+    """True if the longest gap may come from the client instead of the server."""
+    return burst.client_late_ms > CLIENT_LATE_SHARE * burst.during.max_ms
 
 
 def verdicts(cells: Sequence[Cell], found: Shape) -> list[Verdict]:
-    """The study in sentences: shape, threshold, recovery, effect of decode on prefill, and what to doubt."""
+    """The findings in sentences: shape and threshold, recovery, effect of decode on prefill, and doubts."""
     measured = [cell for cell in cells if cell.bursts]
     if not measured:
         return [Verdict(tone="bad", text="Nothing was measured.")]
@@ -132,8 +130,8 @@ def _shape_verdict(cells: Sequence[Cell], found: Shape) -> Verdict:
     if found.kind == "none":
         return Verdict(
             tone="good",
-            text=f"Bursts of up to {found.below:,} tokens don't disturb decoding: no gap grows by more than "
-            f"{CALM_PERCENT:.0f} % on average (at most {peak:+.0f} %).",
+            text=f"Bursts of up to {found.below:,} tokens don't disturb decoding: the mean gap grows by at most "
+            f"{SMALL_PERCENT:.0f} % ({peak:+.0f} %).",
         )
     slope = f"{found.percent_per_1000_tokens:.0f} % per 1,000 tokens" if found.percent_per_1000_tokens else ""
     level = f"{found.level_percent:.0f} %" if found.level_percent else ""
@@ -147,9 +145,9 @@ def _shape_verdict(cells: Sequence[Cell], found: Shape) -> Verdict:
         + ("no curve fits." if len({cell.size for cell in cells}) >= _MIN_SIZES else "the grid has too few sizes."),
     }[found.kind]
     threshold = (
-        f"Bursts of up to {found.below:,} tokens stay within +{CALM_PERCENT:.0f} %."
+        f"Bursts of up to {found.below:,} tokens stay within +{SMALL_PERCENT:.0f} %."
         if found.below
-        else f"Even the smallest burst, {found.above:,} tokens, costs more than +{CALM_PERCENT:.0f} %."
+        else f"Even the smallest burst, {found.above:,} tokens, costs more than +{SMALL_PERCENT:.0f} %."
     )
     return Verdict(
         tone="bad" if peak > LARGE_PERCENT else "warn", text=f"{how} {threshold} The largest is {peak:+,.0f} %."
@@ -176,7 +174,7 @@ def _prefill(cells: Sequence[Cell]) -> Verdict:
     ratios = [cell.ttft_ms.median / cell.idle_ttft_ms.median for cell in cells if cell.ttft_ms and cell.idle_ttft_ms]
     typical = median(ratios)
     return Verdict(
-        tone="good" if typical < 1 + CALM_PERCENT / 100 else "warn",
+        tone="good" if typical < 1 + SMALL_PERCENT / 100 else "warn",
         text=f"Beside decode streams, the injected prompts wait {typical:.2f} times as long for their first token as "
         f"on an idle server ({min(ratios):.2f} to {max(ratios):.2f} by kind of burst).",
     )
@@ -187,7 +185,7 @@ def _doubts(cells: Sequence[Cell]) -> list[Verdict]:
 
 
 def _noise(cells: Sequence[Cell]) -> list[Verdict]:
-    """Decode streams are as many and as long before every burst, so their gaps should be too."""
+    """Doubts about baselines: equal decode streams should have equal gaps before every burst."""
     before_ms = [burst.before.mean_ms for cell in cells for burst in cell.bursts]
     low_ms, high_ms = (float(value) for value in np.percentile(before_ms, [10, 90]))
     if high_ms <= NOISY_RATIO * low_ms:
@@ -195,8 +193,8 @@ def _noise(cells: Sequence[Cell]) -> list[Verdict]:
     return [
         Verdict(
             tone="bad",
-            text=f"Without any burst the mean gap was {low_ms:.2f} ms one time and {high_ms:.2f} ms another (10th and "
-            "90th percentile): something else disturbs the server, and smaller effects than that mean nothing.",
+            text=f"Without a burst, the mean gap varied from {low_ms:.2f} to {high_ms:.2f} ms (10th and 90th "
+            "percentile): something else disturbs the server, and smaller effects are not meaningful.",
         )
     ]
 
@@ -206,10 +204,10 @@ def _odd_bursts(cells: Sequence[Cell]) -> list[Verdict]:
     doubts = {
         "the server was still busy with requests whose clients had gone": sum(not burst.drained for burst in bursts),
         "decoding was not steady before": sum(not burst.steady for burst in bursts),
-        "decode streams ended and began again, so that recovery was seen late (a larger --decode-output-len helps)": (
+        "decode streams were restarted, so that recovery was seen late (use a larger --decode-output-len)": (
             sum(burst.restarts > 0 for burst in bursts)
         ),
-        "the client's own delays make up much of the longest gap": sum(is_blurred(burst) for burst in bursts),
+        "the client's own delays make up much of the longest gap": sum(is_client_late(burst) for burst in bursts),
         "injected prompts failed": sum(bool(burst.failed) for burst in bursts),
     }
     return [

@@ -1,1 +1,1 @@
-"""Sending a workload: arrivals, client processes and their health."""
+"""Sends a workload: client processes, exact timers and the client's health."""

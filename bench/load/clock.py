@@ -1,7 +1,7 @@
-"""Waking at exact times.
+"""Exact timers for an event loop.
 
-Event loops round their timers to whole milliseconds, which is too coarse for a schedule that latencies are counted
-from. Linux' timer file descriptors are exact, and an event loop waits for them as it does for sockets.
+Event loops round timers to milliseconds, which is too coarse for a schedule from which latencies count. Linux' timer
+file descriptors are exact, and an event loop can wait for them as for sockets.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Self
 
 _CLOCK_MONOTONIC = 1  # the clock of time.perf_counter()
 _TFD_TIMER_ABSTIME = 1
+_BATCH = 16  # alarms in a row before the loop looks at sockets again
 
 
 class _TimeSpec(ctypes.Structure):
@@ -48,7 +49,7 @@ class Clock:
         os.close(self._timer)
 
     def call_at(self, due_s: float, callback: Callable[[], object]) -> None:
-        """Calls `callback` in the event loop at `due_s`, or soon if that is past."""
+        """Calls `callback` in the event loop at `due_s`, or soon if that has passed."""
         self._count += 1
         heapq.heappush(self._alarms, (due_s, self._count, callback))
         if self._alarms[0][1] == self._count:
@@ -70,9 +71,11 @@ class Clock:
         try:
             os.read(self._timer, 8)
         except BlockingIOError:
-            return  # it was set anew since
+            return  # the timer was set again
         now_s = time.perf_counter()
-        while self._alarms and self._alarms[0][0] <= now_s:
+        for _ in range(_BATCH):
+            if not self._alarms or self._alarms[0][0] > now_s:
+                break
             heapq.heappop(self._alarms)[2]()
         if self._alarms:
             self._set()

@@ -1,4 +1,4 @@
-"""Ctrl-C that ends a measurement, and doesn't throw it away."""
+"""Lets Ctrl-C end a measurement without losing it."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def first_interrupt() -> Iterator[list[bool]]:
-    """A list that is empty until Ctrl-C; the second Ctrl-C is an ordinary KeyboardInterrupt."""
+    """Yields a list that is empty until Ctrl-C. A second Ctrl-C raises KeyboardInterrupt."""
     pressed: list[bool] = []
     before = signal.getsignal(signal.SIGINT)
 

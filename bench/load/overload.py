@@ -1,27 +1,24 @@
-"""Noticing early that a server cannot keep up with an open loop of constant rate.
+"""Detects early that a server cannot keep up with an open loop of constant rate.
 
-Requests that wait for their first token are rate times TTFT: while their number keeps growing, so do latency and
-concurrency. Not so until a while after the first answer: at first all wait. Nor in conversations, whose later turns
-come on top.
+    requests waiting for their first token = rate * TTFT
+
+If their number keeps growing, so do latency and concurrency. This does not hold until a while after the first answer,
+because at first all requests wait, nor in conversations, whose later turns add requests.
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 _OBSERVE_S = 6.0
-_SETTLED = 1.5  # times the first answer's TTFT, after which a queue that is stable is as long as it gets
-_UNANSWERED_S = 30.0  # without an answer until then there is none to wait for
+_SETTLED = 1.5  # times the first answer's TTFT, after which a stable queue no longer grows
+_UNANSWERED_S = 30.0  # without any answer, judge after this time
 _QUARTERS = 4
-_GROWTH = 1.3  # from each quarter to the next: what a queue that is stable doesn't do three times in a row
-_FEWEST = 8  # waiting requests, below which growth is chance
+_GROWTH = 1.3  # from each quarter to the next; a stable queue does not grow like this three times in a row
+_FEWEST = 8  # with fewer waiting requests, growth is chance
 
 
 class Overload:
-    """A rule for `bench.load.run.run_load`.
-
-    Attributes:
-        seen: It has ended the run.
-    """
+    """Stops a run of `bench.load.run.run_load` when the queue keeps growing. `seen` is True once it has."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -29,7 +26,7 @@ class Overload:
         self._answered_s: float | None = None
 
     def __call__(self, elapsed_s: float, waiting: int, answered: bool) -> bool:
-        """Whether the run shows a queue that grows without end; once it does, it stays so."""
+        """True if the queue keeps growing, now or at an earlier call."""
         self._waiting.append((elapsed_s, waiting))
         if answered and self._answered_s is None:
             self._answered_s = elapsed_s
@@ -40,7 +37,7 @@ class Overload:
 
 
 def _keeps_growing(samples: Sequence[tuple[float, int]]) -> bool:
-    """Whether the mean of every quarter of the time is well over that of the quarter before."""
+    """True if the mean of every quarter of the time is well above that of the quarter before."""
     end_s = samples[-1][0]
     quarters: list[list[int]] = [[] for _ in range(_QUARTERS)]
     for at_s, value in samples:

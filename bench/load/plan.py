@@ -1,4 +1,4 @@
-"""What the client processes are told, and what they report."""
+"""The plan that client processes get, and their reports."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from bench.tokens import Texts
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a client process needs to know of a run; the same for each.
+    """The description of a run, the same for each client process.
 
     Args:
-        target: The server and how it is asked.
+        target: The server.
         settings: Workload and arrivals.
-        texts: Makes prompts of a wanted length.
-        seed: Of everything random.
-        processes: How many client processes share the load.
+        texts: Makes prompts of a given length.
+        seed: Seed of prompts and arrivals.
+        processes: Number of client processes that share the load.
     """
 
     target: Target
@@ -29,15 +29,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How the client itself fared; of several processes the worst.
+    """Health of the client itself; with several processes, that of the worst one.
 
     Attributes:
-        processes: How many there were.
-        cpu_share: CPU time over wall time of the busiest one.
-        loop_lag_ms_p50: How long a ready event waits before the process looks at it, median.
+        processes: Number of client processes.
+        cpu_share: CPU time over wall time of the busiest process.
+        loop_lag_ms_p50: Median time that a ready event waits until the process handles it.
         loop_lag_ms_p99: The same, 99th percentile.
-        machine_share: CPU time of all of them over that of all cores of the machine.
-        machine_idle: Share of that time in which a core had nothing to do.
+        machine_share: CPU time of all processes over that of all cores of the machine.
+        machine_idle: Share of the cores' time that was idle.
     """
 
     processes: int
@@ -50,13 +50,13 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A run as the client processes saw it.
+    """The client processes' report of a run.
 
     Attributes:
-        records: Every request, in the order in which they were due.
-        start_s: When the run began, on the clock of the records.
-        health: How the client fared.
-        interrupted: The person ended it early.
+        records: All requests in the order in which they were due.
+        start_s: Start of the run, on the clock of the records.
+        health: Health of the client.
+        interrupted: Ctrl-C ended the run early.
     """
 
     records: list[Record]

@@ -1,7 +1,7 @@
 """One client process: an event loop that sends its share of the load.
 
-It makes workload and arrivals from the plan by itself, so that nothing large crosses a pipe. Over one pipe come its
-parent's orders: when to start, and perhaps to stop. Over the other go its reports.
+It makes workload and arrivals from the plan itself, so that pipes carry little data. The parent's orders (when to
+start, and to stop) come over one pipe; reports go over the other.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from bench.arrivals import plan_arrivals
 from bench.client.client import Client
 from bench.errors import BenchError
 from bench.load.clock import Clock
+from bench.load.loop_lag import LoopLag
 from bench.load.plan import Plan
-from bench.load.pulse import Pulse
 from bench.load.sender import Sender
 from bench.record import Record
 from bench.workloads.make import make_workload
@@ -31,12 +31,12 @@ REPORT_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Everything is prepared; the parent answers with the start time."""
+    """The process is prepared. The parent answers with the start time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Requests that ended since the last report, how many run now, and how many of those have no token yet."""
+    """Requests that ended since the last report, and the numbers in flight and still without a token."""
 
     finished: list[Record]
     in_flight: int
@@ -54,13 +54,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The process cannot do its part; the text tells the user why."""
+    """The process cannot send its share; the message tells the user why."""
 
     message: str
 
 
 def main(plan: Plan, process: int, counter: "Synchronized[int]", orders: Connection, reports: Connection) -> None:
-    """Runs client process number `process`. `counter` is the number of the next session that no process has begun."""
+    """Runs client process number `process`. `counter` is the number of the next session to begin."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is an open file
     try:
@@ -68,7 +68,7 @@ def main(plan: Plan, process: int, counter: "Synchronized[int]", orders: Connect
     except CPDError as error:
         reports.send(Failed(str(error)))
     except (BrokenPipeError, EOFError):
-        return  # the parent is gone, and nobody wants the rest
+        return  # the parent is gone
 
 
 async def _run(plan: Plan, process: int, counter: "Synchronized[int]", orders: Connection, reports: Connection) -> None:
@@ -84,11 +84,11 @@ async def _run(plan: Plan, process: int, counter: "Synchronized[int]", orders: C
                 await Sender(client, workload, clock, int, _must_succeed).play(session, time.perf_counter())
         await loop.run_in_executor(None, reports.send, Ready())
         start_s = await loop.run_in_executor(None, orders.recv)
-        gc.freeze()  # what was made so far stays: later collections need not look at it
-        sender = Sender(client, workload, clock, _taker(counter), finished.append)
+        gc.freeze()  # later collections skip the objects made so far
+        sender = Sender(client, workload, clock, _session_counter(counter), finished.append)
         sending = asyncio.create_task(sender.send(arrivals, start_s, settings.duration, process, plan.processes))
-        loop.add_reader(orders.fileno(), sending.cancel)  # any further order, or the parent's death, means stop
-        pulse = Pulse(clock)
+        loop.add_reader(orders.fileno(), sending.cancel)  # a further order, or the parent's death, means stop
+        loop_lag = LoopLag(clock)
         over = False
         while not over:
             await asyncio.wait([sending], timeout=REPORT_INTERVAL_S)
@@ -99,11 +99,11 @@ async def _run(plan: Plan, process: int, counter: "Synchronized[int]", orders: C
         loop.remove_reader(orders.fileno())
         if not sending.cancelled():
             sending.result()
-        reports.send(Done(list(pulse.lags_s), pulse.cpu_share, pulse.machine_idle))
+        reports.send(Done(list(loop_lag.lags_s), loop_lag.cpu_share, loop_lag.machine_idle))
     await client.close()
 
 
-def _taker(counter: "Synchronized[int]") -> Callable[[], int]:
+def _session_counter(counter: "Synchronized[int]") -> Callable[[], int]:
     def take() -> int:
         with counter.get_lock():
             counter.value += 1

@@ -1,4 +1,4 @@
-"""Runs a plan: starts the client processes, starts them together, and gathers what they saw."""
+"""Runs a plan: starts client processes, lets them begin together, and collects their reports."""
 
 import multiprocessing
 import os
@@ -13,36 +13,36 @@ from typing import Protocol
 
 from bench.errors import BenchError
 from bench.load.interrupt import first_interrupt
+from bench.load.loop_lag import percentile_ms
 from bench.load.plan import Health, LoadReport, Plan
 from bench.load.process import Done, Failed, Progress, Ready, main
-from bench.load.pulse import percentile_ms
 from bench.record import Record
 
-STREAMS_A_PROCESS = 256  # at 200 chunks a second each, half of what one core can read and stamp
+STREAMS_A_PROCESS = 256  # at 200 chunks a second each, half of what one core can read
 START_DELAY_S = 0.05
 WATCH_INTERVAL_S = 0.25
 
 
 Enough = Callable[[float, int, bool], bool]
-"""Given the seconds since the start, the requests that wait for their first token, and whether there was an answer yet:
-whether to end the run."""
+"""Called with the seconds since the start, the number of requests that wait for their first token, and whether there
+was an answer yet. Returns True to end the run."""
 
 
 def never(elapsed_s: float, waiting: int, answered: bool) -> bool:
-    """Runs to its end."""
+    """Never ends the run early."""
     return False
 
 
 class Watch(Protocol):
-    """Who is told how a run goes."""
+    """Gets the progress of a run."""
 
     def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
-        """`finished` are the requests that ended since the last call."""
+        """Takes the requests that ended since the last call, and the number in flight."""
         ...
 
 
 def enough_processes(streams: int) -> int:
-    """Client processes for so many streams at a time."""
+    """Number of client processes for some concurrent streams."""
     return max(1, min(os.cpu_count() or 1, -(-streams // STREAMS_A_PROCESS)))
 
 
@@ -59,7 +59,7 @@ class _Child:
 def run_load(plan: Plan, watch: Watch, enough: Enough = never) -> LoadReport:
     """Sends the plan's load and returns when every request has ended.
 
-    Ctrl-C ends it early, and so does `enough`: requests that run then are aborted.
+    Ctrl-C or `enough` end it early and abort the running requests.
 
     Raises:
         BenchError: A client process failed.
@@ -115,7 +115,7 @@ def _expect_ready(child: _Child) -> None:
 
 
 def _read(child: _Child) -> list[Record]:
-    """Takes one report; the requests that ended."""
+    """Takes one report. Returns the requests that ended."""
     match _receive(child):
         case Progress(finished, in_flight, waiting):
             child.in_flight, child.waiting = in_flight, waiting
@@ -137,7 +137,7 @@ def _receive(child: _Child) -> object:
 
 @contextmanager
 def _children(plan: Plan) -> Iterator[list[_Child]]:
-    """The plan's client processes; gone at the end, whatever happens."""
+    """Runs the plan's client processes, and kills those that are left at the end."""
     spawn = multiprocessing.get_context("spawn")
     counter = spawn.Value("q", 0)
     children: list[_Child] = []
@@ -165,7 +165,7 @@ def _children(plan: Plan) -> Iterator[list[_Child]]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ctrl-C waits until the end. Processes started here never see it: the parent says what it means."""
+    """Delays Ctrl-C to the end. Processes started meanwhile never get it: the parent tells them to stop."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,5 +1,5 @@
-"""A mock server whose timing and mistakes are known: what the load generator is tested on.
+"""A mock server with known timing and faults, to test the load generator.
 
-The way of a request: `server` reads it, `answer` says what is sent when, `clock` knows when the server stands still,
-and `process` runs the whole as a child process.
+`requests` reads a request, `answer` decides what to send when, `clock` knows when the server is frozen, `server` sends,
+and `process` runs the server as a child process.
 """

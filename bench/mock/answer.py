@@ -1,4 +1,4 @@
-"""What the mock server sends in answer to a request, and when: pure functions, no sockets and no clock."""
+"""The mock server's answer to a request, as timed steps. Pure functions, without sockets or a clock."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ CREATED = 1_700_000_000
 
 
 class Step(NamedTuple):
-    """Something to do.
+    """A step of an answer.
 
     Attributes:
-        at_s: When, in seconds of work from when the request was read.
+        at_s: Time of the step, in seconds of work since the request was read.
         payload: Bytes to send.
-        content: It has generated text.
-        then: What becomes of the connection: nothing, an orderly end, or a reset.
+        content: True if it has generated text.
+        then: Close or reset the connection afterwards.
     """
 
     at_s: float
@@ -36,13 +36,13 @@ class Request:
     """A request for text.
 
     Attributes:
-        number: Counts requests, from 0.
-        chat: /v1/chat/completions, else /v1/completions.
-        model: The model's name.
-        prompt: The contents of all messages, one a line; a token is a word of it.
-        max_tokens: Tokens wanted.
-        stream: As a stream of events, else as one JSON body.
-        include_usage: With a last event that has token counts.
+        number: Number of the request, from 0.
+        chat: For /v1/chat/completions instead of /v1/completions.
+        model: Name of the model.
+        prompt: Contents of all messages, one per line; each word is a token.
+        max_tokens: Tokens to generate.
+        stream: Answer as a stream of events instead of one JSON body.
+        include_usage: End with an event that has token counts.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Request:
 
 
 def answer(request: Request, how: Answering) -> Iterator[Step]:
-    """The steps of the answer, in order of time."""
+    """The steps of the answer in order of time."""
     fault = how.fault if _has_fault(request.number, how.fault_share) else ""
     if fault == "status":
         yield Step(0.0, error_response(how.status, "the mock server was told to fail"))
@@ -92,7 +92,7 @@ def _stream(request: Request, how: Answering, fault: str) -> Iterator[Step]:
     sizes = _chunk_sizes(request, how)
     ttft_s, itl_s = how.ttft_ms / 1e3, how.itl_ms / 1e3
     sent = 0
-    made: dict[tuple[bool, int], bytes] = {}  # most chunks are alike
+    made: dict[tuple[bool, int], bytes] = {}  # most chunks are equal
     for index, size in enumerate(sizes):
         if fault and index == how.fault_after:
             break
@@ -125,11 +125,11 @@ def _failing(fault: str, at_s: float) -> Iterator[Step]:
         yield Step(at_s, b"", then="close")
     elif fault == "reset":
         yield Step(at_s, b"", then="reset")
-    # hang: no step, so that the response never ends
+    # hang: no step, so the response never ends
 
 
 def _has_fault(number: int, share: float) -> bool:
-    """Whether request `number` is one of the `share`, evenly spread."""
+    """True if request `number` is in the evenly spread `share` with the fault."""
     return int((number + 1) * share) > int(number * share)
 
 

@@ -1,8 +1,8 @@
-"""Time as the mock server's engine sees it: it stops while the server stands still."""
+"""The mock server's time of work, which stops while the server is frozen."""
 
 
 class WorkClock:
-    """Seconds of work. Runs as fast as the clock on the wall, except while frozen."""
+    """Counts seconds of work. It runs like the wall clock, except while frozen."""
 
     def __init__(self) -> None:
         self._lost_s = 0.0
@@ -10,7 +10,7 @@ class WorkClock:
         self._frozen_at = 0.0
 
     def freeze(self, now: float, seconds: float) -> None:
-        """Stops for `seconds` from `now` on, or from the end of the freeze that is going on."""
+        """Stops for `seconds` from `now`, or from the end of the current freeze."""
         if now >= self._frozen_until:
             self._frozen_at = now - self._lost_s
             self._frozen_until = now
@@ -22,5 +22,5 @@ class WorkClock:
         return now - self._lost_s if now >= self._frozen_until else self._frozen_at
 
     def wall(self, work: float) -> float:
-        """When work time gets to `work`, if that is ahead and no further freeze comes."""
+        """Wall time at which work time reaches `work`, without further freezes."""
         return work + self._lost_s

@@ -1,4 +1,4 @@
-"""The mock server as a child process, for tests and the self-test."""
+"""Runs the mock server as a child process, for tests and the self-test."""
 
 import os
 import subprocess
@@ -13,10 +13,10 @@ END_S = 10.0
 
 
 class MockServer:
-    """Runs while its context is open, on a free port of 127.0.0.1; ends with this process however that dies.
+    """A mock server on a free port of 127.0.0.1, while the context is open. It ends if this process dies.
 
     Attributes:
-        url: Where it listens, without /v1.
+        url: Base URL, without /v1.
 
     Raises:
         BenchError: It did not start.
@@ -38,10 +38,10 @@ class MockServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**others, "CPD_SUPERVISED": "1"},
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # keeps Ctrl-C away from it
         )
         assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().decode().strip()  # an empty line: it has ended
+        self.url = self._process.stdout.readline().decode().strip()  # empty if it has ended
         if not self.url:
             self._end()
             raise BenchError(f"the mock server did not start (exit code {self._process.returncode}), see above")
@@ -53,7 +53,7 @@ class MockServer:
         self._end()
 
     def _end(self) -> None:
-        self._process.kill()  # it has nothing to tidy up
+        self._process.kill()  # it has nothing to clean up
         self._process.wait(END_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

@@ -1,7 +1,6 @@
-"""From an HTTP request to the steps that answer it: routes, credentials, and what the body says."""
+"""Turns an HTTP request into the steps of its answer: routes, credentials, and the body."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -13,16 +12,12 @@ from bench.mock.behaviour import Answering, Behaviour
 DEFAULT_MAX_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The answer, and the request for text that it is for, if it was one."""
-
-    steps: Iterator[Step]
-    request: Request | None = None
+Answered = tuple[Iterator[Step], Request | None]
+"""The steps of an answer, and the request if it was one for text."""
 
 
 class Requests:
-    """Answers requests as `behaviour` says, which the field `mock` of a body overrides for that request."""
+    """Answers requests according to `behaviour`, which the field `mock` of a body overrides."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
@@ -30,7 +25,7 @@ class Requests:
         self._count = 0
 
     def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answered:
-        """The answer to any request but GET /sends; `headers` have names in lower case."""
+        """Answers any request except GET /sends. Names in `headers` are in lower case."""
         key = self._behaviour.api_key
         if key and headers.get("authorization") != f"Bearer {key}":
             return _now(error_response(401, "wrong API key"))
@@ -51,7 +46,7 @@ class Requests:
         if request.model != self._behaviour.model:
             return _now(error_response(404, f"The model `{request.model}` does not exist."))
         self._count += 1
-        return Answered(answer(request, how), request)
+        return answer(request, how), request
 
 
 def _request(number: int, chat: bool, fields: dict[str, Any]) -> Request:
@@ -67,4 +62,4 @@ def _request(number: int, chat: bool, fields: dict[str, Any]) -> Request:
 
 
 def _now(response: bytes) -> Answered:
-    return Answered(iter([Step(0.0, response)]))
+    return iter([Step(0.0, response)]), None

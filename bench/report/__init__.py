@@ -1,1 +1,1 @@
-"""What a person sees of a result: progress, tables, one HTML file."""
+"""Shows results: progress, tables in a terminal, and HTML pages."""

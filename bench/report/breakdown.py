@@ -1,4 +1,4 @@
-"""Where the time goes: phases, routes, turns; and what failed."""
+"""Breaks a run down by phase, route, turn and failure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from bench.report.curves import Series
-from bench.report.page import Cell, Chart, Table, series
+from bench.report.page import Cell, Chart, Table, error_bars, series
 from bench.report.text import interval, milliseconds, number, percent
 from bench.result import Group, Request, Result, Stat
 
@@ -15,7 +15,7 @@ _SLOWEST = 0.01
 
 
 def phase_chart(groups: Sequence[Series]) -> Chart | None:
-    """Mean E2E latency of each group, divided into what the client, the first token and the rest took."""
+    """Mean E2E latency of each group, divided into the client's delay, the first token and the rest."""
     rows = [(one.name, _phases_ms(requests)) for one in groups if (requests := _phased(one.requests))]
     if not rows:
         return None
@@ -47,25 +47,26 @@ def phase_chart(groups: Sequence[Series]) -> Chart | None:
 
 
 def slowest(name: str, requests: Sequence[Request]) -> Series:
-    """The completed requests with the longest E2E latency: one in a hundred, at least one."""
+    """The 1 % of the completed requests with the longest E2E latency, at least one."""
     completed = sorted(_phased(requests), key=lambda request: request.e2e_ms or 0.0, reverse=True)
     return Series(name, "", completed[: max(1, round(_SLOWEST * len(completed)))])
 
 
 def group_table(title: str, groups: Sequence[tuple[str, Group]]) -> Table | None:
-    """A row a turn or route; None if there are none.
+    """A row for each turn or route; None if there are none.
 
     Args:
-        title: Of the table.
-        groups: Each with the name of its run, which may be empty.
+        title: Title of the table.
+        groups: (name of the run, group); the name may be empty.
     """
     if not groups:
         return None
-    columns = ["requests", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "TPOT p50", "E2E p50", "cached"]
+    columns = ["done", "failed", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "TPOT p50", "E2E p50", "cached"]
     rows: list[list[str | Cell]] = [
         [
             Cell(group.name, run),
-            Cell(f"{group.completed:,}", f"{group.failed:,} failed" if group.failed else ""),
+            f"{group.completed:,}",
+            f"{group.failed:,}",
             _figure(group.ttft_ms, "p50"),
             _figure(group.ttft_ms, "p99"),
             _figure(group.itl_ms, "p50"),
@@ -76,11 +77,11 @@ def group_table(title: str, groups: Sequence[tuple[str, Group]]) -> Table | None
         ]
         for run, group in groups
     ]
-    return Table(["", *columns], rows, title, "Latencies in ms; below each its 95 % confidence interval.")
+    return Table(["", *columns], rows, title, "Latencies in ms.")
 
 
 def turn_chart(results: Sequence[Result]) -> Chart | None:
-    """TTFT of each turn of the conversations."""
+    """TTFT of each turn of conversations."""
     traces = []
     for index, result in enumerate(results):
         groups = [group for group in result.summary.by_turn if group.ttft_ms.p50 is not None]
@@ -97,12 +98,7 @@ def turn_chart(results: Sequence[Result]) -> Chart | None:
                 "name": result.label,
                 "mode": "lines+markers",
                 "line": {"color": series(index), "width": 2},
-                "error_y": {
-                    "array": np.round(np.subtract(highs, medians), 3),
-                    "arrayminus": np.round(np.subtract(medians, lows), 3),
-                    "thickness": 1,
-                    "width": 4,
-                },
+                "error_y": error_bars(lows, medians, highs),
                 "hovertemplate": "%{y:,.4~g} ms<extra>%{fullData.name}</extra>",
             }
         )
@@ -117,7 +113,7 @@ def turn_chart(results: Sequence[Result]) -> Chart | None:
 
 
 def error_table(results: Sequence[Result]) -> Table | None:
-    """How often each kind of failure happened, when, and what the first one said."""
+    """Number and times of each kind of failure, and the first one's message."""
     rows = []
     for result in results:
         for kind, amount in result.summary.errors.items():
@@ -130,7 +126,7 @@ def error_table(results: Sequence[Result]) -> Table | None:
             rows.append([kind, *name, f"{amount:,}", percent(amount / counted), when, detail or "-"])
     if not rows:
         return None
-    columns = ["kind", *(["run"] if len(results) > 1 else []), "requests", "of all", "when", "the first one's detail"]
+    columns = ["failure", *(["run"] if len(results) > 1 else []), "requests", "of all", "when", "first detail"]
     return Table(columns, rows, prose=[len(columns) - 1])
 
 

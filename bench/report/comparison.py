@@ -1,4 +1,4 @@
-"""Runs against each other: the ratio of each figure to the first run's, and whether that could be chance."""
+"""Compares runs: the ratio of each figure to the first run's, and whether it may be chance."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from bench.settings import RunSettings
 
 Interval = tuple[float, float]
 
-# Settings that change nothing that is measured, or that are what one compares.
+# Settings that don't affect the measurement.
 _WITHOUT_EFFECT = {"json_file", "html_file", "selftest", "processes", "api_key", "seed", "tokenizer"}
 _SERVER = {"url", "model"}
 
@@ -19,10 +19,10 @@ class Figure:
     """One figure of all runs.
 
     Attributes:
-        name: With its unit.
-        lower_is_better: None if it is neither good nor bad.
-        values: One a run.
-        intervals: One a run: 95 % confidence, None where it is unknown.
+        name: Name and unit.
+        lower_is_better: None if neither is better.
+        values: The value of each run.
+        intervals: The 95 % confidence interval of each run; None if unknown.
     """
 
     name: str
@@ -31,20 +31,19 @@ class Figure:
     intervals: Sequence[Interval | None]
 
     def ratio(self, run: int) -> float | None:
-        """The figure of `run` over that of the first run."""
+        """The figure of `run` divided by that of the first run."""
         first, value = self.values[0], self.values[run]
         return value / first if first and value is not None else None
 
     def overlap(self, run: int) -> bool | None:
-        """Whether the intervals of `run` and the first run have a value in common; None if one is unknown."""
+        """True if the intervals of `run` and the first run overlap; None if one is unknown."""
         first, other = self.intervals[0], self.intervals[run]
         if first is None or other is None:
             return None
         return first[0] <= other[1] and other[0] <= first[1]
 
     def better(self, run: int) -> bool | None:
-        """Whether `run` is better than the first one; None unless the intervals say that it is no chance, and for less
-        than a percent."""
+        """True if `run` is better than the first run; None if the intervals overlap or the difference is below 1 %."""
         ratio = self.ratio(run)
         if self.lower_is_better is None or ratio is None or self.overlap(run) is not False or abs(ratio - 1) < 0.01:
             return None
@@ -56,9 +55,9 @@ class Difference:
     """A setting in which runs differ.
 
     Attributes:
-        name: Of the setting.
-        values: One a run.
-        same_load: Whether the runs were still asked for the same: only which server or model is another.
+        name: Name of the setting.
+        values: The value of each run.
+        same_load: True if the load is still the same, and only the server or model differs.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Difference:
 
 
 def figures(results: Sequence[Result]) -> list[Figure]:
-    """Those figures that at least one of the runs has."""
+    """The figures that at least one run has."""
     latencies: list[tuple[str, Callable[[Summary], Stat]]] = [
         ("TTFT", lambda summary: summary.ttft_ms),
         ("First gap", lambda summary: summary.first_gap_ms),
@@ -101,7 +100,7 @@ def figures(results: Sequence[Result]) -> list[Figure]:
 
 
 def differences(results: Sequence[Result]) -> list[Difference]:
-    """The settings in which the runs differ, those that make it another load first."""
+    """The settings in which the runs differ; those that change the load come first."""
     names = [name for name in RunSettings.model_fields if name not in _WITHOUT_EFFECT]
     found = []
     for name in names:

@@ -1,4 +1,4 @@
-"""What the charts draw, as arrays: few points whatever the number of requests, so that a page stays small."""
+"""Data of charts as arrays, with few points for any number of requests, so that a page stays small."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ CDF_POINTS = 200
 SCATTER_POINTS = 1500
 TIME_BINS = 120
 HISTOGRAM_BINS = 60
-LOG_SPREAD = 10.0  # an axis is logarithmic if the slowest is this many times the median
-LEAST_MS = 0.1  # where a logarithmic axis of latencies begins: chunks that are read together have next to no gap
+LOG_SPREAD = 10.0  # an axis is logarithmic if the maximum is this many times the median
+LEAST_MS = 0.1  # start of a logarithmic latency axis: chunks read together have almost no gap
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Requests that are drawn in one colour: a run, or a route of it."""
+    """Requests drawn in one colour: a run, or one of its routes."""
 
     name: str
     colour: str
@@ -28,12 +28,12 @@ class Series:
 
     @property
     def completed(self) -> list[Request]:
-        """Those without an error; latencies are theirs only."""
+        """Requests without an error; only they have latencies."""
         return [request for request in self.requests if not request.error]
 
 
 def latencies(series: Series, figure: str) -> Floats:
-    """One latency in ms of all completed requests that have it; `itl_ms` gives all gaps of all requests."""
+    """One latency of all completed requests that have it, in ms; for `itl_ms` all gaps of all requests."""
     values = [getattr(request, figure) for request in series.completed]
     if figure == "itl_ms":
         return np.concatenate([np.empty(0), *values])
@@ -41,12 +41,12 @@ def latencies(series: Series, figure: str) -> Floats:
 
 
 def tail(share: Floats) -> Floats:
-    """Where a share of requests stands on an axis on which 90 %, 99 % and 99.9 % are equally far apart: 1, 2, 3."""
+    """Position of a share of requests on an axis with equal distances of 90 %, 99 % and 99.9 %, at 1, 2 and 3."""
     return -np.log10(1 - share)
 
 
 def cdf(values: Floats) -> tuple[Floats, Floats]:
-    """Points of a cumulative distribution up to 99.9 %, evenly spread over `tail`: (values, shares below)."""
+    """Points of the cumulative distribution up to 99.9 %, evenly spaced in `tail`: (values, shares below)."""
     if not values.size:
         return values, values
     last = min(3.0, float(np.log10(len(values) + 1)))
@@ -55,18 +55,18 @@ def cdf(values: Floats) -> tuple[Floats, Floats]:
 
 
 def spread_wide(groups: Sequence[Floats]) -> bool:
-    """Whether values are best seen on a logarithmic axis."""
+    """True if values need a logarithmic axis."""
     values = np.concatenate([np.empty(0), *groups])
     return bool(values.size) and float(values.max()) > LOG_SPREAD * max(LEAST_MS, float(np.median(values)))
 
 
 def latency_axis(wide: bool) -> dict[str, Any]:
-    """Scale of an axis: `wide` as `spread_wide` says."""
+    """Scale of an axis; `wide` comes from `spread_wide`."""
     return {"type": "log", "dtick": "D2"} if wide else {"rangemode": "tozero"}
 
 
 def thin(requests: Sequence[Request], height: Callable[[Request], float | None]) -> list[Request]:
-    """At most about SCATTER_POINTS of the requests, evenly chosen, but for certain those that stand highest."""
+    """About SCATTER_POINTS of the requests at most, evenly chosen, and all of the highest."""
     if len(requests) <= SCATTER_POINTS:
         return list(requests)
     by_height = sorted(range(len(requests)), key=lambda index: height(requests[index]) or 0.0)
@@ -75,22 +75,22 @@ def thin(requests: Sequence[Request], height: Callable[[Request], float | None])
 
 
 def bin_width_s(duration_s: float) -> float:
-    """A round width (1, 2 or 5 times a power of ten) that makes at most TIME_BINS bins, of at least 0.1 s."""
+    """A round bin width (1, 2 or 5 times a power of ten), at least 0.1 s, for at most TIME_BINS bins."""
     least = max(duration_s / TIME_BINS, 0.1)
     power = 10.0 ** np.floor(np.log10(least))
     return float(next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9)))
 
 
 def chunk_times_s(request: Request) -> Floats:
-    """When each chunk with text came, in seconds from the start of the run; empty if none did."""
+    """Times of the chunks with text, in seconds from the start of the run."""
     if request.ttft_ms is None:
         return np.empty(0)
     return request.due_s + np.cumsum([request.ttft_ms, *request.itl_ms]) / 1e3
 
 
 def tokens_per_s(requests: Sequence[Request], edges: Floats) -> Floats:
-    """Output tokens a second in each time bin. A chunk counts for the request's tokens a chunk, or for one token if the
-    server doesn't say how many there were."""
+    """Output tokens per second in each time bin. A chunk counts as the request's average tokens per chunk, or as one
+    token if the server sends no counts."""
     times, weights = [np.empty(0)], [np.empty(0)]
     for request in requests:
         chunks = chunk_times_s(request)
@@ -103,7 +103,7 @@ def tokens_per_s(requests: Sequence[Request], edges: Floats) -> Floats:
 
 
 def in_flight(requests: Sequence[Request], edges: Floats) -> Floats:
-    """How many requests were under way in each time bin, on average."""
+    """Average number of requests in flight in each time bin."""
     began = _seconds_since([request.sent_s for request in requests], edges)
     ended = _seconds_since([request.ended_s for request in requests], edges)
     mean: Floats = np.diff(began - ended) / np.diff(edges)
@@ -111,7 +111,7 @@ def in_flight(requests: Sequence[Request], edges: Floats) -> Floats:
 
 
 def _seconds_since(events_s: Sequence[float], times_s: Floats) -> Floats:
-    """For each time, the sum over all events before it of how long ago they were."""
+    """For each time, the sum of the seconds since each earlier event."""
     ordered = np.sort(events_s)
     before = np.searchsorted(ordered, times_s)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
@@ -120,7 +120,7 @@ def _seconds_since(events_s: Sequence[float], times_s: Floats) -> Floats:
 
 
 def gaps_over_time(requests: Sequence[Request], edges: Floats, percentiles: Sequence[float]) -> Floats:
-    """Percentiles of the gaps that ended in each time bin, in ms: [percentiles, bins], NaN in a bin without one."""
+    """Percentiles of the gaps that ended in each time bin, in ms: [percentiles, bins], NaN in empty bins."""
     times = np.concatenate([np.empty(0), *(chunk_times_s(request)[1:] for request in requests)])
     gaps = np.concatenate([np.empty(0), *(request.itl_ms for request in requests if request.ttft_ms is not None)])
     order = np.argsort(times)
@@ -131,8 +131,8 @@ def gaps_over_time(requests: Sequence[Request], edges: Floats, percentiles: Sequ
 
 
 def histogram(groups: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
-    """The share in % of each group's values in bins of equal width on a logarithmic axis: (edges, shares a group).
-    Lower values than LEAST_MS are counted in the first bin."""
+    """Histogram with bins of equal width on a logarithmic axis: (edges, shares in % of each group). Values below
+    LEAST_MS count in the first bin."""
     values = np.concatenate([np.empty(0), *groups])
     low = max(float(values.min()), LEAST_MS)
     high = max(float(values.max()), low * 1.01)

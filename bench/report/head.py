@@ -1,4 +1,4 @@
-"""The blocks at the top of a report: verdict, figures with their intervals, comparison."""
+"""The blocks at the top of a report: verdict, figures with intervals, comparison."""
 
 from collections.abc import Sequence
 
@@ -8,27 +8,27 @@ from bench.report.text import count, interval, milliseconds, number, percent
 from bench.result import Client, Result, Stat
 
 _PERCENTILES = {"p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99", "p999": "p99.9", "mean": "mean"}
-_REMEDY = (
-    "So its figures are left out: they would be the client's, not the server's. Run the client where no server takes "
-    "its cores, with more cores and --processes, or with less --concurrency or --rate."
+REMEDY = (
+    "The figures would be the client's, not the server's, and are not shown. Run the client on cores that no server "
+    "uses, with more cores and --processes, or with less --concurrency or --rate."
 )
 _INTERVALS = "Below a figure: its 95 % confidence interval."
 
 
 def verdict(result: Result) -> Notice:
-    """What a reader must know of a single run before any figure."""
+    """The verdict on a single run."""
     if result.client.limited:
-        return Notice("bad", "The client could not keep up", [*result.client.reasons, _REMEDY])
+        return Notice("bad", "The client could not keep up", [*result.client.reasons, REMEDY])
     found = troubles(result)
     health = [] if result.simulated else [_health(result.client)]
     return Notice("warn" if found else "good", _done(result), [*found, *health])
 
 
 def verdicts(results: Sequence[Result]) -> list[Notice]:
-    """The same of several runs: those that the client limited, and the others together."""
+    """The verdicts on several runs: one for each that the client limited, and one for the others."""
     limited = [result for result in results if result.client.limited]
     notices = [
-        Notice("bad", f"{result.label}: the client could not keep up", [*result.client.reasons, _REMEDY])
+        Notice("bad", f"{result.label}: the client could not keep up", [*result.client.reasons, REMEDY])
         for result in limited
     ]
     sound = [result for result in results if not result.client.limited]
@@ -50,11 +50,11 @@ def _done(result: Result) -> str:
 
 
 def troubles(result: Result) -> list[str]:
-    """What makes the figures of a run worth less than they look."""
+    """Reasons to doubt the figures of a run."""
     summary = result.summary
     found = []
     if result.interrupted:
-        found.append(f"Interrupted: {count(summary.aborted, 'request')} under way were given up.")
+        found.append(f"Interrupted: {count(summary.aborted, 'request')} in flight aborted.")
     if summary.failed:
         kinds = ", ".join(f"{amount:,} {kind}" for kind, amount in summary.errors.items())
         found.append(f"{count(summary.failed, 'request')} failed: {kinds}.")
@@ -72,7 +72,7 @@ def _health(client: Client) -> str:
 
 
 def cards(result: Result) -> Cards:
-    """The figures that are looked at first."""
+    """The main figures."""
     summary = result.summary
     slo = str(result.settings.get("slo") or "")
     shown = [
@@ -102,7 +102,7 @@ def _offered(result: Result) -> str:
 
 
 def latency_table(result: Result) -> Table:
-    """A row a latency, with all its percentiles."""
+    """A row for each latency with its percentiles."""
     summary = result.summary
     rows: list[tuple[str, str, Stat]] = [
         ("TTFT", "first text", summary.ttft_ms),
@@ -135,7 +135,7 @@ def latency_table(result: Result) -> Table:
 
 
 def facts(results: Sequence[Result]) -> Facts:
-    """What a reader may want to look up."""
+    """Commands, versions and other facts to look up."""
     pairs = []
     for result in results:
         if len(results) > 1:
@@ -151,7 +151,7 @@ def facts(results: Sequence[Result]) -> Facts:
 
 
 def ratio_cards(rows: Sequence[Figure]) -> Cards:
-    """The ratios of the second run to the first that are looked at first."""
+    """The main ratios of the second run to the first."""
     wanted = ["TTFT p50, ms", "TTFT p99, ms", "ITL p50, ms", "ITL p99, ms", "E2E p50, ms", "Output tokens/s"]
     found = {row.name: row for row in rows}
     shown = []
@@ -162,7 +162,7 @@ def ratio_cards(rows: Sequence[Figure]) -> Cards:
 
 
 def comparison_table(rows: Sequence[Figure], results: Sequence[Result]) -> Table:
-    """A row a figure; for each run but the first the ratio to it, coloured where it is no chance."""
+    """A row for each figure. Every run but the first has its ratio to the first, coloured if it is not chance."""
     columns = [""]
     for index, result in enumerate(results):
         columns += [result.label] if index == 0 else [result.label, "ratio"]
@@ -175,14 +175,14 @@ def comparison_table(rows: Sequence[Figure], results: Sequence[Result]) -> Table
                 line.append(_ratio(row, run))
         cells.append(line)
     note = (
-        f"{_INTERVALS} Ratios are to {results[0].label}. Green is better and red is worse, where "
-        "the intervals have no value in common; otherwise the difference may be chance."
+        f"{_INTERVALS} Ratios are to {results[0].label}: green is better, red is worse. Where the intervals overlap, "
+        "the difference may be chance."
     )
     return Table(columns, cells, "Figures", note)
 
 
 def difference_table(changed: Sequence[Difference], results: Sequence[Result]) -> Table | None:
-    """A row a setting in which the runs differ; None if there is none."""
+    """A row for each setting in which the runs differ; None if there is none."""
     if not changed:
         return None
     rows: list[list[str | Cell]] = [

@@ -1,4 +1,4 @@
-"""The report of one run, or of several laid over one another."""
+"""The HTML report of one run, or of several runs overlaid."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +27,9 @@ _STRETCHED = "The axis of the CDFs is stretched, 90 %, 99 % and 99.9 % equally f
 
 
 def write_html(results: Sequence[Result], path: Path) -> None:
-    """Writes a report of the runs to `path`. The first run is the one that others are compared with.
+    """Writes a report of the runs to `path`. Runs are compared with the first one.
 
-    Of a run that the client limited only the reasons are shown: its figures would mislead.
+    For a run that the client limited, it shows only the reasons: the figures would mislead.
 
     Raises:
         BenchError: The file cannot be written.
@@ -65,7 +65,7 @@ def _subtitle(results: Sequence[Result]) -> str:
 
 
 def _charts(page: Page, results: Sequence[Result], runs: Sequence[Series]) -> None:
-    """Several runs are told apart by colour; in a single one, its routes are."""
+    """Adds the charts. Colours distinguish runs, or the routes of a single run."""
     single = len(runs) == 1
     routes = _routes(results[0]) if single else []
     lines = [Series("all", runs[0].colour, runs[0].requests), *routes] if routes else runs
@@ -83,7 +83,7 @@ def _charts(page: Page, results: Sequence[Result], runs: Sequence[Series]) -> No
     page.add(timeline(runs, results[0].summary.steady if single else None))
     page.add(ttft_over_time(clouds), ttft_by_prompt(clouds, uncached=False))
 
-    page.section("Where the time goes")
+    page.section("Breakdown")
     tails = [slowest("slowest 1 %" if single else f"{run.name}<br>slowest 1 %", run.requests) for run in runs]
     page.add(phase_chart([*lines, *tails]), ttft_by_prompt(clouds, uncached=True), turn_chart(results))
     named = [("" if single else result.label, result.summary) for result in results]
@@ -95,7 +95,7 @@ def _charts(page: Page, results: Sequence[Result], runs: Sequence[Series]) -> No
 
 
 def _routes(result: Result) -> list[Series]:
-    """The routes of a run; empty if it took only one."""
+    """The routes of a run; empty if there is only one."""
     names = [group.name for group in result.summary.by_route]
     return [
         Series(name, series(index + 1), [request for request in result.requests if request.route == name])

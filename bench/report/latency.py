@@ -1,4 +1,4 @@
-"""Charts of how latencies are distributed."""
+"""Charts of latency distributions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,13 @@ _SHARE_NAMES = ["0", "50 %", "90 %", "99 %", "99.9 %"]
 
 
 def cdf_chart(name: str, figure: str, series: Sequence[Series], limit_ms: float | None = None) -> Chart | None:
-    """The cumulative distribution of a latency, one line a series; None if none has a value.
+    """The cumulative distribution of a latency, one line per series; None without values.
 
     Args:
-        name: What it is called, such as "TTFT".
+        name: Name, such as "TTFT".
         figure: Field of Request.
-        series: What is overlaid.
-        limit_ms: Its target, drawn as a line.
+        series: The series to overlay.
+        limit_ms: Target, drawn as a line.
     """
     groups = [latencies(one, figure) for one in series]
     wide = spread_wide(groups)
@@ -52,7 +52,7 @@ def cdf_chart(name: str, figure: str, series: Sequence[Series], limit_ms: float 
 
 
 def itl_histogram(series: Sequence[Series]) -> Chart | None:
-    """How often the gaps between chunks have which length."""
+    """Histogram of the gaps between chunks; None without gaps."""
     groups = [latencies(one, "itl_ms") for one in series]
     if not any(values.size for values in groups):
         return None

@@ -1,4 +1,4 @@
-"""A report page: one HTML file with everything inside, readable offline, on a phone and on a desk, light and dark.
+"""A report page: one self-contained HTML file, readable offline, on small and large screens, light and dark.
 
     page = Page("Interference", "model M at http://…")
     page.add(Notice("good", "Decoding recovers after every burst"), Cards([Card("Baseline ITL", "9.1 ms")]))
@@ -6,9 +6,9 @@
     page.add(Chart("ITL increase, %", traces=[{"type": "heatmap", "z": z, "colorscale": "$heat"}], layout=axes))
     page.write(Path("report.html"))
 
-A trace and a layout are plotly.js' own JSON; an axis of names needs `"type": "category"`. Colours are names too, since
-the system's theme may change while the page is open: "$1" to "$6" for series, "$text", "$muted", "$line", "$surface",
-"$good", "$warn", "$bad", and "$heat" for a colour scale from nothing to much.
+Traces and layouts are plotly.js' JSON; an axis of names needs `"type": "category"`. Colours are names, because the
+system's theme may change while the page is open: "$1" to "$6" for series, "$text", "$muted", "$line", "$surface",
+"$good", "$warn", "$bad", and "$heat" for a colour scale from low to high.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ import numpy as np
 import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from numpy.typing import ArrayLike
 
 from bench.errors import BenchError
 
@@ -28,7 +29,7 @@ Tone = Literal["", "good", "warn", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One figure, large. `note` stands small below it."""
+    """One figure in large type, with a small `note` below."""
 
     label: str
     value: str
@@ -45,7 +46,7 @@ class Cards:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A coloured box: the verdict, or a warning."""
+    """A coloured box, such as a verdict or a warning."""
 
     tone: Tone
     title: str
@@ -54,7 +55,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values that a reader looks up rather than reads: a command, versions. Folded until opened."""
+    """Names and values to look up, such as a command or versions. Folded until opened."""
 
     title: str
     facts: Sequence[tuple[str, str]]
@@ -62,7 +63,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table. `note` stands small below the text."""
+    """A cell of a table, with a small `note` below the text."""
 
     text: str
     note: str = ""
@@ -71,14 +72,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. The first column names the rows and stays in sight while a narrow screen is scrolled sideways.
+    """A table. The first column names the rows and stays visible while a narrow screen is scrolled sideways.
 
     Args:
-        columns: Their headings.
-        rows: As many cells each as there are columns.
+        columns: Headings of the columns.
+        rows: Rows with a cell for each column.
         title: Heading of the table.
-        note: What a reader must know to read it.
-        prose: Columns, by index, that hold text and are aligned to the left; the others hold numbers.
+        note: Explanation below the table.
+        prose: Indices of columns with text, aligned to the left; the others hold numbers.
     """
 
     columns: Sequence[str]
@@ -92,7 +93,7 @@ class Table:
             raise ValueError(f"every row of the table {self.title!r} needs {len(self.columns)} cells")
 
     def cells(self) -> list[list[Cell]]:
-        """The rows, with every cell a Cell."""
+        """The rows, with text converted to cells."""
         return [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in self.rows]
 
 
@@ -101,12 +102,12 @@ class Chart:
     """A plotly.js figure.
 
     Args:
-        title: Says what is seen, with the unit.
+        title: Title, with the unit.
         traces: plotly.js traces.
-        layout: plotly.js layout; fonts, colours, margins and the legend's place come from the page.
-        note: How to read it.
-        height: In CSS pixels.
-        wide: Takes the whole width of a desktop screen, instead of half of it.
+        layout: plotly.js layout; fonts, colours, margins and the legend's position come from the page.
+        note: How to read the chart.
+        height: Height in CSS pixels.
+        wide: Use the whole width of a large screen instead of half of it.
     """
 
     title: str
@@ -130,8 +131,14 @@ class Section:
 
 
 def series(index: int) -> str:
-    """The name of the colour of a series; after the sixth they repeat."""
+    """Colour name of a series; colours repeat after the sixth."""
     return f"${index % 6 + 1}"
+
+
+def error_bars(low: ArrayLike, value: ArrayLike, high: ArrayLike) -> dict[str, Any]:
+    """`error_y` of a trace: bars from `low` to `high` around each value."""
+    above, below = (np.round(np.subtract(one, other), 3) for one, other in ((high, value), (value, low)))
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1, "width": 3}
 
 
 class Page:
@@ -148,11 +155,11 @@ class Page:
         self._sections = [Section("", "")]
 
     def section(self, title: str, lead: str = "") -> None:
-        """Begins a section: what is added from now on stands under this heading."""
+        """Begins a section for the blocks added from now on."""
         self._sections.append(Section(title, lead))
 
     def add(self, *blocks: Block | None) -> None:
-        """Adds blocks to the section begun last, or to the page's head if none was. None is left out."""
+        """Adds blocks to the current section, or to the page's head before the first section. Skips None."""
         self._sections[-1].blocks.extend(block for block in blocks if block)
 
     def html(self) -> str:
@@ -187,6 +194,6 @@ class Page:
 
 
 def _script_json(value: Any) -> Markup:
-    """JSON that may stand in a script element: a text in it cannot end the element."""
+    """JSON for a script element; its texts cannot end the element."""
     text = orjson.dumps(value, default=np.ndarray.tolist, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     return Markup(text.replace("<", "\\u003c"))

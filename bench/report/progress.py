@@ -1,7 +1,7 @@
-"""What a run looks like while it goes on.
+"""Shows the progress of a run.
 
-It shares the cores with the client that measures: it draws a few times a second whatever comes in, and keeps only the
-latest latencies.
+It shares the cores with the measuring client, so it draws only a few times a second and keeps only the latest
+latencies.
 """
 
 from collections import Counter, deque
@@ -19,19 +19,16 @@ from rich.text import Text
 from bench.record import Failure, Record
 
 _DRAW_EVERY_S = 0.25
-_PRINT_EVERY_S = 5.0  # where there is no terminal
+_PRINT_EVERY_S = 5.0  # without a terminal
 _RATE_OVER_S = 10.0
 _LATEST_REQUESTS = 1000
 _LATEST_GAPS = 10_000
 
 
 class LiveProgress:
-    """Shows a run: a live display in a terminal, else a line every few seconds.
+    """Shows a run as a live display in a terminal, else as a line every few seconds.
 
-    A context manager; `begin` may be called again in it for the next run. It reads no clock: `update` tells the time.
-
-    Args:
-        console: Where to.
+    A context manager; `begin` may be called again for the next run. It reads no clock: `update` gets the time.
     """
 
     def __init__(self, console: Console) -> None:
@@ -52,16 +49,16 @@ class LiveProgress:
             self._live.stop()
 
     def begin(self, total: int | None, duration_s: float | None) -> None:
-        """A run begins.
+        """Begins a run.
 
         Args:
-            total: Sessions that it will send, if that is known.
-            duration_s: How long it sends, if that is limited.
+            total: Number of sessions, if known.
+            duration_s: Seconds in which sessions are sent, if limited.
         """
         self._total = total
         self._duration_s = duration_s
         self._finished = 0
-        self._sessions = 0  # whose first turn is over
+        self._sessions = 0  # sessions whose first turn has ended
         self._errors: Counter[str] = Counter()
         self._ttft_ms: deque[float] = deque(maxlen=_LATEST_REQUESTS)
         self._gaps_ms: deque[float] = deque(maxlen=_LATEST_GAPS)
@@ -69,12 +66,12 @@ class LiveProgress:
         self._next_s = 0.0 if self._live else _PRINT_EVERY_S
 
     def update(self, finished: Sequence[Record], in_flight: int, elapsed_s: float) -> None:
-        """The run goes on.
+        """Takes the progress of the run.
 
         Args:
             finished: Requests that ended since the last call.
-            in_flight: How many are being answered now.
-            elapsed_s: Since the run began.
+            in_flight: Number of running requests.
+            elapsed_s: Seconds since the run began.
         """
         for record in finished:
             self._take(record)
@@ -129,12 +126,12 @@ class LiveProgress:
             yield f"{elapsed_s * (1 - share) / share:.0f} s left"
 
     def _rate(self) -> float:
-        """Requests that ended a second, of late."""
+        """Recently ended requests per second."""
         (from_s, before), (to_s, after) = self._ends[0], self._ends[-1]
         return (after - before) / (to_s - from_s) if to_s > from_s else 0.0
 
     def _share(self, elapsed_s: float) -> float | None:
-        """How much of the run is over; None if nothing says when it ends."""
+        """Completed share of the run; None if its end is unknown."""
         shares = []
         if self._total:
             shares.append(self._sessions / self._total)

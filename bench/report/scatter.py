@@ -1,4 +1,4 @@
-"""Charts with one point a request."""
+"""Charts with one point per request."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,16 +13,16 @@ Value = Callable[[Request], float | None]
 
 
 def ttft_over_time(series: Sequence[Series]) -> Chart | None:
-    """TTFT by when the request was due; None if no request has one. A climbing cloud is a server that falls behind."""
+    """TTFT by due time; None without values. Rising points show a server that falls behind."""
     completed = [Series(one.name, one.colour, one.completed) for one in series]
     axes = ("due, seconds from the start", "TTFT, ms")
     return _scatter("TTFT of each request over time", completed, axes, lambda request: request.due_s, _ttft_ms)
 
 
 def ttft_by_prompt(series: Sequence[Series], *, uncached: bool) -> Chart | None:
-    """TTFT against the tokens of the prompt; with `uncached` against those that the server did not take from a cache.
+    """TTFT by prompt tokens, or by `uncached` prompt tokens.
 
-    None if no request has the two, or nothing is known to have been cached.
+    None without values, or if no cached tokens are known.
     """
     completed = [Series(one.name, one.colour, one.completed) for one in series]
     if not uncached:
@@ -32,11 +32,11 @@ def ttft_by_prompt(series: Sequence[Series], *, uncached: bool) -> Chart | None:
     if not any(request.cached_tokens for one in completed for request in one.requests):
         return None
     axes = ("uncached prompt tokens", "TTFT, ms")
-    return _scatter("TTFT against what was not cached", completed, axes, _uncached_tokens, _ttft_ms)
+    return _scatter("TTFT against uncached prompt tokens", completed, axes, _uncached_tokens, _ttft_ms)
 
 
 def schedule_lag(series: Sequence[Series]) -> Chart | None:
-    """How late each request was sent, which is the client's own delay; None without requests."""
+    """Lateness of each request's sending, the client's own delay; None without requests."""
     axes = ("due, seconds from the start", "sent late by, ms")
     return _scatter("How late the client sent", series, axes, lambda request: request.due_s, _lag_ms)
 
@@ -69,7 +69,7 @@ def _scatter(title: str, series: Sequence[Series], axes: tuple[str, str], x: Val
 
 
 def _points(one: Series, x: Value, y: Value) -> tuple[Floats, Floats]:
-    """Where the requests stand that have both values."""
+    """Positions of the requests that have both values."""
     known = [
         (across, height)
         for request in thin(one.requests, y)

@@ -1,8 +1,8 @@
-"""Numbers as a reader wants them: three digits that count, thousands apart, a dash for what is unknown."""
+"""Formats numbers: three significant digits, thousands separators, a dash for unknown values."""
 
 
 def number(value: float | None) -> str:
-    """0.021, 0.40, 8.13, 41.2, 1,234; a whole number (int) as it is."""
+    """Formats a number like 0.021, 0.40, 8.13, 41.2 or 1,234; an int with all digits."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -13,22 +13,22 @@ def number(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """With its unit; from ten seconds on in seconds."""
+    """Formats a time in ms with its unit; from ten seconds on in seconds."""
     if value is not None and abs(value) >= 10_000:
         return f"{number(value / 1e3)} s"
     return f"{number(value)} ms" if value is not None else "-"
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 as a percentage."""
+    """Formats a share of 1 as a percentage."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def interval(ci: tuple[float, float] | None) -> str:
-    """Low and high; empty if there is none."""
+    """Formats an interval; empty if there is none."""
     return "" if ci is None else f"{number(ci[0])}-{number(ci[1])}"
 
 
 def count(amount: int, noun: str) -> str:
-    """1 request, 2 requests."""
+    """Formats an amount with its noun: 1 request, 2 requests."""
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""A chart over the time of a run."""
+"""A chart over time of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,17 +17,17 @@ from bench.report.curves import (
 from bench.report.page import Chart
 from bench.result import Request, Steady
 
-_PANEL = 0.27  # height of each of the three panels, of 1
-_CROSSES = 100  # at most
+_PANEL = 0.27  # height of each of the three panels, as a share of the chart
+_CROSSES = 100  # most crosses for failures
 _PANELS = ("Output tokens/s", "Requests in flight", "ITL, ms: p99; dotted: the slowest")
 
 
 def timeline(series: Sequence[Series], steady: Steady | None = None) -> Chart | None:
-    """Throughput, requests in flight with failures, and ITL above one another on one time axis.
+    """Throughput, requests in flight with failures, and ITL in panels on one time axis.
 
     Args:
-        series: One a run.
-        steady: Its window is marked.
+        series: One per run.
+        steady: The steady window to mark.
     """
     series = [one for one in series if one.requests]
     if not series:

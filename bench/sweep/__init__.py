@@ -1,1 +1,1 @@
-"""`cpd bench sweep`: one workload at several loads, or the highest rate that keeps a latency target."""
+"""`cpd bench sweep`: one workload at several loads, or the highest rate that meets a latency target."""

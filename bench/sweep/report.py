@@ -1,14 +1,13 @@
-"""A sweep in the terminal and as a page."""
+"""Shows a sweep in a terminal and as a page."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from bench.report.page import Card, Cards, Cell, Chart, Facts, Notice, Page, Table, Tone, series
+from bench.report.page import Card, Cards, Cell, Chart, Facts, Notice, Page, Table, Tone, error_bars, series
+from bench.report.terminal import terminal_table
 from bench.report.text import interval, number, percent
 from bench.result import Stat
 from bench.sweep.result import Point, Sweep
@@ -17,20 +16,12 @@ _COLUMNS = ("TTFT p50, ms", "TTFT p99", "ITL p50, ms", "ITL p99", "Tokens/s", "R
 
 
 def show(sweep: Sweep, console: Console) -> None:
-    """Prints a row a point, and the answer of a search."""
-    table = TerminalTable(_load_name(sweep), *_COLUMNS, box=box.SIMPLE_HEAD)
-    for column in table.columns:
-        column.justify = "right"
+    """Prints a row for each load, and the answer of a search."""
+    console.print(terminal_table(_table(sweep)))
     for point in sweep.points:
-        if point.result.client.limited:
-            table.add_row(_number(point.load), Text("the client could not keep up", style="red"))
-        else:
-            cells = [Text(text, style="red" if point.kept is False else "") for text in _cells(point)]
-            table.add_row(_number(point.load), *cells)
-    console.print(table)
-    for point in sweep.points:
-        for reason in point.result.client.reasons:
-            console.print(Text(f"{_number(point.load)}: {reason}", style="red"))
+        if reasons := point.result.client.reasons:
+            text = f"{_number(point.load)}: the client could not keep up: {'; '.join(reasons)}"
+            console.print(Text(text, style="red"))
     answer = _answer(sweep)
     if answer:
         console.print(Text(answer, style="bold"))
@@ -51,19 +42,28 @@ def write_html(sweep: Sweep, path: Path) -> None:
         page.add(Notice(tone, answer))
         if sweep.max_rate:
             page.add(Cards([Card("Highest rate", number(sweep.max_rate), "sessions/s", "good")]))
-    sound = [point for point in sweep.points if not point.result.client.limited]
+    sound = _sound(sweep)
     if len(sound) < len(sweep.points):
         page.add(Notice("bad", "At some loads the client could not keep up; they are left out"))
-    rows: list[list[str | Cell]] = [
-        [_number(point.load), *(Cell(text, tone=_tone(point)) for text in _cells(point))] for point in sound
-    ]
-    page.add(Table([_load_name(sweep), *_COLUMNS], rows))
     page.add(
+        _table(sweep),
         _latency_chart("TTFT, ms", [(point.load, point.result.summary.ttft_ms) for point in sound], _load_name(sweep)),
         _latency_chart("ITL, ms", [(point.load, point.result.summary.itl_ms) for point in sound], _load_name(sweep)),
         _throughput_chart(sound, _load_name(sweep)),
     )
     page.write(path)
+
+
+def _sound(sweep: Sweep) -> list[Point]:
+    """The loads at which the client kept up."""
+    return [point for point in sweep.points if not point.result.client.limited]
+
+
+def _table(sweep: Sweep) -> Table:
+    rows: list[list[str | Cell]] = [
+        [_number(point.load), *(Cell(text, tone=_tone(point)) for text in _cells(point))] for point in _sound(sweep)
+    ]
+    return Table([_load_name(sweep), *_COLUMNS], rows)
 
 
 def _cells(point: Point) -> list[str]:
@@ -86,25 +86,21 @@ def _cells(point: Point) -> list[str]:
 
 
 def _latency_chart(title: str, stats: Sequence[tuple[float, Stat]], load_name: str) -> Chart:
-    """Median and tail over the load, with their intervals."""
+    """Median and tail over the load, with confidence intervals."""
     traces = []
     for index, name in enumerate(("p50", "p90", "p99")):
-        points = [(load, getattr(stat, name), stat.ci.get(name)) for load, stat in stats]
-        points = [point for point in points if point[1] is not None]
+        found = [(load, getattr(stat, name), stat.ci.get(name)) for load, stat in stats]
+        points = [(load, value, ci or (value, value)) for load, value, ci in found if value is not None]
+        values = [value for _, value, _ in points]
         traces.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": name,
                 "x": [load for load, _, _ in points],
-                "y": [value for _, value, _ in points],
+                "y": values,
                 "line": {"color": series(index)},
-                "error_y": {
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [ci[1] - value if ci else 0 for _, value, ci in points],
-                    "arrayminus": [value - ci[0] if ci else 0 for _, value, ci in points],
-                },
+                "error_y": error_bars([ci[0] for *_, ci in points], values, [ci[1] for *_, ci in points]),
             }
         )
     return Chart(title, traces, {"xaxis": {"title": {"text": load_name}}, "yaxis": {"type": "log"}})
@@ -122,7 +118,7 @@ def _throughput_chart(points: Sequence[Point], load_name: str) -> Chart:
 
 
 def _answer(sweep: Sweep) -> str:
-    """What a search found, in a sentence; empty for a plain sweep."""
+    """The result of a search in a sentence; empty for a plain sweep."""
     if not sweep.settings.get("find_max_rate") or sweep.interrupted:
         return ""
     target = f"{percent(sweep.settings['slo_share'])} of the requests within {sweep.settings['slo']}"
@@ -146,4 +142,4 @@ def _number(load: float) -> str:
 
 
 def _tone(point: Point) -> Tone:
-    return "" if point.kept is None else "good" if point.kept else "bad"
+    return "" if point.met is None else "good" if point.met else "bad"

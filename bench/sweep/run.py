@@ -31,13 +31,13 @@ from bench.sweep.search import MaxRate, is_enough, share_interval
 from bench.sweep.settings import SweepSettings
 from cpd.common.errors import ConfigError, CPDError
 
-_DURATION_S = 20.0  # of a point, if neither --duration nor --num-requests is given
-_ONE_TURN = ("random", "shared-prefix", "trace")  # workloads
-_RUNS = 3  # of one rate, while the share of good requests is too close to the target to tell
+_DURATION_S = 20.0  # per load, without --duration and --num-requests
+_ONE_TURN = ("random", "shared-prefix", "trace")  # workloads with one turn per session
+_RUNS = 3  # most runs of one rate, if the share of good requests is too close to the target
 
 
 def sweep(settings: SweepSettings) -> int:
-    """Runs, saves and shows; the exit code."""
+    """Runs, saves and shows a sweep. Returns the exit code."""
     check_writable(settings)
     loads = _loads(settings)
     slo = Slo.parse(settings.slo) if settings.slo else None
@@ -53,7 +53,7 @@ def sweep(settings: SweepSettings) -> int:
             driver = _Driver(settings, prepared, slo, accuracy, progress, messages)
             for point in driver.search(search) if search else driver.sweep(loads):
                 points.append(point)
-    except KeyboardInterrupt:  # not while a run sends, which ends with a result
+    except KeyboardInterrupt:  # between runs; during a run Ctrl-C ends it with a result
         _report(settings, points, search, interrupted=True)
         return EXIT_INTERRUPTED
     except CPDError:  # such as a server that is gone
@@ -64,19 +64,19 @@ def sweep(settings: SweepSettings) -> int:
 
 
 def _report(settings: SweepSettings, points: list[Point], search: MaxRate | None, *, interrupted: bool) -> Sweep:
-    """Saves and shows what was measured."""
+    """Saves and shows the measured loads."""
     found = Sweep(
         command=command_line(sys.argv),
         settings=settings.model_dump(mode="json"),
         interrupted=interrupted,
         points=sorted(points, key=lambda point: point.load),
-        max_rate=search.kept if search else None,
-        too_much=search.failed if search else None,
+        max_rate=search.met if search else None,
+        too_much=search.missed if search else None,
     )
     if not points:
         return found
     found.interrupted |= save_and_show(
-        settings, found.save, lambda page: write_html(found, page), lambda console: show(found, console)
+        settings, found, lambda page: write_html(found, page), lambda console: show(found, console)
     )
     return found
 
@@ -93,26 +93,20 @@ class _Load:
         return RunSettings.model_construct(**{**shared, "rate": None, self.way: value})
 
 
+@dataclass(slots=True)
 class _Driver:
-    def __init__(
-        self,
-        settings: SweepSettings,
-        prepared: Prepared,
-        slo: Slo | None,
-        accuracy: Accuracy | None,
-        progress: LiveProgress,
-        messages: Console,
-    ) -> None:
-        self._settings = settings
-        self._prepared = prepared
-        self._slo = slo
-        self._accuracy = accuracy
-        self._progress = progress
-        self._messages = messages
-        self._runs = 0
+    """Measures loads one after the other."""
+
+    _settings: SweepSettings
+    _prepared: Prepared
+    _slo: Slo | None
+    _accuracy: Accuracy | None
+    _progress: LiveProgress
+    _messages: Console
+    _runs: int = 0
 
     def sweep(self, loads: list[_Load]) -> Iterator[Point]:
-        """A point for each load."""
+        """Yields a point for each load."""
         for load in loads:
             overload = Overload()
             result = self._measure(load, overload)
@@ -122,7 +116,7 @@ class _Driver:
                 return
 
     def search(self, search: MaxRate) -> Iterator[Point]:
-        """Points until the search is over; each tells it whether the rate was kept."""
+        """Yields points until the search has ended, and tells it whether each rate met the target."""
         while (rate := search.next()) is not None:
             load = _Load("rate", rate)
             results: list[Result] = []
@@ -130,50 +124,50 @@ class _Driver:
                 overload = Overload()
                 results.append(self._measure(load, overload))
                 point = self._point(load, overload.seen, results)
-                if point.kept is not None or results[-1].interrupted:
+                if point.met is not None or results[-1].interrupted:
                     break
             if results[-1].interrupted:
                 yield point
                 return
-            if point.kept is None:  # as good as on the border: the share itself decides
-                point = point.model_copy(update={"kept": (point.share or 0.0) >= self._settings.slo_share})
+            if point.met is None:  # still too close: decide by the share itself
+                point = point.model_copy(update={"met": (point.share or 0.0) >= self._settings.slo_share})
             yield point
             if point.result.client.limited:
                 return
-            search.tell(rate, bool(point.kept))
+            search.tell(rate, bool(point.met))
 
     def _measure(self, load: _Load, overload: Overload) -> Result:
         self._messages.print(f"{load.way} {load.value:g}", style="bold")
-        # A seed for each run: a point must not find its prompts in the cache of the one before.
+        # Each run has its own seed, so that no prompt is in the cache of the run before.
         prepared = replace(self._prepared, seed=self._prepared.seed + self._runs)
         self._runs += 1
         enough = overload if load.way == "rate" and self._settings.workload in _ONE_TURN else never
         return measure(load.of(self._settings), prepared, self._slo, self._accuracy, self._progress, enough)
 
     def _point(self, load: _Load, overloaded: bool, results: list[Result]) -> Point:
-        point = Point(load=load.value, overloaded=overloaded, kept=None, share=None, share_ci=None, result=results[-1])
+        point = Point(load=load.value, overloaded=overloaded, met=None, share=None, share_ci=None, result=results[-1])
         if self._slo is None:
             return point
         judged = [request for result in results for request in result.requests if request.good is not None]
         share = sum(request.good is True for request in judged) / len(judged) if judged else None
-        # The turns of a session resemble each other: taken for one fact, they never make the interval too narrow.
+        # The turns of a session are similar: counting each session once keeps the interval from being too narrow.
         sessions = sum(len({request.session for request in result.requests}) for result in results)
         interval = share_interval(share or 0.0, min(sessions, len(judged)))
         enough = False if overloaded else is_enough(interval, self._settings.slo_share)
-        return point.model_copy(update={"kept": enough, "share": share, "share_ci": interval})
+        return point.model_copy(update={"met": enough, "share": share, "share_ci": interval})
 
 
 def _loads(settings: SweepSettings) -> list[_Load]:
-    """The points of a sweep; none for a search, which finds its own.
+    """The loads of a sweep; empty for a search.
 
     Raises:
-        ConfigError: None or more than one of the ways is chosen, or a list holds something else than numbers.
+        ConfigError: None or several of the options are given, or a list is malformed.
     """
     ways = [bool(settings.rates), bool(settings.concurrencies), settings.find_max_rate]
     if sum(ways) != 1:
         raise ConfigError("a sweep needs one of --rates, --concurrencies and --find-max-rate")
     if settings.rate and not settings.find_max_rate:
-        raise ConfigError("--rate is where --find-max-rate begins: a sweep takes --rates")
+        raise ConfigError("--rate is the initial rate of --find-max-rate: a sweep takes --rates")
     if settings.find_max_rate:
         if not settings.slo:
             raise ConfigError("--find-max-rate needs --slo, such as ttft=2000,itl=50")
@@ -189,7 +183,7 @@ def _loads(settings: SweepSettings) -> list[_Load]:
                 return [_Load("concurrency", number) for number in streams]
     except ValueError:
         pass
-    raise ConfigError("--rates and --concurrencies take positive numbers with commas between them, such as 1,2,4")
+    raise ConfigError("--rates and --concurrencies take comma-separated positive numbers such as 1,2,4")
 
 
 def _exit_code(found: Sweep) -> int:

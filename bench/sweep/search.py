@@ -1,4 +1,4 @@
-"""The search for the highest rate at which a share of the requests is good: pure, so that it can be tested."""
+"""Searches the highest rate at which a share of the requests meets the target. Pure functions."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ _HALVINGS = 8
 
 
 def share_interval(share: float, total: int) -> tuple[float, float]:
-    """95 % confidence interval of a share of `total` independent ones (Wilson's score interval)."""
+    """95 % confidence interval of a share of `total` independent requests (Wilson's score interval)."""
     if total == 0:
         return 0.0, 1.0
     z2 = _Z * _Z
@@ -18,7 +18,7 @@ def share_interval(share: float, total: int) -> tuple[float, float]:
 
 
 def is_enough(interval: tuple[float, float], target: float) -> bool | None:
-    """Whether a share of which this is the confidence interval is at least `target`; None while that cannot be told."""
+    """True if a share with this confidence interval is at least `target`; None if the interval includes `target`."""
     low, high = interval
     if low >= target:
         return True
@@ -27,32 +27,36 @@ def is_enough(interval: tuple[float, float], target: float) -> bool | None:
 
 @dataclass(slots=True)
 class MaxRate:
-    """Doubles the rate until one is too much, then halves the gap (on a logarithmic scale).
+    """Doubles the rate until one misses the target, then bisects the interval on a logarithmic scale.
 
     Args:
-        start: First rate tried.
-        precision: The search ends when the lowest failed rate is at most this share above the highest kept one.
+        start: Initial rate.
+        precision: The search ends when `missed` is at most this share above `met`.
+
+    Attributes:
+        met: Highest rate that met the target.
+        missed: Lowest rate that missed it.
     """
 
     start: float
     precision: float
-    kept: float | None = field(default=None, init=False)
-    failed: float | None = field(default=None, init=False)
+    met: float | None = field(default=None, init=False)
+    missed: float | None = field(default=None, init=False)
 
     def next(self) -> float | None:
-        """The rate to try next; None: the search is over."""
-        if self.kept is None and self.failed is None:
+        """The rate to try next; None if the search has ended."""
+        if self.met is None and self.missed is None:
             return self.start
-        if self.failed is None:
-            assert self.kept is not None
-            return self.kept * 2
-        if self.kept is None:
-            return self.failed / 2 if self.failed > self.start / 2**_HALVINGS else None
-        return math.sqrt(self.kept * self.failed) if self.failed > self.kept * (1 + self.precision) else None
+        if self.missed is None:
+            assert self.met is not None
+            return self.met * 2
+        if self.met is None:
+            return self.missed / 2 if self.missed > self.start / 2**_HALVINGS else None
+        return math.sqrt(self.met * self.missed) if self.missed > self.met * (1 + self.precision) else None
 
-    def tell(self, rate: float, kept: bool) -> None:
-        """The server kept the target at this rate, or it did not."""
-        if kept:
-            self.kept = max(rate, self.kept or rate)
+    def tell(self, rate: float, met: bool) -> None:
+        """Records whether the server met the target at a rate."""
+        if met:
+            self.met = max(rate, self.met or rate)
         else:
-            self.failed = min(rate, self.failed or rate)
+            self.missed = min(rate, self.missed or rate)

@@ -11,14 +11,15 @@ class SweepSettings(LoadSettings):
     rates: str = Field("", description="Open loops at these rates, such as 1,2,4,8.")
     concurrencies: str = Field("", description="Closed loops with this many streams, such as 1,4,16,64.")
     num_requests: int | None = Field(
-        None, ge=1, description="Sessions to send at each load; by default what --duration holds."
+        None, ge=1, description="Sessions to send at each load; by default those within --duration."
     )
     duration: float | None = Field(
-        None, gt=0, description="Stop sending after this many seconds of a load; 20 unless --num-requests is given."
+        None, gt=0, description="Stop sending after this many seconds at each load; 20 unless --num-requests is given."
     )
-    rate: float | None = Field(None, gt=0, description="find-max-rate: the rate to begin with; 1 by default.")
+    rate: float | None = Field(None, gt=0, description="find-max-rate: initial rate; 1 by default.")
     find_max_rate: bool = Field(
-        False, description="Search the highest rate at which --slo-share of the requests keep --slo, from --rate on."
+        False,
+        description="Search the highest rate at which --slo-share of the requests meet --slo, from --rate on.",
     )
-    slo_share: float = Field(0.99, gt=0, lt=1, description="find-max-rate: share of the requests that must be good.")
-    precision: float = Field(0.05, gt=0, lt=1, description="find-max-rate: how exactly the rate is wanted.")
+    slo_share: float = Field(0.99, gt=0, lt=1, description="find-max-rate: share of requests that must meet --slo.")
+    precision: float = Field(0.05, gt=0, lt=1, description="find-max-rate: relative precision of the rate.")

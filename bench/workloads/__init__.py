@@ -1,1 +1,1 @@
-"""Workloads: what is asked of the server."""
+"""Workloads: the prompts of a run."""

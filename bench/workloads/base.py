@@ -1,4 +1,4 @@
-"""What is asked of the server: a workload is a numbered row of sessions, a session a row of turns."""
+"""A workload is a numbered sequence of sessions; a session is a sequence of turns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says next.
+    """A user's next message.
 
     Args:
-        text: The new text. The server sees it after the session's opening and all turns and answers before.
-        input_len: Tokens that the whole prompt should have, answers before included; 0 if the workload doesn't say.
-        output_len: Tokens wanted back.
+        text: The new text. The prompt is the session's opening, all earlier turns and answers, and this text.
+        input_len: Planned tokens of the whole prompt; 0 if unknown.
+        output_len: Requested output tokens.
         think_s: Seconds between the end of the last answer and this turn.
     """
 
@@ -32,11 +32,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation; most workloads have one turn in each.
+    """A conversation; in most workloads it has one turn.
 
     Args:
-        index: Its number in the workload.
-        turns: At least one.
+        index: Number of the session in the workload.
+        turns: At least one turn.
         opening: Messages before the first turn, such as a system prompt.
     """
 
@@ -46,16 +46,16 @@ class Session:
 
 
 class Workload(ABC):
-    """Makes sessions. The same settings and seed give byte-identical ones, in any process and order."""
+    """Makes sessions. Equal settings and seeds give byte-identical sessions, in any process and order."""
 
     @property
     def size(self) -> int | None:
-        """How many sessions there are; None is no limit."""
+        """Number of sessions; None for no limit."""
         return None
 
     @property
     def times_s(self) -> Sequence[float] | None:
-        """When each session is due, in seconds from the start, ascending, where the workload says so (a trace)."""
+        """Due times of sessions in seconds from the start, ascending, if the workload has them (a trace)."""
         return None
 
     @abstractmethod
@@ -63,5 +63,5 @@ class Workload(ABC):
         """The session with this number, 0 <= index < size."""
 
     def priming(self) -> Sequence[Session]:
-        """Sessions to run, unmeasured, before the first one: they bring the server's cache to its intended state."""
+        """Sessions to send before the run, without measuring, to fill the server's cache."""
         return ()

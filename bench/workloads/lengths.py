@@ -1,4 +1,4 @@
-"""Distributions of lengths and pauses, as a person writes them: `512`, `uniform:256,1024`, `lognormal:512,0.5`."""
+"""Distributions of lengths and pauses from the command line: `512`, `uniform:256,1024`, `lognormal:512,0.5`."""
 
 import math
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ _FORMS = "a number, uniform:low,high, normal:mean,deviation or lognormal:median,
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Numbers of at least `least` and at most ten millions.
+    """Numbers from `least` to ten million.
 
     Args:
-        kind: Its shape.
+        kind: Kind of distribution.
         first: The constant, the lower end, the mean, or the median.
         second: The upper end, the standard deviation, or sigma (the standard deviation of the logarithm).
-        least: What is drawn below this becomes this; at the other end likewise.
+        least: Smallest value; smaller ones are raised to it.
     """
 
     kind: Kind
@@ -32,10 +32,10 @@ class Distribution:
 
     @classmethod
     def parse(cls, text: str, flag: str, least: float = 1) -> Self:
-        """Reads a number, `uniform:low,high`, `normal:mean,deviation` or `lognormal:median,sigma`.
+        """Parses a number, `uniform:low,high`, `normal:mean,deviation` or `lognormal:median,sigma`.
 
         Raises:
-            ConfigError: It is none of these, or would be below `least`; the message names `flag`.
+            ConfigError: The text has another form, or a value is below `least`; the message names `flag`.
         """
         kind, colon, numbers = text.strip().rpartition(":")
         if not colon:
@@ -61,7 +61,7 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """Of the distribution without its limits."""
+        """Mean of the distribution without its limits."""
         match self.kind:
             case "uniform":
                 return (self.first + self.second) / 2
@@ -71,7 +71,7 @@ class Distribution:
                 return self.first
 
     def draw(self, rng: np.random.Generator) -> float:
-        """One number."""
+        """Draws a number."""
         match self.kind:
             case "constant":
                 return self.first
@@ -84,5 +84,5 @@ class Distribution:
         return min(max(number, self.least), _MOST)
 
     def tokens(self, rng: np.random.Generator) -> int:
-        """One number of tokens."""
+        """Draws a number of tokens."""
         return round(self.draw(rng))

@@ -1,4 +1,4 @@
-"""From settings to a workload."""
+"""Makes a workload from settings."""
 
 from pathlib import Path
 
@@ -20,15 +20,16 @@ _PRESETS = {
 
 
 def make_workload(settings: WorkloadSettings, texts: Texts, seed: int) -> Workload:
-    """The workload that the settings ask for.
+    """Makes the workload of the settings.
 
     Args:
-        texts: Makes its prompts.
-        seed: Not negative. Prompts of another one begin with other words.
+        settings: Kind and lengths of prompts.
+        texts: Makes prompts.
+        seed: Seed, at least 0. Different seeds give different prompts from the first words on.
 
     Raises:
         ConfigError: A setting is malformed or contradicts another one.
-        BenchError: A file cannot be read or understood.
+        BenchError: A file cannot be read or is malformed.
     """
     input_len, later_len, output_len = (
         Distribution.parse(_length(settings, name), f"--{name.replace('_', '-')}")
@@ -58,7 +59,11 @@ def make_workload(settings: WorkloadSettings, texts: Texts, seed: int) -> Worklo
 
 
 def _length(settings: WorkloadSettings, name: str) -> str:
-    """A length as the preset has it, else as the person does; not both."""
+    """A length of the preset, or else of the settings.
+
+    Raises:
+        ConfigError: Both give different lengths, or the preset is for another workload.
+    """
     own: str = getattr(settings, name)
     if not settings.preset:
         return own

@@ -1,4 +1,4 @@
-"""Conversations: every turn's prompt is all that was said before, the server's answers included, and a new text."""
+"""Conversations: every turn's prompt is the whole conversation so far, with the server's answers, plus a new text."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,14 @@ from bench.workloads.randomness import Stream, generator
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn(Workload):
-    """Sessions without end, of several turns each.
+    """Endless sessions of several turns each.
 
     Args:
+        texts: Makes prompts.
+        seed: Seed of the sessions.
+        turns: Turns of a session.
         input_len: Prompt tokens of the first turn.
-        later_len: New prompt tokens of each later turn; what the chat template puts around its messages is added.
+        later_len: New prompt tokens of each later turn, without those of the chat template.
         output_len: Output tokens of each turn.
         think_s: Pause before each later turn.
     """
@@ -35,7 +38,7 @@ class MultiTurn(Workload):
         while len(turns) < self.turns:
             new_len = self.later_len.tokens(rng)
             input_len = turns[-1].input_len + turns[-1].output_len + new_len
-            # It begins with a space: the completions endpoint puts it right behind the answer.
+            # It begins with a space, because the completions endpoint appends it to the answer.
             text = self.texts.more(rng, new_len)
             turns.append(Turn(text, input_len, self.output_len.tokens(rng), self.think_s.draw(rng)))
         return Session(index, turns)

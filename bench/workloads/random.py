@@ -10,7 +10,7 @@ from bench.workloads.randomness import Stream, generator
 
 @dataclass(frozen=True, slots=True)
 class RandomPrompts(Workload):
-    """Sessions without end, of one turn each, that have nothing in common."""
+    """Endless sessions of one turn each that have nothing in common."""
 
     texts: Texts
     seed: int

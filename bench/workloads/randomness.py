@@ -1,4 +1,4 @@
-"""Where randomness comes from: numbered generators, so that everything is a function of a seed and a number."""
+"""Numbered random generators, so that everything random is a function of a seed and a number."""
 
 from enum import IntEnum
 
@@ -6,15 +6,15 @@ import numpy as np
 
 
 class Stream(IntEnum):
-    """What a generator is for."""
+    """Purposes of generators."""
 
-    SESSION = 0  # one for each session
-    GROUP = 1  # one for each group of prompts that begin alike
-    BLOCK = 2  # one for each block of a trace's prompts
-    SALT = 3  # one for a run
-    PAUSE = 4  # one for the pause before each session of a user
+    SESSION = 0  # one per session
+    GROUP = 1  # one per group of prompts with a common prefix
+    BLOCK = 2  # one per block of a trace's prompts
+    SALT = 3  # one per run
+    PAUSE = 4  # one per pause before a user's session
 
 
 def generator(seed: int, stream: Stream, index: int = 0) -> np.random.Generator:
-    """The generator with this number; those of different arguments have nothing in common."""
+    """A generator for these arguments; generators of different arguments are independent."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, stream, index))))

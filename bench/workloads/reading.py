@@ -1,4 +1,4 @@
-"""Reading the files that workloads are made from: what cannot be read is named by file and line."""
+"""Reads the files of workloads. Errors name the file and line."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +13,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read(path: Path) -> bytes:
-    """The whole file.
+    """Reads a whole file.
 
     Raises:
-        BenchError: It cannot be read.
+        BenchError: The file cannot be read.
     """
     try:
         return path.read_bytes()
@@ -25,10 +25,10 @@ def read(path: Path) -> bytes:
 
 
 def lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    """The JSON value of each line that is not empty, and where it stands (`path:line`).
+    """Yields the position (`path:line`) and the JSON value of each non-empty line.
 
     Raises:
-        BenchError: A line is no JSON.
+        BenchError: A line is not JSON.
     """
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
@@ -37,22 +37,22 @@ def lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def parse(where: str, data: bytes) -> Any:
-    """A JSON value.
+    """Parses a JSON value.
 
     Raises:
-        BenchError: It is none; the message begins with `where`.
+        BenchError: It is not JSON; the message begins with `where`.
     """
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise BenchError(f"{where}: this is no JSON: {error}") from error
+        raise BenchError(f"{where}: this is not JSON: {error}") from error
 
 
 def validate(where: str, model: type[Model], value: Any) -> Model:
-    """The value as an instance of `model`.
+    """Converts a value to an instance of `model`.
 
     Raises:
-        BenchError: It has another shape; the message begins with `where` and names the field.
+        BenchError: The value does not fit; the message begins with `where` and names the field.
     """
     try:
         return model.model_validate(value)

@@ -1,7 +1,7 @@
-"""Groups of prompts that begin alike, so that a warm cache holds a set share of every prompt.
+"""Groups of prompts with a common prefix, so that a warm cache holds a given share of every prompt.
 
-A group's common beginning is `hit_rate` of the mean prompt length. Each is sent once before the run; from then on
-exactly those tokens are in a cache that is large enough, down to the server's block size.
+A group's prefix has `hit_rate` times the mean prompt length. Each prefix is sent once before the run; then a large
+enough cache holds exactly these tokens, rounded down to the server's blocks.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from bench.workloads.base import Session, Turn, Workload
 from bench.workloads.lengths import Distribution
 from bench.workloads.randomness import Stream, generator
 
-# A chat template puts something behind the text (the end of the message, whose turn it is); the rest of what it adds
-# stands before it and is as common to all prompts as the prefix. Five tokens are usual and more than this are rare.
-# Servers keep whole blocks, so a prefix that is a few tokens too long costs nothing; one too short costs a block.
+# Most tokens that a chat template adds after the text (five are usual). The tokens before the text are common to all
+# prompts, like the prefix. Servers cache whole blocks: a prefix a few tokens too long costs nothing, one too short a
+# whole block.
 _AFTER_TEXT = 12
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix(Workload):
-    """Sessions without end, of one turn each: a group's beginning, then a text of its own."""
+    """Endless sessions of one turn each: a group's prefix, then a random text."""
 
     texts: Texts
     seed: int
@@ -47,7 +47,7 @@ class SharedPrefix(Workload):
 
     @property
     def _prefix_len(self) -> int:
-        """Tokens of text that a group has in common; not positive if the chat template alone is share enough."""
+        """Tokens of a group's prefix; not positive if the chat template alone reaches the share."""
         return round(self.hit_rate * self.input_len.mean) - max(0, self.texts.overhead - _AFTER_TEXT)
 
     def _prefix(self, group: int) -> str:

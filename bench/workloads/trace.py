@@ -1,9 +1,8 @@
-"""Replay of a trace in Mooncake's form: when requests came, how long they were, and what they had in common.
+"""Replays a trace in Mooncake's format: arrival times, lengths and shared prefixes of requests.
 
 A line is a JSON object with `timestamp` (ms), `input_length` and `output_length` (tokens) and `hash_ids`: one number
-for each 512 tokens of the prompt, the same where prompts have the same beginning. Here a number stands for a text,
-so that prompts share exactly what the traced ones shared. (Qin et al., "Mooncake: A KVCache-centric Disaggregated
-Architecture for LLM Serving", 2024.)
+per 512 prompt tokens, equal for equal prefixes. Each number stands for a text here, so that prompts share exactly what
+the traced prompts shared. (Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", 2024.)
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from bench.workloads.reading import lines, read, validate
 BLOCK_TOKENS = 512
 
 MOST_TOKENS = 1 << 24
-"""Of a prompt or an answer: no model takes more."""
+"""Most tokens of a prompt or an answer; no model supports more."""
 
 
 class TracedRequest(BaseModel):
@@ -35,10 +34,10 @@ class TracedRequest(BaseModel):
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """The requests of a trace in the order of their times.
+    """Reads the requests of a trace, in the order of their times.
 
     Raises:
-        BenchError: It cannot be read, or a line is none of a trace.
+        BenchError: The file cannot be read, or a line has another form.
     """
     requests = [validate(where, TracedRequest, value) for where, value in lines(path, read(path))]
     if not requests:
@@ -50,11 +49,13 @@ class Trace(Workload):
     """The requests of a trace in the order of their times, each a session of one turn.
 
     Args:
-        path: The file. It is read once, here.
-        speedup: Its time runs this many times faster.
+        path: The file, which is read once, here.
+        texts: Makes prompts.
+        seed: Seed of the texts.
+        speedup: Factor by which to replay faster.
 
     Raises:
-        BenchError: It cannot be read, or a line is none of a trace.
+        BenchError: The file cannot be read, or a line has another form.
     """
 
     def __init__(self, path: Path, texts: Texts, seed: int, speedup: float) -> None:
@@ -78,7 +79,7 @@ class Trace(Workload):
         return Session(index, (turn,))
 
     def _text(self, index: int, request: TracedRequest) -> str:
-        """Blocks of text by their numbers; what they don't reach to is the session's own."""
+        """Concatenates the blocks' texts by number, and fills the rest with random text."""
         left = max(1, request.input_length - self._texts.overhead)
         parts: list[str] = []
         for hash_id in request.hash_ids:

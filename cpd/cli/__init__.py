@@ -1,1 +1,1 @@
-"""The `cpd` command, one file a subcommand. Imports the rest only when a subcommand needs it."""
+"""The `cpd` command, one file a subcommand. Each subcommand imports what it needs when it is used."""

@@ -1,4 +1,4 @@
-"""The `cpd` command. Imports the rest only when a subcommand needs it."""
+"""The `cpd` command. Each subcommand imports what it needs when it is used."""
 
 from typing import Annotated
 
@@ -24,7 +24,7 @@ ClusterName = Annotated[str, typer.Option("--cluster", envvar="CPD_CLUSTER", hel
 
 @app.callback()
 def cpd() -> None:
-    """Serve large language models from a cluster of prefill workers and combined nodes."""
+    """Serve large language models from a cluster of combined and prefill workers."""
 
 
 def _up(settings: ClusterSettings) -> None:
@@ -44,7 +44,7 @@ app.command("up")(command(ClusterSettings, _up))
 @app.command()
 def status(
     cluster: ClusterName = "default",
-    as_json: Annotated[bool, typer.Option("--json", help="The router's whole answer as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole of GET /cluster as JSON.")] = False,
 ) -> None:
     """Show the running cluster: workers, load and cache."""
     from deploy.remote import status as show_status
@@ -56,13 +56,13 @@ def status(
 @app.command()
 def trace(
     cluster: ClusterName = "default",
-    worker: Annotated[str, typer.Option("--worker", help="Only this one; otherwise all workers.")] = "",
-    seconds: Annotated[float, typer.Option("--seconds", min=0, help="Of the last seconds; 0: all that is kept.")] = 0.0,
+    worker: Annotated[str, typer.Option("--worker", help="Name of one worker; default: all workers.")] = "",
+    seconds: Annotated[float, typer.Option("--seconds", min=0, help="Only steps of the last seconds; 0: all.")] = 0.0,
     chrome: Annotated[
-        bool, typer.Option("--chrome", help="A file for ui.perfetto.dev or chrome://tracing instead of JSON lines.")
+        bool, typer.Option("--chrome", help="Use the format of ui.perfetto.dev, not JSON lines.")
     ] = False,
 ) -> None:
-    """Write what the last engine steps consisted of."""
+    """Print the last engine steps as JSON lines."""
     from deploy.trace import trace as write_trace
 
     with clean_exit():

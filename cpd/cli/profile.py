@@ -1,4 +1,4 @@
-"""`cpd profile …`: measuring a device, and what follows from it."""
+"""The `cpd profile` commands: measure a device, and show what follows."""
 
 import inspect
 import os
@@ -17,11 +17,11 @@ from engine.profile.settings import BudgetSettings, ProfileSettings, SplitSettin
 if TYPE_CHECKING:
     from engine.profile.plots import Plot
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None)
 
 
 def _profile(settings: ProfileSettings) -> None:
-    """Measure how long a model's steps take on this device. Writes the profile that predicts them."""
+    """Measure how long a model's steps take on this device, and write its profile."""
     from rich.console import Console
 
     checkpoint = _checkpoint(settings)
@@ -38,7 +38,7 @@ def _profile(settings: ProfileSettings) -> None:
 
 
 def _budget(settings: BudgetSettings) -> None:
-    """Sweep the token budget of a step: how fast a prompt is prefilled, and how long decodes wait meanwhile."""
+    """Compare token budgets: prefill speed against gaps between tokens."""
     from rich.console import Console
 
     checkpoint = _checkpoint(settings)
@@ -54,7 +54,7 @@ def _budget(settings: BudgetSettings) -> None:
 
 
 def _split(settings: SplitSettings) -> None:
-    """Show what each split of the device between prefill and decode would give, and which one is chosen."""
+    """Compare splits of the device into prefill and decode lanes."""
     from rich.console import Console
 
     from cpd.performance.model import Profile
@@ -73,7 +73,7 @@ def _split(settings: SplitSettings) -> None:
 
 
 def _unless_subcommand(measure: Callable[..., None]) -> Callable[..., None]:
-    """`cpd profile` itself measures; `cpd profile show` only shows."""
+    """Returns a callback that measures, unless a subcommand such as `cpd profile show` was given."""
 
     def callback(context: typer.Context, **flags: Any) -> None:
         if context.invoked_subcommand is None:
@@ -93,9 +93,9 @@ app.command("split")(command(SplitSettings, _split))
 
 @app.command()
 def show(
-    profile: Annotated[Path, typer.Argument(help="What `cpd profile` wrote.")] = Path("profile.json"),
+    profile: Annotated[Path, typer.Argument(help="File, or name of a bundled profile.")] = Path("profile.json"),
 ) -> None:
-    """Show a profile: where it comes from, how exact it is, and what it predicts."""
+    """Show a profile: its source, accuracy and predictions."""
     from rich.console import Console
 
     from cpd.performance.model import Profile
@@ -106,8 +106,8 @@ def show(
 
 
 def _checkpoint(settings: ModelSettings) -> Path:
-    """The model to measure. Comes before torch is imported, which reads the variable when it loads."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as workers run
+    """Returns the model to measure. Call it before importing torch, which reads the variable it sets."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in workers
     switch_threads_often()
     from deploy.model import resolve_model
     from models import tiny
@@ -117,7 +117,7 @@ def _checkpoint(settings: ModelSettings) -> Path:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar for each thing that is done."""
+    """Shows a progress bar for each part of the measurement."""
     from rich.console import Console
     from rich.progress import Progress
 

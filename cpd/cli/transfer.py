@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 _NOTE = (
-    "KiB of a page; median and best push; CPU µs a page of the sender (out) and the receiver (in), least of all "
-    "pushes; share of the ceiling: median of its median, best of its best."
+    "ms and GB/s of the median push, GB/s of the best; CPU µs per page of the sender (out) and the receiver (in), the "
+    "least of all pushes; share of the ceiling: median of its median, best of its best."
 )
 
 
 def bench_transfer(settings: TransferBenchSettings) -> None:
     """Measure how fast a transport moves pages between two processes, of this host or of two.
 
-    On another host, `--listen` starts the far end that `--connect` needs. ucx_perftest, where it is installed, runs
+    On another host, `--listen` starts the receiver that `--connect` needs. ucx_perftest, if it is installed, runs
     between the pushes as their ceiling.
     """
     import asyncio
 
     from rich.console import Console
 
-    from kvtransfer.bench import far
+    from kvtransfer.bench import receiver
 
     switch_threads_often()
     if settings.listen:
         host, _, port = settings.listen.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"listen: {settings.listen!r} is not HOST:PORT")
-        asyncio.run(far.serve(host, int(port)))
+        asyncio.run(receiver.serve(host, int(port)))
         return
     result = _measure(settings)
     show(result, Console())
@@ -83,7 +83,7 @@ def show(result: "TransferResult", console: "Console") -> None:
     from rich import box
     from rich.table import Table
 
-    console.print(f"{result.transport} through {result.route}; {result.machine}")
+    console.print(f"{result.transport}, {result.route}; {result.machine}")
     table = Table(*_columns(result), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in table.columns:
         column.justify = "right"
@@ -92,20 +92,20 @@ def show(result: "TransferResult", console: "Console") -> None:
     console.print(table)
     console.print(f"Ceiling: {result.ceiling}\n{_NOTE}")
     cost = result.cost()
-    console.print(f"A transfer takes {cost.fixed_ms:.2f} ms, and a second for every {cost.bytes_per_ms / 1e6:.2f} GB.")
+    console.print(f"Cost of a transfer: {cost.fixed_ms:.2f} ms plus 1 s per {cost.bytes_per_ms / 1e6:.2f} GB.")
 
 
 def _columns(result: "TransferResult") -> list[str]:
-    columns = ["KiB", "pages", "lie", "ms", "GB/s", "best", "out", "in"]
+    columns = ["KiB", "pages", "layout", "ms", "GB/s", "best", "out", "in"]
     return columns + (["ceiling", "share", "best"] if any(cell.ceilings for cell in result.cells) else [])
 
 
 def _row(cell: "Cell") -> list[str]:
-    sender_us, receiver_us = cell.cpu_us_a_page
+    sender_us, receiver_us = cell.cpu_us_per_page
     row = [
         f"{cell.page_bytes / (1 << 10):g}",
         f"{cell.pages:,}",
-        "apart" if cell.scattered else "beside",
+        "scattered" if cell.scattered else "contiguous",
         f"{cell.median_ms:.2f}",
         f"{cell.bytes_per_s / 1e9:.2f}",
         f"{cell.best_bytes_per_s / 1e9:.2f}",
@@ -122,13 +122,13 @@ def _size(num_bytes: int) -> str:
 
 
 def page(result: "TransferResult") -> "Page":
-    """The figures as a page with charts."""
+    """Makes an HTML page with charts of the figures."""
     from bench.report.page import Facts, Page, Table
 
-    made = Page("KV transfer", f"{result.transport} through {result.route}")
+    made = Page("KV transfer", f"{result.transport}, {result.route}")
     made.add(
         _chart("Bandwidth, GB/s", result, lambda cell: cell.bytes_per_s / 1e9, ceiling=True),
-        _chart("Time of a push, ms", result, lambda cell: cell.median_ms),
+        _chart("Push time, ms", result, lambda cell: cell.median_ms),
     )
     made.section("All figures", _NOTE)
     columns = _columns(result)
@@ -147,7 +147,7 @@ def _chart(
     traces = []
     for index, (page_bytes, scattered) in enumerate(kinds):
         cells = [cell for cell in result.cells if (cell.page_bytes, cell.scattered) == (page_bytes, scattered)]
-        name = f"{_size(page_bytes)}{'' if scattered else ', neighbours'}"
+        name = f"{_size(page_bytes)}{'' if scattered else ', contiguous'}"
         traces.append(
             {
                 "x": [cell.pages for cell in cells],
@@ -172,8 +172,8 @@ def _chart(
             }
         )
     layout = {
-        "xaxis": {"type": "log", "title": {"text": "pages of a push"}},
+        "xaxis": {"type": "log", "title": {"text": "pages per push"}},
         "yaxis": {"type": "log", "title": {"text": title}},
         "hovermode": "closest",
     }
-    return Chart(title, traces, layout, "Medians; dashed: the best of ucx_perftest's runs." if ceiling else "", 340)
+    return Chart(title, traces, layout, "Median pushes. Dashed: the best run of ucx_perftest." if ceiling else "", 340)

@@ -1,7 +1,7 @@
 """The settings of every process, each declared once.
 
-A setting is a field with a type, a default and a description; `cpd/common/options.py` makes the command-line flag of
-it. Precedence: flag, then environment (`CPD_TOKEN_BUDGET`), then the YAML file, then the default.
+A setting is a field with a type, a default and a description; `cpd/common/options.py` turns it into a command-line
+flag. The flag wins over the environment (`CPD_TOKEN_BUDGET`), that over the YAML file, that over the default.
 """
 
 from difflib import get_close_matches
@@ -25,7 +25,7 @@ Role = Literal["prefill", "combined"]
 SamplingDefaults = Literal["model", "openai"]
 
 MOST_SLO_MS = 1e9
-"""No target is longer: eleven days, which is none."""
+"""Longest latency target, in ms (eleven days)."""
 
 
 class Settings(BaseSettings):
@@ -38,7 +38,7 @@ class Settings(BaseSettings):
         """Merges flags, environment and the YAML file `config`.
 
         Raises:
-            ConfigError: A value is unknown or out of range; the message names it.
+            ConfigError: A setting is unknown or out of range; the message names it.
         """
         from_file = _read_yaml(config) if config else {}
 
@@ -58,163 +58,165 @@ class Settings(BaseSettings):
             merged = Loaded(**flags)
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
-        # An instance of the named class: those of a local one cannot be sent to another process.
+        # Instances of a local class cannot be pickled.
         return cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
 
 
 class ModelSettings(Settings):
-    """A model on a device."""
+    """A model and the device that runs it."""
 
     model: str = Field("", description="Checkpoint directory (config.json, safetensors) or Hugging Face id.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and KV cache; auto takes the checkpoint's."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to run; auto takes a GPU if present.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to run; auto takes GPUs if there are any."
+    )
     max_model_len: int = Field(
         0, ge=0, description="Longest prompt plus output, in tokens; 0 takes the checkpoint's limit."
     )
     kv_memory: ByteSize | None = Field(
         None,
-        description="Memory of the KV page pool, such as 2GiB; unless given 1GiB, on a GPU what weights leave of "
-        "--gpu-memory, and of simulated workers what their profile's device has.",
+        description="KV page pool of each worker, such as 2GiB. Default: 1GiB; on a GPU, what weights leave of "
+        "--gpu-memory; simulated, as much as the profile's device has.",
     )
     gpu_memory: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Part of a GPU's memory that weights, KV pages and intermediate results take, of all workers that "
-        "share it.",
+        description="Share of a GPU's memory for weights, KV pages and intermediate results, split among the workers "
+        "on it.",
     )
-    max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
+    max_num_seqs: int = Field(128, ge=1, description="Most sequences in a worker's running batch.")
 
 
 class TargetSettings(Settings):
-    """What workers and routers plan by."""
+    """The target that workers and routers plan by."""
 
     slo_itl: float = Field(
         50.0,
         ge=0,
         le=MOST_SLO_MS,
-        description="The next token of a stream is to come within this time, in ms; 0: no target.",
+        description="Target gap between two tokens of a stream, in ms; 0: no target.",
     )
 
 
-class EngineSettings(ModelSettings, TargetSettings):
-    """What the engine of a worker needs to know."""
+class EngineSettings(TargetSettings, ModelSettings):
+    """Settings of a worker's engine."""
 
     token_budget: int = Field(
         0,
         ge=0,
-        description="Most tokens that one batch on the whole device computes; 0 takes as many as keep a step within "
-        "--slo-itl while there are decodes, and what prefills at nearly full speed otherwise.",
+        description="Most tokens of a batch on the whole device; 0: as many as keep a step within --slo-itl beside "
+        "decodes, and otherwise as many as prefill at nearly full speed.",
     )
     colocate: Literal["auto", "mixed", "lanes"] = Field(
         "auto",
-        description="Where prompts go while there are decodes: into their batch (mixed), onto a lane beside them "
-        "(lanes), or whichever is predicted to be better (auto).",
+        description="Where prompts are computed beside decodes: in their batch (mixed), on a prefill lane (lanes), or "
+        "where it is predicted to be better (auto).",
     )
-    profile: Path | None = Field(
-        None,
-        description="What `cpd profile` wrote for this model and device; without it a few steps are timed at start.",
+    profile: str = Field(
+        "",
+        description="Profile of this model and device, written by `cpd profile`: a file or the name of a bundled one. "
+        "Without it a worker times a few steps at start.",
     )
     max_queue_tokens: int = Field(
-        262_144, ge=1, description="Most prompt tokens that wait in a worker's queue before it refuses more."
+        262_144, ge=1, description="Most prompt tokens that wait in a worker's queue; it refuses more."
     )
     host_kv_memory: ByteSize = Field(
         ByteSize(0),
-        description="Host memory of each worker for KV pages that its pool evicts, such as 8GiB; 0: none. They come "
-        "back where that is predicted to be quicker than computing them again.",
+        description="Host memory of each worker for KV pages that its pool evicts, such as 8GiB; 0: none. Pages are "
+        "loaded back where that is predicted to be quicker than computing them again.",
     )
 
 
 class SharedSettings(Settings):
-    """What every process of a cluster is told."""
+    """Settings of every process of a cluster."""
 
     cluster: str = Field("default", description="Name of the cluster; several can share one Redis.")
     host: str = Field("127.0.0.1", description="Interface to listen on.")
-    redis_url: str = Field("", description="Redis that holds the shared state; empty starts an embedded one.")
+    redis_url: str = Field("", description="URL of your own Redis; empty starts an embedded one.")
+    cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
 
 
-class AllWorkersSettings(EngineSettings, SharedSettings):
-    """What all workers of a cluster have in common."""
+class AllWorkersSettings(SharedSettings, EngineSettings):
+    """Settings that all workers of a cluster share."""
 
-    cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
     transport: Literal["auto", "nixl", "ucx"] | None = Field(
         None,
-        description="How KV pages move between workers; auto: by nixl where it works, else by ucx. Unless given ucx; "
-        "pages in a GPU's memory move by nixl only.",
+        description="How KV pages move between workers. Default: ucx; with GPUs nixl, the only one for GPU memory. "
+        "auto: nixl if it works, else ucx.",
     )
     kv_checksum: bool = Field(
         False,
-        description="Check a checksum of every page that comes from another worker, or from host memory, before it is "
-        "used.",
+        description="Check the checksum of every page that arrives from another worker or from host memory.",
     )
-    lease_s: float = Field(5.0, gt=0, description="A worker silent in Redis for this long, in seconds, is gone.")
-    fill_progress_s: float = Field(
+    lease_s: float = Field(
+        5.0, gt=0, description="A worker that does not renew its lease in Redis for this long is gone, in seconds."
+    )
+    prefill_progress_s: float = Field(
         10.0,
         gt=0,
-        description="A remote prefill without progress, or a fetch from another cache, of so many seconds has failed.",
+        description="A remote prefill fails after this long without progress, in seconds; a prefix fetch after this "
+        "long in all.",
     )
 
 
 class WorkersSettings(AllWorkersSettings):
-    """The workers of a cluster."""
+    """Settings of a cluster's workers."""
 
-    prefill: int = Field(1, ge=0, description="Prefill workers.")
-    combined: int = Field(1, ge=1, description="Combined workers (prefill and decode).")
+    prefill: int = Field(1, ge=0, description="Number of prefill workers.")
+    combined: int = Field(1, ge=1, description="Number of combined workers (prefill and decode).")
     simulate: str = Field(
         "",
-        description="Simulate the workers, all in one process: steps and transfers take as long as this profile says, "
-        "or, with `instant`, no time. Empty: real ones.",
+        description="Simulate the workers: steps and transfers take as long as this profile says, a file or the name "
+        "of a bundled one such as h200-qwen3-8b; with `instant` they take no time.",
     )
 
 
 class _Advertised(Settings):
-    advertise_host: str = Field("", description="Address other processes reach this one at; empty takes --host.")
+    advertise_host: str = Field("", description="Address at which other processes reach this one; empty takes --host.")
 
 
 class WorkerSettings(AllWorkersSettings, _Advertised):
     """One worker process."""
 
-    worker_id: str = Field("", description="Name of this worker; empty makes one up.")
+    worker_id: str = Field("", description="Name of this worker; empty: a random one.")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
-    session_port: int = Field(0, ge=0, le=65535, description="Port for sessions and fills; 0 takes a free one.")
+    session_port: int = Field(0, ge=0, le=65535, description="Port for sessions and prefills; 0 takes a free one.")
 
 
 class SimulatedSettings(WorkersSettings, _Advertised):
-    """One process with all workers of a cluster, simulated."""
+    """One process that simulates all workers of a cluster."""
 
 
-class AllRoutersSettings(TargetSettings, SharedSettings):
-    """What all routers of a cluster have in common."""
+class AllRoutersSettings(SharedSettings, TargetSettings):
+    """Settings that all routers of a cluster share."""
 
     model: str = Field("", description="Checkpoint directory: tokenizer.json, tokenizer_config.json, config.json.")
-    served_model_name: str = Field("", description="Name in the API; empty takes the directory's name.")
-    port: int = Field(8000, ge=0, le=65535, description="HTTP port.")
-    cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
+    served_model_name: str = Field("", description="Model name in the API; empty: the directory's name or the id.")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
     api_key: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
-        description="Key that clients must send, for everything; repeat for several tenants. None: open to all.",
+        description="Key that clients must send; it allows everything. Repeat for several tenants. None: open to all.",
     )
     api_key_file: Path | None = Field(
         None,
-        description="YAML list of more keys, each with what it allows: key, admin (false), min_priority (0).",
+        description="YAML file with a list of more keys: key, admin (default false), min_priority (default 0).",
     )
-    slo_ttft: float = Field(
-        2000.0, gt=0, le=MOST_SLO_MS, description="A first token is to come within this time, in ms."
-    )
+    slo_ttft: float = Field(2000.0, gt=0, le=MOST_SLO_MS, description="Target time to first token, in ms.")
     long_prefill_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | Literal["auto"] = Field(
         "auto",
-        description="A prompt with more uncached tokens than this goes to a prefill worker; auto: where that is "
-        "predicted to be better.",
+        description="Prompts with more uncached tokens go to a prefill worker; auto: wherever the predicted cost is "
+        "lowest.",
     )
     sampling_defaults: SamplingDefaults = Field(
         "model",
-        description="How what a request leaves out is sampled: as the model's generation_config.json says (model), or "
-        "by OpenAI's defaults alone (openai).",
+        description="Sampling parameters that a request leaves out: from generation_config.json (model), or OpenAI's "
+        "defaults: temperature 1, no filters (openai).",
     )
-    max_n: int = Field(16, ge=1, description="Most choices (n) a request may ask for.")
+    max_n: int = Field(16, ge=1, description="Most choices (n) of one request.")
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
 
     @field_validator("api_key", mode="before")
@@ -229,22 +231,22 @@ class AllRoutersSettings(TargetSettings, SharedSettings):
 class RouterSettings(AllRoutersSettings, _Advertised):
     """One router process."""
 
-    router_id: str = Field("", description="Name of this router; empty makes one up.")
+    router_id: str = Field("", description="Name of this router; empty: a random one.")
     admin_port: int = Field(
-        0, ge=0, le=65535, description="Port for /metrics, /cluster and /requests of this router alone; 0: a free one."
+        0, ge=0, le=65535, description="Port for /metrics, /cluster and /requests of this router; 0 takes a free one."
     )
 
 
 class ClusterSettings(AllRoutersSettings, WorkersSettings):
-    """`cpd up`: a whole cluster."""
+    """Settings of a whole cluster, for `cpd up`."""
 
     model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
-    ray_address: str = Field("", description="Ray cluster to join; empty starts a local one.")
+    ray_address: str = Field("", description="Ray cluster to join, host:port or auto; empty starts a local one.")
 
 
 def _sentence(error: ValidationError, settings: type[Settings]) -> str:
-    """What is wrong with the first setting that is."""
+    """One sentence about the first setting that is wrong."""
     errors = error.errors()
     place, given = errors[0]["loc"], errors[0]["input"]
     name = str(place[0]).replace("_", "-") if place else "settings"

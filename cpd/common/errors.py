@@ -1,8 +1,8 @@
-"""Typed errors of every layer. Each process turns them into wire or HTTP errors in one place."""
+"""Typed errors of all layers. Each process turns them into wire or HTTP errors in one place."""
 
 
 class CPDError(Exception):
-    """Base of all errors raised on purpose. The message tells the user what to do."""
+    """Base class. The message tells the user what to do."""
 
 
 class ConfigError(CPDError):
@@ -10,16 +10,15 @@ class ConfigError(CPDError):
 
 
 class CheckpointError(CPDError):
-    """A model directory cannot be served: a file is missing, damaged or of an unsupported kind."""
+    """A checkpoint cannot be served: a file is missing, damaged or unsupported."""
 
 
 class QueueFullError(CPDError):
-    """A bounded waiting queue has no room.
+    """A waiting queue is full.
 
     Args:
-        message: What is full.
-        retry_after_s: When trying again is sensible, in seconds.
-        over_share: It is full for this tenant, which has its share of it; there may be room for others.
+        retry_after_s: When to try again, in seconds.
+        over_share: True if it is full for this tenant only, which has its share of it.
     """
 
     def __init__(self, message: str, retry_after_s: float, *, over_share: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Who is alive: leases in Redis.
+"""Leases in Redis: which processes are alive, and where.
 
-A process keeps one key, `cpd:<cluster>:member:<id>`, whose value describes it and whose time to live it renews.
-Redis says who exists and where; whether a worker really serves is known from the session with it.
+A process keeps one key, `cpd:<cluster>:member:<id>`. The value describes the process, which renews the time to live.
+Whether a worker really serves is known from the session with it.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ class Member:
 
     Attributes:
         id: Unique name.
-        kind: What it does.
+        kind: Its role.
         address: `host:port` of its gRPC server (of its HTTP server for a router).
         host: Name of its machine.
         pid: Its process id on that machine.
-        incarnation: New in every start of the process.
-        admin: `host:port` where a router answers for itself alone; empty for workers.
-        session: `host:port` where a worker takes sessions and fills; empty for routers.
+        incarnation: Random number, new at every start of the process.
+        admin: `host:port` where a router answers only for itself; empty for workers.
+        session: `host:port` where a worker takes sessions and prefill requests; empty for routers.
     """
 
     id: str
@@ -53,9 +53,9 @@ def _key(cluster: str, member_id: str) -> str:
 
 @contextlib.asynccontextmanager
 async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> AsyncIterator[None]:
-    """Keeps `member` listed while the context is open; takes it off at the end.
+    """Keeps `member` listed while the context is open, and removes it at the end.
 
-    Redis may come and go meanwhile: the lease is renewed as soon as it answers again.
+    Redis may be unreachable meanwhile: the lease is renewed as soon as it answers again.
     """
     key, value, ttl_ms = _key(cluster, member.id), orjson.dumps(asdict(member)), int(ttl_s * 1000)
     ended = asyncio.Event()
@@ -70,7 +70,7 @@ async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> Asy
                 away = False
             except (RedisError, OSError) as error:
                 if not away:
-                    log.warning("Redis is away, going on without it: %s", error)
+                    log.warning("Redis does not answer; going on without it: %s", error)
                 away = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ttl_s / 4):
@@ -80,7 +80,7 @@ async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> Asy
     try:
         yield
     finally:
-        # Not by cancelling alone: a cancel can get lost in the Redis client's own timeouts.
+        # Cancelling alone is not enough: the Redis client's own timeouts can swallow it.
         ended.set()
         await asyncio.wait([task], timeout=1)
         task.cancel()
@@ -90,11 +90,10 @@ async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> Asy
 
 
 async def members(redis: Redis, cluster: str, unreadable: set[str] | None = None) -> list[Member]:
-    """Everyone with a live lease that can be read. Fields that this version does not know are ignored.
+    """Returns the members with a live, readable lease. Unknown fields are ignored.
 
     Args:
-        unreadable: The keys that could not be read when they were last asked for, kept by a caller that asks again and
-            again: only new ones are logged.
+        unreadable: Names of the leases that could not be read in the last call, updated here. Only new ones are logged.
 
     Raises:
         RedisError, OSError: Redis does not answer.

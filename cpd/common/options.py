@@ -1,4 +1,4 @@
-"""Command-line flags from settings: every field of a settings class becomes one typer option."""
+"""Command-line flags from settings: each field of a settings class becomes one typer option."""
 
 import inspect
 import sys
@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
-from pydantic_core import PydanticUndefined
+from pydantic import ByteSize
 
 from cpd.common.config import Settings
 from cpd.common.errors import CPDError
@@ -17,9 +17,9 @@ S = TypeVar("S", bound=Settings)
 
 
 def command(settings: type[S], run: Callable[[S], None]) -> Callable[..., None]:
-    """A typer command with one flag a field of `settings`, that calls `run` with the merged settings.
+    """Returns a typer command with a flag for each field of `settings`, which calls `run` with the merged settings.
 
-    A CPDError that `run` raises is printed as one sentence, and the process exits with code 1.
+    If `run` raises a CPDError, the command prints it as one sentence and exits with code 1.
     """
 
     def call(config: Path | None = None, **flags: Any) -> None:
@@ -54,8 +54,9 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 def _annotation(settings: type[Settings], name: str) -> Any:
     field = settings.model_fields[name]
-    shown = "" if field.default is PydanticUndefined else _show(field.default)
-    default = f" [default: {shown}]" if shown else ""
+    value = field.get_default(call_default_factory=True)
+    shown = value.human_readable() if isinstance(value, ByteSize) else str(value)
+    default = f" [default: {shown}]" if value or isinstance(value, int | float) else ""
     env = f" [env: {settings.model_config['env_prefix']}{name.upper()}]"
     help_text = f"{field.description}{default}{env}"
     flag = "--" + name.replace("_", "-")
@@ -73,14 +74,8 @@ def _annotation(settings: type[Settings], name: str) -> Any:
 
 
 def _without_none(kind: Any) -> Any:
-    """X of `X | None`; other unions are texts."""
+    """Returns X for `X | None`, and `str` for other unions."""
     if get_origin(kind) in (UnionType, Union):
         parts = [part for part in get_args(kind) if part is not NoneType]
         return parts[0] if len(parts) == 1 else str
     return kind
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return ""
-    return value.human_readable() if hasattr(value, "human_readable") else str(value)

@@ -1,4 +1,4 @@
-"""What every process of a cluster does at start: logging, and ending with its supervisor."""
+"""What each process of a cluster sets up at start."""
 
 import gc
 import logging
@@ -9,42 +9,41 @@ import threading
 import time
 
 GRACE_S = 5.0
-"""A process whose supervisor is gone has this long to end in order."""
+"""Time that a process has to end in order once its supervisor is gone."""
 
 YOUNG_OBJECTS = 50_000
-"""A garbage collection looks at what was made since the last one when there is so much of it."""
-
+"""Number of new objects that starts a garbage collection of them."""
 
 SWITCH_INTERVAL_S = 1e-4
-"""Other threads may hold the interpreter this long while one waits for it."""
+"""Longest time that a thread holds the interpreter while another one waits for it."""
 
 
 def switch_threads_often() -> None:
-    """For processes with a thread that is in a hurry, such as an engine's: Python lets it wait 5 ms otherwise."""
+    """Lets an urgent thread, such as an engine's, wait less for the interpreter. Python's default is 5 ms."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def collect_garbage_rarely() -> None:
-    """For processes that make many objects a request, nearly all of which reference counting frees.
+    """Makes garbage collections rare: reference counting frees nearly all objects of a request.
 
-    What was imported by now is never looked at again.
+    Objects that exist now, such as modules, are never examined again.
     """
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
 def setup_logging(level: str, name: str) -> None:
-    """Logs to stderr, each line with the process's name (such as `combined-0`)."""
+    """Logs to stderr, with the process's name (such as `combined-0`) in each line."""
     logging.basicConfig(
         level=level.upper(), format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s", force=True
     )
 
 
 def end_with_supervisor() -> None:
-    """If a supervisor started this process (CPD_SUPERVISED=1, a pipe as standard input), end when it is gone.
+    """Ends this process when its supervisor is gone, if one started it (CPD_SUPERVISED=1, standard input a pipe).
 
-    The pipe's end closes with the supervisor, however it died: then this process gets SIGTERM, and is killed when
-    it has not ended GRACE_S later.
+    The pipe closes with the supervisor, however it died. Then this process gets SIGTERM, and is killed if it has not
+    ended after GRACE_S.
     """
     if os.environ.get("CPD_SUPERVISED") != "1":
         return

@@ -1,10 +1,10 @@
 """Messages in both directions over one TCP connection.
 
-Before each message comes its length (4 bytes, little-endian); the largest length there is, without a message, says that
-the process runs. Nothing else is on the wire: who calls, and why a stream ends, are messages, too. A stream ends when
+Each message is preceded by its length (4 bytes, little-endian). The largest possible length stands alone: it is a
+heartbeat. Nothing else is on the wire: the caller's name and the reason of an end are messages, too. A stream ends when
 one side closes it.
 
-A peer that is stopped, or whose machine is gone, is noticed within LOST_TICKS * TICK_S.
+A stopped peer, or one with a broken machine, is noticed within LOST_TICKS * TICK_S.
 """
 
 import asyncio
@@ -17,17 +17,21 @@ from google.protobuf.message import DecodeError, Message
 from cpd.common.errors import CPDError
 
 TICK_S = 1.0
-"""Something is sent at least so often."""
+"""Longest time between two things sent."""
 
 SILENT_TICKS = 2
-"""A peer of which nothing came for so many ticks may come back. Even then TCP takes its time, up to as long again, to
-send what was lost, before anything else."""
+"""A peer is silent after this many ticks without data. It may come back, but then TCP needs up to as long again to
+resend what was lost."""
 
 LOST_TICKS = 7
-"""A peer of which nothing came for so many ticks is lost. Counted, not measured: who was stopped itself reads first."""
+"""A peer is lost after this many ticks without data. They are counted, not measured, so that a process that was stopped
+itself reads first."""
 
 UNREAD_BYTES = 4 << 20
-"""Nothing more is read from the connection while so much waits to be received."""
+"""Reading pauses while more than this waits to be received."""
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Size limit of a message from an authenticated peer. A prompt of a million tokens with its hashes is about 4 MiB."""
 
 _HEAD_BYTES = 4
 _ALIVE = b"\xff" * _HEAD_BYTES
@@ -38,11 +42,11 @@ class StreamError(CPDError):
 
 
 class BadMessageError(StreamError):
-    """The peer sent what is no message, or a longer one than it may."""
+    """The peer sent something that is not a message, or a message over the size limit."""
 
 
 class Parsed(Protocol):
-    """A type of messages."""
+    """A protobuf message type."""
 
     @classmethod
     def FromString(cls, data: bytes, /) -> Self: ...  # noqa: N802
@@ -52,24 +56,25 @@ M = TypeVar("M", bound=Parsed)
 
 
 class Stream(asyncio.Protocol, Generic[M]):
-    """One end of a connection. All methods are for the event loop.
+    """One end of a connection. All methods run on the event loop.
 
     Args:
-        kind: What the peer sends.
-        most_bytes: Of a message of the peer's.
+        kind: Type of the peer's messages.
+        max_bytes: Size limit of a message from the peer.
+        opened: Called when the connection is made.
 
     Attributes:
-        most_bytes: May be changed.
+        max_bytes: As above; it may be changed.
     """
 
-    def __init__(self, kind: type[M], most_bytes: int, opened: "Callable[[Stream[M]], None] | None" = None) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, kind: type[M], max_bytes: int, opened: "Callable[[Stream[M]], None] | None" = None) -> None:
+        self.max_bytes = max_bytes
         self._kind = kind
         self._opened = opened
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._part = bytearray()  # of a message that has not come as a whole
-        self._awaited_bytes = 0  # before that many have come of it, `_part` only grows
+        self._part = bytearray()  # of a message that has not arrived completely
+        self._awaited_bytes = 0  # until `_part` has this many, nothing is parsed
         self._received: deque[tuple[M, int]] = deque()
         self._unread_bytes = 0
         self._reading = True
@@ -79,34 +84,34 @@ class Stream(asyncio.Protocol, Generic[M]):
         self._closed = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
-        self._quiet_ticks = 0
+        self._silent_ticks = 0
         self._sent = False
         self._finished = False
         self._ticker = self._loop.call_later(TICK_S, self._tick)
 
-    # ---- for its owner ----
+    # ---- for the owner ----
 
     @property
     def silent(self) -> bool:
-        """Whether nothing has come for a while: if the peer can be reached at all, then sooner by another stream."""
-        return self._quiet_ticks >= SILENT_TICKS
+        """True if nothing has arrived for a while: another stream would reach the peer sooner."""
+        return self._silent_ticks >= SILENT_TICKS
 
     def send(self, message: Message) -> None:
-        """Sends a message at once, or as soon as the connection takes it; where it is closed, nothing happens."""
+        """Sends a message without waiting. Does nothing if the stream is closed."""
         if self._transport is not None and not (self._finished or self._transport.is_closing()):
             data = message.SerializeToString()
             self._sent = True
             self._transport.write(len(data).to_bytes(_HEAD_BYTES, "little") + data)
 
     async def drained(self) -> None:
-        """Waits while the peer is behind: much of what was sent could not be handed to the connection."""
+        """Waits while the peer reads too slowly, that is, while too much sent data is still buffered here."""
         await self._drained.wait()
 
     async def receive(self) -> M | None:
-        """The next message; None: the peer has closed the stream.
+        """Returns the next message; None if the peer has closed the stream.
 
         Raises:
-            StreamError: There will be none.
+            StreamError: The connection broke, or the peer is lost.
         """
         while not self._received:
             if self._ended:
@@ -123,15 +128,15 @@ class Stream(asyncio.Protocol, Generic[M]):
         return message
 
     def finish(self) -> None:
-        """Says that nothing more will be sent. The stream closes when the peer, who has read all by then, closes it.
+        """Ends sending. The stream closes when the peer, having read everything, closes it.
 
-        `close` may take from the peer what it has not read yet, if it sends something at the same time.
+        Use it instead of `close` where the peer may be sending: `close` could then discard what it has not read yet.
         """
         if self._transport is not None and not self._transport.is_closing():
             self._finished = True
             try:
                 self._transport.write_eof()
-            except OSError:  # the peer has reset the connection, which the event loop has not seen yet
+            except OSError:  # the peer has reset the connection, and the event loop has not noticed yet
                 self.abort()
 
     def close(self) -> None:
@@ -151,12 +156,12 @@ class Stream(asyncio.Protocol, Generic[M]):
     # ---- for the event loop ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
         if self._opened is not None:
             self._opened(self)
 
     def data_received(self, data: bytes) -> None:
-        self._quiet_ticks = 0
+        self._silent_ticks = 0
         if self._part:
             self._part += data
             if len(self._part) < self._awaited_bytes:
@@ -170,8 +175,8 @@ class Stream(asyncio.Protocol, Generic[M]):
                 start = begin
                 continue
             length = int.from_bytes(head, "little")
-            if length > self.most_bytes:
-                self._fail(BadMessageError(f"it sent a message of {length} bytes, and the most is {self.most_bytes}"))
+            if length > self.max_bytes:
+                self._fail(BadMessageError(f"it sent a message of {length} bytes; the limit is {self.max_bytes}"))
                 return
             end = begin + length
             if end > size:
@@ -180,7 +185,7 @@ class Stream(asyncio.Protocol, Generic[M]):
             try:
                 message = self._kind.FromString(data[begin:end])
             except DecodeError as error:
-                self._fail(BadMessageError(f"it sent what is no message: {error}"))
+                self._fail(BadMessageError(f"it sent something that is not a message: {error}"))
                 return
             self._received.append((message, length))
             self._unread_bytes += length
@@ -218,9 +223,9 @@ class Stream(asyncio.Protocol, Generic[M]):
         if not (self._sent or self._finished):
             self._transport.write(_ALIVE)
         self._sent = False
-        self._quiet_ticks += self._reading
-        if self._quiet_ticks >= LOST_TICKS:
-            self._fail(StreamError(f"nothing was heard of it for {LOST_TICKS * TICK_S:g} s"))
+        self._silent_ticks += self._reading
+        if self._silent_ticks >= LOST_TICKS:
+            self._fail(StreamError(f"it sent nothing for {LOST_TICKS * TICK_S:g} s"))
 
     def _fail(self, error: StreamError) -> None:
         self._end(error)
@@ -236,18 +241,18 @@ class Stream(asyncio.Protocol, Generic[M]):
             self._waiter.set_result(None)
 
 
-async def connect(address: str, kind: type[M], most_bytes: int) -> Stream[M]:
-    """A stream to whoever serves at `host:port`.
+async def connect(address: str, kind: type[M], max_bytes: int) -> Stream[M]:
+    """Connects to the server at `host:port`.
 
     Raises:
-        OSError: Nobody does.
+        OSError: It can't be reached.
     """
     host, _, port = address.rpartition(":")
-    loop, stream = asyncio.get_running_loop(), Stream(kind, most_bytes)
+    loop, stream = asyncio.get_running_loop(), Stream(kind, max_bytes)
     try:
         await loop.create_connection(lambda: stream, host.strip("[]"), int(port))
     except BaseException:
-        # uvloop tells a protocol nothing of this, even where it has just told it of the connection
+        # uvloop does not call this here, even if it has already called connection_made
         stream.connection_lost(None)
         raise
     return stream
@@ -257,34 +262,34 @@ class StreamServer(Generic[M]):
     """Serves streams.
 
     Args:
-        kind: What peers send.
-        most_bytes: Of a message of theirs, at first.
-        handle: Serves one; it is closed when that returns or raises.
+        kind: Type of the peers' messages.
+        max_bytes: Initial size limit of a message.
+        handle: Serves one stream, which is closed when it returns or raises.
     """
 
-    def __init__(self, kind: type[M], most_bytes: int, handle: Callable[[Stream[M]], Awaitable[None]]) -> None:
+    def __init__(self, kind: type[M], max_bytes: int, handle: Callable[[Stream[M]], Awaitable[None]]) -> None:
         self._kind = kind
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._handle = handle
         self._server: asyncio.Server | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; returns the port, which is a free one where `port` is 0.
+        """Listens and returns the port; port 0 takes a free one.
 
         Raises:
             OSError: The address can't be used.
         """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Stream(self._kind, self._most_bytes, self._opened), host.strip("[]"), port
+            lambda: Stream(self._kind, self._max_bytes, self._opened), host.strip("[]"), port
         )
         number: int = self._server.sockets[0].getsockname()[1]
         return number
 
     async def close(self, timeout_s: float = 0.0) -> None:
-        """Takes no more streams, and ends those that there still are after a while."""
+        """Accepts no more streams, and ends the remaining ones after `timeout_s`."""
         self._closed = True
         if self._server is not None:
             await stop_listening(self._server)
@@ -313,9 +318,9 @@ class StreamServer(Generic[M]):
 async def stop_listening(server: asyncio.Server) -> None:
     """Closes a server; its connections go on.
 
-    asyncio's forgets, open, what it accepts in the turn in which it is closed (CPython issue 109564).
+    asyncio leaks a connection that it accepts in the loop iteration in which the server closes (CPython issue 109564).
     """
     for listening in server.sockets:
         asyncio.get_running_loop().remove_reader(listening.fileno())
-    await asyncio.sleep(0)  # what was accepted in this turn is served in the next one
+    await asyncio.sleep(0)  # connections accepted in this iteration are served in the next one
     server.close()

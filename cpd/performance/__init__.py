@@ -1,1 +1,1 @@
-"""The performance model: what a step takes on a device, and what follows from that."""
+"""The performance model: how long steps take on a device, and the decisions that follow from it."""

@@ -1,17 +1,21 @@
-"""The performance model: how long a step takes on a device, for everyone who must predict it.
+"""The performance model: predicts how long a step takes on a device.
 
-A step runs its kernels one after the other, so its time is a sum, whose parts grow with what bounds each of them:
+A step runs its kernels one after the other, so its time is a sum:
 
-    linear layers   a curve over the step's tokens: about flat while reading the weights bounds them, about a straight
-                    line while arithmetic does; straight lines between its knots
-    sequences       sampling, and whatever else is done once for each
-    attention       reading the context (bounds decodes), and every query with every key (bounds prefills)
+    step_ms = curve(tokens) + seq_ms · seqs + context_ms · context + pair_ms · pairs
 
-Steps of decodes alone have numbers of their own: on a GPU they are replayed graphs, and others are launched kernel by
-kernel. So has each measured share of the device. Between two shares time is a straight line over 1 / share, which is
-exact for work that scales and for work that does not. A lane with company is slower by a measured factor.
+    curve(tokens)   linear layers: about flat while reading the weights bounds them, about linear while arithmetic does;
+                    straight lines between knots
+    seqs            sampling and other work per sequence
+    context         attention that reads the context (bounds decodes)
+    pairs           attention of every query with every key (bounds prefills)
 
-Times are in ms, shares are of the device's compute units, 1 being all of them.
+Steps of decodes alone have their own coefficients: on a GPU they are replayed graphs, while other steps launch single
+kernels. Each measured share of the device has its own, too. Between two shares, time is linear in 1 / share, which is
+exact both for work that scales and for work that does not. While the other lane of a split runs, a lane is slower by a
+measured factor.
+
+Times are in ms. Shares are fractions of the device's compute units.
 """
 
 from bisect import bisect_right
@@ -23,16 +27,17 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cpd.common.errors import ConfigError
+from cpd.performance.profiles import find_profile
 
 
-class Work(NamedTuple):  # made three times faster than a frozen dataclass
-    """What one step computes, as far as its time goes. Works add up: a mixed step is `decode + prefill`.
+class Work(NamedTuple):  # created three times faster than a frozen dataclass
+    """The work of one step. Works can be added: a mixed step is `decode + prefill`.
 
     Attributes:
-        tokens: Tokens computed.
-        seqs: Sequences they belong to.
+        tokens: Computed tokens.
+        seqs: Their sequences.
         context: Tokens attended to, summed over the sequences.
-        pairs: Of a query and a key that it attends to, summed over the sequences.
+        pairs: Pairs of a query and a key that it attends to, summed over the sequences.
     """
 
     tokens: int = 0
@@ -42,17 +47,17 @@ class Work(NamedTuple):  # made three times faster than a frozen dataclass
 
     @classmethod
     def decode(cls, seqs: int, context: int) -> Self:
-        """One token for each of `seqs` sequences, which have `context` tokens in all."""
+        """Returns the work of one token for each of `seqs` sequences, which have `context` tokens in total."""
         return cls(seqs, seqs, context, context)
 
     @classmethod
     def prefill(cls, tokens: int, before: int = 0) -> Self:
-        """A chunk of `tokens` tokens of one sequence, `before` of whose tokens are in the cache."""
+        """Returns the work of a chunk of `tokens` tokens of one sequence that has `before` cached tokens."""
         return cls(tokens, 1, before + tokens, tokens * before + tokens * (tokens + 1) // 2)
 
     @classmethod
     def total(cls, works: Iterable["Work"]) -> Self:
-        """Their sum, in less time than it takes to add one after the other."""
+        """Returns the sum, faster than by adding one after the other."""
         return cls(*map(sum, zip(*works, strict=True)))
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
@@ -73,7 +78,7 @@ class Work(NamedTuple):  # made three times faster than a frozen dataclass
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence computes one token."""
+        """True if each sequence computes one token."""
         return self.tokens == self.seqs
 
 
@@ -81,27 +86,27 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-MOST_MS = 1e9
-"""No step takes longer: sums and products of such times are still numbers."""
+MAX_MS = 1e9
+"""Longest step: sums and products of such times remain finite."""
 
-MOST_SLOWDOWN = 1e6
+SLOWDOWN_LIMIT = 1e6
 
-LEAST_SHARE = 1e-3
-"""Of a device: less than any compute unit."""
+MIN_SHARE = 1e-3
+"""Smallest share of a device: less than any compute unit."""
 
-_Ms = Annotated[float, Field(ge=0, le=MOST_MS)]
+_Ms = Annotated[float, Field(ge=0, le=MAX_MS)]
 _Tokens = Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 class StepCost(_Part):
-    """What one kind of steps costs."""
+    """Coefficients of one kind of step."""
 
-    tokens: tuple[_Tokens, ...] = Field(min_length=1, description="Knots of the curve: 1, and then ascending.")
-    tokens_ms: tuple[_Ms, ...] = Field(description="Time of a step of that many tokens, without what follows.")
-    seq_ms: _Ms = Field(0.0, description="For each sequence.")
-    context_ms: _Ms = Field(0.0, description="For each token of context.")
-    pair_ms: _Ms = Field(0.0, description="For each pair of a query and a key.")
-    slowdown: float = Field(1.0, gt=0, le=MOST_SLOWDOWN, description="Factor while the other lane runs beside it.")
+    tokens: tuple[_Tokens, ...] = Field(min_length=1, description="Knots of the curve: 1, then ascending.")
+    tokens_ms: tuple[_Ms, ...] = Field(description="The curve at the knots.")
+    seq_ms: _Ms = Field(0.0, description="Time per sequence.")
+    context_ms: _Ms = Field(0.0, description="Time per token of context.")
+    pair_ms: _Ms = Field(0.0, description="Time per pair of a query and a key.")
+    slowdown: float = Field(1.0, gt=0, le=SLOWDOWN_LIMIT, description="Factor while the other lane runs.")
 
     @model_validator(mode="after")
     def _curve(self) -> Self:
@@ -115,42 +120,42 @@ class StepCost(_Part):
 
 
 class ShareProfile(_Part):
-    """One share of the device."""
+    """Coefficients of one share of the device."""
 
-    share: float = Field(ge=LEAST_SHARE, le=1, description="Of the device's compute units.")
+    share: float = Field(ge=MIN_SHARE, le=1, description="Fraction of the device's compute units.")
     decode: StepCost = Field(description="Steps in which every sequence computes one token.")
     prefill: StepCost = Field(description="Steps with a prefill, mixed ones included.")
 
 
 class TransferProfile(_Part):
-    """Moving KV pages from worker to worker. The defaults are those of TCP on one host."""
+    """Speed of moving KV pages between workers. The defaults are those of TCP on one host."""
 
-    fixed_ms: _Ms = Field(0.5, description="Of each transfer.")
+    fixed_ms: _Ms = Field(0.5, description="Fixed time of each transfer.")
     bytes_per_ms: float = Field(1e6, ge=1e-3, description="A gigabyte a second is 1e6.")
 
 
 class FitError(_Part):
-    """How far off the model was on samples that it was not fitted to. Errors are relative: 0.1 is 10 %."""
+    """Relative errors on samples to which the model was not fitted: 0.1 is 10 %."""
 
-    samples: int = Field(ge=0, description="Measured steps.")
+    samples: int = Field(ge=0, description="Number of measured steps.")
     median: float = Field(ge=0)
     p95: float = Field(ge=0)
 
 
 class Profile(_Part):
-    """What a profile file holds."""
+    """A profile: the coefficients of a model on a device."""
 
     schema_name: Literal["cpd-profile/1"] = Field("cpd-profile/1", alias="schema")
-    source: Literal["measured", "roofline"] = Field(description="roofline: computed from data sheets, no evidence.")
+    source: Literal["measured", "roofline"] = Field(description="roofline: computed from data sheets, not measured.")
     device: str
     model: str
-    units: int = Field(1, ge=1, description="Compute units of the device: cores, or SMs.")
-    unit_step: int = Field(1, ge=1, description="It is cut into parts of this many units, and a remainder.")
-    page_bytes: int = Field(0, ge=0, description="Of a KV page of the model; 0: not known.")
-    num_pages: int = Field(0, ge=0, description="KV pages that fit beside the model's weights; 0: not known.")
-    shares: tuple[ShareProfile, ...] = Field(min_length=1, description="Ascending, the whole device last.")
+    units: int = Field(1, ge=1, description="Compute units of the device: cores or SMs.")
+    unit_step: int = Field(1, ge=1, description="Parts of the device are multiples of this, except a remainder.")
+    page_bytes: int = Field(0, ge=0, description="Bytes of a KV page of the model; 0 if unknown.")
+    num_pages: int = Field(0, ge=0, description="KV pages that fit in memory with the weights; 0 if unknown.")
+    shares: tuple[ShareProfile, ...] = Field(min_length=1, description="Ascending; the whole device is last.")
     transfer: TransferProfile = TransferProfile()
-    error: FitError | None = Field(None, description="Of a measured profile.")
+    error: FitError | None = Field(None, description="Error of a measured profile.")
 
     @model_validator(mode="after")
     def _shares(self) -> Self:
@@ -159,25 +164,16 @@ class Profile(_Part):
         return self
 
     @classmethod
-    def instant(cls) -> Self:
-        """A device on which everything takes no time at all."""
-        nothing = StepCost(tokens=(1,), tokens_ms=(0.0,))
-        return cls(
-            schema="cpd-profile/1",
-            source="roofline",
-            device="instant",
-            model="any",
-            shares=(ShareProfile(share=1.0, decode=nothing, prefill=nothing),),
-            transfer=TransferProfile(fixed_ms=0.0, bytes_per_ms=1e300),
-        )
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, profile: str | Path) -> Self:
         """Reads a profile.
 
+        Args:
+            profile: Path of a file, or name of a bundled profile.
+
         Raises:
-            ConfigError: The file cannot be read, or is no profile; one sentence says where it is wrong.
+            ConfigError: The file cannot be read or is not a profile; the message says where it is wrong.
         """
+        path = find_profile(profile)
         try:
             return cls.parse(path.read_bytes(), str(path))
         except OSError as error:
@@ -185,13 +181,13 @@ class Profile(_Part):
 
     @classmethod
     def parse(cls, content: bytes, origin: str) -> Self:
-        """A profile from what a file holds.
+        """Parses a profile.
 
         Args:
-            origin: Names the content in errors.
+            origin: Name of the content in errors.
 
         Raises:
-            ConfigError: It is no profile; one sentence says where it is wrong.
+            ConfigError: It is not a profile; the message says where it is wrong.
         """
         try:
             return cls.model_validate_json(content)
@@ -199,11 +195,11 @@ class Profile(_Part):
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
             raise ConfigError(
-                f"{origin} is not a profile that `cpd profile` wrote: {place and place + ': '}{first['msg']}"
+                f"{origin} is not a profile written by `cpd profile`: {place and place + ': '}{first['msg']}"
             ) from None
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON.
+        """Writes the profile as JSON.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -215,10 +211,10 @@ class Profile(_Part):
 
 
 class PerfModel:
-    """Predicts by a profile, in about a microsecond.
+    """Predicts times from a profile, in about a microsecond.
 
     Attributes:
-        profile: Where the numbers come from.
+        profile: The coefficients.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -227,48 +223,48 @@ class PerfModel:
         self._costs = [(_Cost(part.decode), _Cost(part.prefill)) for part in profile.shares]
         self._transfer = profile.transfer.fixed_ms, 1 / profile.transfer.bytes_per_ms
 
-    def step_ms(self, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
-        """Time of one step.
+    def step_ms(self, work: Work, share: float = 1.0, other_lane: Work | None = None) -> float:
+        """Predicts the time of one step.
 
         Args:
-            work: What it computes; nothing takes no time.
-            share: How much of the device it has, in (0, 1].
-            beside: What the other lane runs meanwhile.
+            work: Work of the step; no work takes no time.
+            share: Share of the device, in (0, 1].
+            other_lane: Work that the other lane of the split computes at the same time.
         """
         tokens = work.tokens
         if not tokens:
             return 0.0
         kind = 0 if tokens == work.seqs else 1
-        company = beside is not None and beside.tokens > 0
+        shared = other_lane is not None and other_lane.tokens > 0
         shares, costs = self._shares, self._costs
         upper = bisect_right(shares, share)
         if upper and shares[upper - 1] == share:
-            return costs[upper - 1][kind].ms(work, company)
+            return costs[upper - 1][kind].ms(work, shared)
         if len(shares) == 1:
-            return costs[0][kind].ms(work, company) / share
+            return costs[0][kind].ms(work, shared) / share
         upper = max(upper, 1)
         low, high = shares[upper - 1], shares[upper]
-        low_ms, high_ms = costs[upper - 1][kind].ms(work, company), costs[upper][kind].ms(work, company)
+        low_ms, high_ms = costs[upper - 1][kind].ms(work, shared), costs[upper][kind].ms(work, shared)
         return high_ms + (low_ms - high_ms) * (1 / share - 1 / high) / (1 / low - 1 / high)
 
     def transfer_ms(self, num_bytes: int) -> float:
-        """Time from the first byte's sending to the last one's arrival."""
+        """Predicts the time from sending the first byte to receiving the last one."""
         fixed_ms, ms_per_byte = self._transfer
         return fixed_ms + num_bytes * ms_per_byte
 
 
 class _Cost:
-    """A StepCost, laid out for speed."""
+    """A StepCost in a form that is fast to evaluate."""
 
     __slots__ = ("_bends", "_context_ms", "_lines", "_pair_ms", "_seq_ms", "_slowdown")
 
     def __init__(self, cost: StepCost) -> None:
-        self._bends = cost.tokens[1:-1]  # where one line ends and the next one begins; the last one goes on for ever
+        self._bends = cost.tokens[1:-1]  # ends of all lines but the last, which has none
         self._lines = _lines(cost.tokens, cost.tokens_ms)
         self._seq_ms, self._context_ms, self._pair_ms = cost.seq_ms, cost.context_ms, cost.pair_ms
         self._slowdown = cost.slowdown
 
-    def ms(self, work: Work, company: bool) -> float:
+    def ms(self, work: Work, shared: bool) -> float:
         start, slope = self._lines[bisect_right(self._bends, work.tokens)]
         ms = (
             start
@@ -277,11 +273,11 @@ class _Cost:
             + self._context_ms * work.context
             + self._pair_ms * work.pairs
         )
-        return ms * self._slowdown if company else ms
+        return ms * self._slowdown if shared else ms
 
 
 def _lines(knots: tuple[int, ...], values: tuple[float, ...]) -> list[tuple[float, float]]:
-    """Value at 0 and slope of the line from each knot to the next; a constant if there is one knot."""
+    """Returns value at 0 and slope of the line from each knot to the next; a constant if there is one knot."""
     if len(knots) == 1:
         return [(values[0], 0.0)]
     lines = []

@@ -1,10 +1,10 @@
-"""Who gets which part of the device: exact plans over times t_i(s). Pure functions, no device needed.
+"""Divides a device among workloads, optimally for given times t_i(units). Pure functions, no device needed.
 
-A device has units (SMs of a GPU, cores of a CPU) that are cut into parts. Parts are multiples of the device's step; one
-of them may be the remainder, whatever its size. Two questions are answered:
+A device's units (SMs of a GPU, cores of a CPU) are divided into parts. Sizes of parts are multiples of the device's
+step, except one that may be the remainder.
 
-    plan_split   n workloads of N_i pieces are to be done soonest: which run together, and with how many units each
-    lane_split   a prefill and a decode lane go on side by side: the fastest prefill that leaves decode its target
+    plan_split   finds which workloads run together, and their units, so that all are done soonest
+    lane_split   finds the fastest prefill lane that leaves the decode lane within its target
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,24 +17,24 @@ from cpd.common.errors import CPDError
 from cpd.performance.model import PerfModel, Work
 
 Curve = Callable[[float], float]
-"""Units -> ms. It need not fall steadily."""
+"""Units -> ms, not necessarily monotonic."""
 
-MOST_WORKLOADS = 10
-"""Which of them run together is searched through exhaustively."""
+MAX_WORKLOADS = 10
+"""Most workloads of `plan_split`, whose search is exhaustive."""
 
 
 class NoSplitError(CPDError):
-    """No split of the device keeps every limit."""
+    """No split of the device is within every limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What can be split.
+    """A device to divide.
 
     Attributes:
-        units: All of them, such as the 132 SMs of an H200.
-        step: Parts are multiples of it, except the remainder.
-        minimum: Of any part.
+        units: All units, such as the 132 SMs of an H200.
+        step: Sizes of parts are multiples of this, except the remainder.
+        minimum: Smallest part.
     """
 
     units: int
@@ -48,14 +48,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Pieces of work, one after the other.
+    """Pieces of work that run one after the other.
 
     Attributes:
-        name: For people.
-        count: Pieces.
-        alone: Time of one piece with nothing beside it.
-        together: The same beside other workloads; None: they don't slow it down.
-        limit_ms: No piece may take longer, and none may wait for another workload.
+        name: Unique name.
+        count: Number of pieces.
+        alone: Time of one piece while nothing else runs.
+        together: Time of one piece while other workloads run; None if they do not slow it down.
+        limit_ms: Longest time of a piece. A workload with a limit does not wait for others.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Workload:
     limit_ms: float = inf
 
     def total_ms(self, units: int, *, together: bool) -> float:
-        """Time of all pieces; inf if a piece takes longer than the limit."""
+        """Returns the time of all pieces; inf if a piece takes longer than the limit."""
         ms = self.together(units) if together and self.together else self.alone(units)
         return self.count * ms if ms <= self.limit_ms else inf
 
@@ -75,8 +75,8 @@ class Stage:
     """Workloads that run together.
 
     Attributes:
-        units: Of each, by name.
-        ms: Until all of them are done.
+        units: Units of each workload, by name.
+        ms: Time until all are done.
     """
 
     units: dict[str, int]
@@ -88,8 +88,8 @@ class SplitPlan:
     """Stages that run one after the other.
 
     Attributes:
-        ms: Of all stages.
-        bound_ms: No schedule of these times is faster, even if it changes the split at any moment.
+        ms: Time of all stages.
+        bound_ms: Lower bound of any schedule, even one that changes the split at any moment.
     """
 
     stages: tuple[Stage, ...]
@@ -98,20 +98,20 @@ class SplitPlan:
 
 
 def plan_split(workloads: Sequence[Workload], device: Device) -> SplitPlan:
-    """The stages and shares of the least total time. Workloads with a limit all run in the first stage.
+    """Finds the stages and parts with the shortest total time. Workloads with a limit all run in the first stage.
 
-    With S = units / step, it takes O(2^n S²) steps for the grouped knapsack of every set of workloads (O(n S²) a
-    set), and O(3^n) to put the sets together.
+    With S = units / step, the grouped knapsack of every set of workloads takes O(2^n S²), and combining the sets takes
+    O(3^n).
 
     Raises:
-        NoSplitError: A limit cannot be kept.
-        ValueError: There are none, or more than `MOST_WORKLOADS`, or two of one name.
+        NoSplitError: No split is within the limits.
+        ValueError: There are no workloads, more than `MAX_WORKLOADS`, or two with one name.
     """
-    if not 1 <= len(workloads) <= MOST_WORKLOADS or len({w.name for w in workloads}) < len(workloads):
-        raise ValueError(f"a split is planned for 1 to {MOST_WORKLOADS} workloads of different names")
+    if not 1 <= len(workloads) <= MAX_WORKLOADS or len({w.name for w in workloads}) < len(workloads):
+        raise ValueError(f"a split is planned for 1 to {MAX_WORKLOADS} workloads of different names")
     stages = _stages(workloads, device)
     limited = sum(1 << i for i, workload in enumerate(workloads) if workload.limit_ms < inf)
-    best: list[tuple[float, list[int]]] = [(0.0, [])]  # for each set: its time, and the sets of its stages
+    best: list[tuple[float, list[int]]] = [(0.0, [])]  # of each set: its time, and the sets of its stages
     for members in range(1, len(stages)):
         best.append(
             min(
@@ -129,10 +129,10 @@ def plan_split(workloads: Sequence[Workload], device: Device) -> SplitPlan:
 
 
 def _stages(workloads: Sequence[Workload], device: Device) -> list[Stage]:
-    """The best stage of every set of workloads; a set is a number with one bit each.
+    """Finds the best stage of every set of workloads. A set is a number with a bit for each workload.
 
-    `packed[set][k]` is the least time in which the set is done in parts of k steps in all, and those parts: the grouped
-    knapsack. Then, in turn, each one of the set takes the remainder instead.
+    `packed[set][k]` has the set's shortest time with k steps in total, and its parts: a grouped knapsack. Then each
+    workload of the set is tried with the remainder instead.
     """
     steps = device.units // device.step
     sizes = [k for k in range(1, steps + 1) if k * device.step >= device.minimum]
@@ -170,13 +170,13 @@ def _stages(workloads: Sequence[Workload], device: Device) -> list[Stage]:
 
 
 def _part_sizes(device: Device) -> list[int]:
-    """Whatever one part can have: a number of steps, or what a number of steps leaves."""
+    """Returns all sizes of a part: a number of steps, or the remainder of a number of steps."""
     steps = range(0, device.units + 1, device.step)
     return sorted({size for k in steps for size in (k, device.units - k) if size >= device.minimum})
 
 
 def _subsets(members: int) -> Iterator[int]:
-    """The subsets of a set that have its first member."""
+    """Yields the subsets of a set that contain its first member."""
     first = members & -members
     rest = members ^ first
     subset = rest
@@ -188,7 +188,7 @@ def _subsets(members: int) -> Iterator[int]:
 
 
 def _bound_ms(workloads: Sequence[Workload], device: Device) -> float:
-    """A piece takes up at least its least units x ms of the device, and a workload's pieces follow each other."""
+    """Returns the larger of two bounds: total units x ms over all units, and the longest workload on its own."""
     area, longest = 0.0, 0.0
     for workload in workloads:
         times = [
@@ -202,7 +202,7 @@ def _bound_ms(workloads: Sequence[Workload], device: Device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LaneSplit:
-    """Units of the two lanes, or their shares of the device: whatever the curves of a `LaneLoad` take."""
+    """Units of the two lanes, or their shares of the device: the arguments of a `LaneLoad`'s curves."""
 
     prefill: float
     decode: float
@@ -210,11 +210,11 @@ class LaneSplit:
 
 @dataclass(frozen=True, slots=True)
 class LaneLoad:
-    """What two lanes have to do side by side.
+    """The load of two lanes that run at the same time.
 
     Attributes:
-        prefill_ms, decode_ms: Of one step, beside the other lane.
-        target_ms: Longest decode step wanted.
+        prefill_ms, decode_ms: Time of one step while the other lane runs.
+        target_ms: Target for a decode step.
     """
 
     prefill_ms: Curve
@@ -223,16 +223,16 @@ class LaneLoad:
 
     @classmethod
     def predicted(cls, model: PerfModel, device: Device, prefill: Work, decode: Work, target_ms: float) -> Self:
-        """By the performance model."""
+        """Makes the load that a performance model predicts."""
         return cls(
-            lambda units: model.step_ms(prefill, units / device.units, beside=decode),
-            lambda units: model.step_ms(decode, units / device.units, beside=prefill),
+            lambda units: model.step_ms(prefill, units / device.units, other_lane=decode),
+            lambda units: model.step_ms(decode, units / device.units, other_lane=prefill),
             target_ms,
         )
 
 
 def lane_splits(device: Device) -> list[LaneSplit]:
-    """All ways to cut the device in two, smallest decode lane first. Empty: it is too small."""
+    """Returns all ways to divide the device in two, smallest decode lane first; none if it is too small."""
     return [
         LaneSplit(device.units - decode, decode)
         for decode in _part_sizes(device)
@@ -241,7 +241,7 @@ def lane_splits(device: Device) -> list[LaneSplit]:
 
 
 def lane_split(load: LaneLoad, splits: Iterable[LaneSplit]) -> LaneSplit:
-    """The fastest prefill among the splits that keep decode's target; the fastest decode where none does.
+    """Returns the split with the fastest prefill within decode's target; if there is none, the fastest decode.
 
     Raises:
         ValueError: There are no splits.
@@ -250,23 +250,22 @@ def lane_split(load: LaneLoad, splits: Iterable[LaneSplit]) -> LaneSplit:
 
 
 def prepared_splits(loads: Sequence[LaneLoad], splits: Sequence[LaneSplit], count: int) -> list[LaneSplit]:
-    """The few splits among which `lane_split` does best for these loads: an exhaustive search.
+    """Finds, by exhaustive search, the `count` splits among which `lane_split` does best for these loads.
 
-    As few as possible miss their target, and then what was to be fast is, as a ratio to the best of all splits and on
-    average.
+    First it minimises the loads that miss their target, then the mean of (time / best time of any split).
     """
     tables = [[_cost(load, split) for split in splits] for load in loads]
     best = [min(table) for table in tables]
 
     def loss(chosen: Iterable[int]) -> tuple[int, float]:
         costs = [min(table[index] for index in chosen) for table in tables]
-        stretch = sum(cost[1] / least[1] for cost, least in zip(costs, best, strict=True))
-        return sum(misses for misses, _, _ in costs), stretch
+        slowdown = sum(cost[1] / least[1] for cost, least in zip(costs, best, strict=True))
+        return sum(misses for misses, _, _ in costs), slowdown
 
     return [splits[index] for index in min(combinations(range(len(splits)), min(count, len(splits))), key=loss)]
 
 
 def _cost(load: LaneLoad, split: LaneSplit) -> tuple[bool, float, float]:
-    """Whether decode misses its target, and the times that matter, the more important one first."""
+    """Returns whether decode misses its target, then both times, the more important one first."""
     prefill_ms, decode_ms = load.prefill_ms(split.prefill), load.decode_ms(split.decode)
     return (False, prefill_ms, decode_ms) if decode_ms <= load.target_ms else (True, decode_ms, prefill_ms)

@@ -3,11 +3,11 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Sessions (router to worker) and Fills (worker to worker) are message streams on the worker's session port
-(cpd/common/stream.py). gRPC calls are for administration only; each carries the metadata
+Sessions (router to worker) and prefill requests (worker to worker) are message streams on the worker's session port
+(cpd/common/stream.py). gRPC is for administration only; each call carries the metadata
 `authorization: Bearer <cluster token>`.
-Block hashes have 16 bytes (cpd/common/blocks.py) and are sent joined into one byte string. Cache events carry only the
-first 8 bytes of each.
+Block hashes have 16 bytes (cpd/common/blocks.py) and are joined into one byte string. Cache events carry only the
+first 8 bytes of each hash.
 """
 
 from collections import abc as _abc
@@ -69,19 +69,19 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     TIER_UNSPECIFIED: _Tier.ValueType  # 0
     TIER_PAGES: _Tier.ValueType  # 1
     TIER_HOST: _Tier.ValueType  # 2
-    """in host memory and in no page"""
+    """only in host memory"""
     TIER_NONE: _Tier.ValueType  # 3
-    """not cached any more"""
+    """no longer cached"""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """Where a worker has a block."""
+    """The place of a block."""
 
 TIER_UNSPECIFIED: Tier.ValueType  # 0
 TIER_PAGES: Tier.ValueType  # 1
 TIER_HOST: Tier.ValueType  # 2
-"""in host memory and in no page"""
+"""only in host memory"""
 TIER_NONE: Tier.ValueType  # 3
-"""not cached any more"""
+"""no longer cached"""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 class _FinishReason:
@@ -94,7 +94,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_STOP: _FinishReason.ValueType  # 1
     """a stop token"""
     FINISH_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens or the context's end"""
+    """max_tokens or the end of the context"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -102,7 +102,7 @@ FINISH_NONE: FinishReason.ValueType  # 0
 FINISH_STOP: FinishReason.ValueType  # 1
 """a stop token"""
 FINISH_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens or the context's end"""
+"""max_tokens or the end of the context"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Lane:
@@ -133,7 +133,7 @@ class RouterMessage(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
-    FILL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """always first"""
@@ -143,20 +143,20 @@ class RouterMessage(_message.Message):
     @_builtins.property
     def abort(self) -> Global___Abort: ...
     @_builtins.property
-    def fill(self) -> Global___FillRequest: ...
+    def prefill(self) -> Global___PrefillRequest: ...
     def __init__(
         self,
         *,
         hello: Global___RouterHello | None = ...,
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
-        fill: Global___FillRequest | None = ...,
+        prefill: Global___PrefillRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "fill", b"fill", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "fill", b"fill", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "fill"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "prefill"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -173,7 +173,7 @@ class RouterHello(_message.Message):
     token: _builtins.str
     """the cluster token"""
     worker_id: _builtins.str
-    """set instead of router_id when another worker connects, to send Fills"""
+    """set instead of router_id by a worker that sends prefill requests"""
     def __init__(
         self,
         *,
@@ -215,17 +215,18 @@ class Submit(_message.Message):
     """chosen by the router, unique among its running requests"""
     attempt: _builtins.int
     tokens: _builtins.bytes
-    """int32 each, little-endian: the prompt, then, after a replay, the output so far"""
+    """int32, little-endian: the prompt, and in a replay the output so far"""
     prompt_len: _builtins.int
     hash_root: _builtins.bytes
+    """parent hash of the first block"""
     block_hashes: _builtins.bytes
     """of all full blocks of `tokens`"""
     n: _builtins.int
-    """choices `choice` .. `choice + n - 1`"""
+    """number of choices, from `choice` on"""
     choice: _builtins.int
     tenant: _builtins.str
     long_prefill_tokens: _builtins.int
-    """with candidates: when all have failed, prefill locally up to this, else Reroute"""
+    """prefill at most this many uncached tokens locally when all candidates have failed"""
     trace_id: _builtins.str
     """the client's request id, for logs"""
     priority: _builtins.int
@@ -240,7 +241,7 @@ class Submit(_message.Message):
 
     @_builtins.property
     def prefix_source(self) -> Global___PrefixSource:
-        """without candidates: asked if more than long_prefill_tokens are uncached here"""
+        """without candidates: used if more than long_prefill_tokens are uncached"""
 
     def __init__(
         self,
@@ -306,7 +307,7 @@ class PrefillCandidate(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
-    """host:port of its port for sessions"""
+    """host:port for sessions"""
     def __init__(
         self,
         *,
@@ -323,7 +324,7 @@ Global___PrefillCandidate: _TypeAlias = PrefillCandidate  # noqa: Y015
 
 @_typing.final
 class PrefixSource(_message.Message):
-    """Another combined worker that, as far as the router knows, has the prompt's first blocks cached."""
+    """Another combined worker that probably has the prompt's first blocks cached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -332,9 +333,9 @@ class PrefixSource(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
-    """host:port of its port for sessions"""
+    """host:port for sessions"""
     blocks: _builtins.int
-    """number of leading blocks"""
+    """number of first blocks"""
     def __init__(
         self,
         *,
@@ -398,14 +399,14 @@ class Sampling(_message.Message):
     seed: _builtins.int
     """always set by the router"""
     top_logprobs: _builtins.int
-    """unset: no logprobs; 0: of the chosen token only"""
+    """unset: no logprobs; 0: only the chosen token's"""
     max_tokens: _builtins.int
     min_tokens: _builtins.int
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """each ends the output, and is emitted"""
+        """each ends the output and is part of it"""
 
     def __init__(
         self,
@@ -448,7 +449,7 @@ class WorkerMessage(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
-    FILL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always first; the snapshot follows"""
@@ -468,7 +469,7 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def end(self) -> Global___End: ...
     @_builtins.property
-    def fill(self) -> Global___FillEvent: ...
+    def prefill(self) -> Global___PrefillEvent: ...
     def __init__(
         self,
         *,
@@ -480,13 +481,13 @@ class WorkerMessage(_message.Message):
         refusal: Global___Refusal | None = ...,
         batch: Global___Batch | None = ...,
         end: Global___End | None = ...,
-        fill: Global___FillEvent | None = ...,
+        prefill: Global___PrefillEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "fill", b"fill", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "prefill", b"prefill", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "fill", b"fill", "hello", b"hello", "kind", b"kind", "load", b"load", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "prefill", b"prefill", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch", "end", "fill"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch", "end", "prefill"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -515,7 +516,7 @@ Global___End: _TypeAlias = End  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):
-    """Messages that were due at the same time, in order. Batching saves the fixed cost of each message."""
+    """Several messages in order. Batching saves the fixed cost of each message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -564,7 +565,7 @@ class Hello(_message.Message):
     role: Global___Role.ValueType
     state: Global___State.ValueType
     fingerprint: _builtins.bytes
-    """of weights, dtypes and block size; workers with equal ones can exchange pages"""
+    """of weights, dtypes and block size; equal on workers that can exchange pages"""
     epoch: _builtins.int
     """of the KV pool"""
     block_size: _builtins.int
@@ -574,26 +575,26 @@ class Hello(_message.Message):
     vocab_size: _builtins.int
     dtype: _builtins.str
     transport: _builtins.str
-    """workers with the same one can exchange pages"""
+    """equal on workers that can exchange pages"""
     profile: _builtins.bytes
-    """JSON of its performance profile (cpd/performance/model.py); empty: it has none"""
+    """JSON of the performance profile (cpd/performance/model.py); empty: none"""
     token_budget: _builtins.int
-    """of a step on the whole device; 0: derived from the profile (cpd/performance/colocation.py)"""
+    """most tokens of a step; 0: derived from the profile (cpd/performance/colocation.py)"""
     colocate: _builtins.str
     """mixed, lanes or auto"""
     transport_reason: _builtins.str
-    """why the worker chose it; empty if configured"""
+    """why the worker chose the transport; empty if configured"""
     host_pages: _builtins.int
-    """capacity of host memory for offloaded pages"""
+    """pages that fit in host memory"""
     host_page_ms: _builtins.float
-    """time to load one of them back"""
+    """time to load one page from host memory"""
     max_num_seqs: _builtins.int
-    """batch slots: most sequences that run at once; 0: unknown"""
+    """most sequences that run at once; 0: unknown"""
     device: _builtins.str
     """the device and its kernels, for people to read"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """shares of the device a decode lane may have; the prefill lane gets the rest"""
+        """possible shares of the decode lane; the prefill lane gets the rest"""
 
     def __init__(
         self,
@@ -630,7 +631,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """The blocks cached as of event `number`, in several messages of one tier and less than 256 KiB each."""
+    """The blocks cached after event `number`. Each message has blocks of one tier and less than 256 KiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -695,7 +696,7 @@ class CacheEvent(_message.Message):
     hashes: _builtins.bytes
     """8 bytes each"""
     tier: Global___Tier.ValueType
-    """where these blocks are from now on"""
+    """the new place of these blocks"""
     def __init__(
         self,
         *,
@@ -715,7 +716,7 @@ class Load(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class FillsEntry(_message.Message):
+    class RemotePrefillsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -735,7 +736,27 @@ class Load(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
-    class FillFailuresEntry(_message.Message):
+    class PrefixFetchesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class TransferFailuresEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -787,14 +808,15 @@ class Load(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    FILLS_FIELD_NUMBER: _builtins.int
+    REMOTE_PREFILLS_FIELD_NUMBER: _builtins.int
+    PREFIX_FETCHES_FIELD_NUMBER: _builtins.int
+    TRANSFER_FAILURES_FIELD_NUMBER: _builtins.int
     DECODES_FIELD_NUMBER: _builtins.int
     DECODE_CONTEXT_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     SLOWDOWN_FIELD_NUMBER: _builtins.int
-    FILL_FAILURES_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     HOST_OFFLOADED_PAGES_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -802,48 +824,52 @@ class Load(_message.Message):
     OVERDUE_MS_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
-    """sequences in the batch"""
+    """running sequences"""
     waiting: _builtins.int
-    """requests in the waiting queue, those in remote prefill included"""
+    """requests in the waiting queue, including those in remote prefill"""
     waiting_tokens: _builtins.int
-    """prompt tokens still to compute, of waiting (as of their arrival) and running requests"""
+    """prompt tokens to compute for waiting (estimated on arrival) and running requests"""
     free_pages: _builtins.int
     cached_pages: _builtins.int
     used_pages: _builtins.int
     reserved_pages: _builtins.int
     quarantined_pages: _builtins.int
     preemptions: _builtins.int
-    """this and the next three are totals since the start"""
+    """this and the next three: totals since the start"""
     prefill_tokens: _builtins.int
     decode_tokens: _builtins.int
     cached_tokens: _builtins.int
     decodes: _builtins.int
     """sequences whose prompt is computed"""
     decode_context: _builtins.int
-    """tokens that these attend to"""
+    """tokens that they attend to"""
     prefill_ms: _builtins.float
-    """predicted time to compute all of waiting_tokens; 0 without a profile"""
+    """predicted time to compute waiting_tokens; 0 without a profile"""
     step_ms: _builtins.float
-    """mean of the recent steps with decodes; 0: none"""
+    """mean of the recent steps with decodes; 0: there were none"""
     queued_tokens: _builtins.int
-    """prompt tokens of requests not yet scheduled; the queue limit counts these"""
+    """prompt tokens of requests not yet scheduled, which the queue limit counts"""
     slowdown: _builtins.float
-    """duration of recent steps divided by the profile's prediction; 0: too few steps"""
+    """duration of recent steps divided by their prediction; 0: too few steps"""
     host_pages: _builtins.int
-    """pages that host memory has room for; 0: no host tier"""
+    """pages that fit in host memory; 0: no host tier"""
     host_offloaded_pages: _builtins.int
     """pages in host memory"""
     overdue_ms: _builtins.float
-    """part of prefill_ms that is for prompts past their deadline; a new prompt goes before these"""
+    """part of prefill_ms for prompts past their deadline, which a new prompt passes"""
     @_builtins.property
-    def fills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Totals by outcome. Remote prefills: completed, failed, cancelled, local_fallback, rerouted. Prefix fetches:
-        prefix_completed, prefix_failed, prefix_cancelled, and prefix_served to other workers.
+    def remote_prefills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Totals by outcome.
+        completed, failed, cancelled, local_fallback, rerouted
         """
 
     @_builtins.property
-    def fill_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """failed Fills by reason (decode_worker/outcome.py)"""
+    def prefix_fetches(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """completed, failed, cancelled; served: to other workers"""
+
+    @_builtins.property
+    def transfer_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """failed ones of both by reason (decode_worker/prefill_outcome.py)"""
 
     @_builtins.property
     def host_blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -851,7 +877,7 @@ class Load(_message.Message):
 
     @_builtins.property
     def awaiting_first_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Submit.request of the newest requests included in prefill_ms"""
+        """Submit.request of the newest requests in prefill_ms"""
 
     def __init__(
         self,
@@ -869,14 +895,15 @@ class Load(_message.Message):
         prefill_tokens: _builtins.int = ...,
         decode_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
-        fills: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        remote_prefills: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        prefix_fetches: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        transfer_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         decodes: _builtins.int = ...,
         decode_context: _builtins.int = ...,
         prefill_ms: _builtins.float = ...,
         step_ms: _builtins.float = ...,
         queued_tokens: _builtins.int = ...,
         slowdown: _builtins.float = ...,
-        fill_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         host_pages: _builtins.int = ...,
         host_offloaded_pages: _builtins.int = ...,
         host_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
@@ -885,7 +912,7 @@ class Load(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "fill_failures", b"fill_failures", "fills", b"fills", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "reserved_pages", b"reserved_pages", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,7 +960,7 @@ class Output(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """one a token where asked for"""
+        """one per token, if requested"""
 
     @_builtins.property
     def prefilled(self) -> Global___Prefilled:
@@ -960,6 +987,8 @@ Global___Output: _TypeAlias = Output  # noqa: Y015
 
 @_typing.final
 class Prefilled(_message.Message):
+    """How a prompt was computed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -967,13 +996,13 @@ class Prefilled(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFIX_WORKER_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """prompt tokens taken from a cache; after a remote prefill, the larger count of the two workers"""
+    """prompt tokens from a cache; after a remote prefill, the larger number of both workers"""
     prefill_worker: _builtins.str
-    """empty: computed by the decode worker"""
+    """empty: the decode worker computed it"""
     queue_ms: _builtins.float
     """time in the waiting queue of the worker that computed it"""
     prefix_worker: _builtins.str
-    """worker from whose cache a prefix was fetched; empty: none"""
+    """the worker that a prefix was fetched from; empty: none"""
     def __init__(
         self,
         *,
@@ -1033,7 +1062,7 @@ class Refusal(_message.Message):
         KIND_QUEUE_FULL: Refusal._Kind.ValueType  # 1
         """place the request elsewhere, or later"""
         KIND_REROUTE: Refusal._Kind.ValueType  # 2
-        """remote prefill failed, or the worker drains: place the request again"""
+        """remote prefill failed, or the worker is draining: place the request again"""
         KIND_FAILED: Refusal._Kind.ValueType  # 3
         """an error in the worker, not in the request"""
 
@@ -1042,7 +1071,7 @@ class Refusal(_message.Message):
     KIND_QUEUE_FULL: Refusal.Kind.ValueType  # 1
     """place the request elsewhere, or later"""
     KIND_REROUTE: Refusal.Kind.ValueType  # 2
-    """remote prefill failed, or the worker drains: place the request again"""
+    """remote prefill failed, or the worker is draining: place the request again"""
     KIND_FAILED: Refusal.Kind.ValueType  # 3
     """an error in the worker, not in the request"""
 
@@ -1059,7 +1088,7 @@ class Refusal(_message.Message):
     message: _builtins.str
     retry_after_ms: _builtins.int
     over_share: _builtins.bool
-    """with QUEUE_FULL: this tenant has used its share of the queue; others may still have room"""
+    """with QUEUE_FULL: only this tenant's share of the queue is full"""
     @_builtins.property
     def failed_prefill_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """candidates that failed; do not offer them again"""
@@ -1084,16 +1113,16 @@ class Refusal(_message.Message):
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
-class FillRequest(_message.Message):
-    """---- Fill: from a decode worker to a prefill worker, or to another decode worker ----
+class PrefillRequest(_message.Message):
+    """---- Prefill request: from a decode worker to a prefill worker, or to another decode worker ----
 
-    Makes the KV pages of a prompt appear in the caller's landing (its receive buffer) and returns the first token.
-    It runs on the session port, where the server answers the caller's Hello with an empty one. A stream carries one Fill
-    after the other: the next start is sent when the last Fill was Released or Refused.
+    Puts the KV pages of a prompt into the caller's landing (its receive buffer) and returns the first tokens.
+    After both Hellos (the server's is empty), a stream carries one request after the other: a start is sent when the
+    last request was Released or Refused.
     The caller sees:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
-    The prompt may be computed, and FirstTokens come, before the landing is known.
+    The prompt may be computed, and FirstTokens sent, before the landing is known.
     With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
-    cached, the landing is for these, and there are no FirstTokens.
+    cached, the landing is for these, and there are no FirstTokens. This is a prefix fetch.
     To cancel, send `cancel` and wait for Released. If the stream breaks first, the landing's pages are quarantined.
     """
 
@@ -1103,19 +1132,19 @@ class FillRequest(_message.Message):
     LANDING_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___FillStart:
+    def start(self) -> Global___PrefillStart:
         """always first"""
 
     @_builtins.property
-    def landing(self) -> Global___FillLanding: ...
+    def landing(self) -> Global___PrefillLanding: ...
     @_builtins.property
-    def cancel(self) -> Global___FillCancel: ...
+    def cancel(self) -> Global___PrefillCancel: ...
     def __init__(
         self,
         *,
-        start: Global___FillStart | None = ...,
-        landing: Global___FillLanding | None = ...,
-        cancel: Global___FillCancel | None = ...,
+        start: Global___PrefillStart | None = ...,
+        landing: Global___PrefillLanding | None = ...,
+        cancel: Global___PrefillCancel | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "kind", b"kind", "landing", b"landing", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1125,10 +1154,10 @@ class FillRequest(_message.Message):
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
-Global___FillRequest: _TypeAlias = FillRequest  # noqa: Y015
+Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
-class FillStart(_message.Message):
+class PrefillStart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -1142,13 +1171,12 @@ class FillStart(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSPORT_ADDRESS_FIELD_NUMBER: _builtins.int
-    TRACE_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     CACHE_ONLY_FIELD_NUMBER: _builtins.int
-    REQUEST_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
     tokens: _builtins.bytes
@@ -1161,17 +1189,15 @@ class FillStart(_message.Message):
     transport: _builtins.str
     transport_address: _builtins.bytes
     """of the decode worker's pool"""
-    trace_id: _builtins.str
     tenant: _builtins.str
-    """this and the next two as in Submit"""
+    """this and the next three as in Submit"""
     priority: _builtins.int
     deadline_ms: _builtins.int
+    request: _builtins.int
     checksums: _builtins.bool
-    """FillPages must carry them"""
+    """PrefillPages must carry checksums"""
     cache_only: _builtins.bool
     """send only full blocks that are cached; compute nothing"""
-    request: _builtins.int
-    """as in Submit"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -1188,24 +1214,23 @@ class FillStart(_message.Message):
         choice: _builtins.int = ...,
         transport: _builtins.str = ...,
         transport_address: _builtins.bytes = ...,
-        trace_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         priority: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
+        request: _builtins.int = ...,
         checksums: _builtins.bool = ...,
         cache_only: _builtins.bool = ...,
-        request: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillStart: _TypeAlias = FillStart  # noqa: Y015
+Global___PrefillStart: _TypeAlias = PrefillStart  # noqa: Y015
 
 @_typing.final
-class FillLanding(_message.Message):
+class PrefillLanding(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_FIELD_NUMBER: _builtins.int
@@ -1237,10 +1262,10 @@ class FillLanding(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillLanding: _TypeAlias = FillLanding  # noqa: Y015
+Global___PrefillLanding: _TypeAlias = PrefillLanding  # noqa: Y015
 
 @_typing.final
-class FillCancel(_message.Message):
+class PrefillCancel(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1252,10 +1277,10 @@ class FillCancel(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillCancel: _TypeAlias = FillCancel  # noqa: Y015
+Global___PrefillCancel: _TypeAlias = PrefillCancel  # noqa: Y015
 
 @_typing.final
-class FillEvent(_message.Message):
+class PrefillEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     READY_FIELD_NUMBER: _builtins.int
@@ -1266,35 +1291,35 @@ class FillEvent(_message.Message):
     ALIVE_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ready(self) -> Global___FillReady:
-        """about to start: the caller answers with the landing"""
+    def ready(self) -> Global___PrefillReady:
+        """about to start: answer with the landing"""
 
     @_builtins.property
-    def progress(self) -> Global___FillProgress: ...
+    def progress(self) -> Global___PrefillProgress: ...
     @_builtins.property
-    def first_tokens(self) -> Global___FillFirstTokens: ...
+    def first_tokens(self) -> Global___PrefillFirstTokens: ...
     @_builtins.property
-    def released(self) -> Global___FillReleased:
+    def released(self) -> Global___PrefillReleased:
         """last: nothing is in flight and nothing more will be sent"""
 
     @_builtins.property
-    def refused(self) -> Global___FillRefused:
+    def refused(self) -> Global___PrefillRefused:
         """last: nothing was sent"""
 
     @_builtins.property
-    def alive(self) -> Global___FillAlive: ...
+    def alive(self) -> Global___PrefillAlive: ...
     @_builtins.property
-    def pages(self) -> Global___FillPages: ...
+    def pages(self) -> Global___PrefillPages: ...
     def __init__(
         self,
         *,
-        ready: Global___FillReady | None = ...,
-        progress: Global___FillProgress | None = ...,
-        first_tokens: Global___FillFirstTokens | None = ...,
-        released: Global___FillReleased | None = ...,
-        refused: Global___FillRefused | None = ...,
-        alive: Global___FillAlive | None = ...,
-        pages: Global___FillPages | None = ...,
+        ready: Global___PrefillReady | None = ...,
+        progress: Global___PrefillProgress | None = ...,
+        first_tokens: Global___PrefillFirstTokens | None = ...,
+        released: Global___PrefillReleased | None = ...,
+        refused: Global___PrefillRefused | None = ...,
+        alive: Global___PrefillAlive | None = ...,
+        pages: Global___PrefillPages | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "first_tokens", b"first_tokens", "kind", b"kind", "pages", b"pages", "progress", b"progress", "ready", b"ready", "refused", b"refused", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1304,15 +1329,15 @@ class FillEvent(_message.Message):
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
-Global___FillEvent: _TypeAlias = FillEvent  # noqa: Y015
+Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
 
 @_typing.final
-class FillReady(_message.Message):
+class PrefillReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """with cache_only: leading blocks that are cached, and held until the Fill ends"""
+    """with cache_only: first blocks that are cached, and kept until the request ends"""
     def __init__(
         self,
         *,
@@ -1324,11 +1349,11 @@ class FillReady(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillReady: _TypeAlias = FillReady  # noqa: Y015
+Global___PrefillReady: _TypeAlias = PrefillReady  # noqa: Y015
 
 @_typing.final
-class FillProgress(_message.Message):
-    """The peer's engine is working on the Fill; the caller waits on."""
+class PrefillProgress(_message.Message):
+    """The engine works on the request; keep waiting."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1345,11 +1370,11 @@ class FillProgress(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillProgress: _TypeAlias = FillProgress  # noqa: Y015
+Global___PrefillProgress: _TypeAlias = PrefillProgress  # noqa: Y015
 
 @_typing.final
-class FillAlive(_message.Message):
-    """Sent every second in which nothing else is: the process runs. It does not say that the engine gets on; Progress does."""
+class PrefillAlive(_message.Message):
+    """Sent every second without another event: the process runs. Only Progress says that the engine works, too."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1362,11 +1387,11 @@ class FillAlive(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillAlive: _TypeAlias = FillAlive  # noqa: Y015
+Global___PrefillAlive: _TypeAlias = PrefillAlive  # noqa: Y015
 
 @_typing.final
-class FillPages(_message.Message):
-    """Announces pages that are being pushed, each page once. The caller uses a page once it has arrived and was announced."""
+class PrefillPages(_message.Message):
+    """Announces pages that are being sent, each once. The caller uses only pages that arrived and were announced."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1382,7 +1407,7 @@ class FillPages(_message.Message):
     pages: _builtins.int
     """for the blocks from first_block on"""
     checksums: _builtins.bytes
-    """if requested: xxh3_64 of each page, 8 bytes each, little-endian"""
+    """if requested: xxh3_64 of each page, 8 bytes, little-endian"""
     def __init__(
         self,
         *,
@@ -1398,10 +1423,10 @@ class FillPages(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillPages: _TypeAlias = FillPages  # noqa: Y015
+Global___PrefillPages: _TypeAlias = PrefillPages  # noqa: Y015
 
 @_typing.final
-class FillFirstTokens(_message.Message):
+class PrefillFirstTokens(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: _builtins.int
@@ -1428,16 +1453,16 @@ class FillFirstTokens(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillFirstTokens: _TypeAlias = FillFirstTokens  # noqa: Y015
+Global___PrefillFirstTokens: _TypeAlias = PrefillFirstTokens  # noqa: Y015
 
 @_typing.final
-class FillReleased(_message.Message):
+class PrefillReleased(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     pages: _builtins.int
-    """pushed and locally complete; fewer than the landing has means the Fill failed"""
+    """pages sent and locally complete; fewer than in the landing: the request failed"""
     error: _builtins.str
     def __init__(
         self,
@@ -1451,10 +1476,10 @@ class FillReleased(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillReleased: _TypeAlias = FillReleased  # noqa: Y015
+Global___PrefillReleased: _TypeAlias = PrefillReleased  # noqa: Y015
 
 @_typing.final
-class FillRefused(_message.Message):
+class PrefillRefused(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -1473,7 +1498,7 @@ class FillRefused(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillRefused: _TypeAlias = FillRefused  # noqa: Y015
+Global___PrefillRefused: _TypeAlias = PrefillRefused  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
@@ -1513,7 +1538,7 @@ class TraceRequest(_message.Message):
 
     SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """only steps that began within this time; 0: all that are kept"""
+    """only steps that began within this time; 0: all"""
     def __init__(
         self,
         *,
@@ -1575,17 +1600,17 @@ class TracedStep(_message.Message):
     decodes: _builtins.int
     """sequences that computed one token"""
     decode_context: _builtins.int
-    """tokens these attended to"""
+    """tokens they attended to"""
     prefills: _builtins.int
     """sequences that computed several tokens"""
     prefill_tokens: _builtins.int
-    """tokens these computed"""
+    """tokens they computed"""
     prefill_context: _builtins.int
-    """tokens that their last tokens attended to"""
+    """tokens that their last ones attended to"""
     waiting: _builtins.int
-    """sequences not running when the step ended"""
+    """sequences not running at the end of the step"""
     waiting_tokens: _builtins.int
-    """tokens of sequences that have never run"""
+    """tokens of sequences that were never scheduled"""
     def __init__(
         self,
         *,

@@ -50,14 +50,14 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits.
+        """Answers at once. The worker then accepts no new requests, finishes the running ones and exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """The work of the engine's most recent steps; about 16,000 are kept.
+        """Returns the most recent steps of the engine; about 16,000 are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

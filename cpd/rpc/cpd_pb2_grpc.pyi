@@ -3,11 +3,11 @@
 isort:skip_file
 The wire contract between routers and workers, and between workers.
 
-Sessions (router to worker) and Fills (worker to worker) are message streams on the worker's session port
-(cpd/common/stream.py). gRPC calls are for administration only; each carries the metadata
+Sessions (router to worker) and prefill requests (worker to worker) are message streams on the worker's session port
+(cpd/common/stream.py). gRPC is for administration only; each call carries the metadata
 `authorization: Bearer <cluster token>`.
-Block hashes have 16 bytes (cpd/common/blocks.py) and are sent joined into one byte string. Cache events carry only the
-first 8 bytes of each.
+Block hashes have 16 bytes (cpd/common/blocks.py) and are joined into one byte string. Cache events carry only the
+first 8 bytes of each hash.
 """
 
 from collections import abc as _abc
@@ -39,17 +39,17 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]
-    """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits."""
+    """Answers at once. The worker then accepts no new requests, finishes the running ones and exits."""
     Trace: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]
-    """The work of the engine's most recent steps; about 16,000 are kept."""
+    """Returns the most recent steps of the engine; about 16,000 are kept."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]  # type: ignore[assignment]
-    """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits."""
+    """Answers at once. The worker then accepts no new requests, finishes the running ones and exits."""
     Trace: _aio.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]  # type: ignore[assignment]
-    """The work of the engine's most recent steps; about 16,000 are kept."""
+    """Returns the most recent steps of the engine; about 16,000 are kept."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -58,7 +58,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cpd_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.DrainReply, _abc.Awaitable[_cpd_pb2.DrainReply]]:
-        """Answers at once. The worker then takes no new requests, finishes the running ones, gives up its lease and exits."""
+        """Answers at once. The worker then accepts no new requests, finishes the running ones and exits."""
 
     @_abc_1.abstractmethod
     def Trace(
@@ -66,6 +66,6 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cpd_pb2.TraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.TraceReply, _abc.Awaitable[_cpd_pb2.TraceReply]]:
-        """The work of the engine's most recent steps; about 16,000 are kept."""
+        """Returns the most recent steps of the engine; about 16,000 are kept."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

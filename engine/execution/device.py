@@ -1,4 +1,4 @@
-"""The device that was asked for, and what goes wrong with GPUs, in one sentence."""
+"""Finds the requested device, and explains GPU errors in one sentence."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,23 +9,23 @@ from cpd.common.errors import ConfigError
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of that name, or with `auto` a GPU if there is one.
+    """Returns the named device; `auto` prefers a GPU.
 
     Raises:
-        ConfigError: There is none, or torch can't use those that there are.
+        ConfigError: There is no such device, or torch can't use it.
     """
     if name == "cpu" or torch.cuda.is_available():
         return torch.device("cpu" if name == "cpu" else "cuda")
     gpus = torch.cuda.device_count()
     if name == "auto" and not gpus:
         return torch.device("cpu")
-    here = f"{gpus} GPUs are here, but torch {torch.__version__} can't use them" if gpus else "there is no GPU here"
-    raise ConfigError(f"--device {name}: {here}: {_no_cuda()}; use --device cpu to go without")
+    found = f"torch {torch.__version__} can't use the {gpus} GPUs here" if gpus else "there is no GPU here"
+    raise ConfigError(f"--device {name}: {found}: {_no_cuda()}; use --device cpu to run without a GPU")
 
 
 @contextlib.contextmanager
-def gpu_errors_said() -> Iterator[None]:
-    """Around what loads a model: what CUDA refuses becomes a sentence.
+def explain_gpu_errors() -> Iterator[None]:
+    """Turns CUDA errors while a model loads into one sentence.
 
     Raises:
         ConfigError: The GPU's memory is too small or in use, or the GPU does not work.
@@ -34,7 +34,7 @@ def gpu_errors_said() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            "the GPU's memory does not hold weights, KV pool and what computes beside them; lower --gpu-memory or "
+            "the GPU's memory is too small for weights, KV pool and intermediate results; lower --gpu-memory or "
             f"--kv-memory, or --max-num-seqs and --token-budget ({_first_line(error)})"
         ) from error
     except torch.AcceleratorError as error:
@@ -42,7 +42,7 @@ def gpu_errors_said() -> Iterator[None]:
 
 
 def _no_cuda() -> str:
-    """Why torch has no GPU, as it says itself where it is made to use one."""
+    """Returns torch's own reason for having no GPU."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     try:

@@ -1,4 +1,4 @@
-"""The contract between the engine and whatever computes its batches: launch, then collect."""
+"""The contract between the engine and the device that computes its batches: launch, then collect."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from engine.batch import Batch, Sampled
 
 
 class StepResult(NamedTuple):
-    """A step that has been computed. (A tuple, because one is made in each step.)
+    """The result of a step. (A tuple, because one is made in each step.)
 
     Attributes:
-        sampled: One a sample row, in order.
-        start_s: When it began to run, by `time.perf_counter`.
-        ms: How long it ran.
+        sampled: One token for each sample row, in order.
+        start_s: Start time, from `time.perf_counter`.
+        ms: Duration.
     """
 
     sampled: list[Sampled]
@@ -23,32 +23,32 @@ class StepResult(NamedTuple):
 
 
 class Lane(Protocol):
-    """A share of the device that runs one batch at a time, with a stream, buffers and workspaces of its own.
+    """A share of the device that runs one batch at a time, with its own stream, buffers and workspaces.
 
-    A lane may compute a step in `launch` (a CPU lane on the caller's thread) or meanwhile (any other). The prefill lane
-    of a split takes a second step while the first one is not collected, and goes on with it at once.
+    A CPU lane on the caller's thread computes a step in `launch`; other lanes compute it in the background. The prefill
+    lane of a split accepts a second step before the first one is collected, and starts it when the first one ends.
     """
 
     @property
     def share(self) -> float:
-        """Of the device's compute units; 1: all of them."""
+        """Share of the device's compute units, 0 to 1."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether the next decodes may be launched before the step that chooses their tokens is collected."""
+        """True if the next decodes may be launched before the step that samples their tokens is collected."""
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
         """Starts a step. The batch belongs to the lane until `collect` has returned or raised.
 
         Args:
-            on_done: Called when the step has been computed or has failed, on any thread.
+            on_done: Called on any thread when the step has been computed or has failed.
         """
 
     def done(self) -> bool:
-        """Whether `collect` would not wait."""
+        """True if `collect` would return at once."""
 
     def collect(self) -> StepResult:
-        """Waits for the launched step, the first one of two. Raises what went wrong in it."""
+        """Waits for the oldest launched step, and returns its result. Raises the step's error if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +60,33 @@ class Split:
 
     @property
     def shares(self) -> LaneSplit:
-        """Of the device."""
+        """The lanes' shares of the device."""
         return LaneSplit(self.prefill.share, self.decode.share)
 
 
 class Executor(Protocol):
     """Runs batches on a device that holds the weights and the KV pool.
 
-    `full` runs only while no lane of a split does, and lanes of two splits never run at the same time.
+    The engine never uses `full` beside a lane of a split, nor lanes of two splits at the same time.
     """
 
     @property
     def num_pages(self) -> int:
-        """Of the pool."""
+        """Number of pages in the KV pool."""
 
     @property
     def full(self) -> Lane:
-        """The whole device."""
+        """The lane that is the whole device."""
 
     @property
     def splits(self) -> Sequence[Split]:
-        """Prepared ones, from the smallest decode lane to the largest; none where the device can't be divided."""
+        """The prepared splits, from the smallest decode lane to the largest; empty if the device can't be divided."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies one page's keys and values, ordered after the last collected step. No lane may write to `source`
-        or use `target`. Later steps find it done; for other writers see `settle`."""
+        """Copies one page's keys and values, after the last collected step and before later ones.
+
+        No lane may write to `source` or use `target`. For other writers see `settle`.
+        """
 
     def settle(self) -> None:
-        """Returns when all copies of pages and to host memory are over: others may write into free pages then."""
+        """Waits for all copies between pages and to host memory. Then others may write into free pages."""

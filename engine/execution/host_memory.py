@@ -1,4 +1,4 @@
-"""Host memory for evicted pages, beside a page pool that is a torch tensor."""
+"""Host memory for pages that are evicted from a pool in a torch tensor."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,15 +15,16 @@ _RUNS = 5
 
 
 class TorchHostMemory(ABC):
-    """See `engine.kv.host_tier.HostMemory`. Copies back run on one thread, one after the other.
+    """See `engine.kv.host_tier.HostMemory`. Copies to the pool run on one thread, one after the other.
 
     Args:
         pool: [pages, ...]
-        slots: In host memory. [slots, ...]
-        checksums: Whether to remember a checksum of each slot, and look at it before the slot is used.
+        slots: Host memory. [slots, ...]
+        checksums: True to store a checksum of each slot, and to verify it before the slot is used.
 
     Attributes:
-        slot_ms: Best of the copies that were timed at the start, which write to the pool's first pages.
+        slot_ms: Time to copy one slot to the pool: the fastest of the copies timed at the start, which overwrite the
+            pool's first pages.
     """
 
     def __init__(self, pool: torch.Tensor, slots: torch.Tensor, *, checksums: bool) -> None:
@@ -31,12 +32,12 @@ class TorchHostMemory(ABC):
         self._pool, self._slots = pool, slots
         self._bytes = slots.view(torch.uint8).flatten(1).numpy()
         self._sums = [0] * len(slots) if checksums else None
-        # One core for copies: the others compute.
+        # Copies use one core; the others compute.
         self._executor = ThreadPoolExecutor(1, "host-copies", initializer=use_threads, initargs=(1,))
         self.slot_ms = self._executor.submit(self._time).result()
 
     def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """See `engine.kv.host_tier.HostMemory`. Where there are checksums it waits for the copies."""
+        """See `engine.kv.host_tier.HostMemory`. With checksums it waits for the copies."""
         self._out(pages, slots)
         if self._sums is not None:
             self._settle()
@@ -51,15 +52,15 @@ class TorchHostMemory(ABC):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Returns when all that was copied out is there."""
+        """Waits until all copies to host memory are complete."""
 
     @abstractmethod
     def _out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies pages to slots; see `copy_out`."""
+        """Starts copying pages to slots; see `copy_out`."""
 
     @abstractmethod
     def _back(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copies slots to pages, and waits until they are there. On a thread of its own."""
+        """Copies slots to pages and waits for completion. Runs on the copies' own thread."""
 
     def _copy_back(self, slots: Sequence[int], pages: Sequence[int]) -> int:
         good = len(slots)
@@ -83,10 +84,10 @@ class TorchHostMemory(ABC):
 
 
 class CpuHostMemory(TorchHostMemory):
-    """Beside a pool that is in host memory, too."""
+    """Host memory for a pool that is in host memory, too."""
 
     def _settle(self) -> None:
-        """Nothing is under way."""
+        """Returns at once: copies are synchronous."""
 
     def _out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         for page, slot in zip(pages, slots, strict=True):

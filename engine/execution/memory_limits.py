@@ -1,4 +1,4 @@
-"""How much memory a device has left."""
+"""Checks that weights and pages fit into the memory that a device has left."""
 
 import os
 from pathlib import Path
@@ -11,27 +11,27 @@ from cpd.common.errors import ConfigError
 _MEMINFO = Path("/proc/meminfo")
 
 _WORK_BYTES = 2 << 30
-"""Of a GPU's memory, beside weights and pages: a step's intermediate results, decode graphs, libraries."""
+"""GPU memory left free for a step's intermediate results, decode graphs and libraries."""
 
-_MOST_PAGES = 1 << 18
-"""Of a pool that nobody asked for: 4 M tokens, so that a small model's does not take a large GPU's whole memory."""
+_MAX_PAGES = 1 << 18
+"""Largest default pool, 4 M tokens: a small model does not need all memory of a large GPU."""
 
 _CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of the two versions: where a container sees its own, what it may use, what it uses, and which of that is files that
-nobody has looked at lately, which the kernel gives up first. https://docs.kernel.org/admin-guide/cgroup-v2.html"""
+"""For cgroup versions 2 and 1: folder, limit, usage, and the part of the usage that is inactive file cache, which the
+kernel frees first. https://docs.kernel.org/admin-guide/cgroup-v2.html"""
 
 
 def default_pool(device: torch.device, weight_bytes: int, page_bytes: int, gpu_memory: float) -> int:
-    """Bytes of a KV pool, where nobody says how many.
+    """Returns the bytes of a KV pool for which no size is given.
 
     Args:
-        gpu_memory: Part of a GPU's memory that weights, pool and intermediate results may take together.
+        gpu_memory: Share of a GPU's memory for weights, pool and intermediate results together.
 
     Raises:
-        ConfigError: The weights leave nothing of it.
+        ConfigError: The weights leave no room for a page.
     """
     if device.type != "cuda":
         return POOL_BYTES
@@ -41,13 +41,13 @@ def default_pool(device: torch.device, weight_bytes: int, page_bytes: int, gpu_m
         raise ConfigError(
             f"weights of {weight_bytes / 2**30:.1f} GiB and {_WORK_BYTES >> 30} GiB for intermediate results leave no "
             f"room for KV pages in {gpu_memory:.0%} of the GPU's {total / 2**30:.1f} GiB; raise --gpu-memory, start "
-            "fewer workers on a GPU, or take a smaller model"
+            "fewer workers on the GPU, or use a smaller model"
         )
-    return min(left, _MOST_PAGES * page_bytes)
+    return min(left, _MAX_PAGES * page_bytes)
 
 
 def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers: int = 1) -> None:
-    """Raises ConfigError where the device has too little free memory for the weights and pools of so many workers."""
+    """Raises ConfigError if the device has too little free memory for the weights and pools of the workers."""
     available = available_memory(device)
     if available is not None and workers * (weight_bytes + kv_bytes) > available:
         gib = [round(size / 2**30, 1) for size in (weight_bytes, kv_bytes, available)]
@@ -57,30 +57,30 @@ def check_memory(device: torch.device, weight_bytes: int, kv_bytes: int, workers
             size_gib = torch.cuda.mem_get_info(device)[1] / 2**30
             gpu = f" of GPU {number}, which has {size_gib:.1f} GiB (CUDA_VISIBLE_DEVICES chooses others)"
             setting = "--gpu-memory or --kv-memory"
-        times, fewer = _of_each(workers)
+        times, fewer = _per_worker(workers)
         raise ConfigError(
             f"weights of {gib[0]} GiB and a KV pool of {gib[1]} GiB{times} do not fit into the {gib[2]} GiB of free "
-            f"memory{gpu}; lower {setting}{fewer} or take a smaller model"
+            f"memory{gpu}; lower {setting}{fewer} or use a smaller model"
         )
 
 
 def check_host_memory(host_bytes: int, workers: int = 1, taken_bytes: int = 0) -> None:
-    """Raises ConfigError where the host, less `taken_bytes`, has too little free memory for so many workers' pages."""
+    """Raises ConfigError if the host's free memory, less `taken_bytes`, is too small for the pages of the workers."""
     available = available_memory(torch.device("cpu"))
     if available is not None and workers * host_bytes > (left := max(0, available - taken_bytes)):
-        times, fewer = _of_each(workers)
+        times, fewer = _per_worker(workers)
         raise ConfigError(
             f"{host_bytes / 2**30:.1f} GiB of host memory for KV pages{times} do not fit into the {left / 2**30:.1f} "
             f"GiB of memory that are left; lower --host-kv-memory{fewer}"
         )
 
 
-def _of_each(workers: int) -> tuple[str, str]:
+def _per_worker(workers: int) -> tuple[str, str]:
     return (f" for each of {workers} workers", ", start fewer workers") if workers > 1 else ("", "")
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can be had without swapping, and within a container's limit; None where the system does not tell."""
+    """Returns the bytes available without swapping and within a container's limit; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min((left for left in (_left_in_system(), *map(_left_in_group, _CGROUPS)) if left is not None), default=None)
@@ -95,10 +95,10 @@ def _left_in_system() -> int | None:
 
 
 def _left_in_group(group: tuple[Path, str, str, str]) -> int | None:
-    """None: it has no limit."""
-    folder, most, used, idle = group
+    """Returns the bytes left to a container; None if it has no limit."""
+    folder, limit, used, idle = group
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int((folder / most).read_text()) - int((folder / used).read_text()) + int(stat[idle])
-    except (OSError, KeyError, ValueError):  # without a limit, "max" is what version 2 says
+        return int((folder / limit).read_text()) - int((folder / used).read_text()) + int(stat[idle])
+    except (OSError, KeyError, ValueError):  # version 2 has "max" for no limit
         return None

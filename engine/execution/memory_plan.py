@@ -1,4 +1,4 @@
-"""What the settings make of a checkpoint: its type, context length and page count, from the headers alone."""
+"""Plans the memory of a model from a checkpoint's headers and the settings: types, context length, pages."""
 
 import logging
 import math
@@ -7,37 +7,40 @@ from dataclasses import dataclass, replace
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import CheckpointError, ConfigError
 from engine.model.config import DTYPE_BYTES, Dtype, ModelConfig
-from engine.model.weights import Checkpoint, expected_tensors
+from engine.model.parameters import expected_tensors
+from engine.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 
 _MIN_TOKENS = 64
-"""A pool that cannot hold this many is of no use."""
+"""Tokens of the smallest useful pool."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class MemoryPlan:
     """How a checkpoint will be served.
 
     Attributes:
-        config: With `max_model_len` as it is served with a pool that is large enough.
+        config: Configuration with the `max_model_len` that a large enough pool allows.
         tensors: Shape of every tensor that is read.
-        dtype: Of weights and KV pool.
-        weight_bytes: All weights in that type.
-        page_bytes: Of one page of the KV pool.
+        dtype: Type of the weights.
+        kv_dtype: Type of the KV pool.
+        weight_bytes: Size of all weights in that type.
+        page_bytes: Size of one page of the KV pool.
     """
 
     config: ModelConfig
     tensors: dict[str, tuple[int, ...]]
     dtype: Dtype
+    kv_dtype: Dtype
     weight_bytes: int
     page_bytes: int
 
     def in_pool(self, kv_bytes: int) -> tuple[ModelConfig, int]:
-        """The configuration as it is served with a KV pool of so many bytes, and how many pages that has.
+        """Returns the configuration to serve with a KV pool of `kv_bytes`, and the pool's number of pages.
 
         Raises:
-            ConfigError: It is too small.
+            ConfigError: The pool is too small.
         """
         num_pages = _count_pages(kv_bytes, self.page_bytes)
         length, tokens = self.config.max_model_len, num_pages * BLOCK_SIZE
@@ -46,37 +49,39 @@ class Fit:
         return replace(self.config, max_model_len=min(length, tokens)), num_pages
 
 
-def fit(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int) -> Fit:
-    """Checks a checkpoint against the settings. Reads no weights: a matter of milliseconds.
+def plan_memory(config: ModelConfig, checkpoint: Checkpoint, *, dtype: str, max_model_len: int) -> MemoryPlan:
+    """Checks a checkpoint against the settings, in milliseconds: no weights are read.
 
     Args:
-        config: As read.
-        checkpoint: The tensors of the same directory.
-        dtype, max_model_len: As in `engine.execution.runner.TorchRunner`.
+        config: As `load_config` returned it.
+        checkpoint: Tensors of the same directory.
+        dtype, max_model_len: See `engine.execution.runner.TorchRunner`.
 
     Raises:
         CheckpointError: The directory cannot be served.
         ConfigError: The settings do not fit the checkpoint.
     """
-    if "lm_head.weight" in checkpoint:  # then it counts, whatever config.json says: as in transformers
+    if "lm_head.weight" in checkpoint:  # wins over config.json, as in transformers
         config = replace(config, tie_embeddings=False)
     tensors = expected_tensors(config)
     checkpoint.check(tensors)
-    resolved = _resolve_dtype(dtype, config, checkpoint)
-    return Fit(
+    weights = _resolve_dtype(dtype, config, checkpoint)
+    kv_dtype = weights  # attention kernels take queries and pages of one type
+    return MemoryPlan(
         config=replace(config, max_model_len=_resolve_length(max_model_len, config)),
         tensors=tensors,
-        dtype=resolved,
-        weight_bytes=DTYPE_BYTES[resolved] * sum(math.prod(shape) for shape in tensors.values()),
-        page_bytes=config.page_bytes(resolved),
+        dtype=weights,
+        kv_dtype=kv_dtype,
+        weight_bytes=DTYPE_BYTES[weights] * sum(math.prod(shape) for shape in tensors.values()),
+        page_bytes=config.page_bytes(kv_dtype),
     )
 
 
 def count_slots(host_bytes: int, page_bytes: int) -> int:
-    """Pages that host memory of this size holds.
+    """Counts the pages that fit into `host_bytes` of host memory.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: Not even one page fits.
     """
     if host_bytes < page_bytes:
         raise ConfigError(f"--host-kv-memory {host_bytes} holds no page; give at least {page_bytes} bytes")
@@ -100,7 +105,7 @@ def _resolve_length(wanted: int, config: ModelConfig) -> int:
     if config.sliding_window is not None and config.sliding_window < length:
         raise CheckpointError(
             f"the model uses sliding-window attention over {config.sliding_window} tokens, which is not supported; "
-            f"only with --max-model-len {config.sliding_window} or less it can be served"
+            f"it can only be served with --max-model-len {config.sliding_window} or less"
         )
     return length
 

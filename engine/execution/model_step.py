@@ -1,4 +1,4 @@
-"""A step through the model and the sampler, on the device's current stream."""
+"""Computes a step with the model and the sampler, on the device's current stream."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,17 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, IntArray, Sampled
-from engine.execution.sampling.sampler import Chosen, Sampler
+from engine.execution.sampling.sampler import ChosenTokens, Sampler
 from engine.model.decoder import Decoder
 from engine.ops.base import DeviceBatch
-from engine.ops.buffers import pack
+from engine.ops.buffers import upload_arrays
 
 
-class Steps:
-    """Computes steps, one at a time. What several of these share, no step changes, but for pages that differ.
+class ModelStep:
+    """Computes steps, one at a time. Several may share pages, model and sampler if they write to different pages.
 
     Args:
-        kv: For each layer [num_pages, 2, Hkv, BS, D].
+        kv: Each layer's [num_pages, 2, Hkv, BS, D].
     """
 
     def __init__(self, model: Decoder, kv: Sequence[torch.Tensor], sampler: Sampler, device: torch.device) -> None:
@@ -26,47 +26,43 @@ class Steps:
         self.sampler = sampler
 
     def __call__(self, batch: Batch) -> list[Sampled]:
-        """The tokens of a step, one a sample row."""
+        """Computes a step and waits for its tokens, one per sample row."""
         chosen = self.start(batch)
         return chosen.read() if chosen else []
 
     @torch.inference_mode()
-    def start(self, batch: Batch, before: torch.Tensor | None = None) -> Chosen | None:
-        """Has a step computed. None: it samples nothing.
+    def start(self, batch: Batch, previous: torch.Tensor | None = None) -> ChosenTokens | None:
+        """Starts a step. Returns None if it samples nothing.
 
         Args:
-            before: What the step before chose, if the batch has `token_sources`: int64, one a sample, on the device.
+            previous: Tokens that the previous step chose, one per sample, int64, on the device. Needed if the batch has
+                `token_sources`.
         """
         rows = np.fromiter((sample.row for sample in batch.samples), np.int32, len(batch.samples))
-        unique, choice_rows = np.unique(rows, return_inverse=True)  # several choices may share one prompt's row
-        logits = self.logits(batch, unique, before)
+        unique, choice_rows = np.unique(rows, return_inverse=True)  # choices of one prompt may share its row
+        logits = self.logits(batch, unique, previous)
         if logits is None:
             return None
         if len(unique) != len(rows) or not np.array_equal(unique, rows):
-            logits = self.take(logits, choice_rows.astype(np.int32))
+            logits = self.take_rows(logits, choice_rows.astype(np.int32))
         return self.sampler.choose(logits, batch.samples)
 
-    def logits(self, batch: Batch, rows: IntArray, before: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Stores keys and values, and computes the logits of tokens `rows`, ascending: [R, V]; None if R is 0."""
+    def logits(self, batch: Batch, rows: IntArray, previous: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Stores keys and values, and computes logits of tokens `rows`, ascending: [R, V]; None if R is 0."""
         every = len(rows) == len(batch.token_ids)
         loaded = DeviceBatch.of(batch, self.device)
-        self.feed(loaded, before)
-        return self.model.forward(
-            loaded,
-            self.kv,
-            None if every else pack([rows], self.device)[0],
-            len(rows),
-        )
+        self.fill_token_ids(loaded, previous)
+        return self.model.forward(loaded, self.kv, None if every else upload_arrays([rows], self.device)[0])
 
-    def feed(self, batch: DeviceBatch, before: torch.Tensor | None) -> None:
-        """Puts the token ids in their place that only the device knows. Padding keeps its own."""
+    def fill_token_ids(self, batch: DeviceBatch, previous: torch.Tensor | None) -> None:
+        """Copies token ids that only the device knows from the previous step. Padding keeps its own."""
         sources = batch.host.token_sources
         if sources is None:
             return
-        assert before is not None, "a step takes tokens of a step before, and there is none"
-        every = len(sources) == len(before)  # ascending numbers below that: all of them
-        batch.token_ids[: len(sources)].copy_(before if every else self.take(before, sources))
+        assert previous is not None, "a step takes tokens of a previous step, and there is none"
+        every = len(sources) == len(previous)  # sources ascend, so equal lengths mean all of them
+        batch.token_ids[: len(sources)].copy_(previous if every else self.take_rows(previous, sources))
 
-    def take(self, logits: torch.Tensor, rows: IntArray) -> torch.Tensor:
-        """Those rows."""
-        return logits.index_select(0, pack([rows], self.device)[0])
+    def take_rows(self, tensor: torch.Tensor, rows: IntArray) -> torch.Tensor:
+        """Returns these rows of a tensor on the device."""
+        return tensor.index_select(0, upload_arrays([rows], self.device)[0])

@@ -1,4 +1,4 @@
-"""Runs batches with torch: owns the weights and the KV pool of one device."""
+"""Runs batches with torch. Owns the weights and the KV pool of one device."""
 
 import contextlib
 import logging
@@ -14,8 +14,8 @@ from engine.execution.device import resolve_device
 from engine.execution.executor import Lane, Split
 from engine.execution.host_memory import CpuHostMemory, TorchHostMemory
 from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
-from engine.execution.memory_plan import count_slots, fit
-from engine.execution.model_step import Steps
+from engine.execution.memory_plan import count_slots, plan_memory
+from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import Sampler
 from engine.model.config import load_config
 from engine.model.decoder import Decoder
@@ -27,18 +27,17 @@ log = logging.getLogger(__name__)
 
 
 class TorchRunner:
-    """See `engine.execution.executor.Executor`. Used by one thread at a time; on a CPU, the lanes share
-    torch's threads of its maker.
+    """An `engine.execution.executor.Executor`. Used by one thread at a time.
 
     Attributes:
-        config: With `max_model_len` as it is served.
-        dtype: Of weights and KV pool.
-        num_pages: Pages of the pool.
-        page_bytes: Size of one.
-        pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D]
-        kernels: Whose compute, for people.
+        config: Model configuration; its `max_model_len` is the one served.
+        dtype: Type of the weights.
+        num_pages: Pages in the pool.
+        page_bytes: Bytes of one page.
+        pool: [num_pages, layers, 2, Hkv, BLOCK_SIZE, D], of the KV type.
+        kernels: Description of the kernels in use.
         fingerprint: Equal on workers that can exchange pages.
-        full, splits: See `engine.execution.executor.Executor`.
+        full, splits: See `Executor`.
     """
 
     def __init__(
@@ -55,102 +54,102 @@ class TorchRunner:
         lanes: bool = True,
         on_progress: Callable[[str, float], None] | None = None,
     ) -> None:
-        """Loads a checkpoint. All that can be wrong with it is found before the weights are read.
+        """Loads a checkpoint. Every error in it is found before the weights are read.
 
         Args:
             model_dir: Directory with config.json and safetensors.
             dtype: float32, bfloat16, float16, or auto for the checkpoint's own.
             device: cpu, cuda, or auto for a GPU if there is one.
-            kv_bytes: Size of the KV pool; None: see `engine.execution.memory_limits.default_pool`.
-            max_model_len: Longest prompt plus output; 0 for the checkpoint's limit.
-            gpu_memory: Part of a GPU's memory that the runner may take, where `kv_bytes` doesn't tell.
-            max_num_seqs: Sequences of one step.
-            graphs: Whether a GPU captures decodes of up to so many sequences as graphs.
-            lanes: Whether to prepare splits.
-            on_progress: Called with what is going on and the fraction done.
+            kv_bytes: Bytes of the KV pool; None for `engine.execution.memory_limits.default_pool`.
+            max_model_len: Longest prompt plus output in tokens; 0 for the checkpoint's limit.
+            gpu_memory: Share of a GPU's memory that the runner may use, if `kv_bytes` is None.
+            max_num_seqs: Most sequences in one step.
+            graphs: True to capture a GPU's decode steps as CUDA graphs.
+            lanes: True to prepare splits.
+            on_progress: Called with the current task and the fraction of it that is done.
 
         Raises:
             CheckpointError: The directory cannot be served.
             ConfigError: The settings do not fit the checkpoint or the machine.
-            RuntimeError: CUDA's own errors; see `engine.execution.device.gpu_errors_said`.
+            RuntimeError: An error of CUDA; see `engine.execution.device.explain_gpu_errors`.
         """
         config = load_config(model_dir)
         with Checkpoint(model_dir) as checkpoint:
-            fitted = fit(config, checkpoint, dtype=dtype, max_model_len=max_model_len)
-            self.dtype, self.page_bytes = fitted.dtype, fitted.page_bytes
+            plan = plan_memory(config, checkpoint, dtype=dtype, max_model_len=max_model_len)
+            self.dtype, self.page_bytes = plan.dtype, plan.page_bytes
+            torch_dtype, kv_dtype = (getattr(torch, name) for name in (plan.dtype, plan.kv_dtype))
             self._device = resolve_device(device)
             if kv_bytes is None:
-                kv_bytes = default_pool(self._device, fitted.weight_bytes, fitted.page_bytes, gpu_memory)
-            config, self.num_pages = fitted.in_pool(kv_bytes)
-            self.config = config
-            check_memory(self._device, fitted.weight_bytes, kv_bytes)
-            if unused := checkpoint.unused(fitted.tensors):
+                kv_bytes = default_pool(self._device, plan.weight_bytes, plan.page_bytes, gpu_memory)
+            self.config, self.num_pages = config, _ = plan.in_pool(kv_bytes)
+            check_memory(self._device, plan.weight_bytes, kv_bytes)
+            if unused := checkpoint.unused(plan.tensors):
                 log.warning("%d tensors of %s are not used, such as %s", len(unused), model_dir, unused[0])
-            self.fingerprint = model_fingerprint(model_dir, config, self.dtype)
-            torch_dtype: torch.dtype = getattr(torch, self.dtype)
+            self.fingerprint = model_fingerprint(model_dir, config, plan.dtype, plan.kv_dtype)
             progress = on_progress or (lambda _what, _fraction: None)
             heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
             with torch.inference_mode():
-                progress("preparing kernels", 0.0)  # the first time that takes minutes on a GPU
+                progress("preparing kernels", 0.0)  # takes minutes the first time on a GPU
                 ops = make_ops(self._device, torch_dtype, heads, max_num_seqs)
                 progress("preparing kernels", 1.0)
                 self.kernels = ops.kernels
                 self._model = model = Decoder(
-                    self.config,
+                    config,
                     checkpoint,
                     ops,
                     torch_dtype,
                     self._device,
                     lambda fraction: progress("loading weights", fraction),
                 )
-        self._most_seqs = max_num_seqs
+        self._max_num_seqs = max_num_seqs
         sampler = Sampler(config.vocab_size, self._device)
         self.full: Lane
         self.splits: Sequence[Split]
         if self._device.type == "cuda":
             from engine.execution.cuda.setup import make_lanes
 
-            pool = _zeros((self.num_pages + 1, *config.page_shape), torch_dtype, self._device)
+            pool = _zeros((self.num_pages + 1, *config.page_shape), kv_dtype, self._device)
             self._cuda = make_lanes(
                 model,
                 ops,
                 sampler,
                 pool,
                 max_model_len=config.max_model_len,
-                most_decodes=max_num_seqs if graphs else 0,
+                max_decodes=max_num_seqs if graphs else 0,
                 split=lanes,
                 on_progress=progress,
             )
-            self.pool = pool[: self.num_pages]  # the last page is for the padding of captured decodes
+            self.pool = pool[: self.num_pages]  # the last page takes the padding of captured decodes
             self.full, self.splits = self._cuda.full, self._cuda.splits
-            self._copy_page = self._cuda.copies.copy
         else:
-            self.pool = _zeros((self.num_pages, *config.page_shape), torch_dtype, self._device)
+            self.pool = _zeros((self.num_pages, *config.page_shape), kv_dtype, self._device)
             kv = [self.pool[:, layer] for layer in range(config.num_layers)]
-            steps, cores = Steps(model, kv, sampler, self._device), torch.get_num_threads()
-            self.full = CallerLane(steps, cores)
-            aside = Steps(model.beside(), kv, sampler, self._device)
-            self.splits = make_splits(steps, aside, cores) if lanes else []
-            self._copy_page = self._copy_on_cpu
+            step, cores = ModelStep(model, kv, sampler, self._device), torch.get_num_threads()
+            self.full = CallerLane(step, cores)
+            prefill_step = ModelStep(model.with_own_workspaces(), kv, sampler, self._device)
+            self.splits = make_splits(step, prefill_step, cores) if lanes else []
 
-    def warm_up(self, most_tokens: int) -> None:
-        """Has a GPU compute the largest steps that there will be, so that its memory is enough now or never.
+    def warm_up(self, max_tokens: int) -> None:
+        """Runs the largest possible steps on a GPU, so that it runs out of memory now or never.
 
         Args:
-            most_tokens: Of one step.
+            max_tokens: Most tokens of one step.
         """
         if self._device.type == "cuda":
             from engine.execution.cuda.warm_up import run_largest
 
-            run_largest(self.full, most_tokens, self._most_seqs, self.config.max_model_len, self.num_pages)
+            run_largest(self.full, max_tokens, self._max_num_seqs, self.config.max_model_len, self.num_pages)
 
     def progress(self) -> int:
-        """Grows while a step is computed, on a CPU with each of its layers. Any thread may ask."""
+        """Returns a number that grows while a step is computed, on a CPU with each layer. Thread-safe."""
         return self._model.progress
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page's keys and values of all layers."""
-        self._copy_page(source, target)
+        if self._device.type == "cuda":
+            self._cuda.copies.copy(source, target)
+        else:
+            self.pool[target].copy_(self.pool[source])
 
     def settle(self) -> None:
         """See `engine.execution.executor.Executor`."""
@@ -158,10 +157,10 @@ class TorchRunner:
             self._cuda.copies.settle()
 
     def host_memory(self, host_bytes: int, *, checksums: bool) -> TorchHostMemory:
-        """Memory for pages that the pool evicts. To be called before the pool is used: copies are timed.
+        """Allocates host memory for evicted pages. Call it before the pool is used: it times copies.
 
         Raises:
-            ConfigError: It would hold no page, or there is not so much memory.
+            ConfigError: Not even one page fits, or the host has too little memory.
         """
         num_slots = count_slots(host_bytes, self.page_bytes)
         check_host_memory(host_bytes)
@@ -173,15 +172,12 @@ class TorchRunner:
             return CudaHostMemory(self.pool, pin(slots), self._cuda.copies, checksums=checksums)
         return CpuHostMemory(self.pool, slots, checksums=checksums)
 
-    def _copy_on_cpu(self, source: int, target: int) -> None:
-        self.pool[target].copy_(self.pool[source])
-
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU the memory is page-aligned and all there from now on: the first write to a page would hold up a step."""
+    """Allocates zeros. On a CPU they are page-aligned and resident: no step waits for a page fault."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # systems that have no huge pages
+    with contextlib.suppress(AttributeError, OSError):  # systems without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()

@@ -1,4 +1,4 @@
-"""The page pool: who owns each page of the KV cache, and which block's content is in it.
+"""The page pool: who owns each page of the KV cache, and which block it holds.
 
     free ──take──▶ used ──release──▶ cached (if published) ──take──▶ used by another
       │              ▲      └──────▶ free   (if not)          the least recently released page is evicted first
@@ -12,16 +12,15 @@ Every page has exactly one owner state:
 | free        | nobody                              | nobody                     | taken or reserved            |
 | cached      | the cache, evictable                | nobody                     | found again, or evicted      |
 | used        | its holders (sequences, pins, ...)  | the sequence computing it, | the last holder releases it  |
-|             |                                     | or a copy of what it had   |                              |
+|             |                                     | or a load into it          |                              |
 | reserved    | a landing                           | another worker, any time   | its content arrived, or not  |
 | quarantined | a cancelled landing                 | perhaps another worker     | no write can come any more   |
 
-Whether the content is valid is a separate matter: a page that is used or cached and has a hash holds that whole
-block and can be found by it. Reserving takes evictable pages too. Free pages are taken before cached ones, and these
-from the least to the most recently used.
+Whether the content is valid is a separate matter: a used or cached page with a hash holds that whole block and can be
+found by the hash. Free pages are taken before cached ones, and cached ones from the least to the most recently used.
 
-Every time a page becomes cached it enters the end of one queue, under a number of its own. It stays there when somebody
-finds it: the number is then no longer the page's, which is cheaper than taking it out of the middle.
+A page that becomes cached enters the end of a queue under a new number. When it is found again, only its number is
+cleared, and the queue's old entry is skipped later: that is cheaper than taking it out of the middle.
 """
 
 from array import array
@@ -49,86 +48,86 @@ class Owner(IntEnum):
 
 
 class OffloadTier(Protocol):
-    """Where blocks go that the pool evicts."""
+    """Where the pool offloads evicted blocks."""
 
     def offload(self, pages: list[int], hashes: list[bytes]) -> list[bytes]:
-        """These pages, least recently used first, are about to be used for other content.
+        """Takes the content of these pages, least recently used first, before they are used for other content.
 
         Returns:
             The blocks that are in no tier any more.
         """
 
     def has_offloaded(self, block_hash: bytes) -> bool:
-        """Whether a block is in this tier."""
+        """True if a block is in this tier."""
 
     def offloaded_hashes(self) -> list[bytes]:
         """All blocks in this tier."""
 
 
 class BlockPool:
-    """Pages `0 .. num_pages - 1` and the index of the blocks that are in them.
+    """Pages `0 .. num_pages - 1` and the index of the blocks in them.
 
     Attributes:
-        releases: How often pages became available so far.
-        publications: How often blocks became findable so far.
+        releases: Number of times that pages became available.
+        publications: Number of times that blocks became findable.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._owner = bytearray(num_pages)
-        self._counts = [num_pages, 0, 0, 0, 0]  # pages of each owner
+        self._counts = [num_pages, 0, 0, 0, 0]  # number of pages of each owner
         self._refcount = array("i", bytes(4 * num_pages))
         self._hash: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._free_pages = list(range(num_pages - 1, -1, -1))  # the last one is taken first
-        self._queue: deque[int] = deque()  # of cached pages, and of numbers that are no page's any more
-        self._first_number = 0  # of the queue
-        self._number = array("q", [-1]) * num_pages  # of a cached page in the queue
+        self._queue: deque[int] = deque()  # cached pages and outdated entries, by number
+        self._first_number = 0  # the number of the queue's first entry
+        self._number = array("q", [-1]) * num_pages  # each page's number; -1 unless cached
         self._events: list[CacheEvent] = []
         self.releases = 0
         self.publications = 0
         self._offload_tier: OffloadTier | None = None
 
     def offload_to(self, tier: OffloadTier) -> None:
-        """Has evicted blocks offloaded. At the start."""
+        """Sets the tier that takes evicted blocks, before any page is used."""
         self._offload_tier = tier
 
     def lost(self, block_hash: bytes) -> None:
-        """A block is offloaded no more."""
+        """Records that a block is no longer offloaded."""
         if block_hash not in self._page_of:
             self._record(Tier.NONE, [block_hash])
 
     @property
     def available(self) -> int:
-        """Pages that `take` and `reserve` can give: free and cached ones."""
+        """Number of pages that `take` and `reserve` can give: free and cached ones."""
         return self._counts[0] + self._counts[1]
 
     def available_beside(self, pages: Sequence[int]) -> int:
-        """Pages that are available when these have been held."""
+        """Number of pages that are available once these pages are held."""
         return self.available - len({page for page in pages if not self._refcount[page]})
 
     def refcounts(self) -> npt.NDArray[np.int32]:
-        """How many holders each page has. [num_pages]"""
+        """Number of holders of each page. [num_pages]"""
         return np.array(self._refcount, dtype=np.int32)
 
     def take(self, count: int) -> list[int] | None:
-        """Makes pages used by one holder, content undefined. None, and nothing changes, if there are too few."""
+        """Takes pages, to be used by one holder; their content is undefined. Returns None if there are too few."""
         pages = self._claim(count, Owner.USED)
         for page in pages or ():
             self._refcount[page] = 1
         return pages
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Pages of the longest prefix of a hash chain that is in the cache. They are not held."""
+        """Finds the pages of the longest cached prefix of a hash chain. They are not held."""
         pages: list[int] = []
-        with suppress(KeyError):  # those before the one that is missing stay in the list
+        with suppress(KeyError):  # the pages before the missing one stay in the list
             pages.extend(map(self._page_of.__getitem__, hashes))
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Adds a holder to pages that are used or cached."""
+        """Adds a holder to used or cached pages."""
         refcount, number = self._refcount, self._number
-        idle = {page for page in pages if not refcount[page]}  # whoever sent the hashes may have sent one twice
+        idle = {page for page in pages if not refcount[page]}  # a set: the hashes from a router may repeat
         self._move(idle, Owner.CACHED, Owner.USED)
         for page in idle:
             number[page] = -1
@@ -136,7 +135,7 @@ class BlockPool:
             refcount[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes a holder from pages in block order. The last blocks will be evicted first."""
+        """Removes a holder from pages in block order. The last blocks will be evicted first."""
         refcount, hashes = self._refcount, self._hash
         free: list[int] = []
         cached: list[int] = []
@@ -154,14 +153,14 @@ class BlockPool:
             self.releases += 1
 
     def touch(self, pages: Sequence[int]) -> None:
-        """Makes those of these pages, in block order, that are cached the last to be evicted."""
+        """Makes these pages, in block order, the last to be evicted, if they are cached."""
         self._enqueue([page for page in reversed(pages) if not self._refcount[page]])
 
     def publish(self, pages: Sequence[int], block_hashes: Sequence[bytes]) -> int:
-        """Makes used pages, whose content is complete, findable; but not those whose block another page has already.
+        """Makes complete used pages findable, except those whose block is in another page already.
 
         Returns:
-            How many of them are findable now.
+            The number of pages that became findable.
         """
         refcount, hashes, page_of = self._refcount, self._hash, self._page_of
         new = []
@@ -176,42 +175,42 @@ class BlockPool:
         return len(new)
 
     def is_cached(self, block_hash: bytes) -> bool:
-        """Whether a block can be found in a page."""
+        """True if a block is in a page."""
         return block_hash in self._page_of
 
     def reserve(self, count: int) -> list[int] | None:
-        """Sets pages aside for another worker to write. None, and nothing changes, if there are too few."""
+        """Reserves pages for another worker to write. Returns None if there are too few."""
         return self._claim(count, Owner.RESERVED)
 
     def arrived(self, pages: Collection[int]) -> None:
-        """Reserved pages have their content: used by one holder."""
+        """Makes reserved pages, whose content has arrived, used by one holder."""
         self._move(pages, Owner.RESERVED, Owner.USED)
         for page in pages:
             self._refcount[page] = 1
 
     def free_reserved(self, pages: Collection[int]) -> None:
-        """Nothing will be written into these reserved pages any more."""
+        """Frees reserved pages, into which nothing will be written any more."""
         self._free(pages, Owner.RESERVED)
 
     def quarantine(self, pages: Collection[int]) -> None:
-        """A write into these reserved pages may still come."""
+        """Quarantines reserved pages, into which a write may still come."""
         self._move(pages, Owner.RESERVED, Owner.QUARANTINED)
 
     def end_quarantine(self, pages: Collection[int]) -> None:
-        """No write into these quarantined pages can come any more."""
+        """Frees quarantined pages, into which no write can come any more."""
         self._free(pages, Owner.QUARANTINED)
 
     def counts(self) -> PoolCounts:
-        """Pages by owner state."""
+        """Number of pages in each owner state."""
         return PoolCounts(*self._counts)
 
     def take_events(self) -> list[CacheEvent]:
-        """Which blocks went into pages, to the offload tier, or were lost since the last call, in order."""
+        """Takes the changes since the last call, in order: blocks in pages, in the offload tier, or lost."""
         events, self._events = self._events, []
         return events
 
     def cached_hashes(self, tier: Tier) -> list[bytes]:
-        """All blocks that are in pages, or offloaded and in no page."""
+        """All blocks in this tier. Blocks that are in a page, too, are not in `HOST`."""
         if tier is Tier.PAGES:
             return list(self._page_of)
         offloaded = self._offload_tier.offloaded_hashes() if self._offload_tier is not None else []
@@ -258,24 +257,24 @@ class BlockPool:
         tier = self._offload_tier
         if tier is not None and evicted:
             lost = tier.offload(cached, evicted)
-            self._record(Tier.NONE, lost)  # first: at no time are more blocks offloaded than there is room for
+            self._record(Tier.NONE, lost)  # first, so that no more blocks are offloaded than there is room for
             self._record(Tier.HOST, [gone for gone in evicted if tier.has_offloaded(gone)])
         else:
             self._record(Tier.NONE, evicted)
         return free + cached
 
     def _enqueue(self, pages: list[int]) -> None:
-        """These pages are cached now, the first of them to be evicted first."""
+        """Puts cached pages at the end of the queue, in the order of eviction."""
         queue, numbers = self._queue, self._number
         for number, page in enumerate(pages, self._first_number + len(queue)):
             numbers[page] = number
         queue.extend(pages)
-        if len(queue) > 2 * self.num_pages:  # nearly all numbers may be no page's any more
+        if len(queue) > 2 * self.num_pages:  # nearly all entries may be outdated
             self._queue, cached = deque(), self._cached_pages()
             self._enqueue(cached)
 
     def _dequeue(self, count: int) -> list[int]:
-        """Takes so many cached pages from the queue."""
+        """Takes cached pages from the front of the queue."""
         queue, numbers, number = self._queue, self._number, self._first_number
         pages: list[int] = []
         while len(pages) < count:
@@ -288,12 +287,12 @@ class BlockPool:
         return pages
 
     def _cached_pages(self) -> list[int]:
-        """From the least to the most recently used."""
+        """The cached pages, from the least to the most recently used."""
         numbers = self._number
         return [page for number, page in enumerate(self._queue, self._first_number) if numbers[page] == number]
 
     def _move(self, pages: Collection[int], source: Owner, target: Owner) -> None:
-        """Gives pages to another owner, all at once because attributes of an Enum are slow."""
+        """Gives pages to another owner. All at once, because attributes of an Enum are slow."""
         owner, before, after = self._owner, int(source), int(target)
         for page in pages:
             if owner[page] != before:
@@ -303,7 +302,7 @@ class BlockPool:
         self._counts[after] += len(pages)
 
     def _free(self, pages: Collection[int], source: Owner) -> None:
-        """These will be taken first, the last of them before the others."""
+        """Frees pages. The last one will be taken first."""
         self._move(pages, source, Owner.FREE)
         self._free_pages.extend(pages)
         self.releases += 1

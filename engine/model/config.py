@@ -1,6 +1,6 @@
-"""What a model looks like, read from the `config.json` of a Hugging Face checkpoint.
+"""Shape of a model, read from the `config.json` of a Hugging Face checkpoint.
 
-Every reason not to serve a checkpoint that can be seen without its weights is found here.
+Every reason to refuse a checkpoint that shows without its weights is found here.
 """
 
 import json
@@ -16,14 +16,13 @@ from cpd.common.errors import CheckpointError
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-
 _TOO_LARGE = 1 << 40
-"""No number in a config.json means that much: it is damaged."""
+"""A config.json with a number this large is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What model_type decides, and transformers' defaults for fields that older files leave out."""
+    """What follows from model_type, and transformers' defaults for fields that older files leave out."""
 
     architecture: str
     num_kv_heads: int | None = None
@@ -53,12 +52,12 @@ class RopeConfig:
     Attributes:
         kind: How frequencies are scaled.
         theta: Base of the frequencies.
-        factor: How much longer the context became.
-        original_max_position: Context length before that.
+        factor: Extended context length / original context length.
+        original_max_position: Original context length.
         low_freq_factor, high_freq_factor: Llama 3: bounds of the wavelengths that are interpolated.
-        beta_fast, beta_slow: YaRN: the same as rotations over the original context.
-        truncate: YaRN: bounds are rounded to whole dimensions.
-        attention_factor: Cosines and sines are multiplied by it.
+        beta_fast, beta_slow: YaRN: the same bounds, as rotations over the original context.
+        truncate: YaRN: True if the bounds are rounded to whole dimensions.
+        attention_factor: Factor of the cosines and sines.
     """
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -79,13 +78,12 @@ class ModelConfig:
 
     Attributes:
         family: llama, mistral, qwen2 or qwen3.
-        qkv_bias, o_bias, mlp_bias: Which linear layers have a bias.
-        qk_norm: Queries and keys are normalised per head.
-        tie_embeddings: The LM head shares the embedding's weight.
-        sliding_window: Attention reaches this far back; None: everywhere.
-        max_model_len: Longest prompt plus output, in tokens: at first what the checkpoint allows.
-        eos_token_ids: Of config.json and generation_config.json.
-        dtype: The checkpoint's own; None where config.json does not say.
+        qkv_bias, o_bias, mlp_bias: True if these linear layers have a bias.
+        qk_norm: True if queries and keys are normalised per head.
+        tie_embeddings: True if the LM head shares the embedding's weight.
+        sliding_window: Tokens that attention reaches back; None for all.
+        max_model_len: Longest prompt plus output, in tokens: the checkpoint's limit, or a shorter one that is served.
+        dtype: The checkpoint's own type; None if config.json does not give one.
     """
 
     family: str
@@ -105,7 +103,6 @@ class ModelConfig:
     tie_embeddings: bool
     sliding_window: int | None
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
     dtype: Dtype | None
 
     @property
@@ -113,33 +110,30 @@ class ModelConfig:
         """[layers, keys and values, key-value heads, tokens, head size]"""
         return self.num_layers, 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim
 
-    def page_bytes(self, dtype: Dtype) -> int:
-        """Size of one page of the KV pool."""
-        layers, two, heads, tokens, dim = self.page_shape
-        return layers * two * heads * tokens * dim * DTYPE_BYTES[dtype]
+    def page_bytes(self, kv_dtype: Dtype) -> int:
+        """Bytes of one page of the KV pool."""
+        return math.prod(self.page_shape) * DTYPE_BYTES[kv_dtype]
 
 
 def load_config(model_dir: Path) -> ModelConfig:
-    """Reads `config.json` and `generation_config.json` of a checkpoint directory.
+    """Reads `config.json` of a checkpoint directory.
 
     Raises:
-        CheckpointError: A file is missing or malformed, or the model is of a kind that is not supported.
+        CheckpointError: The file is missing or malformed, or the model is not supported.
     """
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a directory; give the directory of a Hugging Face checkpoint")
     path = model_dir / "config.json"
     if not path.exists():
         raise CheckpointError(f"{path} is missing; give the directory of a Hugging Face checkpoint")
-    generation_path = model_dir / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    return _Reader(path, read_json(path)).model(generation)
+    return _Reader(path, read_json(path)).model()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint.
+    """Reads a JSON object from a file of a checkpoint.
 
     Raises:
-        CheckpointError: The file cannot be read, or holds something else.
+        CheckpointError: The file cannot be read or holds something else.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +153,7 @@ class _Reader:
         self._path = path
         self._fields = fields
 
-    def model(self, generation: dict[str, Any]) -> ModelConfig:
+    def model(self) -> ModelConfig:
         fields = self._fields
         model_type, family = self._family()
         if quantization := fields.get("quantization_config"):
@@ -182,8 +176,8 @@ class _Reader:
             raise self._error(f"head_dim {head_dim} is odd", "rotary embedding needs an even one")
         max_position = self._int("max_position_embeddings", family.max_position_embeddings)
         rope = self._rope(max_position)
-        # Files that were edited to switch YaRN on keep their old max_position_embeddings.
-        reach = int(rope.original_max_position * rope.factor) if rope.kind == "yarn" else 0
+        # A file edited to switch YaRN on still has its old max_position_embeddings.
+        extended = int(rope.original_max_position * rope.factor) if rope.kind == "yarn" else 0
         attention_bias = family.attention_bias and bool(fields.get("attention_bias", False))
         return ModelConfig(
             family=model_type,
@@ -202,8 +196,7 @@ class _Reader:
             qk_norm=family.qk_norm,
             tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
             sliding_window=self._sliding_window(family),
-            max_model_len=max(max_position, reach),
-            eos_token_ids=_token_ids(fields.get("eos_token_id"), generation.get("eos_token_id")),
+            max_model_len=max(max_position, extended),
             dtype=self._dtype(),
         )
 
@@ -333,14 +326,5 @@ class _Reader:
 
 
 def _yarn_mscale(scale: float, mscale: float) -> float:
-    """How much YaRN lengthens queries and keys (https://arxiv.org/abs/2309.00071, section 3.4)."""
+    """Factor by which YaRN scales queries and keys (https://arxiv.org/abs/2309.00071, section 3.4)."""
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
-
-
-def _token_ids(*values: Any) -> tuple[int, ...]:
-    ids: dict[int, None] = {}
-    for value in values:
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int) and not isinstance(token_id, bool):
-                ids[token_id] = None
-    return tuple(ids)

@@ -6,53 +6,44 @@ The order of operations and of roundings is transformers', so that in float32 bo
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 
 from engine.model.config import ModelConfig
+from engine.model.parameters import Parameter, parameters
 from engine.model.rope import rope_table
 from engine.model.weights import Checkpoint
-from engine.ops.base import DeviceBatch, Layer, Linear, Ops, Stack
+from engine.ops.base import DeviceBatch, Layer, Ops, Stack
 
 
 @dataclass(frozen=True, slots=True)
 class LayerByLayer:
-    """Runs a stack in single operations, for back ends that have nothing faster. See `engine.ops.base.FusedStack`."""
+    """Runs a stack one operation at a time, for back ends without a `FusedStack` (`engine.ops.base`)."""
 
     ops: Ops
     stack: Stack
 
     def __call__(
-        self,
-        residual: torch.Tensor,
-        batch: DeviceBatch,
-        kv: Sequence[torch.Tensor],
-        rows: torch.Tensor | None,
-        num_rows: int,
+        self, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None
     ) -> torch.Tensor | None:
-        x = self.hidden(residual, batch, kv, rows, num_rows)
+        x = self.hidden(residual, batch, kv, rows)
         return None if x is None else self.stack.head(x)
 
     def hidden(
-        self,
-        residual: torch.Tensor,
-        batch: DeviceBatch,
-        kv: Sequence[torch.Tensor],
-        rows: torch.Tensor | None,
-        num_rows: int,
+        self, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """As `__call__`, but what the head would be given: [R, H]."""
+        """Does what `__call__` does up to the head: returns its input, [R, H]."""
         ops, stack, eps = self.ops, self.stack, self.stack.eps
         x = ops.rms_norm(residual, stack.layers[0].input_norm, eps)
         last = len(stack.layers) - 1
         for index, layer in enumerate(stack.layers):
             q = ops.rope_store(layer.qkv(x), batch, stack.cos_sin, layer.q_norm, layer.k_norm, eps, kv[index])
-            if index == last and num_rows == 0:
+            if index == last and rows is not None and not len(rows):
                 return None
             x = ops.attention(q, kv[index], batch, stack.scale)  # [T, Hq · D]
-            if index == last and rows is not None:  # nothing after this depends on the other tokens
+            if index == last and rows is not None:  # from here on nothing depends on the other tokens
                 x, residual = x.index_select(0, rows), residual.index_select(0, rows)
             x = ops.add_rms_norm(layer.o(x), residual, layer.post_norm, eps)
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
@@ -63,7 +54,7 @@ class LayerByLayer:
 
 
 class Decoder:
-    """Weights on the device, and the forward pass over them. Letters as in `engine.ops.base`."""
+    """Weights on the device, and the forward pass. Shapes use the letters of `engine.ops.base`."""
 
     def __init__(
         self,
@@ -74,40 +65,33 @@ class Decoder:
         device: torch.device,
         on_progress: Callable[[float], None],
     ) -> None:
-        """Reads the weights; memory peaks about one fused tensor above the final size.
+        """Reads the weights. Peak memory is the final size plus about one fused tensor.
 
         Args:
-            config: Positions go up to its `max_model_len`.
-            checkpoint: Checked against `expected_tensors(config)`.
-            on_progress: Told the fraction that is loaded.
+            config: Its `max_model_len` bounds the positions.
+            checkpoint: Already checked against `expected_tensors(config)`.
+            on_progress: Called with the fraction that is loaded.
         """
 
-        def read(*names: str) -> torch.Tensor:
-            return checkpoint.read(names, dtype, device)
+        table = {parameter.name: parameter for parameter in parameters(config)}
 
-        def linear(prefix: str, names: Sequence[str], bias: bool) -> Linear:
-            weights = read(*(f"{prefix}.{name}.weight" for name in names))
-            return ops.pack(weights, read(*(f"{prefix}.{name}.bias" for name in names)) if bias else None)
+        def read(name: str) -> torch.Tensor:
+            return checkpoint.read(table[name].tensors("weight"), dtype, device)
 
-        self._embedding = read("model.embed_tokens.weight")  # [V, H]
+        def load(parameter: Parameter, layer: int) -> Any:  # a vector, or a linear layer
+            weight = checkpoint.read(parameter.tensors("weight", layer), dtype, device)
+            if parameter.columns is None:
+                return weight
+            bias = checkpoint.read(parameter.tensors("bias", layer), dtype, device) if parameter.bias else None
+            return ops.pack(weight, bias)
+
+        self._embedding = read("embedding")  # [V, H]
         layers: list[Layer] = []
         for index in range(config.num_layers):
             on_progress(index / config.num_layers)
-            layer, attention, mlp = (f"model.layers.{index}{part}" for part in ("", ".self_attn", ".mlp"))
-            layers.append(
-                Layer(
-                    input_norm=read(f"{layer}.input_layernorm.weight"),
-                    qkv=linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
-                    q_norm=read(f"{attention}.q_norm.weight") if config.qk_norm else None,
-                    k_norm=read(f"{attention}.k_norm.weight") if config.qk_norm else None,
-                    o=linear(attention, ("o_proj",), config.o_bias),
-                    post_norm=read(f"{layer}.post_attention_layernorm.weight"),
-                    gate_up=linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
-                    down=linear(mlp, ("down_proj",), config.mlp_bias),
-                )
-            )
-        norm = read("model.norm.weight")
-        head = self._embedding if config.tie_embeddings else read("lm_head.weight")
+            layers.append(Layer(**{name: load(row, index) for name, row in table.items() if row.per_layer}))
+        norm = read("norm")
+        head = read("head") if "head" in table else self._embedding
         cos_sin = rope_table(config.rope, config.head_dim, config.max_model_len, device)
         self._ops = ops
         self._stack = Stack(layers, norm, ops.pack(head, None), cos_sin, config.norm_eps, config.head_dim**-0.5)
@@ -116,52 +100,49 @@ class Decoder:
 
     @property
     def progress(self) -> int:
-        """Grows while steps are computed, with each layer where the host is what computes. Any thread may ask."""
+        """Number that grows while steps are computed, on a CPU with each layer. Thread-safe."""
         return int(self._stack.progress[0])
 
-    def on(self, ops: Ops) -> Self:
-        """The same weights with other ops of the same back end, so that both can run at the same time."""
+    def with_ops(self, ops: Ops) -> Self:
+        """Returns a decoder with the same weights and other ops of the same back end; both can run concurrently."""
         other = copy(self)
         other._ops = ops
         other._run_layers = ops.fuse(self._stack) or LayerByLayer(ops, self._stack)
         return other
 
-    def beside(self) -> Self:
-        """The same weights with workspaces of its own."""
-        return self.on(self._ops.beside())
+    def with_own_workspaces(self) -> Self:
+        """Returns a decoder with the same weights and workspaces of its own; both can run concurrently."""
+        return self.with_ops(self._ops.with_own_workspaces())
 
-    def forward(
-        self, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None, num_rows: int
-    ) -> torch.Tensor | None:
-        """Stores the batch's keys and values, and computes the logits of some of its tokens.
+    def forward(self, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None) -> torch.Tensor | None:
+        """Stores the batch's keys and values, and computes logits of some of its tokens.
 
         Args:
             batch: The step.
-            kv: For each layer [num_pages, 2, Hkv, BS, D].
-            rows: The tokens wanted, int32 [R]; None: all of them.
-            num_rows: R. With 0 only keys and values are computed.
+            kv: Each layer's [num_pages, 2, Hkv, BS, D].
+            rows: Tokens whose logits to compute, int32 [R], ascending; None for all. If it is empty, only keys and
+                values are computed.
 
         Returns:
-            Logits [R, V] of the model's dtype; None if no row was wanted.
+            Logits [R, V] in the model's dtype; None if R is 0.
         """
         self.prepare(batch)
         residual = F.embedding(batch.token_ids, self._embedding)  # [T, H]
-        return self._run_layers(residual, batch, kv, rows, num_rows)
+        return self._run_layers(residual, batch, kv, rows)
 
-    # The parts of `forward` for those who capture the middle one in a CUDA graph.
+    # The parts of `forward`: CUDA graphs capture the middle one.
 
     def prepare(self, batch: DeviceBatch) -> None:
         """Plans a step."""
         self._ops.prepare(batch)
 
     def hidden(self, batch: DeviceBatch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Stores keys and values of a prepared batch; what `head` makes logits of: [T, H]."""
+        """Stores keys and values of a prepared batch, and returns the input of `head`: [T, H]."""
         residual = F.embedding(batch.token_ids, self._embedding)
-        layers = LayerByLayer(self._ops, self._stack)
-        hidden = layers.hidden(residual, batch, kv, None, batch.num_tokens)
+        hidden = LayerByLayer(self._ops, self._stack).hidden(residual, batch, kv, None)
         assert hidden is not None
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits: [R, H] -> [R, V]"""
+        """Computes logits: [R, H] -> [R, V]"""
         return self._stack.head(hidden)

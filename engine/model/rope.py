@@ -1,4 +1,4 @@
-"""The table of rotary position embedding (https://arxiv.org/abs/2104.09864) and its scaling variants."""
+"""Table of rotary position embedding (https://arxiv.org/abs/2104.09864) and its scaling variants."""
 
 import math
 
@@ -8,9 +8,9 @@ from engine.model.config import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of every position: float32 [length, head_dim], cosines in the first half.
+    """Computes cosines and sines of every position: float32 [length, head_dim], cosines in the first half.
 
-    Computed in float32 from whole positions, as transformers does.
+    As in transformers, they are computed in float32 from whole positions.
     """
     positions = torch.arange(length, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies(rope, head_dim)  # [length, D / 2]
@@ -19,7 +19,7 @@ def rope_table(rope: RopeConfig, head_dim: int, length: int, device: torch.devic
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians a position, for each pair of dimensions: float32 [head_dim / 2]."""
+    """Computes radians per position for each pair of dimensions: float32 [head_dim / 2]."""
     wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     frequencies = 1.0 / wavelengths
     if rope.kind == "linear":
@@ -32,28 +32,28 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are interpolated, short ones kept, those between blended (Llama 3.1's scaling)."""
-    turns = rope.original_max_position / (2 * math.pi / frequencies)  # in the original context
+    """Interpolates long wavelengths, leaves short ones, blends those between (Llama 3.1)."""
+    rotations = rope.original_max_position / (2 * math.pi / frequencies)  # over the original context
     scaled = frequencies / rope.factor
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * scaled + smooth * frequencies
-    kept_or_blended = torch.where(turns > rope.high_freq_factor, frequencies, blended)
-    return torch.where(turns < rope.low_freq_factor, scaled, kept_or_blended)
+    unscaled_or_blended = torch.where(rotations > rope.high_freq_factor, frequencies, blended)
+    return torch.where(rotations < rope.low_freq_factor, scaled, unscaled_or_blended)
 
 
 def _yarn(rope: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
     """NTK by parts (https://arxiv.org/abs/2309.00071, section 3.2)."""
     dim = 2 * len(wavelengths)
 
-    def dimension(turns: float) -> float:
-        """Where frequencies make this many turns over the original context."""
-        return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def dimension(rotations: float) -> float:
+        """Dimension whose frequency makes this many rotations over the original context."""
+        return dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # as transformers: avoids the division by zero
-    kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
-    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+        high += 0.001  # avoids a division by zero, as in transformers
+    unscaled = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - unscaled) + 1.0 / wavelengths * unscaled

@@ -1,6 +1,6 @@
-"""Weights of a checkpoint directory: which tensors there must be, where they lie, and reading them fused and cast.
+"""Reads the weights of a checkpoint directory, and digests them.
 
-Files are memory-mapped: a tensor costs memory only in its final place.
+Files are memory-mapped: a tensor uses memory only in its final place.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: `begin` and `end` are offsets into the file."""
+    """Location of a tensor: `begin` and `end` are offsets into the file."""
 
     path: Path
     dtype: str
@@ -36,7 +36,7 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The safetensors files of one directory. A context manager, as the mapped files stay open."""
+    """The safetensors files of one directory. A context manager: mapped files stay open until it exits."""
 
     def __init__(self, model_dir: Path) -> None:
         """Reads the headers of all files.
@@ -68,17 +68,17 @@ class Checkpoint:
 
     @property
     def dtype(self) -> Dtype:
-        """Type of the embedding, for checkpoints whose config.json does not tell."""
+        """Type of the embedding, for checkpoints without one in config.json."""
         entry = self._entries.get("model.embed_tokens.weight")
         if entry is None or entry.dtype not in _TORCH_DTYPES:
             return "float32"
         return _TORCH_DTYPES[entry.dtype]  # type: ignore[return-value]
 
     def check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Finds out in no time whether every expected tensor is there, and of the right shape and a known type.
+        """Checks, from the headers alone, that every expected tensor exists with its shape and a supported type.
 
         Raises:
-            CheckpointError: One is not; the message names it.
+            CheckpointError: A tensor is missing or wrong; the message names it.
         """
         for name, shape in expected.items():
             entry = self._entries.get(name)
@@ -99,11 +99,11 @@ class Checkpoint:
                 )
 
     def unused(self, expected: dict[str, tuple[int, ...]]) -> list[str]:
-        """Tensors that the model has no place for."""
+        """Lists tensors that the model does not use."""
         return [name for name in self._entries if name not in expected and not name.endswith("rotary_emb.inv_freq")]
 
     def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The named tensors, joined along their first dimension, in a new tensor of `dtype` on `device`."""
+        """Reads the named tensors into a new one of `dtype` on `device`, joined along their first dimension."""
         entries = [self._entries[name] for name in names]
         rows = sum(entry.shape[0] for entry in entries)
         joined = torch.empty(rows, *entries[0].shape[1:], dtype=dtype, device=device)
@@ -114,7 +114,7 @@ class Checkpoint:
         return joined
 
     def entries(self) -> Iterator[tuple[str, TensorEntry]]:
-        """All tensors by name."""
+        """Yields all tensors in the order of their names."""
         yield from sorted(self._entries.items())
 
     def _file(self, path: Path) -> Any:
@@ -123,46 +123,17 @@ class Checkpoint:
         return self._files[path]
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a model of this configuration consists of."""
-    hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype, kv_dtype: Dtype) -> bytes:
+    """Digests everything that a KV page's content depends on. Workers with equal digests can exchange pages.
 
-    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            linear(f"{prefix}.self_attn.{name}_proj", rows, hidden, config.qkv_bias)
-        linear(f"{prefix}.self_attn.o_proj", hidden, queries, config.o_bias)
-        if config.qk_norm:
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        linear(f"{prefix}.mlp.gate_proj", width, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.up_proj", width, hidden, config.mlp_bias)
-        linear(f"{prefix}.mlp.down_proj", hidden, width, config.mlp_bias)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype) -> bytes:
-    """Digest (16 bytes) of everything that decides a KV page's content: equal on workers that can exchange pages.
-
-    It covers the shape of the model, the run's type, the block size, and of every tensor name, type, shape and
-    samples of its bytes, so that two fine-tunes of one model differ. Sharding makes no difference.
+    The digest (16 bytes) covers the model's shape, the types of weights and pages, the block size, and each tensor's
+    name, type, shape and samples of its bytes, so that two fine-tunes of one model differ. Sharding makes no
+    difference.
     """
     essentials = asdict(config)
-    for without_effect in ("max_model_len", "eos_token_ids", "dtype", "sliding_window"):
+    for without_effect in ("max_model_len", "dtype", "sliding_window"):
         del essentials[without_effect]
-    digest = blake2b(json.dumps([essentials, dtype, BLOCK_SIZE], sort_keys=True).encode(), digest_size=16)
+    digest = blake2b(json.dumps([essentials, dtype, kv_dtype, BLOCK_SIZE], sort_keys=True).encode(), digest_size=16)
     with Checkpoint(model_dir) as checkpoint, contextlib.ExitStack() as stack:
         files = {}
         for name, entry in checkpoint.entries():
@@ -182,7 +153,7 @@ def model_fingerprint(model_dir: Path, config: ModelConfig, dtype: Dtype) -> byt
 
 
 def _files(model_dir: Path) -> Path | dict[str, Path]:
-    """The one safetensors file, or for every tensor of a sharded checkpoint the file it is in."""
+    """Returns the only safetensors file or, for a sharded checkpoint, the file of each tensor."""
     single, index_path = model_dir / "model.safetensors", model_dir / _INDEX
     if single.exists():
         return single
@@ -195,7 +166,9 @@ def _files(model_dir: Path) -> Path | dict[str, Path]:
         raise CheckpointError(f"{index_path} has no weight_map from tensors to files; download it again")
     for file_name in dict.fromkeys(weight_map.values()):
         if Path(file_name).name != file_name:
-            raise CheckpointError(f"{index_path} lists {file_name}, which is not a file beside it; download it again")
+            raise CheckpointError(
+                f"{index_path} lists {file_name}, which is not a file in its directory; download it again"
+            )
         if not (model_dir / file_name).is_file():
             raise CheckpointError(f"{model_dir / file_name} is missing, though {_INDEX} lists it; download it again")
     return {name: model_dir / file_name for name, file_name in weight_map.items()}
@@ -204,7 +177,7 @@ def _files(model_dir: Path) -> Path | dict[str, Path]:
 def _read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         with safe_open(path, framework="pt"):
-            pass  # checks the header and that the file is as long as it says
+            pass  # checks the header and the file's length
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
@@ -213,12 +186,6 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
     header.pop("__metadata__", None)
     data = 8 + length
     return {
-        name: TensorEntry(
-            path,
-            field["dtype"],
-            tuple(field["shape"]),
-            data + field["data_offsets"][0],
-            data + field["data_offsets"][1],
-        )
+        name: TensorEntry(path, field["dtype"], tuple(field["shape"]), *(data + at for at in field["data_offsets"]))
         for name, field in header.items()
     }

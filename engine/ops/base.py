@@ -1,10 +1,10 @@
-"""What a device must provide for the forward pass: one protocol, one file a back end.
+"""The protocol that a device's back end implements for the forward pass; each back end has a file of its own.
 
-Letters in shape comments: T tokens of the step, S sequences, H hidden size, Hq query heads, Hkv key-value heads,
-D head size, I width of the MLP, R sampled rows, V vocabulary, BS block size (`cpd.common.blocks.BLOCK_SIZE`).
+Letters in shapes: T tokens of the step, S sequences, H hidden size, Hq query heads, Hkv key-value heads, D head size,
+I width of the MLP, R sampled rows, V vocabulary, BS block size (`cpd.common.blocks.BLOCK_SIZE`).
 
-Layer views of the KV pool are `pool[:, layer]`: [num_pages, 2, Hkv, BS, D], strided over pages and contiguous within
-one page. Index 0 of the second dimension is keys, 1 is values.
+A layer's view of the KV pool is `pool[:, layer]`: [num_pages, 2, Hkv, BS, D], strided over pages and contiguous within
+a page. The second dimension holds keys, then values.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Batch
-from engine.ops.buffers import pack
+from engine.ops.buffers import upload_arrays
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-"""x [T, in] -> x @ weight.T + bias, [T, out]."""
+"""A packed linear layer: x [T, in] -> x @ weight.T + bias, [T, out]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,16 @@ class DeviceBatch:
 
     Attributes:
         token_ids: [T]
-        positions: Absolute positions. [T]
-        slots: Where each token's key and value go: `page * BS + offset`. [T]
+        positions: Position in its sequence of each token. [T]
+        slots: Destination of each token's key and value: `page * BS + offset`. [T]
         query_start: Sequence s owns tokens `query_start[s]:query_start[s + 1]`. [S + 1]
-        context_lens: Tokens that sequence s's last query attends to, itself included. [S]
-        block_tables: Pages of each sequence in block order, padded beyond its context; in host memory, since most
-            back ends want them in another form. [S, >= blocks of the longest]
+        context_lens: Tokens that the last query of sequence s attends to, including itself. [S]
+        block_tables: Pages of each sequence in block order, padded beyond its context. They stay in host memory, since
+            most back ends need another form of them. [S, >= blocks of the longest]
         num_tokens: T
         num_seqs: S
-        num_decodes: How many leading sequences have one query token.
-        max_query_len: Most query tokens of one sequence.
-        max_context_len: Largest of `context_lens`.
-        host: The same in host memory, so that nobody has to read the device back.
+        num_decodes: Number of leading sequences with one query token.
+        host: The batch in host memory, which can be read without waiting for the device.
     """
 
     token_ids: torch.Tensor
@@ -51,19 +49,17 @@ class DeviceBatch:
     num_tokens: int
     num_seqs: int
     num_decodes: int
-    max_query_len: int
-    max_context_len: int
     host: Batch
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Self:
-        """The batch on a device; on a CPU it shares the batch's memory, which must not change meanwhile."""
+        """Copies a batch to a device. On a CPU the result shares the batch's memory, which must not change."""
         arrays = (batch.token_ids, batch.positions, batch.slots, batch.query_start, batch.context_lens)
-        return cls.over(batch, pack(arrays, device))
+        return cls.over(batch, upload_arrays(arrays, device))
 
     @classmethod
     def over(cls, batch: Batch, tensors: Sequence[torch.Tensor]) -> Self:
-        """The batch, of which `tensors` hold token ids, positions, slots, query starts and context lengths."""
+        """Makes the batch from tensors of token ids, positions, slots, query starts and context lengths."""
         token_ids, positions, slots, query_start, context_lens = tensors
         return cls(
             token_ids=token_ids,
@@ -75,8 +71,6 @@ class DeviceBatch:
             num_tokens=len(batch.token_ids),
             num_seqs=len(batch.context_lens),
             num_decodes=batch.num_decodes,
-            max_query_len=int(np.diff(batch.query_start).max()),
-            max_context_len=int(batch.context_lens.max()),
             host=batch,
         )
 
@@ -92,27 +86,27 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a decoder."""
+    """One layer of a decoder. `engine.model.parameters` has the same names."""
 
     input_norm: torch.Tensor  # [H]
     qkv: Linear  # H -> (Hq + 2 Hkv) · D
-    q_norm: torch.Tensor | None  # [D]
-    k_norm: torch.Tensor | None  # [D]
     o: Linear  # Hq · D -> H
     post_norm: torch.Tensor  # [H]
     gate_up: Linear  # H -> 2I
     down: Linear  # I -> H
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """All layers of a decoder, the norm after them and the head.
+    """All layers of a decoder, the final norm and the head.
 
     Attributes:
         cos_sin: See `Ops.rope_store`.
-        eps: Of all norms.
-        scale: Of the attention scores.
-        progress: Counts the layers that steps went through, for whoever wonders whether a long one goes on. int64 [1]
+        eps: Epsilon of all norms.
+        scale: Factor of the attention scores.
+        progress: Counter of computed layers, which shows that a long step is not stuck. int64 [1]
     """
 
     layers: Sequence[Layer]
@@ -125,24 +119,19 @@ class Stack:
 
 
 class FusedStack(Protocol):
-    """A prepared step through all layers."""
+    """Runs a prepared step through all layers."""
 
     def __call__(
-        self,
-        residual: torch.Tensor,
-        batch: DeviceBatch,
-        kv: Sequence[torch.Tensor],
-        rows: torch.Tensor | None,
-        num_rows: int,
+        self, residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Stores the batch's keys and values, and computes the logits of some of its tokens.
+        """Stores the batch's keys and values, and computes logits of some of its tokens.
 
         Args:
             residual: Embeddings [T, H], scratch.
-            batch: The step, prepared.
-            kv: For each layer [num_pages, 2, Hkv, BS, D].
-            rows: The tokens wanted, int32 [R], ascending; None: all of them.
-            num_rows: R. With 0 only keys and values are computed.
+            batch: The prepared step.
+            kv: Each layer's [num_pages, 2, Hkv, BS, D].
+            rows: Tokens whose logits to compute, int32 [R], ascending; None for all. If it is empty, only keys and
+                values are computed.
 
         Returns:
             [R, V]; None if R is 0.
@@ -150,32 +139,32 @@ class FusedStack(Protocol):
 
 
 class Ops(Protocol):
-    """The device-specific pieces of a decoder's forward pass.
+    """The device-specific operations of a decoder's forward pass.
 
-    Activations are contiguous and of the model's dtype; norms, RoPE and softmax compute in float32 and round once.
-    Inputs marked *scratch* may be overwritten, and the result may be a view of them. Called under
-    `torch.inference_mode()`, by one thread, one step at a time.
+    Activations are contiguous and of the model's dtype. Norms, RoPE and softmax compute in float32 and round once.
+    Inputs marked *scratch* may be overwritten, and the result may be a view of them. Methods are called under
+    `torch.inference_mode()` on one thread, one step at a time.
 
     Attributes:
-        kernels: Whose they are, for people.
+        kernels: Name of the kernels for logs and status pages.
     """
 
     kernels: ClassVar[str]
 
-    def beside(self) -> Self:
-        """Ops for steps that run at the same time: what they share, no step changes."""
+    def with_own_workspaces(self) -> Self:
+        """Returns ops for steps that run concurrently with this one's: no step changes what the two share."""
 
     def prepare(self, batch: DeviceBatch) -> None:
-        """Plans a step, once for all layers. Before the first `rope_store` and `attention` of a batch."""
+        """Plans a step for all layers. Called before the batch's first `rope_store` and `attention`."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Makes a linear layer of weight [out, in] and bias [out]. May repack: the caller drops its own references."""
+        """Makes a linear layer of weight [out, in] and bias [out]. It may repack them: drop other references."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x²) + eps) · weight: [T, H] -> new [T, H]. `x` is kept."""
+        """Returns x / sqrt(mean(x²) + eps) · weight: [T, H] -> new [T, H]. Does not change `x`."""
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`residual += x` in place (rounded to the model's dtype), and returns the norm of the sum.
+        """Computes `residual += x` in place, rounded to the model's dtype, and returns the norm of the sum.
 
         Args:
             x: [T, H], scratch.
@@ -192,14 +181,14 @@ class Ops(Protocol):
         eps: float,
         kv: torch.Tensor,
     ) -> torch.Tensor:
-        """Optional per-head norm of queries and keys, then RoPE; stores keys and values into the pages.
+        """Normalises queries and keys per head if asked to, applies RoPE, and stores keys and values into the pages.
 
         Args:
             qkv: [T, (Hq + 2 Hkv) · D], scratch: all query heads, all key heads, all value heads.
-            batch: Gives `positions` and `slots`.
-            cos_sin: float32 [max_model_len, D]: D/2 cosines, then D/2 sines. Dimension i turns with i + D/2.
+            batch: Source of `positions` and `slots`.
+            cos_sin: float32 [max_model_len, D]: D/2 cosines, then D/2 sines. Dimensions i and i + D/2 rotate together.
             q_norm, k_norm: RMSNorm weights [D], both or neither.
-            eps: Of that norm.
+            eps: Epsilon of that norm.
             kv: [num_pages, 2, Hkv, BS, D], written at `batch.slots`.
 
         Returns:
@@ -207,10 +196,10 @@ class Ops(Protocol):
         """
 
     def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, scale: float) -> torch.Tensor:
-        """Causal attention over the paged context, all of a layer's keys and values being stored.
+        """Computes causal attention over the paged context. The step's own keys and values are already stored.
 
-        Query i of sequence s stands at position `context_lens[s] - query_len[s] + i` and attends to that and every
-        earlier position of its own sequence. Query head h uses key-value head `h // (Hq // Hkv)`.
+        Query i of sequence s has the position `context_lens[s] - query_len[s] + i`, and attends to that and all earlier
+        positions of its sequence. Query head h uses key-value head `h // (Hq // Hkv)`.
 
         Args:
             q: [T, Hq, D], scratch.
@@ -221,7 +210,7 @@ class Ops(Protocol):
         """
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) · up: [T, 2I], scratch, gate first -> [T, I]"""
+        """Returns silu(gate) · up: [T, 2I], scratch, gate first -> [T, I]"""
 
     def fuse(self, stack: Stack) -> FusedStack | None:
-        """A faster way through all layers than one operation after the other; None: this back end has none."""
+        """Returns a faster way to run all layers than one operation at a time; None if this back end has none."""

@@ -1,7 +1,7 @@
-"""Small inputs on their way to a device: from pinned memory, without waiting for it.
+"""Copies small inputs to a device from pinned memory, without waiting.
 
-A copy out of ordinary memory makes the host wait until everything before it on the stream has run. Pinned blocks come
-from torch's caching allocator, which gives one away again only when the copy out of it is done.
+A copy from pageable memory blocks the host until the stream has finished all earlier work. Pinned blocks come from
+torch's caching allocator, which reuses a block only when the copy from it is complete.
 """
 
 from collections.abc import Sequence
@@ -12,44 +12,46 @@ import torch
 from engine.batch import IntArray
 
 _ALIGN = 16
-"""Numbers to which an array in a packed buffer is aligned, 64 bytes: kernels are compiled for pointers' alignment, and
-each other one would be compiled in the middle of serving."""
+"""Alignment of arrays in a shared buffer, in numbers (64 bytes). For another alignment Triton would compile its kernels
+anew while serving."""
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, ordered after what its current stream has to do. On a CPU the tensor itself."""
+    """Copies a host tensor to a device, in order with the current stream. On a CPU returns the tensor itself."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def packed_size(lengths: Sequence[int]) -> int:
-    """Numbers of a buffer that `pack` fills with arrays of these lengths."""
+def upload_size(lengths: Sequence[int]) -> int:
+    """Returns the size, in numbers, of a buffer into which `upload_arrays` puts arrays of these lengths."""
     return sum(_aligned(length) for length in lengths)
 
 
-def pack(arrays: Sequence[IntArray], device: torch.device, into: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Arrays on a device, by one copy. On a CPU they are views.
+def upload_arrays(
+    arrays: Sequence[IntArray], device: torch.device, into: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Copies arrays to a device in one copy. On a CPU returns views.
 
     Args:
-        into: int32 buffer on the device to use; the results of equal lengths then have equal addresses.
+        into: int32 buffer on the device. Arrays of equal lengths get equal addresses in it.
 
     Returns:
         int32 tensors of the arrays' shapes.
     """
     if device.type == "cpu" and into is None:
         return [torch.from_numpy(np.ascontiguousarray(array, np.int32)) for array in arrays]
-    size = packed_size([array.size for array in arrays])
+    size = upload_size([array.size for array in arrays])
     staging = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-    numbers, start, spans = staging.numpy(), 0, []
+    numbers, start, starts = staging.numpy(), 0, []
     for array in arrays:
         numbers[start : start + array.size] = array.ravel()
-        spans.append(start)
+        starts.append(start)
         start += _aligned(array.size)
     if into is None:
         buffer = staging.to(device, non_blocking=True)
     else:
         buffer = into[:size]
         buffer.copy_(staging, non_blocking=True)
-    return [buffer[start : start + array.size].view(array.shape) for start, array in zip(spans, arrays, strict=True)]
+    return [buffer[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=True)]
 
 
 def _aligned(length: int) -> int:

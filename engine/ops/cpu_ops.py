@@ -1,7 +1,7 @@
 """Ops of the compiled CPU kernels (`engine.ops.kernels`), for float32 and bfloat16.
 
-A result has the same bits alone, in any batch, in any chunk and with any number of threads: every sum is taken in an
-order that depends on nothing but the token's own position.
+A result has the same bits in any batch, any chunk and with any number of threads: the order of every sum depends only
+on the token's position.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer in the kernels' own weight layout, which replaces the original."""
+    """A linear layer in the kernels' own weight layout."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -35,14 +35,14 @@ class CpuOps:
     kernels: ClassVar[str] = "C++"
 
     def __init__(self) -> None:
-        """Compiles the kernels if that has not been done yet.
+        """Loads the kernels, and compiles them the first time.
 
         Raises:
-            KernelsUnavailableError: That is not possible here.
+            KernelsUnavailableError: They can't be compiled or loaded on this machine.
         """
         kernels.load()
 
-    def beside(self) -> Self:
+    def with_own_workspaces(self) -> Self:
         return self
 
     def prepare(self, batch: DeviceBatch) -> None:
@@ -86,7 +86,7 @@ class CpuOps:
         return out
 
     def fuse(self, stack: Stack) -> FusedStack | None:
-        """One call of the kernels for all layers: no Python and no start of threads between them."""
+        """Returns one call of the kernels for all layers, without Python or starting threads in between."""
         head = stack.head
         if not isinstance(head, PackedLinear):
             return None
@@ -107,12 +107,9 @@ class CpuOps:
         progress = torch.from_numpy(stack.progress)
 
         def run(
-            residual: torch.Tensor,
-            batch: DeviceBatch,
-            kv: Sequence[torch.Tensor],
-            rows: torch.Tensor | None,
-            num_rows: int,
+            residual: torch.Tensor, batch: DeviceBatch, kv: Sequence[torch.Tensor], rows: torch.Tensor | None
         ) -> torch.Tensor | None:
+            num_rows = batch.num_tokens if rows is None else len(rows)
             logits = torch.ops.cpd.layers(
                 residual,
                 weights,

@@ -1,16 +1,16 @@
-"""Ops for GPUs whose attention is FlashInfer's (its `fa2` back end); the rest is Triton's.
+"""Ops for GPUs with FlashInfer's attention (back end `fa2`) and Triton kernels for the rest.
 
-    prepare    page tables of the step → pinned memory → device; FlashInfer plans how the work is divided
-    attention  one launch for the decodes, one for the prefills, over the pages of a layer where they lie
+    prepare    copies the step's page tables to pinned memory and to the device; FlashInfer divides the work
+    attention  launches one kernel for the decodes and one for the prefills, over a layer's pages in place
 
-Layer views of the pool are what FlashInfer calls HND, with a stride from page to page that is larger than a page.
+A layer's view of the pool has FlashInfer's layout HND, with a stride between pages that is larger than a page.
 
-| what                              | owner                    | shared by                                             |
+| memory                            | owner                     | shared with                                      |
 | --- | --- | --- |
-| float workspace (partial results) | `FlashInferOps`          | its `graphed` ops: they run on one lane after another |
-| a plan's numbers, on the device   | each wrapper             | –                                                     |
-| the same in pinned memory         | each wrapper             | the copy out of it: an event says when it is done     |
-| page tables of captured decodes   | `PageBuffer`, one a lane | all captured sizes of the lane                        |
+| float workspace (partial results) | `FlashInferOps`           | its `graphed` ops: they never run concurrently   |
+| plan on the device                | each wrapper              | –                                                |
+| plan in pinned memory             | each wrapper              | the copy from it, until an event                 |
+| page tables of captured decodes   | `PageBuffer` of each lane | all captured sizes of the lane                   |
 """
 
 import math
@@ -23,28 +23,28 @@ import torch
 from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import Batch, IntArray
 from engine.ops.base import DeviceBatch, Heads
-from engine.ops.buffers import pack, packed_size
+from engine.ops.buffers import upload_arrays, upload_size
 from engine.ops.triton_ops import TritonOps, one_token
 
 HEAD_DIMS = (64, 128, 256)
-"""What FlashInfer's kernels exist for."""
+"""Head sizes for which FlashInfer has kernels."""
 
-_LEAST_WORKSPACE = 128 << 20  # as FlashInfer's documentation recommends
+_MIN_WORKSPACE = 128 << 20  # recommended by FlashInfer's documentation
 _PLAN_BYTES = 1 << 20
-_LEAST_SPLIT = 128 // BLOCK_SIZE
-"""Pages of context that one block of threads attends to at least. FlashInfer's own bound."""
+_MIN_SPLIT = 128 // BLOCK_SIZE
+"""Fewest pages of context for one thread block: FlashInfer's own bound."""
 
 _TILES = (16, 64, 128)
-"""Query rows of a block of threads, where each query head of a key-value head is a row."""
+"""Query rows of one thread block; each query head of a key-value head is a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """The pages of a step's sequences, as FlashInfer wants them. All int32.
+    """The pages of a step's sequences in FlashInfer's format. All arrays are int32.
 
     Attributes:
         indptr: Sequence s has the pages `indices[indptr[s]:indptr[s + 1]]`. [S + 1]
-        indices: Pages of all sequences, one after the other.
+        indices: Pages of all sequences, concatenated.
         last_page_len: Tokens in each sequence's last page: 1 to BLOCK_SIZE. [S]
     """
 
@@ -54,7 +54,7 @@ class PageTable:
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
-        """Of all sequences of a step."""
+        """Makes the table of a step."""
         counts = -(-batch.context_lens // np.int32(BLOCK_SIZE))
         indptr = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
@@ -68,7 +68,7 @@ class Geometry:
     """How FlashInfer divides attention on a device.
 
     Attributes:
-        sms: Of the whole device: it does not know of partitions.
+        sms: SMs of the whole device: FlashInfer does not know of partitions.
     """
 
     heads: Heads
@@ -76,39 +76,38 @@ class Geometry:
 
     @property
     def splits(self) -> int:
-        """Blocks of threads a key-value head that run at once, two an SM."""
+        """Thread blocks per key-value head that run at once, with two on each SM."""
         return max(1, 2 * self.sms // self.heads.num_kv)
 
     @property
     def decode_tile(self) -> int:
-        """Query rows of a block of threads that decodes."""
+        """Query rows of a decode's thread block."""
         group = self.heads.num_q // self.heads.num_kv
         return next((tile for tile in _TILES if group <= tile), _TILES[-1])
 
     def decode_blocks(self, decodes: int) -> int:
-        """Blocks of threads a key-value head that a captured step of so many decodes starts, needed or not."""
+        """Returns the thread blocks per key-value head that a captured step of this size starts, needed or not."""
         rows = decodes * self.heads.num_q // self.heads.num_kv
         return max(self.splits, -(-rows // self.decode_tile) + decodes - 1)
 
-    def workspace_bytes(self, most_decodes: int) -> int:
-        """Room for every block's partial results; they are bf16, and have room for float32 here."""
-        rows = max(self.splits * _TILES[-1], self.decode_blocks(most_decodes) * self.decode_tile)
-        return max(_LEAST_WORKSPACE, rows * self.heads.num_q * (self.heads.dim + 1) * 4 + 1024)
+    def workspace_bytes(self, max_decodes: int) -> int:
+        """Returns the bytes of all partial results. They are bf16; this leaves room for float32."""
+        rows = max(self.splits * _TILES[-1], self.decode_blocks(max_decodes) * self.decode_tile)
+        return max(_MIN_WORKSPACE, rows * self.heads.num_q * (self.heads.dim + 1) * 4 + 1024)
 
     def split_pages(self, page_counts: IntArray) -> int | None:
-        """Pages of context a block of threads, so that one long sequence among many short ones doesn't set the pace.
+        """Chooses the pages of context per thread block, so that one long sequence does not delay many short ones.
 
-        FlashInfer's own choice never has more blocks than run at once, so that it leaves every sequence whole where
-        there are that many of them.
+        FlashInfer never starts more blocks than run at once, and so does not split any sequence of a large batch.
 
         Args:
-            page_counts: Of each decoding sequence.
+            page_counts: Pages of each decoding sequence.
 
         Returns:
-            The fewest pages with which the step stays within `decode_blocks`; None: nothing needs to be split.
+            The fewest pages with which the step stays within `decode_blocks`; None if nothing needs splitting.
         """
         limit = self.decode_blocks(len(page_counts))
-        low, high = _LEAST_SPLIT, max(_LEAST_SPLIT, int(page_counts.max()))
+        low, high = _MIN_SPLIT, max(_MIN_SPLIT, int(page_counts.max()))
         while low < high:
             middle = (low + high) // 2
             if int((-(-page_counts // middle)).sum()) > limit:
@@ -124,48 +123,48 @@ class FlashInferOps(TritonOps):
     Args:
         library: The module `flashinfer`.
         dtype: float16 or bfloat16.
-        most_decodes: Of one step.
+        max_decodes: Most decodes of one step.
     """
 
     kernels: ClassVar[str] = "FlashInfer"
 
     def __init__(
-        self, library: Any, heads: Heads, dtype: torch.dtype, device: torch.device, sms: int, most_decodes: int
+        self, library: Any, heads: Heads, dtype: torch.dtype, device: torch.device, sms: int, max_decodes: int
     ) -> None:
         super().__init__()
         self._library = library
         self._dtype = dtype
         self._device = device
-        self._most_decodes = most_decodes
+        self._max_decodes = max_decodes
         self._geometry = Geometry(heads, sms)
-        # It must be zero at first, says FlashInfer.
-        self._workspace = torch.zeros(self._geometry.workspace_bytes(most_decodes), dtype=torch.uint8, device=device)
+        # FlashInfer requires zeros at first.
+        self._workspace = torch.zeros(self._geometry.workspace_bytes(max_decodes), dtype=torch.uint8, device=device)
         self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=True, backend="fa2"
         )
         self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend="fa2")
         self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def beside(self) -> Self:
+    def with_own_workspaces(self) -> Self:
         heads, sms = self._geometry.heads, self._geometry.sms
-        return type(self)(self._library, heads, self._dtype, self._device, sms, self._most_decodes)
+        return type(self)(self._library, heads, self._dtype, self._device, sms, self._max_decodes)
 
     def graphed(self, size: int, pages: "PageBuffer") -> "GraphedDecodeOps":
-        """Ops for steps of exactly `size` decodes, of which everything but `prepare` can be captured."""
+        """Returns ops for steps of exactly `size` decodes. Everything but `prepare` can be captured."""
         return GraphedDecodeOps(self._library, self._geometry, self._dtype, self._workspace, size, pages)
 
     def compile_attention(self) -> None:
-        """Builds FlashInfer's kernels, or finds them built. Planning is what makes it do so.
+        """Builds FlashInfer's kernels, or finds them in its cache, by planning a step.
 
         Raises:
-            RuntimeError, OSError: That does not work here.
+            RuntimeError, OSError: They can't be built on this machine.
         """
         self.prepare(one_token(self._device))
 
     def prepare(self, batch: DeviceBatch) -> None:
-        self._staged.synchronize()  # what the last plan put into pinned memory has been copied
+        self._staged.synchronize()  # the last plan has been copied from pinned memory
         table = PageTable.of(batch.host)
-        indices = pack([table.indices], self._device)[0]
+        indices = upload_arrays([table.indices], self._device)[0]
         d = batch.num_decodes
         if d:
             self._decode.plan(
@@ -197,28 +196,28 @@ class FlashInferOps(TritonOps):
 
 
 class PageBuffer:
-    """Device memory for the page tables of a lane's captured decodes, whose addresses the graphs know.
+    """Device memory, at fixed addresses, for the page tables of a lane's captured decodes.
 
     Args:
-        most_decodes: Of a captured step.
-        most_pages: Of one sequence.
+        max_decodes: Most decodes of a captured step.
+        max_pages: Most pages of one sequence.
     """
 
-    def __init__(self, most_decodes: int, most_pages: int, device: torch.device) -> None:
-        size = packed_size([most_decodes + 1, most_decodes, most_decodes * most_pages])
+    def __init__(self, max_decodes: int, max_pages: int, device: torch.device) -> None:
+        size = upload_size([max_decodes + 1, max_decodes, max_decodes * max_pages])
         self.numbers = torch.zeros(size, dtype=torch.int32, device=device)
 
     def views(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where `pack` puts indptr [size + 1], last_page_len [size] and indices (the rest) of `size` sequences."""
-        last, indices = packed_size([size + 1]), packed_size([size + 1, size])
+        """Returns where `upload_arrays` puts indptr [size + 1], last_page_len [size] and indices (the rest)."""
+        last, indices = upload_size([size + 1]), upload_size([size + 1, size])
         return self.numbers[: size + 1], self.numbers[last : last + size], self.numbers[indices:]
 
 
 class GraphedDecodeOps(TritonOps):
-    """See `engine.ops.base.Ops`, for steps of exactly `size` decodes: `prepare` each step, capture the rest once.
+    """See `engine.ops.base.Ops`. For steps of exactly `size` decodes: `prepare` each step, capture the rest once.
 
-    The first `prepare` goes through FlashInfer's wrapper. The later ones call the planner behind it and nothing else:
-    the wrapper would spend tenths of a millisecond on what this back end doesn't need, and copy three times.
+    The first `prepare` uses FlashInfer's wrapper. Later ones call only its planner: the wrapper would spend tenths of a
+    millisecond on work not needed here, and copy three times.
     """
 
     def __init__(
@@ -262,11 +261,13 @@ class GraphedDecodeOps(TritonOps):
         if self._captured_plan is None:
             self._captured_plan = self._first_plan(table)
         else:
-            pack([table.indptr, table.last_page_len, table.indices], self._workspace.device, self._pages.numbers)
+            upload_arrays(
+                [table.indptr, table.last_page_len, table.indices], self._workspace.device, self._pages.numbers
+            )
             if self._next_plan(table, batch.host.context_lens) != self._captured_plan:
                 raise RuntimeError(
-                    f"FlashInfer plans a step of {self._size} decodes otherwise than the captured one: its version is "
-                    "not one that this back end knows; install the extra `gpu` of CPD"
+                    f"FlashInfer's plan of {self._size} decodes differs from the captured one: this version of "
+                    "FlashInfer is not supported; install CPD with its extra `gpu`"
                 )
         self._staged.record()
 
@@ -276,7 +277,7 @@ class GraphedDecodeOps(TritonOps):
         return out.view(self._size, -1)
 
     def _first_plan(self, table: PageTable) -> list[int]:
-        """With FlashInfer's own division: the one that is marked as split whatever the contexts."""
+        """Plans with FlashInfer's own division, which is marked as split for any contexts."""
         self._wrapper.plan(
             torch.from_numpy(table.indptr),
             torch.from_numpy(table.indices),
@@ -307,13 +308,13 @@ class GraphedDecodeOps(TritonOps):
             -1,  # sliding window: none
             -1 if split is None else split,
             False,  # never split
-            0,  # blocks of other kernels beside it
+            0,  # thread blocks reserved for other kernels
         )
         return list(planned)
 
 
 def _shape(heads: Heads, dtype: torch.dtype, dim: str = "head_dim") -> dict[str, Any]:
-    """Arguments of every plan. FlashInfer's defaults are float16 and no causal mask."""
+    """Returns the arguments of every plan. FlashInfer's defaults are float16 and no causal mask."""
     return {
         "num_qo_heads": heads.num_q,
         "num_kv_heads": heads.num_kv,
@@ -325,14 +326,14 @@ def _shape(heads: Heads, dtype: torch.dtype, dim: str = "head_dim") -> dict[str,
 
 
 def _run(wrapper: Any, q: torch.Tensor, kv: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Attention of a planned step. FlashInfer scales by 1 / sqrt(D) and by `q_scale`.
+    """Computes attention of a planned step. FlashInfer scales by 1 / sqrt(D) and by `q_scale`.
 
-    Kernels that start before the one before them has ended (PDL) would have to know of each other; Triton's don't.
+    PDL lets a kernel start before the previous one has ended; it stays off, since Triton's kernels do not support it.
     """
     wrapper.run(q, kv, q_scale=scale * math.sqrt(q.shape[-1]), out=out, enable_pdl=False)
 
 
 def _pinned(array: IntArray, device: torch.device) -> torch.Tensor:
-    """Host memory that a wrapper reads, and copies to the device without waiting."""
+    """Copies an array to host memory from which a wrapper can copy to the device without waiting."""
     tensor = torch.from_numpy(np.ascontiguousarray(array, np.int32))
     return tensor.pin_memory() if device.type == "cuda" else tensor

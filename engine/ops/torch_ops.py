@@ -1,4 +1,4 @@
-"""Ops of plain torch: right on every device, fast on none. The fallback, and the reference for the other back ends."""
+"""Ops of plain torch: correct on every device, fast on none. The fallback, and the tests' reference for the others."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,15 +12,15 @@ from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
 from engine.ops.buffers import upload
 
 _DECODES_AT_ONCE = 16
-"""Decodes whose contexts are gathered and padded to one length."""
+"""Decodes whose contexts are gathered together, padded to one length."""
 
 _MASK_ELEMENTS = 1 << 22
-"""A prefill's attention mask is at most this large; longer ones go in pieces."""
+"""Largest attention mask of a prefill. A longer prefill is computed in pieces."""
 
 
 @dataclass(slots=True)
 class _Decodes:
-    """Leading sequences `start:stop` of a step, with one query each."""
+    """Leading sequences `start:stop` of a step, each with one query."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class _Decodes:
 
 @dataclass(slots=True)
 class _Prefill:
-    """One sequence's queries `start:stop`, the first of which stands at position `position`."""
+    """Queries `start:stop`, of one sequence; the first one is at `position`."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ class TorchOps:
     def __init__(self) -> None:
         self._plan: _Plan | None = None
 
-    def beside(self) -> Self:
+    def with_own_workspaces(self) -> Self:
         return type(self)()
 
     def prepare(self, batch: DeviceBatch) -> None:
@@ -117,7 +117,7 @@ class TorchOps:
         out = torch.empty(num_tokens, kv_heads, num_q // kv_heads, dim, dtype=q.dtype, device=q.device)
         for part in self._plan.decodes:
             keys, values = _gather(kv, part.pages)
-            # Beyond the context lie other sequences' leftovers: the mask alone does not keep a NaN out.
+            # Slots beyond the context hold stale values: the mask alone does not exclude a NaN.
             outside = ~part.mask[:, None, :, None]
             keys.masked_fill_(outside, 0)
             values.masked_fill_(outside, 0)
@@ -140,7 +140,7 @@ class TorchOps:
 
 
 def _gather(kv: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of sequences with the pages [n, B], each in one copy: [n, Hkv, B * BS, D]."""
+    """Copies keys and values of sequences with the pages [n, B]: two tensors [n, Hkv, B * BS, D]."""
     _, _, kv_heads, block_size, dim = kv.shape
     row = block_size * dim  # one head's keys or values of one page
     page_rows = kv.stride(0) // row
@@ -154,7 +154,7 @@ def _gather(kv: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float) -> torch.Tensor:
-    """Attention of queries that stand at `position` and after.
+    """Computes attention of queries whose first one is at `position`.
 
     q: [Hkv, G, n, D], k and v: [Hkv, 1, position + n or more, D] -> [Hkv, G, n, D]
     """
@@ -170,7 +170,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, sc
     for start in range(0, n, tile):
         stop = min(start + tile, n)
         end = position + stop
-        places = torch.arange(end, device=q.device)
-        mask = places <= places[position + start :, None]
+        positions = torch.arange(end, device=q.device)
+        mask = positions <= positions[position + start :, None]
         results.append(F.scaled_dot_product_attention(q[:, :, start:stop], *context(end), attn_mask=mask, scale=scale))
     return torch.cat(results, dim=2)

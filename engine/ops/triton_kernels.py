@@ -1,7 +1,7 @@
-"""Fused elementwise kernels in Triton. Called through `engine.ops.triton_ops`; letters as in `engine.ops.base`.
+"""Fused elementwise kernels in Triton, called by `engine.ops.triton_ops`. Shapes use the letters of `engine.ops.base`.
 
-They round where plain torch does: each result of an operation that the model's own definition names. No count that
-differs from step to step is an argument, since each class of numbers would be compiled anew in the middle of serving.
+They round after the same operations as plain torch. No argument is a count that varies between steps: Triton would
+compile a kernel anew for each class of numbers while serving.
 """
 
 import triton
@@ -11,7 +11,7 @@ from triton import TritonError as TritonError
 
 @triton.jit
 def rms_norm(x, weight, out, eps, width: tl.constexpr, block: tl.constexpr):
-    """One row [width] a program."""
+    """RMSNorm. Each program computes one row [width]."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, block)
     inside = column < width
@@ -21,7 +21,7 @@ def rms_norm(x, weight, out, eps, width: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def add_rms_norm(x, residual, weight, eps, width: tl.constexpr, block: tl.constexpr):
-    """One row [width] a program: `residual += x`, then `x` becomes the norm of the sum."""
+    """Adds `x` to `residual`, and writes the norm of the sum to `x`. Each program computes one row [width]."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, block)
     inside = column < width
@@ -34,7 +34,7 @@ def add_rms_norm(x, residual, weight, eps, width: tl.constexpr, block: tl.conste
 
 @triton.jit
 def _norm(wide, weight, out, eps, column, inside, width: tl.constexpr):
-    """Of a row in float32, zero outside."""
+    """Writes the norm of a float32 row that is zero outside `width`."""
     dtype = out.dtype.element_ty
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)).to(dtype)
     scaled = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) * normed.to(tl.float32)
@@ -43,7 +43,7 @@ def _norm(wide, weight, out, eps, column, inside, width: tl.constexpr):
 
 @triton.jit
 def silu_mul(gate_up, out, width: tl.constexpr, block: tl.constexpr):
-    """`block` columns of one row [2 width] a program."""
+    """silu(gate) · up. Each program computes `block` columns of one row [2 width]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
@@ -74,7 +74,7 @@ def rope_store(
     heads: tl.constexpr,
     half_block: tl.constexpr,
 ):
-    """`heads` of the query, key and value heads of one token a program, as the halves [heads, dim / 2] that turn."""
+    """RoPE and store into pages. Each program computes `heads` heads of a token as two halves [heads, dim / 2]."""
     half: tl.constexpr = dim // 2
     total: tl.constexpr = num_q + 2 * num_kv
     token = tl.program_id(0).to(tl.int64)
@@ -94,26 +94,26 @@ def rope_store(
     cos = tl.load(angle, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angle + half, mask=i < half, other=0.0)[None, :]
     is_value = (head >= num_q + num_kv)[:, None]
-    turned_first = tl.where(is_value, first, (a * cos - b * sin).to(dtype))
-    turned_second = tl.where(is_value, second, (b * cos + a * sin).to(dtype))
+    rotated_first = tl.where(is_value, first, (a * cos - b * sin).to(dtype))
+    rotated_second = tl.where(is_value, second, (b * cos + a * sin).to(dtype))
 
     query = q_out + (token * num_q + head[:, None]) * dim + i[None, :]
     is_query = inside & (head < num_q)[:, None]
-    tl.store(query, turned_first, mask=is_query)
-    tl.store(query + half, turned_second, mask=is_query)
+    tl.store(query, rotated_first, mask=is_query)
+    tl.store(query + half, rotated_second, mask=is_query)
 
     slot = tl.load(slots + token)
     page = (slot // page_tokens).to(tl.int64)
-    row = (head - num_q) * page_tokens + slot % page_tokens  # of a page's layer [2, Hkv, BS]: keys, then values
-    place = kv + page * page_stride + row[:, None] * dim + i[None, :]
-    is_kept = inside & (head >= num_q)[:, None]
-    tl.store(place, turned_first, mask=is_kept)
-    tl.store(place + half, turned_second, mask=is_kept)
+    row = (head - num_q) * page_tokens + slot % page_tokens  # in a page's layer [2, Hkv, BS]: keys, then values
+    target = kv + page * page_stride + row[:, None] * dim + i[None, :]
+    is_stored = inside & (head >= num_q)[:, None]
+    tl.store(target, rotated_first, mask=is_stored)
+    tl.store(target + half, rotated_second, mask=is_stored)
 
 
 @triton.jit
 def _scaled(x, is_q, q_weight, k_weight, inside, dtype: tl.constexpr):
-    """Normed halves of heads times the weights of queries or keys, rounded as torch does."""
+    """Multiplies normalised halves of heads by the weights of queries or keys, rounding as torch does."""
     q = tl.load(q_weight, mask=inside, other=0.0).to(tl.float32)[None, :]
     k = tl.load(k_weight, mask=inside, other=0.0).to(tl.float32)[None, :]
     return (tl.where(is_q, q, k) * x.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)

@@ -1,6 +1,6 @@
-"""Ops for GPUs of fused Triton kernels, with torch's attention.
+"""Ops for GPUs with fused Triton kernels and torch's attention.
 
-Needs the package `triton`, which torch for CUDA brings along.
+Needs the package `triton`, which comes with torch for CUDA.
 """
 
 from typing import ClassVar
@@ -15,7 +15,7 @@ from engine.ops.torch_ops import TorchOps
 
 _SILU_BLOCK = 1024
 _ROPE_HEADS = 8
-"""Heads that one program turns."""
+"""Heads that one program of `rope_store` computes."""
 
 
 class TritonOps(TorchOps):
@@ -34,10 +34,10 @@ class TritonOps(TorchOps):
         self._kernels = triton_kernels
 
     def compile(self, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
-        """Builds every kernel, or finds it built, by running it on one token.
+        """Builds every kernel, or finds it in Triton's cache, by running it on one token.
 
         Raises:
-            RuntimeError, OSError, SubprocessError: That does not work here.
+            RuntimeError, OSError, SubprocessError: They can't be built on this machine.
         """
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ class TritonOps(TorchOps):
             batch.positions,
             batch.slots,
             cos_sin,
-            qkv if q_norm is None else q_norm,  # not looked at then, but a kernel's argument must be some pointer
+            qkv if q_norm is None else q_norm,  # unused without norms, but the argument must be a pointer
             qkv if k_norm is None else k_norm,
             q,
             kv,
@@ -112,13 +112,13 @@ class TritonOps(TorchOps):
 
 
 def one_token(device: torch.device) -> DeviceBatch:
-    """A step of one token, the second of its sequence."""
+    """Makes a step of one token, the second of its sequence."""
     one = np.ones(1, np.int32)
     return DeviceBatch.of(Batch(one, one, one, np.array([0, 1], np.int32), one, one[:, None], 1, []), device)
 
 
 def _row_of(width: int) -> dict[str, int]:
-    """How a program works on a row of so many numbers."""
+    """Returns the launch parameters for rows of this width."""
     block = _power_of_2(width)
     return {"width": width, "block": block, "num_warps": min(max(block // 512, 4), 16)}
 
@@ -128,5 +128,5 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """The next one."""
+    """Returns the smallest power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,1 +1,1 @@
-"""What `cpd profile` measures: how long the steps of one model take on this device."""
+"""Measures how long the steps of a model take on this device, for `cpd profile`."""

@@ -1,7 +1,7 @@
-"""Measures all lanes of a runner: each share of the device alone, and the lanes of a split beside each other."""
+"""Measures all lanes of a runner: each share of the device alone, and both lanes of each split at the same time."""
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -9,13 +9,13 @@ from cpd.performance.fit import Sample
 from engine.batch import Batch
 from engine.execution.executor import Executor, Lane, Split
 from engine.profile.measure import Limits, Progress, allowed, decode_series, measure, mixed_series, prefill_series
-from engine.profile.steps import Step, StepBatches, StepTimer
+from engine.profile.steps import RunStep, Step, StepBatches, step_timer
 
-COMPANY_MS = 2000.0
-"""The prefill beside measured decodes takes no longer than this."""
+MAX_BACKGROUND_MS = 2000.0
+"""Longest prefill that runs in the background of measured decodes."""
 
-COMPANY_SEQS = 16
-"""The decodes beside measured prefills are at most so many."""
+MAX_BACKGROUND_SEQS = 16
+"""Most decodes that run in the background of measured prefills."""
 
 _DECODES = [[Step.decode(seqs, context) for seqs in (1, 8, 64)] for context in (256, 2048)]
 _PREFILLS = [[Step.prefill(tokens) for tokens in (64, 256, 1024)]]
@@ -23,12 +23,12 @@ _TRIES = 3
 
 
 def measure_samples(runner: Executor, limits: Limits, seconds: float, on_progress: Progress) -> list[Sample]:
-    """Measures what a profile is fitted to.
+    """Measures the samples to which a profile is fitted.
 
     Args:
-        runner: Used by this thread alone.
-        limits: Of its steps.
-        seconds: To spend, divided evenly among the shares of the device and the splits.
+        runner: Runner that only this thread uses.
+        limits: Limits of its steps.
+        seconds: Time to spend, divided equally among shares of the device and splits.
     """
     lanes = {_share(lane): lane for split in runner.splits for lane in (split.prefill, split.decode)}
     lanes[1.0] = runner.full
@@ -42,7 +42,7 @@ def measure_samples(runner: Executor, limits: Limits, seconds: float, on_progres
     alone: dict[float, dict[Step, float]] = {}
     samples: list[Sample] = []
     for share, lane in lanes.items():
-        alone[share] = dict(measure(StepTimer(lane, batches), series, seconds / rounds, progress))
+        alone[share] = dict(measure(step_timer(lane, batches), series, seconds / rounds, progress))
         samples += [Sample(step.work, ms, share) for step, ms in alone[share].items()]
         done += 1
     for split in runner.splits:
@@ -59,89 +59,79 @@ def _measure_split(
     seconds: float,
     on_progress: Callable[[float], None],
 ) -> list[Sample]:
-    """Each lane of a split while the other one is busy.
+    """Measures each lane of a split while the other one is busy.
 
     Args:
-        alone: Times of the steps of each share without company.
+        alone: Times of each share's steps while the other lane was idle.
     """
-    prefill, decode = _company(alone[_share(split.prefill)], alone[_share(split.decode)], limits.pages // 2)
+    prefill, decode = _background(alone[_share(split.prefill)], alone[_share(split.decode)], limits.pages // 2)
     samples: list[Sample] = []
 
     def progress(done: int, fraction: float) -> None:
         on_progress((done + fraction) / 2)
 
-    for done, lane, timer_of, company, series in (
-        (0, split.decode, BesidePrefill, prefill, _DECODES),
-        (1, split.prefill, BesideDecodes, decode, _PREFILLS),
+    for done, lane, timed, background, series in (
+        (0, split.decode, decodes_during_prefill, prefill, _DECODES),
+        (1, split.prefill, prefills_during_decodes, decode, _PREFILLS),
     ):
-        room = replace(limits, pages=limits.pages - company.pages)
-        busy, batches = StepBatches(runner).make(company), StepBatches(runner, skip=company.pages)
-        with closing(timer_of(split, busy, batches)) as timer:
-            measured = measure(timer, allowed(room, series), seconds / 2, partial(progress, done))
-        samples += [Sample(step.work, ms, _share(lane), company.work) for step, ms in measured]
+        remaining = replace(limits, pages=limits.pages - background.pages)
+        busy, batches = StepBatches(runner).make(background), StepBatches(runner, skip=background.pages)
+        with timed(split, busy, batches) as run:
+            measured = measure(run, allowed(remaining, series), seconds / 2, partial(progress, done))
+        samples += [Sample(step.work, ms, _share(lane), background.work) for step, ms in measured]
     return samples
 
 
-class BesidePrefill:
-    """Times decodes on one lane of a split, while the other one prefills without a pause."""
+@contextmanager
+def decodes_during_prefill(split: Split, prefill: Batch, batches: StepBatches) -> Iterator[RunStep]:
+    """Times decodes on one lane of a split while the other one prefills continuously."""
 
-    def __init__(self, split: Split, prefill: Batch, batches: StepBatches) -> None:
-        self._split = split
-        self._prefill = prefill
-        self._batches = batches
-        split.prefill.launch(prefill)
-
-    def __call__(self, step: Step) -> float:
-        """ms that it ran. The other lane was busy to the end, unless the step is too long for that."""
-        batch = self._batches.make(step)
-        for _ in range(_TRIES):
-            if self._split.prefill.done():
-                self._split.prefill.collect()
-                self._split.prefill.launch(self._prefill)
-            self._split.decode.launch(batch)
-            ms = self._split.decode.collect().ms
-            if not self._split.prefill.done():
+    def run(step: Step) -> float:
+        batch = batches.make(step)
+        for _ in range(_TRIES):  # a step that is longer than the prefill never has it all the time
+            if split.prefill.done():
+                split.prefill.collect()
+                split.prefill.launch(prefill)
+            split.decode.launch(batch)
+            ms = split.decode.collect().ms
+            if not split.prefill.done():
                 break
         return ms
 
-    def close(self) -> None:
-        """Waits for the other lane."""
-        self._split.prefill.collect()
+    split.prefill.launch(prefill)
+    try:
+        yield run
+    finally:
+        split.prefill.collect()
 
 
-class BesideDecodes:
-    """Times prefills on one lane of a split, while the other one decodes without a pause."""
+@contextmanager
+def prefills_during_decodes(split: Split, decode: Batch, batches: StepBatches) -> Iterator[RunStep]:
+    """Times prefills on one lane of a split while the other one decodes continuously."""
 
-    def __init__(self, split: Split, decode: Batch, batches: StepBatches) -> None:
-        self._split = split
-        self._decode = decode
-        self._batches = batches
+    def run(step: Step) -> float:
+        split.prefill.launch(batches.make(step))
+        while not split.prefill.done():
+            split.decode.launch(decode)
+            split.decode.collect()
+        return split.prefill.collect().ms
 
-    def __call__(self, step: Step) -> float:
-        """ms that it ran."""
-        self._split.prefill.launch(self._batches.make(step))
-        while not self._split.prefill.done():
-            self._split.decode.launch(self._decode)
-            self._split.decode.collect()
-        return self._split.prefill.collect().ms
-
-    def close(self) -> None:
-        """Nothing runs."""
+    yield run
 
 
-def _company(prefills: Mapping[Step, float], decodes: Mapping[Step, float], pages: int) -> tuple[Step, Step]:
-    """A long prefill and a batch of decodes that keep a lane busy, among steps that were measured."""
+def _background(prefills: Mapping[Step, float], decodes: Mapping[Step, float], pages: int) -> tuple[Step, Step]:
+    """Chooses a long prefill and a batch of decodes from the measured steps, to keep a lane busy."""
     prefill = max(
         (step for step in prefills if len(step.chunks) == 1 and step.pages <= pages),
-        key=lambda step: prefills[step] if prefills[step] <= COMPANY_MS else -prefills[step],
+        key=lambda step: prefills[step] if prefills[step] <= MAX_BACKGROUND_MS else -prefills[step],
     )
+    fitting = (step for step in decodes if step.work.is_decode and step.pages <= pages)
     decode = max(
-        (step for step in decodes if step.work.is_decode and step.pages <= pages and len(step.chunks) <= COMPANY_SEQS),
-        key=lambda step: step.work.context,
+        (step for step in fitting if len(step.chunks) <= MAX_BACKGROUND_SEQS), key=lambda step: step.work.context
     )
     return prefill, decode
 
 
 def _share(lane: Lane) -> float:
-    """The two thirds of one split are those of another one, whatever the rounding."""
+    """Rounds a lane's share, so that equal shares of different splits compare equal."""
     return round(lane.share, 6)

@@ -1,4 +1,4 @@
-"""The plots of `cpd profile`, as plotly.js' own JSON with the colour names of `bench.report.page`."""
+"""Plots of `cpd profile`, as plotly.js' JSON with the colour names of `bench.report.page`."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -8,17 +8,16 @@ from typing import Any
 from cpd.performance.fit import Sample
 from cpd.performance.model import PerfModel, Profile, Work
 from engine.profile.budget import BudgetSweep
-from engine.profile.splits import SplitTable
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What a chart of a page needs.
+    """A chart.
 
     Attributes:
-        title: What is seen, with the unit.
-        traces, layout: plotly.js' own.
-        note: How to read it.
+        title: Title with the unit.
+        traces, layout: See plotly.js.
+        note: How to read the chart.
     """
 
     title: str
@@ -28,9 +27,9 @@ class Plot:
 
 
 def profile_plots(profile: Profile, samples: Sequence[Sample]) -> list[Plot]:
-    """Measured steps against what the profile predicts for them, and what a share of the device is worth."""
+    """Plots measured and predicted steps, and the speed on shares of the device."""
     model = PerfModel(profile)
-    whole = [sample for sample in samples if sample.share == 1 and not sample.beside]
+    whole = [sample for sample in samples if sample.share == 1 and not sample.other_lane]
     decodes = _grouped((s.work.context // s.work.seqs, s) for s in whole if s.work.is_decode)
     prefills = _grouped((s.work.context - s.work.tokens, s) for s in whole if s.work.tokens > s.work.seqs == 1)
     note = "Dots are measured, lines predicted."
@@ -45,13 +44,13 @@ def profile_plots(profile: Profile, samples: Sequence[Sample]) -> list[Plot]:
 
 
 def budget_plot(sweep: BudgetSweep) -> Plot:
-    """The Pareto curve."""
+    """Plots the Pareto curve of token budgets."""
     points = sweep.points
     curve = {
         "type": "scatter",
         "mode": "lines+markers+text",
         "name": "token budget",
-        "x": [point.stretch for point in points],
+        "x": [point.slowdown for point in points],
         "y": [point.prefill_ms for point in points],
         "text": [str(point.token_budget) for point in points],
         "textposition": "top right",
@@ -61,24 +60,12 @@ def budget_plot(sweep: BudgetSweep) -> Plot:
         "type": "scatter",
         "mode": "markers",
         "name": "knee",
-        "x": [sweep.knee.stretch],
+        "x": [sweep.knee.slowdown],
         "y": [sweep.knee.prefill_ms],
         "marker": {"color": "$good", "size": 14, "symbol": "circle-open"},
     }
-    layout = {"xaxis": _axis("decode stretch", log=True), "yaxis": _axis("prefill, ms", log=True)}
-    return Plot("Prefill latency against decode stretch", [curve, knee], layout, "Nearer to the lower left is better.")
-
-
-def split_plot(found: SplitTable) -> Plot:
-    """Both lanes over the split."""
-    units = [row.split.decode for row in found.rows]
-    traces = [
-        _line("prefill", units, [row.prefill_ms for row in found.rows], "$1"),
-        _line("decode step", units, [row.decode_ms for row in found.rows], "$2"),
-        _line("target", [units[0], units[-1]], [found.target_ms] * 2, "$muted", dash="dot"),
-    ]
-    layout = {"xaxis": _axis("units of the decode lane"), "yaxis": _axis("ms", log=True)}
-    return Plot("Time of each lane over the split, ms", traces, layout, f"Chosen: {found.choice.decode} for decode.")
+    layout = {"xaxis": _axis("decode slowdown", log=True), "yaxis": _axis("prefill, ms", log=True)}
+    return Plot("Prefill latency against decode slowdown", [curve, knee], layout, "Nearer to the lower left is better.")
 
 
 def _grouped(samples: Iterable[tuple[int, Sample]]) -> dict[int, list[Sample]]:
@@ -117,13 +104,13 @@ def _error_plot(model: PerfModel, samples: Sequence[Sample]) -> Plot:
             "mode": "markers",
             "name": name,
             "x": [s.ms for s in chosen],
-            "y": [100 * (model.step_ms(s.work, s.share, s.beside) / s.ms - 1) for s in chosen],
+            "y": [100 * (model.step_ms(s.work, s.share, s.other_lane) / s.ms - 1) for s in chosen],
             "marker": {"color": f"${index + 1}", "size": 6},
         }
         for index, (name, chosen) in enumerate(kinds.items())
     ]
     layout = {"xaxis": _axis("measured, ms", log=True), "yaxis": _axis("%")}
-    return Plot("Predicted against measured, %", traces, layout, "Above zero: predicted to take longer than it did.")
+    return Plot("Predicted against measured, %", traces, layout, "Above zero: predicted too long.")
 
 
 def _share_plot(profile: Profile, model: PerfModel) -> Plot:
@@ -141,12 +128,11 @@ def _share_plot(profile: Profile, model: PerfModel) -> Plot:
         "xaxis": {**_axis("share of the device"), "tickformat": ".0%"},
         "yaxis": {**_axis("speed"), "tickformat": ".0%", "rangemode": "tozero"},
     }
-    return Plot("Speed on a share of the device", traces, layout, "Against the whole device, nothing beside it.")
+    return Plot("Speed on a share of the device", traces, layout, "Relative to the whole device; other lane idle.")
 
 
-def _line(name: str, x: Sequence[float], y: Sequence[float], colour: str, dash: str = "solid") -> dict[str, Any]:
-    line = {"color": colour, "dash": dash}
-    return {"type": "scatter", "mode": "lines", "name": name, "x": list(x), "y": list(y), "line": line}
+def _line(name: str, x: Sequence[float], y: Sequence[float], colour: str) -> dict[str, Any]:
+    return {"type": "scatter", "mode": "lines", "name": name, "x": list(x), "y": list(y), "line": {"color": colour}}
 
 
 def _steps_over(x: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `cpd profile` does: loads a model as a worker does, measures it, and fits the performance model."""
+"""Runs `cpd profile`: loads a model as a worker does, measures it, and fits the performance model."""
 
 from functools import partial
 from pathlib import Path
@@ -8,61 +8,61 @@ from cpd.common.errors import ConfigError
 from cpd.performance.fit import Sample, fit_profile
 from cpd.performance.model import Profile
 from engine.execution.cpu.lanes import own_cores, use_threads
-from engine.execution.device import gpu_errors_said
+from engine.execution.device import explain_gpu_errors
 from engine.execution.runner import TorchRunner
-from engine.profile.about import about
 from engine.profile.budget import BudgetSweep, sweep_budget
+from engine.profile.labels import profile_labels
 from engine.profile.lanes import measure_samples
 from engine.profile.measure import Limits, Progress
 from engine.profile.settings import BudgetSettings, ProfileSettings
-from engine.profile.steps import Step, StepBatches, StepTimer
+from engine.profile.steps import Step, StepBatches, step_timer
 
 QUICK_S, THOROUGH_S = 60.0, 240.0
 BUDGET_S = 60.0
 
 
-@gpu_errors_said()
+@explain_gpu_errors()
 def run_profile(settings: ProfileSettings, model_dir: Path, on_progress: Progress) -> tuple[Profile, list[Sample]]:
     """Measures a model on this device.
 
     Args:
-        settings: What to measure. Nothing is written.
-        model_dir: The checkpoint.
+        settings: What to measure. No file is written.
+        model_dir: Directory of the checkpoint.
 
     Returns:
-        The profile, and what it was fitted to.
+        The profile, and the samples to which it was fitted.
 
     Raises:
-        CheckpointError: The model can't be run here.
-        ConfigError: Nor can it with these settings, or they leave too little to measure.
+        CheckpointError: The model can't run on this machine.
+        ConfigError: The model can't run with these settings, or they leave too little to measure.
     """
     runner = _load(settings, model_dir, on_progress)
     seconds = QUICK_S if settings.quick else THOROUGH_S
     samples = measure_samples(runner, _limits(settings, runner), seconds, on_progress)
     try:
-        here = about(model_dir, runner.dtype, runner.pool.device)
+        here = profile_labels(model_dir, runner.dtype, runner.pool.device)
         return fit_profile(samples, **here, page_bytes=runner.page_bytes), samples
     except ValueError as error:
         raise ConfigError(f"{error}; raise --max-num-seqs, --max-model-len or --kv-memory") from None
 
 
-@gpu_errors_said()
+@explain_gpu_errors()
 def run_budget(settings: BudgetSettings, model_dir: Path, on_progress: Progress) -> BudgetSweep:
-    """Sweeps the token budget of mixed batches.
+    """Measures token budgets of mixed batches.
 
     Raises:
-        CheckpointError: The model can't be run here.
-        ConfigError: Nor can it with these settings, or the pool is too small for the sweep.
+        CheckpointError: The model can't run on this machine.
+        ConfigError: The model can't run with these settings, or the pool is too small for the sweep.
     """
     runner = _load(settings, model_dir, on_progress)
     largest = Step.decode(settings.decodes, settings.context) + Step.prefill(settings.prompt)
     if not _limits(settings, runner).allow(largest):
         raise ConfigError(
             f"{settings.decodes} decodes of {settings.context} tokens and a prompt of {settings.prompt} do not fit; "
-            "raise --kv-memory, --max-num-seqs or --max-model-len, or ask for less"
+            "raise --kv-memory, --max-num-seqs or --max-model-len, or measure fewer or shorter ones"
         )
     return sweep_budget(
-        StepTimer(runner.full, StepBatches(runner)),
+        step_timer(runner.full, StepBatches(runner)),
         decodes=settings.decodes,
         context=settings.context,
         prompt=settings.prompt,

@@ -1,4 +1,4 @@
-"""How the two lanes would share a profiled device."""
+"""Predicts how the two lanes share a profiled device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from cpd.performance.split import Device, LaneLoad, LaneSplit, lane_split, lane_
 
 DECODES = (1, 4, 16, 64, 128)
 CONTEXTS = (256, 1024, 4096)
-"""Loads for which splits are prepared."""
+"""Decodes and context lengths for which splits are prepared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """One split.
+    """Prediction for one split.
 
     Attributes:
         split: Units of each lane.
-        prefill_ms: The prompt on its lane, beside the decodes.
-        decode_ms: A decode step on the other, beside the prompt.
-        keeps_target: Whether decode does.
-        prepared: Whether it is one of the few prepared at start.
+        prefill_ms: Time of the prompt while the other lane decodes.
+        decode_ms: Time of a decode step while the other lane prefills.
+        keeps_target: True if the decode step is within its target.
+        prepared: True if workers prepare this split.
     """
 
     split: LaneSplit
@@ -33,13 +33,13 @@ class SplitRow:
 
 @dataclass(frozen=True, slots=True)
 class SplitTable:
-    """All splits for one load.
+    """Predictions of all splits for one load.
 
     Attributes:
-        rows: Smallest decode lane first.
-        choice: The best of all for this load.
-        target_ms: Longest decode step wanted.
-        alone_ms: Prompt and decode step, each on the whole device and undisturbed.
+        rows: Splits from the smallest decode lane to the largest.
+        choice: Best split for this load.
+        target_ms: Target for a decode step.
+        alone_ms: Times of prompt and decode step, each alone on the whole device.
     """
 
     rows: list[SplitRow]
@@ -54,10 +54,10 @@ def split_table(
     """Predicts every split.
 
     Args:
-        prompt: Tokens prefilled.
-        decodes, context: Decoding sequences, and the tokens of each.
-        itl_ms: Target of a decode step; 0: twice what it takes on the whole device.
-        prepared: How many splits are prepared.
+        prompt: Tokens to prefill.
+        decodes, context: Decoding sequences, and tokens of each.
+        itl_ms: Target for a decode step; 0 is twice its time on the whole device.
+        prepared: Number of splits that workers prepare.
 
     Raises:
         ConfigError: The device cannot be split.

@@ -1,5 +1,6 @@
-"""Steps to be measured, and the batches that a runner takes."""
+"""Steps to measure, and their batches for a runner."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
@@ -12,25 +13,28 @@ from engine.batch import Batch, SampleRow
 from engine.execution.executor import Executor, Lane
 from engine.types import SamplingParams
 
+RunStep = Callable[["Step"], float]
+"""Runs a step and returns its time in ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step computes.
+    """Shape of a step.
 
     Attributes:
-        chunks: Of each sequence: tokens computed, and tokens before them in the cache. Those of one token come first.
+        chunks: Computed tokens and cached tokens of each sequence. Sequences that compute one token come first.
     """
 
     chunks: tuple[tuple[int, int], ...]
 
     @classmethod
     def decode(cls, seqs: int, context_each: int) -> Self:
-        """One token for each of `seqs` sequences, each of which then has `context_each` tokens."""
+        """Makes a step of one token for each of `seqs` sequences, including which each has `context_each` tokens."""
         return cls(((1, context_each - 1),) * seqs)
 
     @classmethod
     def prefill(cls, tokens: int, before: int = 0) -> Self:
-        """A chunk of one sequence."""
+        """Makes a step of `tokens` tokens of one sequence that has `before` cached tokens."""
         return cls(((tokens, before),))
 
     def __add__(self, other: "Step") -> "Step":
@@ -38,20 +42,20 @@ class Step:
 
     @property
     def work(self) -> Work:
-        """The same for the performance model."""
+        """The step as work of the performance model."""
         return Work.total(Work.prefill(tokens, before) for tokens, before in self.chunks)
 
     @property
     def pages(self) -> int:
-        """Pages that its sequences need."""
+        """Number of pages that the sequences need."""
         return sum(blocks_for(tokens + before) for tokens, before in self.chunks)
 
 
 class StepBatches:
-    """Makes batches over scattered pages of a runner's pool, whose content does not matter.
+    """Makes batches over scattered pages of a runner's pool, with arbitrary content.
 
     Args:
-        skip: Pages that are left to the other lane.
+        skip: Number of pages left to the other lane.
     """
 
     def __init__(self, runner: Executor, skip: int = 0) -> None:
@@ -60,13 +64,13 @@ class StepBatches:
         self._touched = 1
 
     def make(self, step: Step) -> Batch:
-        """A batch of `step`. Each of its sequences samples one token, as a request does that says nothing about it.
+        """Makes a batch. Each sequence samples one token with default parameters.
 
         Raises:
             ValueError: The pool has too few pages.
         """
         if step.pages > len(self._order):
-            raise ValueError(f"a step over {step.pages} pages does not fit into {len(self._order)} of them")
+            raise ValueError(f"a step of {step.pages} pages does not fit into {len(self._order)} pages")
         self._touch(step.pages)
         counts, befores = np.array(step.chunks, np.int32).T
         contexts = befores + counts
@@ -94,20 +98,17 @@ class StepBatches:
         )
 
     def _touch(self, pages: int) -> None:
-        """Writes to the first `pages` pages: memory that nobody has written to may read faster than any other."""
+        """Writes to the first `pages` pages: memory that was never written may read faster."""
         for page in self._order[self._touched : pages].tolist():
             self._runner.copy_page(int(self._order[0]), page)
         self._touched = max(self._touched, pages)
 
 
-class StepTimer:
-    """Runs steps on one lane, and takes the time."""
+def step_timer(lane: Lane, batches: StepBatches) -> RunStep:
+    """Returns a function that runs steps on one lane."""
 
-    def __init__(self, lane: Lane, batches: StepBatches) -> None:
-        self._lane = lane
-        self._batches = batches
+    def run(step: Step) -> float:
+        lane.launch(batches.make(step))
+        return lane.collect().ms
 
-    def __call__(self, step: Step) -> float:
-        """ms that it ran."""
-        self._lane.launch(self._batches.make(step))
-        return self._lane.collect().ms
+    return run

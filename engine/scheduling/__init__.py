@@ -1,1 +1,1 @@
-"""Which sequences run, and which of their tokens the next step computes."""
+"""Decides which sequences run, and which of their tokens the next step computes."""

@@ -1,4 +1,4 @@
-"""Which waiting sequence may start, and in which pages."""
+"""Chooses the waiting sequence that may start next, and its pages."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Limits(NamedTuple):
-    """What sequences that start must leave.
+    """Limits for sequences that start.
 
     Attributes:
-        rows: That are free.
-        headroom: Pages that must stay available.
-        version: The scheduler's.
+        rows: Number of free rows.
+        headroom: Number of pages that must stay available.
+        version: The scheduler's version.
     """
 
     rows: int
@@ -26,9 +26,9 @@ class Admitted(NamedTuple):
     """A sequence that starts.
 
     Attributes:
-        pages: For all its tokens, held by it.
-        cached_tokens: What need not be computed.
-        found: Blocks found in the cache.
+        pages: Pages for all its tokens, already held.
+        cached_tokens: Number of its first tokens that need not be computed.
+        found: Number of its first blocks that were found in the cache.
     """
 
     seq: Sequence
@@ -37,22 +37,22 @@ class Admitted(NamedTuple):
     found: int
 
 
-class Prefix(NamedTuple):
-    """A sequence that waits for its prefix: `block` is the last one that something fills for it."""
+class WaitsForPrefix(NamedTuple):
+    """A sequence whose next blocks are being filled; `block` is the last of them."""
 
     seq: Sequence
     block: bytes
 
 
 class Admission:
-    """Takes sequences out of the waiting queue."""
+    """Takes the sequences that can start out of the waiting queue."""
 
     def __init__(self, waiting: WaitingQueue, cache: KVCacheManager) -> None:
         self._waiting = waiting
         self._cache = cache
 
     def first(self, now: float, limits: Limits) -> Sequence | None:
-        """The sequence to start next, unless it can't start as things are."""
+        """The sequence to start next; None if there is none, or if it is known not to fit at this version."""
         seq = self._waiting.first(now)
         if seq is None or self._waiting.is_blocked(seq, limits.version):
             return None
@@ -61,10 +61,10 @@ class Admission:
             return None
         return seq
 
-    def take_next(self, longest: int, now: float, limits: Limits) -> Admitted | Prefix | None:
-        """Takes the next sequence out, to start or to wait for its prefix. None: no sequence can start now.
+    def take_next(self, longest: int, now: float, limits: Limits) -> Admitted | WaitsForPrefix | None:
+        """Takes the next sequence out, to start or to wait for its prefix. Returns None if no sequence can start now.
 
-        One that lacks more tokens than `longest` waits for the prefill lane; meanwhile shorter ones may pass it.
+        A sequence that lacks more than `longest` tokens waits for the prefill lane; shorter ones may pass it meanwhile.
         """
         seq = self.first(now, limits)
         if seq is None:
@@ -72,22 +72,22 @@ class Admission:
         found, awaited = self._cache.find(seq.hashes, seq.num_tokens, limits.headroom)
         if awaited is not None:
             self._waiting.take(seq)
-            return Prefix(seq, awaited)
+            return WaitsForPrefix(seq, awaited)
         if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
             return self._take_passing(seq, longest, now, limits)
         return self._admit(seq, found, limits)
 
     def _take_passing(self, first: Sequence, longest: int, now: float, limits: Limits) -> Admitted | None:
-        """Admits a sequence that lacks no more than `longest` tokens, while `first` waits for the prefill lane.
+        """Admits a sequence that lacks at most `longest` tokens, while `first` waits for the prefill lane.
 
-        That costs `first` nothing: a row and all the pages that it may need are left to it. So it can start as soon as
-        the lane is free, which does not depend on the sequences that pass.
+        `first` does not start later for it: a row and all the pages that it may need stay available, and when the lane
+        becomes free does not depend on the sequences that pass.
         """
         if limits.rows < 2:
             return None
         left = self._cache.pool.available - limits.headroom - blocks_for(first.num_tokens) - 1
         for seq in self._waiting.passing(now):
-            # What it lacked when it came is cheap to know.
+            # First by what it lacked when it came, which is cheap to know.
             if seq.work.tokens > longest or blocks_for(seq.num_tokens) > left:
                 continue
             found = self._cache.pool.find(seq.hashes)
@@ -98,7 +98,7 @@ class Admission:
         return None
 
     def _admit(self, seq: Sequence, found: list[int], limits: Limits) -> Admitted | None:
-        """Admits a sequence whose first blocks are in the pages `found`. None: too few pages."""
+        """Admits a sequence whose first blocks are in the pages `found`. Returns None if there are too few pages."""
         pages = self._cache.allocate(found, seq.num_tokens, limits.headroom)
         if pages is None:
             self._waiting.block(seq, limits.version)

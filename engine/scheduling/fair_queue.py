@@ -1,14 +1,14 @@
 """The order of a waiting queue: by priority, fairly among tenants, then by deadline. Reads no clock.
 
     class      a higher priority goes first
-    tenant     within a class by deficit round robin: each round adds QUANTUM tokens to what a tenant may take, and the
-               round ends when its next item needs more (Shreedhar and Varghese, 1995)
-    deadline   within a tenant the earliest deadline first; items that would miss theirs, by how long they are predicted
-               to take, come after the others; those without a deadline come last; ties in the order of arrival
+    tenant     within a class by deficit round robin: each round adds QUANTUM tokens to a tenant's credit, and the round
+               ends when its next item needs more (Shreedhar and Varghese, 1995)
+    deadline   within a tenant the earliest deadline first; then items that are predicted to miss their deadlines; then
+               those without a deadline; ties in the order of arrival
 
-Beside all that, the item that has waited longest gets one token in AGED_SHARE. So none starves, whatever its class,
-tenant or deadline: an item that comes when W tokens wait, its own included, is taken before AGED_SHARE * W more, and
-those of the largest item, have been taken. What a tenant gets in this way counts against its next rounds.
+The item that has waited longest also gets one of AGED_SHARE tokens, whatever its class, tenant and deadline, so no item
+starves: if W tokens wait when it comes, its own included, it is taken before AGED_SHARE * W more tokens plus those of
+the largest item have been taken. These tokens count against the tenant's next rounds.
 """
 
 from bisect import bisect_left, insort
@@ -20,13 +20,13 @@ from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 QUANTUM = 512
-"""Tokens that a round adds to what a tenant may take."""
+"""Tokens that a round adds to a tenant's credit."""
 
 MAX_DEBT = 8 * QUANTUM
-"""The most that a tenant owes after its items were taken out of turn while no other one of its class waited."""
+"""Maximum debt of a tenant whose items were taken out of turn while no other tenant of its class waited."""
 
 AGED_SHARE = 8
-"""Larger: late requests and lower classes wait longer. Smaller: fewer deadlines are kept."""
+"""A larger value makes late requests and lower classes wait longer; a smaller one misses more deadlines."""
 
 T = TypeVar("T", bound=Hashable)
 
@@ -36,10 +36,10 @@ class Terms:
     """The terms on which an item waits.
 
     Attributes:
-        tokens: What taking it costs.
-        tenant: Whose it is.
-        priority: Its class.
-        deadline: When it should be done, in seconds by the clock of the queue's owner.
+        tokens: The cost of taking it.
+        tenant: The tenant that pays.
+        priority: The item's class.
+        deadline: When it should be done, in seconds on the clock of the queue's owner.
     """
 
     tokens: int
@@ -49,10 +49,11 @@ class Terms:
 
 
 class _Entry(NamedTuple, Generic[T]):
-    """Sorted by deadline, then arrival, which no two share.
+    """An item in the queue, ordered by deadline, then arrival.
 
     Attributes:
-        takes_s: How long it is predicted to take.
+        number: Number of the arrival.
+        takes_s: Predicted time that the item takes.
     """
 
     deadline: float
@@ -67,9 +68,9 @@ class _Account(Generic[T]):
     """One tenant in one class.
 
     Attributes:
-        credit: Tokens that it may take. Negative where it took some out of turn.
-        has_turn: It has got its quantum in this round.
-        entries: Sorted.
+        credit: Tokens that it may take; negative after items were taken out of turn.
+        has_turn: True if it has got its quantum in this round.
+        entries: Its items, sorted.
     """
 
     credit: int = 0
@@ -94,8 +95,8 @@ class _Account(Generic[T]):
         yield from map(entries.__getitem__, range(without, len(entries)))
 
 
-def passed(total: float, late: float) -> float:
-    """How much of the `total` that waits an item passes that comes now and can be in time.
+def overdue_part(total: float, late: float) -> float:
+    """The part of the waiting `total` that a new item passes if it can be in time.
 
     That is the `late` part, except what goes first because of its age.
     """
@@ -108,17 +109,17 @@ def _deadline(entry: _Entry[T]) -> float:
 
 
 class FairQueue(Generic[T]):
-    """See the module. `T` is the type of the items."""
+    """A queue in the order that the module describes. `T` is the type of the items."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[T, tuple[Terms, _Entry[T]]] = OrderedDict()  # oldest first
-        self._classes: dict[int, OrderedDict[str, _Account[T]]] = {}  # in each, the tenant of the round first
+        self._classes: dict[int, OrderedDict[str, _Account[T]]] = {}  # by priority; first the tenant of the round
         self._by_deadline: list[_Entry[T]] = []  # sorted
         self._arrivals = 0
         self._past_oldest = 0
 
     def __iter__(self) -> Iterator[T]:
-        """In the order of arrival."""
+        """Iterates in the order of arrival."""
         return iter(self._entries)
 
     def __contains__(self, item: object) -> bool:
@@ -156,7 +157,7 @@ class FairQueue(Generic[T]):
             ring.move_to_end(tenant)
 
     def late(self, now: float) -> list[T]:
-        """The items that miss their deadlines if the first begins at `now` and all go by deadline. Others pass them."""
+        """The items that miss their deadlines if the first one begins at `now` and all go by deadline."""
         late: list[T] = []
         for deadline, _, item, _, takes_s in self._by_deadline:
             if now + takes_s <= deadline:
@@ -165,8 +166,8 @@ class FairQueue(Generic[T]):
                 late.append(item)
         return late
 
-    def expect(self, item: T, takes_s: float) -> None:
-        """Changes how long an item is predicted to take."""
+    def update(self, item: T, takes_s: float) -> None:
+        """Changes the predicted time of an item."""
         terms, entry = self._entries[item]
         changed = entry._replace(takes_s=takes_s)
         for entries in (self._classes[terms.priority][terms.tenant].entries, self._by_deadline):
@@ -174,28 +175,28 @@ class FairQueue(Generic[T]):
         self._entries[item] = terms, changed
 
     def out_of_turn(self, now: float, most: int | None = None) -> Iterator[T]:
-        """The items that may go where the first one can't: by class, then tenants by credit, then by deadline.
+        """The items that may go if the first one can't: by class, then by the tenant's credit, then by deadline.
 
         Args:
-            most: Of each tenant; None: all of them.
+            most: Maximum number of items of each tenant; None: all of them.
         """
         for priority in sorted(self._classes, reverse=True):
             for account in sorted(self._classes[priority].values(), key=lambda account: -account.credit):
                 yield from (entry.item for entry in islice(account.in_order(now), most))
 
     def take(self, item: T) -> None:
-        """Takes the first item, or another one out of turn; its tenant pays for it."""
+        """Takes the first item, or another one out of turn. The item's tenant pays for it."""
         terms, _ = self._entries[item]
         oldest = next(iter(self._entries))
         due = (AGED_SHARE - 1) * self._entries[oldest][0].tokens
-        if item is not oldest and self._past_oldest < due:  # while it can't go when due, it is owed no more
+        if item is not oldest and self._past_oldest < due:  # while the oldest is due but can't go, it is owed no more
             self._past_oldest += terms.tokens
         account = self._classes[terms.priority][terms.tenant]
         account.credit = max(account.credit - terms.tokens, -max(terms.tokens, MAX_DEBT))
         self.remove(item)
 
     def remove(self, item: T) -> None:
-        """Takes an item out that leaves without being taken."""
+        """Removes an item that leaves without being taken."""
         if item is next(iter(self._entries)):
             self._past_oldest = max(0, self._past_oldest - (AGED_SHARE - 1) * self._entries[item][0].tokens)
         terms, entry = self._entries.pop(item)

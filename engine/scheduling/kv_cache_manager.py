@@ -1,7 +1,7 @@
-"""The KV cache as the scheduler sees it: where the blocks of a prompt are, and pages for what is computed.
+"""The KV cache as the scheduler sees it: where the blocks of a prompt are, and pages for new blocks.
 
-A block is in a page, is being filled by a running sequence, a landing reservation or a load from host memory, or is in
-host memory only, or nowhere.
+A block is in a page, or is being filled (by a running sequence, a landing, or a load from host memory), or is in host
+memory only, or nowhere.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,13 +18,12 @@ class KVCacheManager:
     """Finds, allocates and publishes blocks.
 
     Args:
-        pool: The pages.
+        pool: The page pool.
         copy_page: Copies a page's content, source to target, before the next step runs.
-        host: Where evicted blocks may be loaded from.
-        on_loaded: Called when `take_loaded` has something to do, on any thread.
+        host: The host tier that evicted blocks may be loaded from.
+        on_loaded: Called on any thread when `take_loaded` has something to do.
 
     Attributes:
-        pool, copy_page: As given.
         pending: Blocks that are being filled, and the sequences that wait for them.
     """
 
@@ -42,25 +41,26 @@ class KVCacheManager:
         self._on_loaded = on_loaded
 
     def cached_blocks(self, hashes: Sequence[bytes], num_tokens: int) -> int:
-        """How many of the first blocks of a prompt need not be computed: they are in pages, or would be loaded."""
+        """Number of the first blocks of a prompt that are in pages or would be loaded from host memory."""
         found = len(self.pool.find(hashes))
         return found if self._host is None else found + self._host.should_load(hashes, found, num_tokens)
 
     def find(self, hashes: Sequence[bytes], num_tokens: int, headroom: int) -> tuple[list[int], bytes | None]:
-        """Looks for the first blocks of a prompt, and starts to load those that are quicker to load than to compute.
+        """Finds the first blocks of a prompt, and starts to load the next ones if that is quicker than computing them.
 
         Args:
-            headroom: Pages that a load must leave available, beside those for the whole prompt.
+            headroom: Number of pages that a load must leave available, beside those for the whole prompt.
 
         Returns:
-            The pages of those in the cache, and the last one of the next blocks that something fills; None: compute.
+            The pages of the cached blocks, and the last of the following blocks that are being filled; None if the next
+            block must be computed.
         """
         found = self.pool.find(hashes)
         awaited = self.pending.last_shared(hashes, len(found))
         return found, awaited or self.load(hashes, found, num_tokens, headroom)
 
     def load(self, hashes: Sequence[bytes], found: list[int], num_tokens: int, headroom: int) -> bytes | None:
-        """Loads the blocks that follow the pages `found` from host memory, as `find` does. Returns the last of them."""
+        """Starts to load the blocks after the pages `found` from host memory, like `find`. Returns the last of them."""
         host, first = self._host, len(found)
         blocks = host.should_load(hashes, first, num_tokens) if host is not None else 0
         loading = list(takewhile(lambda block: not self._is_known(block), hashes[first : first + blocks]))
@@ -73,7 +73,7 @@ class KVCacheManager:
         return loading[-1]
 
     def take_loaded(self) -> list[sequence.Sequence]:
-        """Publishes what has been loaded from host memory. Returns the sequences that waited for it."""
+        """Publishes the blocks that have been loaded from host memory. Returns the sequences that waited for them."""
         woken: list[sequence.Sequence] = []
         while self._host is not None and self._host.done:
             load, good = self._host.collect()
@@ -83,16 +83,16 @@ class KVCacheManager:
         return woken
 
     def allocate(self, found: list[int], num_tokens: int, headroom: int) -> list[int] | None:
-        """Pages for a whole sequence, whose first blocks are in the pages `found` and are shared.
+        """Allocates pages for a whole sequence. It shares the pages `found`, which have its first blocks.
 
-        Where all of it is cached, the last block is copied and the last token is computed again: its logits are
-        needed, and a page that others read is never written to.
+        If all of it is cached, the last block is copied and the last token is computed again: its logits are needed,
+        and a page that others read is never written to.
 
         Args:
-            headroom: Pages that must stay available.
+            headroom: Number of pages that must stay available.
 
         Returns:
-            The pages, now held; None if there are too few: then those found only become the last to be evicted.
+            The pages, now held. None if there are too few; the pages `found` then become the last to be evicted.
         """
         whole = len(found) * BLOCK_SIZE == num_tokens
         shared = found[:-1] if whole else found
@@ -103,22 +103,22 @@ class KVCacheManager:
         self.pool.hold(shared)
         own = self.pool.take(need)
         assert own is not None, "fewer are taken than are available"
-        if whole and own[0] != found[-1]:  # the page found may just have been taken: then its content is in place
+        if whole and own[0] != found[-1]:  # if the page found was the one taken, its content is in place
             self.copy_page(found[-1], own[0])
         return shared + own
 
     def fill(self, filler: Hashable, hashes: Sequence[bytes], *, computes: bool = False) -> None:
-        """`filler` is going to publish these blocks.
+        """Notes that `filler` is going to publish these blocks.
 
         Args:
-            computes: It computes them, though some may be in host memory.
+            computes: True if it computes them, even those that are in host memory.
         """
         self.pending.claim(filler, hashes)
         if computes and self._host is not None:
             self._host.computed(hashes)
 
     def publish(self, pages: list[int], hashes: list[bytes]) -> list[sequence.Sequence]:
-        """Makes full blocks findable in pages that the caller holds. Returns the sequences that waited for them."""
+        """Publishes full blocks in pages that the caller holds. Returns the sequences that waited for them."""
         self.pool.publish(pages, hashes)
         return self.pending.published(hashes)
 

@@ -1,4 +1,4 @@
-"""What one step computes, and the batch it makes."""
+"""The plan of a step, and the batch that is built from it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ class Chunk:
     """Tokens `start .. start + num_tokens - 1` of a sequence.
 
     Attributes:
-        num_samples: After how many of its last tokens one is sampled: 1 for a decode and for a prompt's last chunk, 0
-            for the prompt's other ones.
-        choices: The sequence's, as of the launch: some may be ended while the chunk runs.
+        num_samples: Number of the last tokens after which a token is sampled: all of them in a decode, 1 in a prompt's
+            last chunk, 0 in a prompt's other chunks.
+        choices: The sequence's choices at the launch. Some may end while the chunk is computed.
     """
 
     seq: Sequence
@@ -29,8 +29,13 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
+        """The position after the last token."""
         return self.start + self.num_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """True if a token is sampled after each token."""
+        return self.num_samples == self.num_tokens
 
 
 @dataclass(slots=True)
@@ -38,8 +43,8 @@ class Plan:
     """What a lane computes in one step.
 
     Attributes:
-        decodes: Chunks of one token, whether the sequence is decoding or one token of its prompt was left: attention
-            computes both in the same way, and they come first in the batch.
+        decodes: Chunks of one token. Some may be the rest of a prompt: attention computes both in the same way. They
+            come first in the batch.
         prefills: Longer chunks.
         token_sources: See `engine.batch.Batch`.
     """
@@ -49,19 +54,19 @@ class Plan:
     token_sources: IntArray | None = None
 
     def add(self, seq: Sequence, start: int, num_tokens: int) -> None:
-        """Computes some tokens of a sequence; those before them have been computed by then."""
+        """Adds a chunk. The tokens before it must be computed by then."""
         num_samples = int(start + num_tokens == seq.num_tokens)
         chunks = self.decodes if num_tokens == 1 else self.prefills
         chunks.append(Chunk(seq, start, num_tokens, num_samples, seq.choices))
 
     @property
     def chunks(self) -> list[Chunk]:
-        """All of them, in the batch's order."""
+        """All chunks, in the batch's order."""
         return self.decodes + self.prefills if self.prefills else self.decodes
 
     @property
     def work(self) -> Work:
-        """As far as its time goes."""
+        """The plan's work, from which the performance model predicts its time."""
         count = len(self.decodes)
         decodes = Work.decode(count, sum([chunk.start for chunk in self.decodes]) + count)
         return sum([Work.prefill(chunk.num_tokens, chunk.start) for chunk in self.prefills], decodes)
@@ -74,7 +79,7 @@ BuildBatch = Callable[[Plan, SequenceTable], Batch]
 
 
 def build_batch(plan: Plan, table: SequenceTable) -> Batch:
-    """The arrays of a step. Samples are in the order of chunks, then of choices."""
+    """Builds the arrays of a step. Samples are in the order of chunks, then of choices, then of positions."""
     chunks = plan.chunks
     size = len(chunks)
     rows = np.fromiter((chunk.seq.row for chunk in chunks), np.int32, size)
@@ -93,13 +98,15 @@ def build_batch(plan: Plan, table: SequenceTable) -> Batch:
     block_tables: IntArray = table.pages[rows, : blocks_for(int(context_lens.max()))]
     samples: list[SampleRow] = []
     for s, (chunk, after) in enumerate(zip(chunks, query_start[1:].tolist(), strict=True)):
-        if not chunk.num_samples:  # it holds the pages of its later chunks already
+        if not chunk.num_samples:  # the sequence has the pages of its later chunks already
             block_tables[s, blocks_for(chunk.end) :] = 0
             continue
-        seq, request, end = chunk.seq, chunk.seq.request, chunk.end
-        tokens = table.tokens[seq.row, :end]
+        seq, request, tokens = chunk.seq, chunk.seq.request, table.rows[chunk.seq.row]
         for choice in chunk.choices:
-            samples.append(SampleRow(after - 1, request.params, choice, end, tokens, request.prompt_len, seq.counts))
+            for back in range(chunk.num_samples, 0, -1):
+                end = chunk.end + 1 - back
+                row = SampleRow(after - back, request.params, choice, end, tokens[:end], request.prompt_len, seq.counts)
+                samples.append(row)
     return Batch(
         token_ids=table.tokens[token_rows, positions],
         positions=positions,

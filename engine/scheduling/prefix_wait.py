@@ -1,8 +1,8 @@
-"""Blocks that are being computed or received right now, so that none is computed twice.
+"""Blocks that are being computed, received or loaded, so that no block is computed twice.
 
-A filler (a running sequence, a landing reservation or a load from host memory) claims the blocks that it will publish.
-A sequence that needs one of them next waits for it here. It is woken when the block is published, or when the filler
-gives up: then it goes on from the last valid block by itself. A filler never waits, so there are no chains of waiters.
+A filler (a running sequence, a landing, or a load from host memory) claims the blocks that it will publish. A sequence
+whose next block has a filler waits for it here. It is woken when the block is published, or when the filler gives up;
+it then continues after the last valid block. A filler never waits, so there are no chains of waiters.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,7 +12,7 @@ W = TypeVar("W", bound=Hashable)
 
 
 class PendingBlocks(Generic[W]):
-    """Knows the filler and the waiters of each pending block. `W` is the type of the waiters."""
+    """The filler and the waiters of each pending block. `W` is the type of the waiters."""
 
     def __init__(self) -> None:
         self._filler: dict[bytes, Hashable] = {}
@@ -21,15 +21,15 @@ class PendingBlocks(Generic[W]):
         self._waits_for: dict[W, bytes] = {}
 
     def claim(self, filler: Hashable, hashes: Sequence[bytes]) -> None:
-        """`filler` is going to publish these blocks, except those that another filler has claimed."""
+        """Makes `filler` the filler of these blocks, except those that another one has claimed."""
         claimed = [block_hash for block_hash in hashes if block_hash not in self._filler]
         self._filler.update(dict.fromkeys(claimed, filler))
         self._claims[filler] = claimed
 
     def last_shared(self, hashes: Sequence[bytes], first: int) -> bytes | None:
-        """The last block from number `first` on that the filler of block `first` fills without a gap.
+        """The last block from index `first` on that the filler of block `first` fills without a gap.
 
-        None if block `first` has no filler.
+        Returns None if block `first` has no filler.
         """
         filler = self._filler.get(hashes[first]) if first < len(hashes) else None
         if filler is None:
@@ -40,23 +40,23 @@ class PendingBlocks(Generic[W]):
         return hashes[last]
 
     def is_filled(self, block_hash: bytes) -> bool:
-        """Whether this block has a filler."""
+        """True if this block has a filler."""
         return block_hash in self._filler
 
     def wait(self, waiter: W, block_hash: bytes) -> None:
-        """Has `waiter` returned when this pending block is published or given up."""
+        """Adds a waiter, to be returned when this pending block is published or given up."""
         self._waiters.setdefault(block_hash, []).append(waiter)
         self._waits_for[waiter] = block_hash
 
     def stop_waiting(self, waiter: W) -> None:
-        """Forgets a waiter."""
+        """Removes a waiter."""
         block_hash = self._waits_for.pop(waiter)
         self._waiters[block_hash].remove(waiter)
         if not self._waiters[block_hash]:
             del self._waiters[block_hash]
 
     def published(self, hashes: Iterable[bytes]) -> list[W]:
-        """The blocks can be found now. Returns their waiters."""
+        """Removes published blocks. Returns their waiters."""
         woken: list[W] = []
         for block_hash in hashes:
             self._filler.pop(block_hash, None)
@@ -67,7 +67,7 @@ class PendingBlocks(Generic[W]):
         return woken
 
     def give_up(self, filler: Hashable) -> list[W]:
-        """`filler` publishes no more. Returns the waiters of its blocks."""
+        """Removes the blocks that `filler` has claimed and not published. Returns their waiters."""
         claims = self._claims.pop(filler, ())
         return self.published([block_hash for block_hash in claims if self._filler.get(block_hash) is filler])
 

@@ -1,11 +1,11 @@
-"""The limit of a waiting queue: whether one more request may wait, by the tokens that wait already. Reads no clock.
+"""The limit of a waiting queue, in tokens. Reads no clock.
 
-A queue is bounded in tokens. It takes another request
+The queue accepts another request
 
-    - while they fit into the bound; an empty queue takes anything
-    - of a tenant with less than its share of the bound, up to twice the bound. The share is the bound divided by the
-      tenants that wait, this one included, so that no tenant fills the queue for the others. The only waiting
-      request of a tenant may be longer than the share.
+    - if all waiting tokens stay within the bound, or the queue is empty
+    - up to twice the bound, if its tenant stays within its share of the bound or has no other request in the queue. The
+      share is the bound divided by the number of waiting tenants, this one included, so that no tenant fills the queue
+      for the others.
 """
 
 from collections import Counter, deque
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from cpd.common.errors import QueueFullError
 
 WINDOW_S = 10.0
-"""The recent past, over which the rate is measured."""
+"""Length of the recent past over which the rate is measured."""
 
 MIN_MEASURED_S = 1.0
-"""A queue that has been there for a shorter time has no rate yet."""
+"""A queue that began to fill more recently than this has no rate yet."""
 
 DEFAULT_RETRY_S = 1.0
-"""Used while there is neither a measured rate nor a prediction."""
+"""Used if there is neither a measured rate nor a prediction."""
 
 MAX_RETRY_S = 600.0
 
@@ -29,10 +29,11 @@ class QueueLimit:
     """Counts the tokens of the requests in a waiting queue.
 
     Args:
-        predicted_s: How long that many tokens take to compute, in seconds; 0: unknown. Used until a rate is measured.
+        predicted_s: Predicts how many seconds it takes to compute a number of tokens; 0: unknown. Used until a rate is
+            measured.
 
     Attributes:
-        tokens: That wait now.
+        tokens: Number of tokens that wait now.
     """
 
     def __init__(self, predicted_s: Callable[[int], float] = lambda tokens: 0.0) -> None:
@@ -44,7 +45,7 @@ class QueueLimit:
         self._since = 0.0
 
     def check(self, tenant: str, tokens: int, bound: int, now: float) -> None:
-        """Raises QueueFullError if a request of this many tokens may not wait, too."""
+        """Raises QueueFullError if the queue does not accept a request of this many tokens."""
         excess = self.tokens + tokens - bound
         if excess <= 0 or not self.tokens:
             return
@@ -61,7 +62,7 @@ class QueueLimit:
             raise QueueFullError(f"{self.tokens} tokens wait in a queue of {bound}", self.seconds_for(excess, now))
 
     def add(self, tenant: str, tokens: int, now: float) -> None:
-        """A request begins to wait."""
+        """Counts a request that begins to wait."""
         if not self.tokens:
             self._since, self._taken_tokens = now, 0
             self._taken.clear()
@@ -69,21 +70,21 @@ class QueueLimit:
         self._by_tenant[tenant] += tokens
 
     def take(self, tenant: str, tokens: int, now: float) -> None:
-        """A request leaves because it is scheduled."""
+        """Counts a request that leaves because it is scheduled."""
         self._taken.append((now, tokens))
         self._taken_tokens += tokens
         self._forget(now)
         self.remove(tenant, tokens)
 
     def remove(self, tenant: str, tokens: int) -> None:
-        """A request leaves without being scheduled."""
+        """Counts a request that leaves without being scheduled."""
         self.tokens -= tokens
         self._by_tenant[tenant] -= tokens
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
 
     def seconds_for(self, tokens: int, now: float) -> float:
-        """When this many tokens will have left, in seconds from `now`, at the rate of the recent past."""
+        """Time until this many tokens have left, at the rate of the recent past."""
         self._forget(now)
         measured_s = now - max(self._since, now - WINDOW_S)
         if measured_s >= MIN_MEASURED_S and self._taken_tokens:

@@ -3,13 +3,13 @@
     schedule_decodes, schedule_prefills ──▶ plans ──launched, collected──▶ commit, append, fork, finish ──▶ …
 
 There are no phases: every sequence has `num_computed` tokens and catches up with `num_tokens`. Running sequences go
-before waiting ones, and those with one token to compute before those with more. Among themselves, older ones go first.
-How many prefill tokens a step may have, and on which lane, is decided by `cpd.performance.colocation`.
+before waiting ones, sequences with one token to compute before those with more, older ones before newer ones.
+`cpd/performance/colocation.py` decides how many prefill tokens a step may have, and on which lane.
 
-A waiting sequence starts when there are a row, pages for all its tokens and, beside them, one page for each running
-sequence and reservation to grow by. While another sequence, a reservation or a load from host memory fills its next
-block, it waits for that prefix. When pages run out all the same, the newest running sequence is preempted: its pages
-go to the cache, and it is the first to be scheduled again.
+A waiting sequence starts when there are a row, pages for all its tokens, and one more page for each running sequence
+and landing to grow. While its next block is being computed, received or loaded, it waits for that prefix. If pages run
+out all the same, the newest running sequence is preempted: its pages go to the cache, and it is the first to be
+scheduled again.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ import numpy as np
 from cpd.common.blocks import BLOCK_SIZE, blocks_for, extend_hashes
 from cpd.performance.colocation import PrefillBudget
 from cpd.performance.model import Work
-from engine.scheduling.admission import Admission, Limits, Prefix
+from engine.scheduling.admission import Admission, Limits, WaitsForPrefix
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.plan import Chunk, Plan
 from engine.scheduling.queue_limit import QueueLimit
@@ -33,19 +33,19 @@ class Scheduler:
     """Owns the sequences and their pages.
 
     Args:
-        cache: Where pages come from.
-        max_len: Tokens of the longest sequence.
-        max_num_seqs: Running sequences at most.
-        limit: Of the waiting queue.
-        step_ms: Predicts how long a prompt takes with nothing beside it.
+        cache: The KV cache, which allocates pages.
+        max_len: Maximum tokens of a sequence.
+        max_num_seqs: Maximum number of running sequences.
+        limit: The limit of the waiting queue.
+        step_ms: Predicts how long work takes with nothing beside it.
 
     Attributes:
-        cache, pool: Where pages come from.
+        cache, pool: The KV cache and its pages.
         table: Tokens and pages of the running sequences.
-        running: Oldest first.
-        waiting: Sequences that could run.
-        preemptions: So far.
-        cached_tokens: Prompt tokens found in the cache so far.
+        running: Running sequences, oldest first.
+        waiting: The waiting queue.
+        preemptions: Number of preemptions so far.
+        cached_tokens: Number of prompt tokens found in the cache so far.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Scheduler:
 
     @property
     def version(self) -> int:
-        """Changes whenever a sequence may start or go on, or a reservation be made, that could not before."""
+        """Changes whenever a sequence may start or go on, or a landing be reserved, that could not before."""
         return self._changes + self.pool.releases
 
     @property
     def headroom(self) -> int:
-        """Pages kept for the growth of what runs, or is going to."""
+        """Number of pages that must stay available: one for each running sequence and landing to grow."""
         return len(self.running) + self._reserved_rows
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not run."""
+        """Number of sequences that do not run."""
         return self.cache.pending.num_waiting + len(self.waiting)
 
     @property
@@ -94,12 +94,12 @@ class Scheduler:
     # ---- which tokens a step computes ----
 
     def schedule_decodes(self) -> Plan:
-        """Begins a step: one token of each running sequence that lacks just one. Preempts for the pages they need."""
+        """Begins a step with the running sequences that lack one token, preempting others if pages run out."""
         decodes: list[Chunk] = []
         prefilling: list[Sequence] = []
         running = SequenceState.RUNNING
         for seq in tuple(self.running):
-            if seq.state is not running or seq.lane_chunks:  # preempted for an older one, or busy
+            if seq.state is not running or seq.lane_chunks:  # just preempted, or on the prefill lane
                 continue
             known, computed = seq.num_tokens, seq.num_computed
             if seq.num_pages * BLOCK_SIZE < known and not self._grow(seq):
@@ -112,21 +112,21 @@ class Scheduler:
         return Plan(decodes)
 
     def wants_prefill(self, now: float = 0.0) -> bool:
-        """Whether `schedule_prefills` may find something to do."""
+        """True if `schedule_prefills` may find something to do."""
         return bool(self._prefilling) or self._admission.first(now, self._limits) is not None
 
     def schedule_prefills(self, step: Plan, budget: PrefillBudget, now: float = 0.0) -> Plan:
-        """Adds prefills to the step that `schedule_decodes` began, within the budget; waiting sequences start for it.
+        """Adds prefills to the step that `schedule_decodes` began, within the budget, starting waiting sequences.
 
         Args:
-            now: The order of the waiting queue depends on the time.
+            now: The current time, on which the order of the waiting queue depends.
 
         Returns:
-            What goes to the prefill lane.
+            The plan for the prefill lane.
         """
         self._exhausted_at = -1
         lane = Plan()
-        mixed, beside_lane, lane_left = budget.mixed, budget.mixed_beside_lane, budget.lane_chunk
+        mixed, beside_lane, lane_left = budget.mixed, budget.mixed_with_lane, budget.lane_chunk
         while mixed > 0 or lane_left:
             longest = self.table.max_len if lane_left or budget.chunked else mixed
             seq = self._next_prefilling(longest) or self._start_next(longest, now)
@@ -147,14 +147,14 @@ class Scheduler:
         return lane
 
     def may_start(self, now: float = 0.0) -> bool:
-        """Whether a waiting sequence may start that `schedule_prefills` has not tried in vain already."""
+        """True if a waiting sequence may start, unless the last `schedule_prefills` found that none can."""
         return self._exhausted_at != self.version and self._admission.first(now, self._limits) is not None
 
     def stuck(self, now: float = 0.0) -> Sequence | None:
-        """The sequence that can't go on or start, when the plan is empty."""
+        """The sequence that can't go on or start, if the plan is empty."""
         return self.running[0] if self.running else self.waiting.first(now)
 
-    # ---- what becomes of a sequence ----
+    # ---- the life of a sequence ----
 
     def add(self, seq: Sequence) -> None:
         """Puts a new sequence in the waiting queue."""
@@ -164,43 +164,33 @@ class Scheduler:
         self._changes += 1
 
     def start(self, seq: Sequence, pages: list[int], num_computed: int, num_published: int) -> None:
-        """Lets a sequence run in pages that it holds, and that have its first tokens and published blocks already."""
+        """Starts a sequence in pages that it holds, where its first tokens are computed and blocks published."""
         self.table.enter(seq, pages)
         seq.num_computed, seq.num_published = num_computed, num_published
         seq.state = SequenceState.RUNNING
         insort(self.running, seq, key=attrgetter("order"))
-        self._changes += 1  # it no longer keeps reservations from pages
+        self._changes += 1  # it no longer keeps landings from its pages
 
     def lane_launched(self, plan: Plan) -> None:
-        """The prefill lane computes a plan: its sequences can't be in another step or be preempted."""
+        """Notes that the prefill lane computes a plan. Its sequences can't be in another step, or be preempted."""
         for chunk in plan.chunks:
             chunk.seq.lane_chunks += 1
 
     def lane_collected(self, plan: Plan) -> None:
-        """The prefill lane has computed a plan: its sequences may go on elsewhere."""
+        """Notes that the prefill lane has computed a plan. Its sequences may go on elsewhere."""
         for chunk in plan.chunks:
             chunk.seq.lane_chunks -= 1
         self._changes += 1
 
     def commit(self, chunk: Chunk, num_accepted: int) -> None:
-        """A chunk has been computed, and as many of its sampled tokens hold: publishes the blocks that are complete."""
+        """Commits a computed chunk and its first `num_accepted` sampled tokens, and publishes complete blocks."""
         seq = chunk.seq
         seq.num_computed = chunk.start + chunk.num_tokens - chunk.num_samples + num_accepted
         if seq.num_computed >= (seq.num_published + 1) * BLOCK_SIZE:
             self.publish(seq)
 
-    def extend(self, seq: Sequence, token_ids: list[int]) -> None:
-        """A decoding sequence gets these tokens, each as if in a step of its own."""
-        self.append(seq, token_ids)
-        seq.num_computed = seq.num_tokens - 1
-        while seq.num_pages * BLOCK_SIZE < seq.num_computed:
-            if not self.add_page_to_each([seq]):
-                raise AssertionError("there are no pages for these steps")
-        if seq.num_computed >= (seq.num_published + 1) * BLOCK_SIZE:
-            self.publish(seq)
-
     def publish(self, seq: Sequence) -> None:
-        """Makes the computed full blocks of a running sequence findable."""
+        """Publishes the computed full blocks of a running sequence."""
         known, first, last = len(seq.hashes), seq.num_published, seq.num_computed // BLOCK_SIZE
         if known < last:
             tokens = self.table.tokens[seq.row, known * BLOCK_SIZE : last * BLOCK_SIZE]
@@ -209,28 +199,31 @@ class Scheduler:
         seq.num_published = last
 
     def publish_pages(self, pages: list[int], hashes: list[bytes]) -> None:
-        """Makes full blocks findable in pages that the caller holds."""
+        """Publishes full blocks in pages that the caller holds."""
         self._wake(self.cache.publish(pages, hashes))
 
     def append(self, seq: Sequence, token_ids: list[int]) -> None:
-        """A running sequence gets tokens, to be computed next."""
+        """Appends tokens to a running sequence, to be computed next."""
         row = self.table.rows[seq.row]
         for token_id in token_ids:
             row[seq.num_tokens] = token_id
             seq.num_tokens += 1
 
     def add_page_to_each(self, seqs: list[Sequence]) -> bool:
-        """Gives each of these running sequences one more page. False, and nothing changes, if there are too few."""
+        """Gives each of these running sequences one more page. Returns False, and gives none, if there are too few."""
         pages = self.pool.take(len(seqs))
         for seq, page in zip(seqs, pages or (), strict=pages is not None):
             self.table.add_pages(seq, [page])
         return pages is not None
 
     def fork(self, seq: Sequence, choice: int, token_ids: list[int]) -> Sequence:
-        """A choice leaves the running `seq`, whose tokens are all computed, with its own next tokens.
+        """Makes a sequence of its own for a choice of the running `seq`, whose tokens are all computed.
 
         The two share the full pages; the partial last one is copied. Without a free page or row the new sequence
         waits as if preempted.
+
+        Args:
+            token_ids: The choice's next tokens.
         """
         shared = self.table.pages_of(seq)
         partial = shared.pop() if seq.num_tokens % BLOCK_SIZE else None
@@ -254,7 +247,7 @@ class Scheduler:
         return child
 
     def finish(self, seq: Sequence) -> list[int]:
-        """Takes a sequence out, whatever its state. Returns its pages, which are the caller's to release."""
+        """Ends a sequence, whatever its state. Returns its pages, which the caller must release."""
         pages: list[int] = []
         if seq.state is SequenceState.RUNNING:
             pages = self._stop(seq)
@@ -269,15 +262,15 @@ class Scheduler:
         return pages
 
     def take_loaded(self) -> None:
-        """Publishes what has been loaded from host memory."""
+        """Publishes blocks that have been loaded from host memory."""
         self._wake(self.cache.take_loaded())
 
     # ---- landing reservations ----
 
     def spare_for_reservation(self) -> int | None:
-        """How many pages a landing reservation must leave available; None: waiting sequences come first.
+        """Number of pages that a landing must leave available; None if waiting sequences come first.
 
-        They are the headroom, and what resumable sequences need: these may wait for no more than the prefill lane.
+        These are the headroom, and the pages for resumable sequences, which may be waiting for the prefill lane only.
         """
         resumable = self.waiting.resumable
         if self._free_rows <= len(resumable) or not self.waiting.may_be_overtaken:
@@ -285,13 +278,13 @@ class Scheduler:
         return self.headroom + sum(blocks_for(seq.num_tokens) + 1 for seq in resumable)
 
     def reserve_row(self, filler: Hashable, hashes: list[bytes]) -> None:
-        """Keeps a row free for a reservation, which is going to fill these blocks."""
+        """Keeps a row free for a landing, which is going to fill these blocks."""
         self.cache.fill(filler, hashes)
         self._reserved_rows += 1
         self.waiting.overtake()
 
     def free_reserved_row(self, filler: Hashable) -> None:
-        """A reservation has ended. The sequences that wait for its blocks look for what is published by then."""
+        """Frees the row of a landing that has ended, and wakes the sequences that wait for its blocks."""
         self._reserved_rows -= 1
         self._changes += 1
         self._wake(self.cache.pending.give_up(filler))
@@ -299,7 +292,7 @@ class Scheduler:
     # ---- figures ----
 
     def running_work(self) -> tuple[Work, Work]:
-        """What the sequences that were scheduled decode, and what they lack before they do."""
+        """The work of the scheduled sequences: their decodes, and the prefills that they lack."""
         num_decodes = context = 0
         lacking = Work()
         for seq in self.running:
@@ -314,11 +307,11 @@ class Scheduler:
         return Work.decode(num_decodes, context), lacking
 
     def seqs(self) -> list[Sequence]:
-        """All sequences, in whatever state."""
+        """All sequences, whatever their state."""
         return [*self.running, *self.cache.pending.waiting(), *self.waiting]
 
     def held_pages(self) -> list[int]:
-        """The pages of all running sequences; a page as often as it is held."""
+        """The pages of all running sequences, each as often as it is held."""
         return [page for seq in self.running for page in self.table.pages_of(seq)]
 
     def check_integrity(self, num_reservations: int = 0) -> None:
@@ -330,7 +323,7 @@ class Scheduler:
         states |= dict.fromkeys(self.waiting.resumable, SequenceState.RESUMABLE)
         states |= dict.fromkeys(self.cache.pending.waiting(), SequenceState.WAITING_FOR_PREFIX)
         if wrong := [seq.request.id for seq, state in states.items() if seq.state is not state]:
-            raise AssertionError(f"the sequences of {wrong} are in other states than their places say")
+            raise AssertionError(f"the states of the sequences of {wrong} do not match their places")
         self.waiting.check_integrity([seq for seq in states if seq.queued])
         if self._reserved_rows != num_reservations:
             raise AssertionError("rows are reserved for no landing")
@@ -343,7 +336,7 @@ class Scheduler:
 
     @property
     def _free_rows(self) -> int:
-        """Rows for sequences that may start."""
+        """Number of rows for sequences that may start."""
         return self.table.free_rows - self._reserved_rows
 
     @property
@@ -351,10 +344,11 @@ class Scheduler:
         return Limits(self._free_rows, self.headroom, self.version)
 
     def _start_next(self, longest: int, now: float) -> Sequence | None:
-        """Starts the next waiting sequence that lacks no more tokens than `longest`. None: none can start now."""
-        while isinstance(taken := self._admission.take_next(longest, now, self._limits), Prefix):
+        """Starts the next waiting sequence that lacks at most `longest` tokens. Returns None if none can start now."""
+        while isinstance(taken := self._admission.take_next(longest, now, self._limits), WaitsForPrefix):
             taken.seq.state = SequenceState.WAITING_FOR_PREFIX
             self.cache.pending.wait(taken.seq, taken.block)
+            self._changes += 1  # it no longer keeps landings from its pages
         if taken is None:
             return None
         seq, cached = taken.seq, taken.cached_tokens
@@ -368,19 +362,19 @@ class Scheduler:
         return seq
 
     def _next_prefilling(self, longest: int) -> Sequence | None:
-        """Takes the next running sequence out that lacks no more tokens than `longest`."""
+        """Takes the next of `_prefilling` that lacks at most `longest` tokens."""
         for index, seq in enumerate(self._prefilling):
             if seq.num_tokens - seq.num_computed <= longest:
                 return self._prefilling.pop(index)
         return None
 
     def _grow(self, seq: Sequence) -> bool:
-        """Gets the pages that a running sequence lacks, from newer sequences if need be. False: it can't go on now."""
+        """Gives a running sequence the pages that it lacks, preempting newer ones. Returns False if it must wait."""
         while seq.num_pages * BLOCK_SIZE < seq.num_tokens:
             if self.add_page_to_each([seq]):
                 continue
             newest = self.running[-1]
-            if newest.lane_chunks:  # the lane still uses its pages; they can be had when its chunk is computed
+            if newest.lane_chunks:  # the prefill lane still uses its pages
                 return False
             if len(self.running) > 1:
                 self.preemptions += 1
@@ -397,7 +391,7 @@ class Scheduler:
         return pages
 
     def _wake(self, seqs: Iterable[Sequence]) -> None:
-        """These sequences may go on, and come before those that were never scheduled."""
+        """Makes these sequences resumable: they go before those that were never scheduled."""
         for seq in seqs:
             seq.state = SequenceState.RESUMABLE
             self.waiting.resume(seq)

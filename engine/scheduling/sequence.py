@@ -6,9 +6,8 @@
     WAITING_FOR_PREFIX ──▶ RESUMABLE
                   woken
 
-A sequence in WAITING_FOR_PREFIX waits until a block is published that another one is computing or receiving. RESUMABLE
-sequences were scheduled before and come before the queue. A sequence has a row of the table, and pages, exactly while
-it is RUNNING.
+A sequence in WAITING_FOR_PREFIX waits for a block that is being computed, received or loaded. RESUMABLE sequences were
+scheduled before, and go before new ones. A sequence has a row of the table, and pages, only while it is RUNNING.
 """
 
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from engine.types import Request
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """State of a sequence (see the module)."""
 
     WAITING = auto()
     WAITING_FOR_PREFIX = auto()
@@ -36,28 +35,28 @@ class SequenceState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens being computed: a whole request until its prompt is computed, then one of its choices.
+    """A whole request until its prompt is computed, then one of its choices.
 
     The output processor changes `choices` and `first_token_sent`, samplers change `counts`; everything else belongs to
     the scheduler.
 
     Attributes:
-        choices: One, or all of the request's before the prompt is computed.
+        choices: Indices of all the request's choices until the prompt is computed, then of one.
         order: Age; older sequences are scheduled first and preempted last.
-        hashes: Of the full blocks, as far as known.
-        tokens: All tokens while it has no row.
-        num_tokens: Known tokens.
-        counts: Of its tokens, for its penalties.
-        first_token_sent: Whether its first output went out.
-        queued: Never scheduled so far; counts against the queue limit.
-        work: What was to be computed when it came; the cache may have more or less of it when it is scheduled.
-        queued_s: How long it waited until it was first scheduled.
-        lane_chunks: Chunks of it on the prefill lane that are not collected.
-        row: In the table, while running.
-        num_computed: Tokens whose keys and values are in the pages.
-        num_pages: Pages it holds.
-        num_published: Leading blocks that it has published, or found in the cache.
-        cached_tokens: Prompt tokens found in the cache when it was first scheduled.
+        hashes: Hashes of the full blocks, as far as known.
+        tokens: All tokens while it has no row, else None.
+        num_tokens: Number of known tokens.
+        counts: Counts of its tokens, for penalties.
+        first_token_sent: True after its first output.
+        queued: True if it was never scheduled; it then counts against the queue limit.
+        work: Work to compute it, as estimated when it came.
+        queued_s: Time until it was first scheduled.
+        lane_chunks: Number of its chunks on the prefill lane that are not collected.
+        row: Row of the table while running, else -1.
+        num_computed: Number of tokens whose keys and values are in the pages.
+        num_pages: Number of pages that it holds.
+        num_published: Number of leading blocks that it has published, or found in the cache.
+        cached_tokens: Number of prompt tokens found in the cache when it was first scheduled.
     """
 
     request: Request
@@ -84,9 +83,9 @@ class SequenceTable:
     """Tokens and pages of the running sequences, one row each, so that batches are built by array operations.
 
     Attributes:
-        max_len: Tokens of the longest sequence.
+        max_len: Maximum tokens of a sequence.
         tokens: [rows, max_len] int32
-        pages: In block order, zero beyond a sequence's last page. [rows, blocks of the longest sequence] int32
+        pages: Pages in block order, zero after a sequence's last page. [rows, blocks of the longest sequence] int32
         rows: Views of the rows of `tokens`. [max_len] each
     """
 
@@ -100,11 +99,11 @@ class SequenceTable:
 
     @property
     def free_rows(self) -> int:
-        """Sequences that can still start."""
+        """Number of free rows."""
         return len(self._free_rows)
 
     def enter(self, seq: Sequence, pages: list[int]) -> None:
-        """Gives a sequence a row, with its tokens and these pages. There must be a free row."""
+        """Gives a sequence a row for its tokens and these pages. There must be a free row."""
         if seq.tokens is None:
             raise AssertionError("the sequence has a row already")
         seq.row = self._free_rows.pop()
@@ -113,7 +112,7 @@ class SequenceTable:
         seq.tokens, seq.num_pages = None, len(pages)
 
     def leave(self, seq: Sequence) -> list[int]:
-        """Takes the row back; the sequence keeps its tokens. Returns its pages, which are the caller's to release."""
+        """Takes a sequence's row back, but not its tokens. Returns its pages, which the caller must release."""
         pages = self.pages_of(seq)
         seq.tokens = self.tokens_of(seq).copy()
         self.pages[seq.row, : seq.num_pages] = 0
@@ -122,7 +121,7 @@ class SequenceTable:
         return pages
 
     def add_pages(self, seq: Sequence, pages: list[int]) -> None:
-        """Appends pages."""
+        """Appends pages to a sequence."""
         self.pages[seq.row, seq.num_pages : seq.num_pages + len(pages)] = pages
         seq.num_pages += len(pages)
 
@@ -145,4 +144,4 @@ class SequenceTable:
                 raise AssertionError(f"row {row} is free but has pages")
         for seq in running:
             if seq.num_pages * BLOCK_SIZE < seq.num_computed or self.pages[seq.row, seq.num_pages :].any():
-                raise AssertionError(f"row {seq.row} has other pages than its sequence")
+                raise AssertionError(f"the pages of row {seq.row} are not those of its sequence")

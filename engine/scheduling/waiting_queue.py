@@ -11,25 +11,25 @@ from engine.scheduling.sequence import Sequence
 from engine.types import Request
 
 MAX_PASSING, MAX_PASSING_OF_TENANT = 128, 32
-"""Most sequences that are looked at when one may pass the first: a few microseconds for every ten of them."""
+"""Maximum number of sequences to look at for one that may pass the first. Ten take a few microseconds."""
 
 
 def terms_of(request: Request) -> Terms:
-    """The terms on which a request waits until it is first scheduled."""
+    """The terms on which a request waits in a fair queue."""
     return Terms(len(request.token_ids), request.tenant, request.priority, request.deadline)
 
 
 class WaitingQueue:
     """Resumable sequences (preempted, woken, or forked without a page), then new ones in fair order.
 
-    The queue also protects its first sequence from landing reservations, which don't wait in it: while that sequence
-    lacks pages or a row, one reservation may overtake it, and no second one before it is scheduled. Resumable sequences
-    are left all pages that they need (`Scheduler.spare_for_reservation`).
+    The queue also protects its first sequence from landings, which don't wait in it: while that sequence lacks pages or
+    a row, one landing may overtake it, but no second one before it is scheduled. Landings leave resumable sequences all
+    pages that they need (`Scheduler.spare_for_reservation`).
 
     Attributes:
         limit: Counts the tokens of all sequences that have never been scheduled, those that wait for a prefix included.
-        queued_work: What these lack.
-        resumable: Oldest first.
+        queued_work: The work of these sequences.
+        resumable: Resumable sequences, oldest first.
     """
 
     def __init__(self, limit: QueueLimit | None = None) -> None:
@@ -52,7 +52,7 @@ class WaitingQueue:
         return self.resumable[0] if self.resumable else self._new.first(now)
 
     def passing(self, now: float) -> Iterator[Sequence]:
-        """Some of the sequences that may pass the first one."""
+        """Sequences that may pass the first one, up to `MAX_PASSING`."""
         return islice(chain(self.resumable, self._new.out_of_turn(now, MAX_PASSING_OF_TENANT)), MAX_PASSING)
 
     def late_work(self, now: float) -> Work:
@@ -60,7 +60,7 @@ class WaitingQueue:
         return Work.total(seq.work for seq in self._new.late(now))
 
     def add(self, seq: Sequence, work: Work, takes_s: float) -> None:
-        """Adds a new sequence that lacks this work, which is predicted to take `takes_s`."""
+        """Adds a new sequence, with its work and the predicted time of that."""
         seq.queued, seq.work = True, work
         self.queued_work += work
         self.limit.add(seq.request.tenant, seq.num_tokens, seq.request.received)
@@ -71,7 +71,7 @@ class WaitingQueue:
         insort(self.resumable, seq, key=lambda other: other.order)
 
     def take(self, seq: Sequence) -> None:
-        """A sequence is scheduled: it runs or waits for a prefix."""
+        """Takes a sequence out that is scheduled: it runs or waits for a prefix."""
         if seq in self._new:
             self._new.take(seq)
         else:
@@ -79,7 +79,7 @@ class WaitingQueue:
         self._unblock(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence ends before it is scheduled."""
+        """Removes a sequence that ends before it is scheduled."""
         if seq in self._new:
             self._new.remove(seq)
         else:
@@ -87,30 +87,30 @@ class WaitingQueue:
         self._unblock(seq)
 
     def first_run(self, seq: Sequence, now: float) -> None:
-        """A queued sequence, which has been taken, starts to run and no longer counts against the limit."""
+        """Stops counting a sequence, taken before, that runs for the first time."""
         self.limit.take(seq.request.tenant, seq.num_tokens, now)
         self._not_queued(seq)
 
     def give_up(self, seq: Sequence) -> None:
-        """A queued sequence ends and no longer counts against the limit."""
+        """Stops counting a sequence that ends before it has run."""
         self.limit.remove(seq.request.tenant, seq.num_tokens)
         self._not_queued(seq)
 
     def block(self, seq: Sequence, version: int) -> None:
-        """The first sequence can't start at this version of the scheduler."""
+        """Notes that the first sequence can't start at this version of the scheduler."""
         self._blocked = seq, version
 
     def is_blocked(self, seq: Sequence, version: int) -> bool:
-        """Whether a sequence could not start at this version."""
+        """True if a sequence could not start at this version."""
         return self._blocked == (seq, version)
 
     @property
     def may_be_overtaken(self) -> bool:
-        """Whether a reservation may take pages that the first sequence may lack."""
+        """True if a landing may take pages that the first sequence may lack."""
         return self._blocked is None or not self._overtaken
 
     def overtake(self) -> None:
-        """A reservation was made."""
+        """Notes that a landing was reserved."""
         self._overtaken = self._blocked is not None
 
     def check_integrity(self, queued: list[Sequence]) -> None:

@@ -1,8 +1,9 @@
-"""What `cpd bench transfer` measures: pages between two processes, beside what UCX's own benchmark reaches.
+"""What `cpd bench transfer` measures: pages between two processes, beside UCX's own benchmark.
 
 settings.py   what to measure
-far.py        the far end, which receives: a process of its own, on this host or another one
-measure.py    the near end, which pushes and takes the time
-perftest.py   UCX's `ucx_perftest`, between the same two ends
-result.py     what came of it
+measure.py    the sender, which pushes and takes the time
+receiver.py   the receiver, a separate process on this or another host
+perftest.py   UCX's `ucx_perftest` between the same two hosts
+result.py     the figures
+trial.py      a short measurement, by which `--transport auto` decides
 """

@@ -1,4 +1,4 @@
-"""UCX's own benchmark between the two ends, as the ceiling of what a transport can reach."""
+"""UCX's own benchmark between the two hosts, as the upper bound of what a transport can reach."""
 
 import asyncio
 import importlib.util
@@ -9,17 +9,17 @@ from pathlib import Path
 from cpd.common.errors import TransferError
 
 _TEST = ("-t", "ucp_put_bw", "-s", str(256 << 20), "-n", "5", "-w", "1")
-_MB = 1 << 20  # its megabyte
-_PATIENCE_S = 60.0
+_MB = 1 << 20  # as ucx_perftest counts
+_TIMEOUT_S = 60.0
 
 
 def installed() -> bool:
-    """Whether there is a `ucx_perftest` on this host."""
+    """True if this host has `ucx_perftest`."""
     return _program() is not None
 
 
 def _program() -> Path | None:
-    spec = importlib.util.find_spec("libucx")  # not imported: that would load this UCX beside another one
+    spec = importlib.util.find_spec("libucx")  # not imported: that would load a second UCX
     if spec is not None and spec.origin is not None:
         program = Path(spec.origin).parent / "bin" / "ucx_perftest"
         if program.exists():
@@ -35,14 +35,14 @@ def _environment(program: Path, tls: str) -> dict[str, str]:
 
 
 async def serve(port: int, tls: str) -> asyncio.subprocess.Process:
-    """The far end's half, listening on `port`; it ends when the test has, and is the caller's to end otherwise.
+    """Starts the receiver's half, which listens on `port`. It ends with the test, or is terminated by the caller.
 
     Raises:
-        TransferError: There is no ucx_perftest.
+        TransferError: ucx_perftest is not installed.
     """
     program = _program()
     if program is None:
-        raise TransferError("ucx_perftest is not installed at the far end")
+        raise TransferError("ucx_perftest is not installed at the receiver")
     quiet = asyncio.subprocess.DEVNULL
     return await asyncio.create_subprocess_exec(
         program, "-p", str(port), env=_environment(program, tls), stdout=quiet, stderr=quiet
@@ -50,20 +50,20 @@ async def serve(port: int, tls: str) -> asyncio.subprocess.Process:
 
 
 def command(tls: str) -> str:
-    """What `put_bandwidth` runs, in words."""
+    """The command that `put_bandwidth` runs."""
     return " ".join([f"UCX_TLS={tls} ucx_perftest", *_TEST])
 
 
 async def put_bandwidth(host: str, port: int, tls: str) -> float:
-    """Bytes a second of one-sided writes to the far end.
+    """Measures one-sided writes to the receiver, in bytes per second.
 
     Raises:
-        TransferError: It failed.
+        TransferError: The test failed.
     """
     program = _program()
     if program is None:
         raise TransferError("ucx_perftest is not installed")
-    deadline = asyncio.get_running_loop().time() + _PATIENCE_S
+    deadline = asyncio.get_running_loop().time() + _TIMEOUT_S
     pipe = asyncio.subprocess.PIPE
     while True:
         client = await asyncio.create_subprocess_exec(
@@ -75,9 +75,9 @@ async def put_bandwidth(host: str, port: int, tls: str) -> float:
         except TimeoutError:
             client.kill()
             await client.wait()
-            raise TransferError(f"ucx_perftest took more than {_PATIENCE_S:g} s") from None
+            raise TransferError(f"ucx_perftest took more than {_TIMEOUT_S:g} s") from None
         if client.returncode == 0:
             return float(out.split()[-3]) * _MB
-        if asyncio.get_running_loop().time() > deadline - _PATIENCE_S / 2:
+        if asyncio.get_running_loop().time() > deadline - _TIMEOUT_S / 2:
             raise TransferError(f"ucx_perftest failed: {problem.decode().strip()}")
-        await asyncio.sleep(0.05)  # the other half does not listen yet
+        await asyncio.sleep(0.05)  # the receiver's half does not listen yet

@@ -1,4 +1,4 @@
-"""What `cpd bench transfer` is told."""
+"""Settings of `cpd bench transfer`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,32 +14,32 @@ class TransferBenchSettings(Settings):
 
     model_config = SettingsConfigDict(env_prefix="CPD_BENCH_TRANSFER_")
 
-    transport: Literal["auto", "nixl", "ucx"] = Field("auto", description="What moves the pages.")
+    transport: Literal["auto", "nixl", "ucx"] = Field("auto", description="Transport that moves the pages.")
     device: Literal["cpu", "cuda"] = Field(
         "cpu",
-        description="Whose memory the pages are in; cuda: this end's first GPU, and the far end's last.",
+        description="Memory of the pages; cuda: the sender's first GPU and the receiver's last.",
     )
     pages: list[Annotated[int, Field(ge=1)]] = Field(
-        [1, 32, 2048], description="Pages of a push; may be given several times."
+        [1, 32, 2048], description="Pages per push; may be given several times."
     )
     page_size: list[Annotated[ByteSize, Field(ge=1)]] = Field(
         [ByteSize(16 << 10), ByteSize(256 << 10), ByteSize(2304 << 10)],
-        description="Of a page, e.g. 256KiB; may be given several times.",
+        description="Page size, e.g. 256KiB; may be given several times.",
     )
     route: Literal["auto", "network"] = Field(
-        "auto", description="network: also between processes of one machine, which nixl has go through memory."
+        "auto", description="network: nixl uses the network back end even between processes of one machine."
     )
-    scatter: Literal["scattered", "neighbours", "both"] = Field(
-        "scattered", description="Whether pages lie anywhere in their pools, or side by side."
+    scatter: Literal["scattered", "contiguous", "both"] = Field(
+        "scattered", description="Scattered or contiguous pages of both pools, or both kinds."
     )
     repeats: int = Field(9, ge=1, description="Pushes of each kind.")
     pool: ByteSize = Field(
-        ByteSize(1 << 30), description="Least size of each side's pool; larger than the caches, or they are measured."
+        ByteSize(1 << 30), description="Least size of each side's pool; smaller than the CPU caches, it measures them."
     )
-    perftest: bool = Field(True, description="Run ucx_perftest between the pushes, where it is installed.")
-    listen: str = Field("", description="HOST:PORT: be the far end for a --connect of another host, and do no more.")
-    connect: str = Field("", description="HOST:PORT of the far end; empty starts one on this host.")
-    host: str = Field("127.0.0.1", description="This end's address, which the far end must reach; with --connect.")
+    perftest: bool = Field(True, description="Run ucx_perftest between the pushes, if it is installed.")
+    listen: str = Field("", description="HOST:PORT: only be the receiver for a --connect from another host.")
+    connect: str = Field("", description="HOST:PORT of the receiver; empty starts one on this host.")
+    host: str = Field("127.0.0.1", description="The sender's address, which the receiver must reach; with --connect.")
     profile: Path | None = Field(None, description="Write the cost of a transfer into this profile.")
     json_file: Path | None = Field(None, description="Write all figures here.", json_schema_extra={"flag": "--json"})
     html_file: Path | None = Field(

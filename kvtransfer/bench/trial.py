@@ -1,6 +1,6 @@
-"""Tries nixl: `python -m kvtransfer.bench.trial HOST` prints what transfers cost between two processes of its own.
+"""Tries nixl: `python -m kvtransfer.bench.trial HOST` prints the cost of transfers between two processes of its own.
 
-In processes of its own because one that has NIXL and ucxx crashes sooner or later, and NIXL may by itself.
+Separate processes, because NIXL may crash, and a process that loads both NIXL and ucxx does sooner or later.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from kvtransfer.bench.settings import TransferBenchSettings
 
 
 async def trial(host: str) -> dict[str, object]:
-    """The cost of a transfer, by the route that was taken. Raises TransferError if pages don't cross."""
+    """The cost of a transfer by each route. Raises TransferError if pages don't arrive."""
     costs: dict[str, object] = {}
     for route in ("auto", "network"):
         settings = TransferBenchSettings(
@@ -35,15 +35,10 @@ async def trial(host: str) -> dict[str, object]:
     return costs
 
 
-def main() -> None:
-    """The command."""
+if __name__ == "__main__":
     switch_threads_often()
     try:
         answer = asyncio.run(trial(sys.argv[1]))
     except CPDError as error:
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Every call into NIXL. They block, most of them without the GIL, and belong on a thread of their own.
 
-This uses the bindings below NIXL's Python API, which has a progress thread only at a quarter of a core, polling.
+This uses the bindings below NIXL's Python API: the progress thread of that API polls all the time, which takes a
+quarter of a core.
 """
 
 import importlib
@@ -10,32 +11,30 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpd.common.errors import TransferError
 from kvtransfer import cuda
 from kvtransfer.addresses import network_devices
 from kvtransfer.base import PoolMemory
-from kvtransfer.nixl.writer import Pages
+from kvtransfer.segments import Addresses
 
 MODULES = ("nixl_cu13", "nixl_cu12")
-_PROGRESS_US = 100_000  # UCX wakes the progress thread when there is something; this is for what it misses
+_PROGRESS_US = 100_000  # UCX wakes the progress thread when there is something to do; this is for what it misses
 _LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 _UCX = {
     "TLS": "^sm",
-    "CUDA_IPC_ENABLE_MNNVL": "n",  # else GPUs of another machine might map the pool, and write when the agent is gone
+    # Otherwise GPUs of another machine might map the pool, and write after the agent is gone.
+    "CUDA_IPC_ENABLE_MNNVL": "n",
 }
-
-Handle = int
 
 
 def load() -> ModuleType:
     """NIXL's bindings.
 
     Raises:
-        TransferError: It is not installed, or does not work here.
+        TransferError: NIXL is not installed, or does not work here.
     """
-    for name, value in _LOGGING.items():  # NIXL and UCX read these once; what they have to say reaches us as errors
+    for name, value in _LOGGING.items():  # NIXL and UCX read these once; their errors are raised anyway
         os.environ.setdefault(name, value)
     missing = ""
     for name in MODULES:
@@ -49,7 +48,7 @@ def load() -> ModuleType:
 
 
 def options(host: str) -> dict[str, str]:
-    """UCX configuration of an agent. UCX_TLS and UCX_NET_DEVICES of the environment win.
+    """UCX configuration of an agent. UCX_TLS and UCX_NET_DEVICES of the environment take precedence.
 
     Args:
         host: IPv4 address of the interface to use.
@@ -59,14 +58,14 @@ def options(host: str) -> dict[str, str]:
 
 
 class Agent:
-    """A NIXL agent over one pool, for one connection (implements `kvtransfer.nixl.writer.Door`).
+    """A NIXL agent over one pool, for one connection (implements `kvtransfer.nixl.writer.WriterBackend`).
 
-    For the thread that makes it.
+    Use it only on the thread that creates it.
 
     Args:
         memory: The pool.
         ucx: UCX configuration, names without the prefix `UCX_`.
-        progress: Whether UCX moves on its own here: needed where others write.
+        progress: True for a progress thread, which a receiver needs.
 
     Raises:
         TransferError: NIXL cannot be set up.
@@ -78,25 +77,24 @@ class Agent:
             value for name, value in vars(self._nixl).items() if name.startswith("nixl") and name.endswith("Error")
         )
         self._memory = memory
-        self._lists: list[Handle] = []
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = progress
         config.pthrDelay = _PROGRESS_US
         if memory.device is not None:
             cuda.use(memory.device)
         for name, value in ucx.items():
-            if "," in value:  # which NIXL can't tell from those between settings; UCX reads its environment each time
+            if "," in value:  # NIXL splits settings at commas; UCX reads its environment each time
                 os.environ.setdefault(f"UCX_{name}", value)
         try:
             self._agent: Any = self._nixl.nixlAgent(secrets.token_hex(8), config)
             settings = ",".join(f"{name}={value}" for name, value in ucx.items() if "," not in value)
             self._backend = self._agent.createBackend("UCX", {"engine_config": settings})
             whole = (memory.pointer, memory.num_bytes, memory.device or 0, "")
-            self._registered = self._nixl.nixlRegDList(self._segment(memory), [whole])
+            self._registered = self._nixl.nixlRegDList(self._memory_kind(memory), [whole])
             self._agent.registerMem(self._registered, [self._backend])
         except self._errors as error:
             self.close()
-            raise TransferError(_advice(error)) from None
+            raise TransferError(_explain(error)) from None
 
     def metadata(self) -> bytes:
         """What a peer needs to write into the pool."""
@@ -104,87 +102,58 @@ class Agent:
         return data
 
     def connect(self, metadata: bytes, pool: PoolMemory) -> None:
-        """Makes ready to write into the pool of the agent with this metadata.
+        """Connects to the agent with this metadata, to write into its pool.
 
         Raises:
-            TransferError: It can't be reached; this one is closed.
+            TransferError: It can't be reached; this agent is closed.
         """
         try:
-            name = self._agent.loadRemoteMD(metadata).decode()
-            self._agent.makeConnection(name, [self._backend])
-            self._own = self._prepare(self._nixl.NIXL_INIT_AGENT, self._memory)
-            self._theirs = self._prepare(name, pool)
+            self._peer = self._agent.loadRemoteMD(metadata).decode()
+            self._agent.makeConnection(self._peer, [self._backend])
+            self._their_memory = pool
         except self._errors as error:
             self.close()
-            raise TransferError(_advice(error)) from None
+            raise TransferError(_explain(error)) from None
 
-    def _prepare(self, name: str, pool: PoolMemory) -> Handle:
-        """NIXL's list of a pool's pages."""
-        pages = np.empty((pool.num_pages, 3), np.uint64)
-        pages[:, 0] = pool.pointer + np.arange(pool.num_pages, dtype=np.uint64) * np.uint64(pool.page_bytes)
-        pages[:, 1:] = pool.page_bytes, pool.device or 0
-        descriptors = self._nixl.nixlXferDList(self._segment(pool), pages)
-        handle: Handle = self._agent.prepXferDlist(name, descriptors, [self._backend])
-        self._lists.append(handle)
-        return handle
-
-    def _segment(self, pool: PoolMemory) -> Any:
-        """NIXL's name for the kind of memory."""
-        return self._nixl.DRAM_SEG if pool.device is None else self._nixl.VRAM_SEG
-
-    def write(self, own: Pages, theirs: Pages, counts: Pages) -> Handle:
-        """Begins to write. Ask `written` for the end.
-
-        Raises:
-            TransferError: The peer is gone.
-        """
+    def write(self, sources: Addresses, targets: Addresses, num_bytes: Addresses) -> int:
+        own = self._descriptors(self._memory, sources, num_bytes)
+        theirs = self._descriptors(self._their_memory, targets, num_bytes)
         try:
-            handle: Handle = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE,
-                self._own,
-                _spread(own, counts),
-                self._theirs,
-                _spread(theirs, counts),
-                "",
-                [self._backend],
-            )
+            handle: int = self._agent.createXferReq(self._nixl.NIXL_WRITE, own, theirs, self._peer, "", [self._backend])
             self._agent.postXferReq(handle)
         except self._errors as error:
-            raise TransferError(_advice(error)) from None
+            raise TransferError(_explain(error)) from None
         return handle
 
-    def written(self, handle: Handle) -> bool:
-        """Whether all of it has arrived; then the handle is used up.
-
-        Raises:
-            TransferError: The peer is gone.
-        """
+    def written(self, handle: int) -> bool:
         try:
             if self._agent.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
                 return False
             self._agent.releaseXferReq(handle)
         except self._errors as error:
-            raise TransferError(_advice(error)) from None
+            raise TransferError(_explain(error)) from None
         return True
 
     def close(self) -> None:
         """Destroys the agent: nothing is read or written through it any more.
 
         Raises:
-            TransferError: The GPU doesn't tell.
+            TransferError: The GPU doesn't answer.
         """
         self._agent = None
         if self._memory.device is not None:
-            cuda.wait(self._memory.device)  # UCX leaves behind the copies that its streams have begun
+            cuda.wait(self._memory.device)  # UCX does not wait for the copies that its streams have started
+
+    def _descriptors(self, pool: PoolMemory, addresses: Addresses, num_bytes: Addresses) -> Any:
+        """NIXL's list of pieces of a pool's memory."""
+        pieces = np.stack([addresses, num_bytes, np.full_like(addresses, pool.device or 0)], axis=1)
+        return self._nixl.nixlXferDList(self._memory_kind(pool), pieces)
+
+    def _memory_kind(self, pool: PoolMemory) -> Any:
+        return self._nixl.DRAM_SEG if pool.device is None else self._nixl.VRAM_SEG
 
 
-def _spread(first: Pages, counts: Pages) -> NDArray[np.int32]:
-    """The pages of runs: first[k], first[k] + 1, …, `counts[k]` of them."""
-    ends = np.cumsum(counts)
-    return (np.repeat(first - ends + counts, counts) + np.arange(ends[-1])).astype(np.int32)
-
-
-def _advice(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     text = str(error)
     if "DISCONNECT" in text:
         return "the connection was reset: the peer is gone"

@@ -1,8 +1,8 @@
 """The sender's end of a connection.
 
-greeting ── Welcome, door made ──▶ open ──▶ failed ── nothing is being written ──▶ gone
+greeting ── Welcome, writer's back end created ──▶ open ──▶ failed ── nothing is being written ──▶ gone
 
-Whether a receiver on this machine knows that it is gone, it can't say: see `unheard`.
+A receiver on this machine may not know that it is gone: see `needs_close_notice`.
 """
 
 import asyncio
@@ -11,17 +11,16 @@ import secrets
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
-import numpy as np
-
 from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.agent import Agent, options
-from kvtransfer.nixl.details import Address, ReceiversPool, Sender
-from kvtransfer.nixl.link import Link
-from kvtransfer.nixl.neighbour import Neighbour
+from kvtransfer.nixl.connection import Connection
+from kvtransfer.nixl.handshake import Address, ReceiverPool, SenderDetails
 from kvtransfer.nixl.process import ProcessIdentity
-from kvtransfer.nixl.writer import Door, Writer
+from kvtransfer.nixl.same_host import SameHostBackend
+from kvtransfer.nixl.writer import Writer, WriterBackend
 from kvtransfer.pushes import PushedTransfer
+from kvtransfer.segments import resolve_runs
 from kvtransfer.session import frames, limits
 from kvtransfer.session.frames import CONNECTION_BYTES
 from kvtransfer.session.sending import Sending
@@ -30,54 +29,57 @@ _BATCH_BYTES = 8 << 20
 _BATCH_RUNS = 256
 
 
-class Outgoing(Link):
+class Outgoing(Connection):
     """Writes pages of one pool into the pool at the other end.
 
     Attributes:
-        greeted: Set when it is open, or has failed.
+        greeted: Set when the connection is open or has failed.
         error: Why it failed.
-        where: The receiver listens.
-        receiver: Its process, if this one writes into the memory of that one, on this machine.
-        connection: Names this one, see `kvtransfer.session.frames.Over`.
-        unheard: Whether it is gone, and the receiver may keep pages back until it knows.
+        where: The receiver's address.
+        receiver: The receiver's process, if this one writes into its memory on the same machine.
+        connection_id: Names the connection, see `kvtransfer.session.frames.CloseNotice`.
+        needs_close_notice: True if it is gone, and the receiver may keep pages back until it knows.
         batch_pages: Most pages of a batch, and so of a run.
 
     Args:
         host: IPv4 address of this side.
         memory: The pool.
+        page_bytes: Page size of the receiver.
         where: The receiver's address.
-        neighbours: Whether the kernel may write into the receiver's memory if it is a process of this machine.
+        same_host: True if the kernel may write into the receiver's memory if it is a process of this machine.
     """
 
     def __init__(
         self,
         reader: StreamReader,
         writer: StreamWriter,
-        on_gone: Callable[[Link], None],
+        on_gone: Callable[[Connection], None],
         host: str,
         memory: PoolMemory,
+        page_bytes: int,
         where: Address,
         *,
-        neighbours: bool,
+        same_host: bool,
     ) -> None:
         self.greeted = asyncio.Event()
         self.error: TransferError | None = None
         self.where = where
         self.receiver: ProcessIdentity | None = None
-        self.connection = secrets.token_bytes(CONNECTION_BYTES)
-        self.unheard = False
+        self.connection_id = secrets.token_bytes(CONNECTION_BYTES)
+        self.needs_close_notice = False
         self.batch_pages = max(1, _BATCH_BYTES // memory.page_bytes)
         self._host = host
         self._memory = memory
+        self._page_bytes = page_bytes
         self._open = False
         self._writer: Writer | None = None
         self._sending = Sending(max_runs=_BATCH_RUNS, max_pages=self.batch_pages)
         super().__init__(reader, writer, on_gone)
-        sender = Sender(self.connection, ProcessIdentity.own(), memory.device is not None, neighbours)
-        self._send(frames.Hello(where.key, memory.page_bytes, sender.encode()))
+        details = SenderDetails(self.connection_id, ProcessIdentity.own(), memory.device is not None, same_host)
+        self._send(frames.Hello(where.key, page_bytes, details.encode()))
 
     def submit(self, transfer: PushedTransfer) -> None:
-        """Sends a transfer after those before it."""
+        """Queues a transfer."""
         if self.failed:
             transfer.lost(self.error or TransferError("the connection is closed"))
             return
@@ -94,12 +96,12 @@ class Outgoing(Link):
             return
         match frame:
             case frames.Welcome() if self._writer is None:
-                self._prepare(ReceiversPool.decode(frame.details))
+                self._prepare(ReceiverPool.decode(frame.details))
             case frames.Reject() if not self._open:
                 self.error = frames.refusal(frame)
                 raise self.error
             case frames.Grant():
-                self._grant(frame)
+                self._write(frame)
             case frames.Refuse():
                 self._sending.refused(frame)
                 self._offer()
@@ -111,18 +113,17 @@ class Outgoing(Link):
             case _:
                 raise TransferError(f"the receiver sent {type(frame).__name__} out of turn")
 
-    def _prepare(self, pool: ReceiversPool) -> None:
-        theirs = PoolMemory(pool.pointer, pool.num_pages, self._memory.page_bytes, pool.device)
+    def _prepare(self, pool: ReceiverPool) -> None:
+        self._theirs = PoolMemory(pool.pointer, pool.num_pages, self._page_bytes, pool.device)
 
-        def make() -> Door:
+        def make() -> WriterBackend:
             if pool.process is not None and not pool.agent:
-                return Neighbour(self._memory, pool.process, theirs)
+                return SameHostBackend(pool.process, self._memory.pointer)
             agent = Agent(self._memory, options(self._host), progress=False)
-            agent.connect(pool.agent, theirs)
+            agent.connect(pool.agent, self._theirs)
             return agent
 
         self.receiver = pool.process
-        self._num_theirs = pool.num_pages
         self._writer = Writer("kvtransfer-nixl-send")
         self._writer.open(make, self._prepared)
 
@@ -134,20 +135,18 @@ class Outgoing(Link):
             self._open = True
             self.greeted.set()
 
-    def _grant(self, grant: frames.Grant) -> None:
-        runs = self._sending.granted(grant)
-        counts = np.array([run.count for run in runs], np.int64)
-        theirs = np.array(grant.places, np.uint64)
-        if (theirs >= self._num_theirs).any():
-            raise TransferError(f"the peer granted page {theirs.max()}, its pool has {self._num_theirs}")
+    def _write(self, grant: frames.Grant) -> None:
+        runs, segments = self._sending.granted(grant)
+        if (highest := max(grant.places)) >= self._theirs.num_pages:
+            raise TransferError(f"the peer granted page {highest}, its pool has {self._theirs.num_pages}")
         assert self._writer is not None
-        own = np.array([run.page for run in runs], np.int64)
-        self._writer.write(own, theirs.astype(np.int64), counts, functools.partial(self._written, grant.batch))
+        pieces = resolve_runs(self._memory, self._theirs, runs, grant.places, segments)
+        self._writer.write(*pieces, functools.partial(self._written, grant.batch))
 
     def _written(self, batch: int, error: TransferError | None) -> None:
         self._moved()
         if error is not None:
-            self.fail(str(error))  # the batch is over when the writer is
+            self.fail(str(error))  # the batch ends with the writer
             return
         if not self.failed:
             self._sending.sent(batch)
@@ -164,6 +163,6 @@ class Outgoing(Link):
         self._sending.stop(self.error)
         if self._writer is not None:
             await self._writer.close()
-        self.unheard = self.receiver is not None and self._sending.busy
+        self.needs_close_notice = self.receiver is not None and self._sending.busy
         self._sending.lost(self.error)
         self.greeted.set()

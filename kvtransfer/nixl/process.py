@@ -1,7 +1,7 @@
-"""Which process is at the other end of a connection, and proof that it is gone.
+"""Which process is at the other end of a connection, and proof that it has ended.
 
-A stopped process that continues goes on with the write it was stopped in. Only its end proves that it will not, and
-a pidfd tells that without mistaking a new process for it.
+A stopped process that continues goes on with the write it was stopped in. Only its end proves that it will not, and a
+pidfd shows that without mistaking a new process for it.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process among all of all machines.
+    """Identifies a process among all processes of all machines.
 
     Attributes:
-        boot: Of the machine's kernel, 16 bytes, random at each boot.
-        pid_namespace: In which `pid` means something.
-        pid: Its number there.
-        started: When it began, in clock ticks since boot.
+        boot: Random number of the machine's kernel, new at each boot, 16 bytes.
+        pid_namespace: Namespace of `pid`.
+        pid: Process ID.
+        started: Start time, in clock ticks since boot.
     """
 
     boot: bytes
@@ -33,43 +33,43 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
-        """The process of this number, in the own namespace."""
+        """The process with this ID in the own namespace."""
         boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
         return cls(boot, os.stat("/proc/self/ns/pid").st_ino, pid, _started(pid))
 
-    def beside(self, other: "ProcessIdentity") -> bool:
-        """Whether both are of one machine."""
+    def on_same_host(self, other: "ProcessIdentity") -> bool:
+        """True if both run on one machine."""
         return self.boot == other.boot
 
     def sees(self, other: "ProcessIdentity") -> bool:
-        """Whether both are of one machine and the same PID namespace, so that the end of one is proven to the other."""
-        return self.beside(other) and self.pid_namespace == other.pid_namespace
+        """True if both run on one machine and in one PID namespace, so that each can tell when the other has ended."""
+        return self.on_same_host(other) and self.pid_namespace == other.pid_namespace
 
     @property
     def alive(self) -> bool:
-        """Whether this process of this machine runs."""
+        """True if this process, which must be of this machine, runs."""
         if (pidfd := self.open()) is None:
             return False
         os.close(pidfd)
         return True
 
     def open(self) -> int | None:
-        """A pidfd of this process of this machine, which is the caller's to close. None: it has ended."""
+        """A pidfd of this process, which must be of this machine. The caller closes it. None if it has ended."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return None
         try:
-            # The number may be another process's by now. If this is the right one, the pidfd stands for it from now on.
+            # The ID may be another process's by now. If this is the right one, the pidfd stays bound to it.
             if _started(self.pid) == self.started:
                 return pidfd
         except (FileNotFoundError, ProcessLookupError):
-            pass  # /proc has nobody of that number, or not any more
+            pass  # the process has ended meanwhile
         os.close(pidfd)
         return None
 
 
-async def gone(process: ProcessIdentity) -> None:
+async def wait_until_ended(process: ProcessIdentity) -> None:
     """Returns when this process of this machine has ended: none of its system calls is under way any more."""
     pidfd = process.open()
     if pidfd is None:
@@ -85,5 +85,5 @@ async def gone(process: ProcessIdentity) -> None:
 
 
 def _started(pid: int) -> int:
-    """Raises FileNotFoundError if there is no such process."""
+    """Start time of a process. Raises FileNotFoundError if there is none with this ID."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

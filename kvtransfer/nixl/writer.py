@@ -8,67 +8,64 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cpd.common.errors import TransferError
+from kvtransfer.segments import Addresses
 
-_FIRST_LOOK_S = 0.0001
-_SLOWEST_LOOK_S = 0.002
+_FIRST_POLL_S = 0.0001
+_SLOWEST_POLL_S = 0.002
 _EXIT_S = 5.0
 
-Pages = NDArray[np.int64]
-Ended = Callable[[TransferError | None], None]
-"""Called on the event loop when something has ended, with what went wrong."""
+OnEnd = Callable[[TransferError | None], None]
+"""Called on the event loop when an operation has ended, with its error."""
 
 
-class Door(Protocol):
-    """A way into one other pool."""
+class WriterBackend(Protocol):
+    """Writes into one other pool. Its methods raise TransferError if the peer is gone."""
 
-    def write(self, own: Pages, theirs: Pages, counts: Pages) -> int:
-        """Begins to write own pages `own[k]`, `own[k] + 1`, … to their `theirs[k]`, …, `counts[k]` of them, for all k.
+    def write(self, sources: Addresses, targets: Addresses, num_bytes: Addresses) -> int:
+        """Starts to copy `num_bytes[k]` from own `sources[k]` to the peer's `targets[k]`, for all k.
 
-        Returns a number to ask `written` with. Raises TransferError if the peer is gone.
+        Returns a handle for `written`.
         """
 
     def written(self, handle: int) -> bool:
-        """Whether all of it has arrived; then the number is used up. Raises TransferError if the peer is gone."""
+        """True if all of it has arrived. Then the handle is used up."""
 
     def close(self) -> None:
-        """Returns when nothing is read or written through it any more. Raises TransferError if nobody can tell."""
+        """Returns when nothing is read or written through it any more. Raises TransferError if that can't be known."""
 
 
 class Writer:
-    """Writes through a door in order.
+    """Writes through a back end, in order.
 
-    Several writes are under way at once where they go on in the background (a network); between processes of one
-    machine a write is the thread's own copy, and the next one begins when it is done.
+    Over a network several writes are in flight at once. Between processes of one machine a write is the thread's own
+    copy, and the next one starts when it is done.
     """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._flying: dict[int, Ended] = {}  # by the door's number
-        self._door: Door | None = None
+        self._in_flight: dict[int, OnEnd] = {}  # by the back end's handle
+        self._backend: WriterBackend | None = None
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        # A daemon thread inside NIXL must not meet the interpreter's end.
+        # A daemon thread must not be inside NIXL when the interpreter ends.
         atexit.register(self._stop_at_exit)
 
-    def open(self, make: Callable[[], Door], opened: Ended) -> None:
-        """Has `make` make the door."""
+    def open(self, make: Callable[[], WriterBackend], opened: OnEnd) -> None:
+        """Creates the back end on the thread."""
         self._calls.put(functools.partial(self._open, make, opened))
 
-    def write(self, own: Pages, theirs: Pages, counts: Pages, written: Ended) -> None:
-        """See `Door.write`."""
-        self._calls.put(functools.partial(self._write, own, theirs, counts, written))
+    def write(self, sources: Addresses, targets: Addresses, num_bytes: Addresses, written: OnEnd) -> None:
+        """Queues a write; see `WriterBackend.write`."""
+        self._calls.put(functools.partial(self._write, sources, targets, num_bytes, written))
 
     async def close(self) -> None:
-        """Closes the door after the calls before this one, with whatever still flies, and ends the thread.
+        """Runs the calls before this one, closes the back end with all that is in flight, and ends the thread.
 
-        When it returns, nothing reads or writes pages through the door any more. It does not where nobody can tell, as
-        of a GPU that is broken: the thread ends by an error then, which is to end the process.
+        When it returns, nothing reads or writes pages through the back end any more. If that can't be known, as with a
+        broken GPU, it does not return: the thread raises an error, which should end the process.
         """
         self._calls.put(None)
         await self._closed.wait()
@@ -77,40 +74,40 @@ class Writer:
         self._calls.put(None)
         self._thread.join(_EXIT_S)
 
-    # ---- everything below runs on the thread
+    # ---- on the thread
 
-    def _open(self, make: Callable[[], Door], opened: Ended) -> None:
+    def _open(self, make: Callable[[], WriterBackend], opened: OnEnd) -> None:
         error = None
         try:
-            self._door = make()
+            self._backend = make()
         except Exception as problem:
             error = _failure(problem)
         self._tell(opened, error)
 
-    def _write(self, own: Pages, theirs: Pages, counts: Pages, written: Ended) -> None:
-        assert self._door is not None
+    def _write(self, sources: Addresses, targets: Addresses, num_bytes: Addresses, written: OnEnd) -> None:
+        assert self._backend is not None
         try:
-            handle = self._door.write(own, theirs, counts)
+            handle = self._backend.write(sources, targets, num_bytes)
         except Exception as problem:
             self._tell(written, _failure(problem))
         else:
-            self._flying[handle] = written
-            self._look()
+            self._in_flight[handle] = written
+            self._poll()
 
     def _run(self) -> None:
-        pause_s = _FIRST_LOOK_S
+        pause_s = _FIRST_POLL_S
         while True:
             try:
-                call = self._calls.get(timeout=pause_s if self._flying else None)
+                call = self._calls.get(timeout=pause_s if self._in_flight else None)
             except queue.Empty:
-                pause_s = _FIRST_LOOK_S if self._look() else min(2 * pause_s, _SLOWEST_LOOK_S)
+                pause_s = _FIRST_POLL_S if self._poll() else min(2 * pause_s, _SLOWEST_POLL_S)
                 continue
             if call is None:
                 break
             call()
-        self._flying.clear()
-        if self._door is not None:
-            self._door.close()
+        self._in_flight.clear()
+        if self._backend is not None:
+            self._backend.close()
         atexit.unregister(self._stop_at_exit)
         self._tell(self._closed.set)
 
@@ -118,26 +115,26 @@ class Writer:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
-            if not self._loop.is_closed():  # a closed loop has nobody to tell
+            if not self._loop.is_closed():  # nobody waits on a closed loop
                 raise
 
-    def _look(self) -> bool:
-        """Reports the writes that have ended. Returns whether there were any."""
-        assert self._door is not None
+    def _poll(self) -> bool:
+        """Reports the writes that have ended. Returns True if there were any."""
+        assert self._backend is not None
         ended = False
-        for handle, written in list(self._flying.items()):
+        for handle, written in list(self._in_flight.items()):
             error = None
             try:
-                if not self._door.written(handle):
+                if not self._backend.written(handle):
                     continue
             except Exception as problem:
                 error = _failure(problem)
-            del self._flying[handle]
+            del self._in_flight[handle]
             self._tell(written, error)
             ended = True
         return ended
 
 
 def _failure(problem: Exception) -> TransferError:
-    """What callers are told, whatever a door raised: the thread must live to be closed."""
+    """The error reported for anything a back end raises: the thread must stay alive to be closed."""
     return problem if isinstance(problem, TransferError) else TransferError(f"the pages can't be written: {problem}")

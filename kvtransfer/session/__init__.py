@@ -1,6 +1,6 @@
-"""What the two ends of a connection agree on before and after pages move; how they move is the transport's.
+"""What the two ends of a connection tell each other before and after pages move, shared by ucx and nixl.
 
-frames.py      what they say to each other
-sending.py     the sender's side: pushes become batches, offered, granted, sent
-receiving.py   the receiver's side: who may connect, and what was granted to it
+frames.py      the messages
+sending.py     the sender's side: pushes become batches, which are offered, granted and sent
+receiving.py   the receiver's side: who may connect, and which batches were granted
 """

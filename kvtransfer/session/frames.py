@@ -1,28 +1,29 @@
-"""What two transports say to each other beside the pages.
+"""The messages of a connection, beside the pages.
 
     sender                              receiver
     Hello(key, page size, details) ──▶
                                    ◀──  Welcome(details) | Reject(reason)                       once a connection
     Offer(batch, ticket, runs)     ──▶
                                    ◀──  Grant(batch, places) | Refuse(batch, reason)
-    the pages                      ══▶  to the places granted
-    Sent(batch)                    ──▶                                   where the receiver can't see pages arrive
-                                   ◀──  Done(batch)                      the landing knows that they have arrived
+    the pages                      ══▶  to the granted places
+    Sent(batch)                    ──▶                                   one-sided writes do not show at the receiver
+                                   ◀──  Done(batch)                      the landing has counted the batch
                                    ◀──  Stop(reason)                     send no more
 
-What was granted is sent completely, or the connection ends. Where that does not end the sending too, the sender tells
-the receiver afterwards, over a connection of its own and until it has been heard:
+A granted batch is sent completely, or the connection ends. If a broken connection does not stop the sender's writes,
+the sender reports their end over a connection of its own, until it gets an answer:
 
-    Over(key, connection)          ──▶                                   nothing is being sent over that one any more
-                                   ◀──  Heard | Reject(reason)
+    CloseNotice(key, connection)   ──▶                                   nothing is being written over that one any more
+                                   ◀──  CloseAck | Reject(reason)
 
-Nothing of a peer is trusted: a frame that does not parse raises TransferError, and the connection is given up.
+A frame that does not parse raises TransferError, and the connection is given up.
 """
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import chain
+from typing import Any
 
 from cpd.common.errors import StaleTransferError, TransferError
 from kvtransfer.addresses import KEY_BYTES
@@ -31,22 +32,23 @@ MAX_FRAME_BYTES = 1 << 20
 PREFIX_BYTES = 4
 CONNECTION_BYTES = 16
 
-_VERSION = 6
+_VERSION = 7
 _MAX_TEXT = 512
 _PREFIX = struct.Struct("<I")
-_HELLO = struct.Struct(f"<B{KEY_BYTES}sQ")
-_OFFER = struct.Struct("<QQQQ")
 _RUN = struct.Struct("<II")
-_BATCH = struct.Struct("<Q")
-_REFUSE = struct.Struct("<Q?")
-_REJECT = struct.Struct("<?")
-_OVER = struct.Struct(f"<{KEY_BYTES}s{CONNECTION_BYTES}s")
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a connection: the key from the receiver's address, the sender's page size, what its transport adds."""
+    """Opens a connection.
 
+    Attributes:
+        key: From the receiver's address.
+        page_bytes: Page size that the sender expects of the receiver.
+        details: What the transport adds.
+    """
+
+    version: int = field(default=_VERSION, kw_only=True)
     key: bytes
     page_bytes: int
     details: bytes = b""
@@ -69,18 +71,19 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Asks to send these runs, (index, count) into the ticket's pages."""
+    """Asks to send these runs, each (index, count) of the ticket's pages. `layout`: see `kvtransfer.segments`."""
 
     batch: int
     epoch: int
     reservation: int
     generation: int
+    layout: int = field(default=0, kw_only=True)
     runs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The batch may be sent: run k to `places[k]`, a page of the receiver's pool or a message's tag."""
+    """The batch may be sent: run k to the pages from `places[k]` of the receiver's pool."""
 
     batch: int
     places: tuple[int, ...]
@@ -104,25 +107,25 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The landing knows that the batch has arrived."""
+    """The landing has counted the batch."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The receiver gives the connection up: send no more."""
+    """The receiver gives up the connection: send no more."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
-    """Nothing is being sent any more over another connection of this sender's, or will be.
+class CloseNotice:
+    """Nothing is or will be written over another connection of this sender.
 
     Attributes:
         key: From the receiver's address.
-        connection: The secret name that its sender gave it when it was opened.
+        connection: The secret name that the sender gave to that connection when it opened it.
     """
 
     key: bytes
@@ -130,50 +133,59 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """The receiver knows that it is over."""
+class CloseAck:
+    """The receiver has taken note of the close notice."""
 
 
-Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | Over | Heard
+Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | CloseNotice | CloseAck
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """The last field of a frame, which has any length."""
+
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+
+
+_BYTES = _Rest(bytes, bytes)
+_TEXT = _Rest(lambda text: text.encode(errors="replace")[:_MAX_TEXT], lambda data: data.decode(errors="replace"))
+_RUNS = _Rest(
+    lambda runs: struct.pack(f"<{2 * len(runs)}I", *chain.from_iterable(runs)),
+    lambda data: tuple(_RUN.iter_unpack(data)),
+)
+_PLACES = _Rest(
+    lambda places: struct.pack(f"<{len(places)}Q", *places),
+    lambda data: struct.unpack(f"<{len(data) // 8}Q", data),
+)
+
+_FORMATS: dict[type[Frame], tuple[struct.Struct, _Rest | None]] = {
+    Hello: (struct.Struct(f"<B{KEY_BYTES}sQ"), _BYTES),
+    Welcome: (struct.Struct("<"), _BYTES),
+    Reject: (struct.Struct("<?"), _TEXT),
+    Offer: (struct.Struct("<QQQQQ"), _RUNS),
+    Grant: (struct.Struct("<Q"), _PLACES),
+    Refuse: (struct.Struct("<Q?"), _TEXT),
+    Sent: (struct.Struct("<Q"), None),
+    Done: (struct.Struct("<Q"), None),
+    Stop: (struct.Struct("<"), _TEXT),
+    CloseNotice: (struct.Struct(f"<{KEY_BYTES}s{CONNECTION_BYTES}s"), None),
+    CloseAck: (struct.Struct("<"), None),
+}
+_KINDS: tuple[type[Any], ...] = tuple(_FORMATS)  # a frame's kind on the wire is its index here
 
 
 def encode(frame: Frame) -> bytes:
-    """A frame with its length before it."""
-    rest = _encode_rest(frame)
-    return _PREFIX.pack(1 + len(rest)) + bytes([_KINDS.index(type(frame))]) + rest
-
-
-def _encode_rest(frame: Frame) -> bytes:
-    match frame:
-        case Hello():
-            return _HELLO.pack(_VERSION, frame.key, frame.page_bytes) + frame.details
-        case Welcome():
-            return frame.details
-        case Reject():
-            return _REJECT.pack(frame.stale) + _text(frame.reason)
-        case Offer():
-            ticket = _OFFER.pack(frame.batch, frame.epoch, frame.reservation, frame.generation)
-            return ticket + struct.pack(f"<{2 * len(frame.runs)}I", *chain.from_iterable(frame.runs))
-        case Grant():
-            return _BATCH.pack(frame.batch) + struct.pack(f"<{len(frame.places)}Q", *frame.places)
-        case Refuse():
-            return _REFUSE.pack(frame.batch, frame.stale) + _text(frame.reason)
-        case Sent() | Done():
-            return _BATCH.pack(frame.batch)
-        case Stop():
-            return _text(frame.reason)
-        case Over():
-            return _OVER.pack(frame.key, frame.connection)
-        case Heard():
-            return b""
-
-
-def _text(reason: str) -> bytes:
-    return reason.encode(errors="replace")[:_MAX_TEXT]
+    """The bytes of a frame, with their length before them."""
+    fixed, rest = _FORMATS[type(frame)]
+    values = [getattr(frame, each.name) for each in fields(frame)]
+    last = rest.pack(values.pop()) if rest is not None else b""
+    data = bytes([_KINDS.index(type(frame))]) + fixed.pack(*values) + last
+    return _PREFIX.pack(len(data)) + data
 
 
 def length(prefix: bytes | bytearray) -> int:
-    """How many bytes follow the first PREFIX_BYTES of a frame. Raises TransferError if that can't be."""
+    """The number of bytes that follow the first PREFIX_BYTES of a frame. Raises TransferError if it is impossible."""
     number: int = _PREFIX.unpack(prefix)[0]
     if not 1 <= number <= MAX_FRAME_BYTES:
         raise TransferError(f"the peer announced a frame of {number} bytes")
@@ -184,60 +196,27 @@ def decode(data: bytes) -> Frame:
     """The frame in `data`, which has no length before it.
 
     Raises:
-        TransferError: It is none.
+        TransferError: The bytes are not a frame, or one of another version of the protocol.
     """
     try:
-        return _DECODERS[_KINDS[data[0]]](data[1:])
+        kind = _KINDS[data[0]]
+        fixed, rest = _FORMATS[kind]
+        values = list(fixed.unpack_from(data, 1))
+        last = data[1 + fixed.size :]
+        if kind is Hello and values[0] != _VERSION:
+            raise TransferError(
+                f"the peer speaks version {values[0]} of the transfer protocol, this worker version {_VERSION}"
+            )
+        if rest is not None:
+            values.append(rest.unpack(last))
+        elif last:
+            raise TransferError("the peer sent a malformed frame")
+        frame: Frame = kind(**dict(zip((each.name for each in fields(kind)), values, strict=True)))
+        return frame
     except (struct.error, IndexError):
         raise TransferError("the peer sent a malformed frame") from None
 
 
-def _hello(rest: bytes) -> Hello:
-    version, key, page_bytes = _HELLO.unpack_from(rest)
-    if version != _VERSION:
-        raise TransferError(f"the peer speaks version {version} of the transfer protocol, this worker {_VERSION}")
-    return Hello(key, page_bytes, rest[_HELLO.size :])
-
-
-def _offer(rest: bytes) -> Offer:
-    batch, epoch, reservation, generation = _OFFER.unpack_from(rest)
-    return Offer(batch, epoch, reservation, generation, tuple(_RUN.iter_unpack(rest[_OFFER.size :])))
-
-
-def _grant(rest: bytes) -> Grant:
-    (batch,) = _BATCH.unpack_from(rest)
-    places, left = divmod(len(rest) - _BATCH.size, 8)
-    if left:
-        raise TransferError("the peer sent a malformed frame")
-    return Grant(batch, struct.unpack_from(f"<{places}Q", rest, _BATCH.size))
-
-
-def _reject(rest: bytes) -> Reject:
-    (stale,) = _REJECT.unpack_from(rest)
-    return Reject(stale, rest[_REJECT.size :].decode(errors="replace"))
-
-
-def _refuse(rest: bytes) -> Refuse:
-    batch, stale = _REFUSE.unpack_from(rest)
-    return Refuse(batch, stale, rest[_REFUSE.size :].decode(errors="replace"))
-
-
-_DECODERS: dict[type[Frame], Callable[[bytes], Frame]] = {
-    Hello: _hello,
-    Welcome: Welcome,
-    Reject: _reject,
-    Offer: _offer,
-    Grant: _grant,
-    Refuse: _refuse,
-    Sent: lambda rest: Sent(*_BATCH.unpack(rest)),
-    Done: lambda rest: Done(*_BATCH.unpack(rest)),
-    Stop: lambda rest: Stop(rest.decode(errors="replace")),
-    Over: lambda rest: Over(*_OVER.unpack(rest)),
-    Heard: lambda _: Heard(),
-}
-_KINDS = tuple(_DECODERS)  # a frame's kind on the wire is its place here
-
-
 def refusal(frame: Reject | Refuse) -> TransferError:
-    """The error that it means."""
+    """The error that a refusal stands for."""
     return StaleTransferError(frame.reason) if frame.stale else TransferError(frame.reason)

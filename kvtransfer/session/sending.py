@@ -1,7 +1,7 @@
-"""The sender's side of a connection: what it pushes, in batches.
+"""The sender's side of a connection: the batches it pushes.
 
-A batch:  offered -> granted (the transport sends it) -> arrived, when nothing reads its pages any more (`sent`) and
-the receiver said Done, in either order. Or refused.
+A batch:  offered -> granted (the transport writes it) -> arrived. It has arrived when nothing reads its pages any more
+(`sent`) and the receiver has said Done, in either order. Or it is refused.
 """
 
 import itertools
@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cpd.common.errors import TransferError
-from kvtransfer.pushes import PushedTransfer, Run
+from kvtransfer.base import Segment
+from kvtransfer.pushes import PushedTransfer
+from kvtransfer.segments import Run
 from kvtransfer.session import limits
 from kvtransfer.session.frames import Done, Grant, Offer, Refuse, refusal
 
@@ -25,7 +27,7 @@ class _Batch:
 
 
 class Sending:
-    """What one connection sends, for the thread that drives it.
+    """What one connection sends. For the thread that drives the connection.
 
     Args:
         max_runs: Most runs of a batch.
@@ -38,18 +40,22 @@ class Sending:
         self._transfers: deque[PushedTransfer] = deque()
         self._batches: dict[int, _Batch] = {}
         self._numbers = itertools.count()
+        self._lost: TransferError | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a batch was offered that the receiver has not said to have: for all it knows, it may be under way."""
+        """True if an offered batch is not done: the receiver may believe that it is being written."""
         return bool(self._batches)
 
     def submit(self, transfer: PushedTransfer) -> None:
-        """Has a transfer offered after those before it."""
-        self._transfers.append(transfer)
+        """Queues a transfer. After `lost` it fails at once."""
+        if self._lost is not None:
+            transfer.lost(self._lost)
+        else:
+            self._transfers.append(transfer)
 
     def offers(self) -> Iterator[Offer]:
-        """What is to be offered now."""
+        """Takes the offers that can be sent now."""
         while self._transfers and len(self._batches) < limits.WINDOW:
             transfer = self._transfers[0]
             if not transfer.waiting:
@@ -59,52 +65,57 @@ class Sending:
             runs = transfer.take_batch(self._max_runs, self._max_pages)
             self._batches[number] = _Batch(transfer, runs)
             indices = tuple((run.index, run.count) for run in runs)
-            yield Offer(number, ticket.epoch, ticket.reservation, ticket.generation, indices)
+            yield Offer(number, ticket.epoch, ticket.reservation, ticket.generation, indices, layout=transfer.layout)
 
-    def granted(self, grant: Grant) -> list[Run]:
-        """The runs that may be sent, to the places of the grant. Raises TransferError if it may not come now."""
-        batch = self._at_issue(grant.batch, granted=False)
+    def granted(self, grant: Grant) -> tuple[list[Run], tuple[Segment, ...]]:
+        """The runs to send to the grant's places, and the segments of their pages (empty for whole pages).
+
+        Raises:
+            TransferError: The batch is not waiting for a grant; `refused` and `done` raise it likewise.
+        """
+        batch = self._batch(grant.batch, granted=False)
         if len(grant.places) != len(batch.runs):
-            raise TransferError("the receiver granted another number of runs than was offered")
+            raise TransferError(f"the receiver granted {len(grant.places)} runs of {len(batch.runs)} that were offered")
         batch.granted = True
-        return batch.runs
+        return batch.runs, batch.transfer.ticket.segments
 
     def refused(self, frame: Refuse) -> None:
-        """Raises TransferError if it may not come now."""
-        self._at_issue(frame.batch, granted=False).transfer.refused(refusal(frame))
+        """Ends the batch's transfer."""
+        self._batch(frame.batch, granted=False).transfer.refused(refusal(frame))
         del self._batches[frame.batch]
 
     def done(self, frame: Done) -> None:
-        """Raises TransferError if it may not come now."""
-        self._at_issue(frame.batch, granted=True).acknowledged = True
+        """Records that the receiver has counted the batch."""
+        self._batch(frame.batch, granted=True).acknowledged = True
         self._settle(frame.batch)
 
     def sent(self, number: int) -> None:
-        """Nothing reads the batch's pages any more, and all of them have been sent."""
+        """Records that all of the batch has been sent and nothing reads its pages any more."""
         self._batches[number].sent = True
         self._settle(number)
 
     def patience(self, *, is_open: bool) -> float | None:
-        """How long the receiver may do nothing, in seconds. None: it owes nothing."""
+        """How many seconds the receiver may be inactive. None if nothing is expected of it."""
         given_up = any(batch.transfer.error for batch in self._batches.values())
         return limits.patience(is_open=is_open, owes=self.busy, given_up=given_up)
 
     def stop(self, error: TransferError) -> None:
-        """Nothing more is offered."""
+        """Offers nothing more."""
         for transfer in self._transfers:
             transfer.stop(error)
 
     def lost(self, error: TransferError) -> None:
-        """The connection is gone, and nothing reads the pages any more."""
+        """Records that the connection is gone and nothing reads the pages any more."""
+        self._lost = error
         for transfer in [*self._transfers, *(batch.transfer for batch in self._batches.values())]:
             transfer.lost(error)
         self._transfers.clear()
         self._batches.clear()
 
-    def _at_issue(self, number: int, *, granted: bool) -> _Batch:
+    def _batch(self, number: int, *, granted: bool) -> _Batch:
         batch = self._batches.get(number)
         if batch is None or batch.granted is not granted or batch.acknowledged:
-            raise TransferError("the receiver spoke of a batch that is not at issue")
+            raise TransferError(f"the receiver named batch {number} out of turn")
         return batch
 
     def _settle(self, number: int) -> None:

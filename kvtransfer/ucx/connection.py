@@ -1,7 +1,7 @@
-"""What both ends of a UCX connection do on the reactor's thread: frames in and out, notice that it broke, break it.
+"""What both ends of a UCX connection do on the reactor's thread: exchange frames, notice failures, fail.
 
-A connection fails when UCX says so, when the peer breaks the protocol, and when something is owed and nothing has
-moved for a while. Failing destroys the endpoint first; only then are the pages declared safe.
+A connection fails when UCX reports an error, when the peer breaks the protocol, or when the peer owes something and
+nothing has moved for a while. Failing destroys the endpoint first; only then are the pages declared safe.
 """
 
 import abc
@@ -14,22 +14,22 @@ from kvtransfer.session import frames
 from kvtransfer.ucx.reactor import Reactor
 
 MAX_RUNS = 96  # in one offer
-FRAME_BYTES = 1024  # on the wire: a receive has to be posted before its frame's length is known
+FRAME_BYTES = 1024  # of every frame on the wire: a receive must be posted before the length is known
 _TICK_S = 0.25
 
 
 class Connection(abc.ABC):
-    """Implements `kvtransfer.ucx.reactor.Channel`.
+    """One end of a connection (implements `kvtransfer.ucx.reactor.Channel`).
 
     Raises:
-        UCXError: The endpoint has failed already.
+        UCXError: The endpoint has already failed.
     """
 
     def __init__(self, reactor: Reactor, endpoint: Any) -> None:
         self.failed = False
         self._reactor = reactor
         self._endpoint = endpoint
-        self._outbox: deque[tuple[Any, bytearray]] = deque()  # frames UCX may still read
+        self._outbox: deque[tuple[Any, bytearray]] = deque()  # requests and frames that UCX may still read
         self._moved_at = time.monotonic()
         self._looked_at = self._moved_at
         self._incomplete = 0
@@ -64,7 +64,7 @@ class Connection(abc.ABC):
         self._reactor.channels.discard(self)
         requests = [self._frame_request, *(request for request, _ in self._outbox), *self._page_requests()]
         if self._endpoint.alive:
-            self._endpoint.set_close_callback(self._untie, (requests,))
+            self._endpoint.set_close_callback(self._detach, (requests,))
             self._endpoint.close_blocking()
         self._reactor.drain(requests)
         self._endpoint = self._frame_request = None
@@ -73,45 +73,45 @@ class Connection(abc.ABC):
 
     @abc.abstractmethod
     def _handle(self, frame: frames.Frame) -> None:
-        """A frame has come. Raises TransferError if it may not come now."""
+        """Handles a frame. Raises TransferError if the peer may not send it now."""
 
     @abc.abstractmethod
     def _advance(self) -> bool:
-        """Looks after pages in flight. Returns whether anything was done."""
+        """Makes progress with pages in flight. Returns True if anything was done."""
 
     @abc.abstractmethod
     def _page_requests(self) -> list[Any]:
-        """The UCX requests that touch pages."""
+        """The UCX requests that read or write pages."""
 
     @abc.abstractmethod
     def _patience(self) -> float | None:
-        """How long the peer may do nothing, in seconds. None: it owes nothing."""
+        """How many seconds the peer may be inactive. None if nothing is expected of it."""
 
     @abc.abstractmethod
     def _lost(self, reason: str) -> None:
-        """The endpoint is gone, and UCX touches no page for it any more."""
+        """Called when the endpoint is gone and UCX touches no page for it any more."""
 
     def _send(self, frame: frames.Frame) -> None:
         data = bytearray(frames.encode(frame).ljust(FRAME_BYTES, b"\0"))
         self._outbox.append((self._endpoint.stream_send(self._reactor.array(data)), data))
 
     def _receive_frame(self) -> Any:
-        """Only for an endpoint that has not failed: the receive would never complete."""
+        """Posts the receive of the next frame. On a failed endpoint it would never complete."""
         return self._endpoint.stream_recv(self._reactor.array(self._inbox))
 
     def _reason(self) -> str:
-        """What UCX says has happened to the endpoint, empty if it lives."""
+        """UCX's error of the endpoint; empty if there is none."""
         try:
             self._endpoint.raise_on_error()
         except self._reactor.ucx.UCXError as error:
             return str(error).rpartition("error: ")[2]
         return ""
 
-    def _untie(self, requests: list[Any]) -> None:
+    def _detach(self, requests: list[Any]) -> None:
         """Called while ucxx closes the endpoint.
 
-        ucxx ties requests that it can't cancel at once to their endpoint for ever, and with it worker and sockets.
-        A request posted now makes it hand all of them to the worker, which lets go of them as they complete.
+        ucxx attaches requests that it can't cancel at once to their endpoint for ever, and with it worker and sockets.
+        A request posted now makes it hand all of them to the worker, which releases them as they complete.
         """
         requests.append(self._endpoint.tag_recv(self._reactor.array(self._inbox), self._reactor.ucx.UCXXTag(0)))
 
@@ -129,7 +129,7 @@ class Connection(abc.ABC):
         return self._advance() or worked
 
     def _moves(self, now: float) -> bool:
-        """Whether pages complete out of order, behind the one that `_advance` waits for. Looks once a tick."""
+        """True if pages completed out of order, behind the one that `_advance` waits for. Looks once a tick."""
         if now - self._looked_at < _TICK_S:
             return False
         self._looked_at = now
@@ -139,12 +139,3 @@ class Connection(abc.ABC):
 
 def _unpadded(data: bytearray) -> bytes:
     return bytes(data[frames.PREFIX_BYTES :][: frames.length(data[: frames.PREFIX_BYTES])])
-
-
-def pop_completed(requests: deque[Any]) -> bool:
-    """Drops the completed requests at the head. Raises the UCX error of one that failed."""
-    popped = False
-    while requests and requests[0].completed:
-        requests.popleft().check_error()
-        popped = True
-    return popped

@@ -1,42 +1,34 @@
 """The receiver's end of a connection.
 
 greeting ── Hello ──▶ open ──────▶ failed
-    └── wrong Hello ─▶ rejected ─────┘      lingers so that the sender can read why
+    └── wrong Hello ─▶ rejected ─────┘      stays open for a while so that the sender can read why
 """
 
 from typing import Any
 
 from cpd.common.errors import TransferError
-from kvtransfer.landings import LandingBook
+from kvtransfer.landings import LandingTable
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 from kvtransfer.ucx.connection import MAX_RUNS, Connection
-from kvtransfer.ucx.memory import seal
 from kvtransfer.ucx.reactor import Reactor
 
 _STREAM_BYTES = 4 << 20  # take much longer than a nap of the reactor
 
 
 class Incoming(Connection):
-    """Has pages of one pool written by the transport at the other end.
+    """Lets the transport at the other end write pages into one pool.
 
     Args:
-        page_bytes: Of one page.
-        key: Of this transport's address.
+        landings: The pool's landings.
+        page_bytes: Page size of the pool.
+        key: Key of this transport's address.
     """
 
-    def __init__(
-        self,
-        reactor: Reactor,
-        endpoint: Any,
-        book: LandingBook,
-        page_bytes: int,
-        key: bytes,
-    ) -> None:
+    def __init__(self, reactor: Reactor, endpoint: Any, landings: LandingTable, page_bytes: int, key: bytes) -> None:
         super().__init__(reactor, endpoint)
-        self._book = book
-        self._key = key
-        self._receiving = Receiving(book, self, key, page_bytes)
+        self._landings = landings
+        self._receiving = Receiving(landings, self, key, page_bytes)
         self._open = False
 
     def _handle(self, frame: frames.Frame) -> None:
@@ -45,21 +37,14 @@ class Incoming(Connection):
                 rejection = self._receiving.rejection(frame)
                 self._open = rejection is None
                 assert self._reactor.memory is not None
-                self._send(rejection or frames.Welcome(seal(self._reactor.memory.key, self._key)))
+                self._send(rejection or frames.Welcome(self._reactor.memory.key))
             case frames.Offer() if self._open and len(frame.runs) <= MAX_RUNS:
-                self._admit(frame)
+                self._send(self._receiving.admit(frame))
             case frames.Sent() if self._open:
                 self._receiving.arrived(frame.batch)
                 self._send(frames.Done(frame.batch))
             case _:
                 raise TransferError(f"the sender sent {type(frame).__name__} out of turn")
-
-    def _admit(self, offer: frames.Offer) -> None:
-        landing = self._receiving.admit(offer)
-        if isinstance(landing, frames.Refuse):
-            self._send(landing)
-            return
-        self._send(frames.Grant(offer.batch, tuple(landing.pages[index] for index, _ in offer.runs)))
 
     def streams(self) -> bool:
         return self._receiving.num_bytes >= _STREAM_BYTES
@@ -74,5 +59,5 @@ class Incoming(Connection):
         return self._receiving.patience(is_open=self._open)
 
     def _lost(self, reason: str) -> None:
-        self._receiving.through()
-        self._book.lost(self, reason)
+        self._receiving.stopped()
+        self._landings.fail(self, reason, gone=True)

@@ -1,26 +1,24 @@
-"""One-sided writes: what UCX's C interface has and ucxx's Python one has not.
+"""One-sided writes, which UCX's C interface has and ucxx's Python interface lacks.
 
-A receiver's pool is opened to its peers by a key. Who has a connection and the key writes into the pool; UCX at the
-receiver then puts the bytes where they belong as they come, with no buffer between (over TCP: the kernel's copy goes
-straight into the page).
+A receiver opens its pool to its peers with a key. Whoever has a connection and the key writes into the pool; UCX at the
+receiver puts the bytes in place as they arrive, without a buffer (over TCP the kernel copies straight into the page).
 
-UCX believes a key: one that is none crashes the process that unpacks it. So a key travels sealed with the secret of the
-receiver's address.
+UCX trusts keys: bytes that are not a key crash the process that unpacks them. Only a transport of the same protocol
+version answers with one.
 
-All calls are for the reactor's thread.
+Make all calls on the reactor's thread.
 """
 
 import ctypes
-import hmac
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from cpd.common.errors import TransferError
+from kvtransfer.base import PoolMemory
 
 _IN_PROGRESS = 1
-_FIRST_ERROR = (1 << 64) - 100  # a status in place of a request: UCX's errors are -1 to -100
-_MAP_FIELDS = 0b11  # address and length are given
-_SEAL_BYTES = 16
+_FIRST_ERROR = (1 << 64) - 100  # from here on it is a status, not a request: UCX's errors are -1 to -100
+_MAP_FIELDS = 0b11  # address and length are set
 
 
 class _MapParameters(Structure):  # ucp_mem_map_params_t
@@ -35,7 +33,7 @@ class _MapParameters(Structure):  # ucp_mem_map_params_t
     )
 
 
-class _RequestParameters(Structure):  # ucp_request_param_t; nothing of it is used
+class _RequestParameters(Structure):  # ucp_request_param_t, all zero
     _fields_ = (
         ("op_attr_mask", c_uint32),
         ("flags", c_uint32),
@@ -44,7 +42,7 @@ class _RequestParameters(Structure):  # ucp_request_param_t; nothing of it is us
 
 
 class Ucp:
-    """UCX's library, the one that ucxx has loaded."""
+    """The UCX library that ucxx has loaded."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libucp.so.0")
@@ -70,7 +68,7 @@ class Ucp:
 
 
 class Write:
-    """A request that UCX has been given: a put or a flush. As ucxx's requests are asked."""
+    """A request to UCX, a put or a flush. Has the attributes of ucxx's requests."""
 
     __slots__ = ("_request", "_status", "_ucp")
 
@@ -100,37 +98,14 @@ class Write:
             raise TransferError(f"a write failed, UCX's error {self._status}")
 
 
-def seal(key: bytes, secret: bytes) -> bytes:
-    """A key for the way to a peer.
-
-    Args:
-        secret: From the address of the transport that it is a key of.
-    """
-    return hmac.digest(secret, key, "sha256")[:_SEAL_BYTES] + key
-
-
-def unseal(sealed: bytes, secret: bytes) -> bytes:
-    """The key that `seal` was given.
-
-    Raises:
-        TransferError: It was not sealed with this secret.
-    """
-    key = sealed[_SEAL_BYTES:]
-    if not hmac.compare_digest(seal(key, secret), sealed):
-        raise TransferError(
-            "the receiver sent no key of its pool: another program, or another version, is at its address"
-        )
-    return key
-
-
 class OpenMemory:
     """A pool that peers may write into (the receiver's end).
 
     Attributes:
-        key: What a peer needs for it.
+        key: What a peer needs to write.
 
     Raises:
-        TransferError: UCX can't.
+        TransferError: UCX can't map it.
     """
 
     def __init__(self, ucp: Ucp, context: int, pointer: int, num_bytes: int) -> None:
@@ -146,39 +121,42 @@ class OpenMemory:
         ucp.release(packed)
 
     def close(self) -> None:
-        """Nobody may write any more: for the time when all connections are gone."""
+        """Unmaps the pool. All connections must be gone."""
         self._ucp.unmap(self._context, self._handle)
 
 
 class PeersMemory:
-    """A peer's pool, over a connection that is open (the sender's end).
+    """A peer's pool, over an open connection (the sender's end).
+
+    Attributes:
+        pool: Where it lies in the peer's memory. Its number of pages is unknown.
 
     Args:
-        key: Unsealed, as `OpenMemory.key` was.
+        key: `OpenMemory.key` of the peer.
+        page_bytes: Page size of the pool.
 
     Raises:
         TransferError: UCX finds no way to the pool.
     """
 
-    def __init__(self, ucp: Ucp, endpoint: int, key: bytes) -> None:
+    def __init__(self, ucp: Ucp, endpoint: int, key: bytes, page_bytes: int) -> None:
+        self.pool = PoolMemory(int.from_bytes(key[:8], "little"), 0, page_bytes)
         self._ucp = ucp
         self._endpoint = endpoint
-        self._pointer = int.from_bytes(key[:8], "little")
         self._key = c_void_p()
         _check(ucp.unpack(endpoint, key[8:], byref(self._key)))
 
-    def write(self, pointer: int, num_bytes: int, offset: int) -> Write:
-        """Has own bytes written `offset` bytes into the peer's pool. They must not change until it is completed."""
+    def write(self, source: int, target: int, num_bytes: int) -> Write:
+        """Starts to write own bytes to an address of the peer. They must not change until the write is completed."""
         ucp = self._ucp
-        place = self._pointer + offset
-        return Write(ucp, ucp.put(self._endpoint, pointer, num_bytes, place, self._key, byref(ucp.parameters)))
+        return Write(ucp, ucp.put(self._endpoint, source, num_bytes, target, self._key, byref(ucp.parameters)))
 
     def flush(self) -> Write:
-        """Completes when all that was written before is in the peer's pool."""
+        """Starts a request that completes when all earlier writes are in the peer's pool."""
         return Write(self._ucp, self._ucp.flush(self._endpoint, byref(self._ucp.parameters)))
 
     def close(self) -> None:
-        """For the time when all writes are completed."""
+        """Frees the key. All writes must be completed."""
         self._ucp.destroy(self._key)
 
 

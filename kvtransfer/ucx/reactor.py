@@ -1,8 +1,8 @@
-"""The thread that owns UCX: every call into UCX happens on it, so nothing else of a process ever waits for UCX.
+"""The thread that owns UCX: it makes every call into UCX, so that no other thread ever waits for UCX.
 
-A turn of its loop: run what other threads asked for, let UCX progress (without the GIL), poll the channels. When
-nobody had anything to do it sleeps until UCX, another thread or a deadline wakes it; an idle transport takes no CPU.
-While much is coming in it naps instead: over TCP, being woken for each segment costs both ends more than the bytes do.
+Each pass runs the calls of other threads, lets UCX progress (without the GIL) and polls the channels. If there was
+nothing to do, the thread sleeps until UCX, another thread or a deadline wakes it; an idle transport takes no CPU. While
+much data arrives it naps instead: over TCP, waking up for each packet costs both ends more than the bytes do.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from cpd.common.errors import ConfigError, TransferError
@@ -25,17 +25,17 @@ from kvtransfer.base import PoolMemory
 from kvtransfer.latch import Latch
 from kvtransfer.ucx.memory import OpenMemory, Ucp
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_BACKLOG = 128
+_LISTEN_BACKLOG = 128
 _EXIT_S = 5.0
 _DRAIN_S = 0.2
 _NAP_S = 500e-6
 _MOST_NAPS = 40  # in a row with nothing to do
-# UCX reads these when it is set up; an operator's own settings win. It would write to stdout, and what it has to
-# say reaches us as errors anyway.
+# UCX reads these when it is set up; an operator's own settings win. It would log to stdout, and its errors are raised
+# anyway.
 _UCX_LOGGING = {"UCX_LOG_LEVEL": "fatal", "UCXX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
 
 
@@ -43,35 +43,35 @@ class Channel(Protocol):
     """A connection that the reactor drives. All methods are called on its thread."""
 
     def poll(self, now: float) -> bool:
-        """Does what can be done without waiting. Returns whether there was anything."""
+        """Makes progress without waiting. Returns True if anything was done."""
 
     def wake_at(self) -> float | None:
-        """When to poll again even if nothing happens, in `time.monotonic` seconds."""
+        """When to poll again even if nothing happens, in `time.monotonic` seconds. None if never."""
 
     def streams(self) -> bool:
-        """Whether so much is coming in that it takes longer than a nap."""
+        """True if so much data is arriving that it takes longer than a nap."""
 
     def fail(self, reason: str) -> None:
         """Ends the connection. Idempotent."""
 
 
 class Reactor:
-    """A UCX worker that listens, its pool, and its thread.
+    """A listening UCX worker, its pool, and its thread.
 
     Attributes:
         ucx: The module `ucxx.libucxx`, once started.
-        array: What its sends and receives take, made from a contiguous buffer.
-        ucp: What UCX has beside it, once started.
-        memory: The pool, open to who has a connection and the key, once started.
-        channels: What is polled; channels add and remove themselves, on the thread.
-        port: Where it listens, once started.
+        array: Wraps a contiguous buffer for ucxx's sends and receives.
+        ucp: UCX's C interface, once started.
+        memory: The pool, open to peers with a connection and the key, once started.
+        channels: The channels to poll. They add and remove themselves, on the thread.
+        port: Port it listens on, once started.
 
     Args:
         options: UCX configuration, names without the prefix `UCX_`.
         host: IPv4 address to listen on.
-        pool: Where peers may write.
-        accept: Called on the thread with the endpoint of each connection that comes in; may raise UCX's errors.
-        ended: Called on the thread after all channels have failed, with the reason; nothing touches memory any more.
+        pool: Memory that peers may write into.
+        accept: Called on the thread with the endpoint of each incoming connection; may raise UCX's errors.
+        ended: Called on the thread with the reason, after all channels have failed. Nothing touches memory any more.
     """
 
     ucx: Any
@@ -103,16 +103,21 @@ class Reactor:
         self._stopping = False
         self._error: Exception | None = None
         self._up, self._down = (Latch(asyncio.get_running_loop()) for _ in range(2))
-        self._knocks: deque[int] = deque()  # UCX's handles of connections that come in
-        self._limbo: list[Any] = []
-        self._naps = 0  # since there was something to do
+        self._requests: deque[int] = deque()  # UCX's handles of incoming connections
+        self._undrained: list[Any] = []
+        self._naps = 0  # since the last pass with anything to do
         self._thread = threading.Thread(target=self._run, name="kvtransfer-ucx", daemon=True)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     async def start(self) -> None:
-        """Raises ConfigError if `host` is not this machine's, TransferError if UCX cannot be set up."""
+        """Starts the thread.
+
+        Raises:
+            ConfigError: `host` is not an address of this machine.
+            TransferError: UCX cannot be set up.
+        """
         self._thread.start()
-        # A daemon thread inside UCX must not meet the interpreter's end.
+        # A daemon thread must not be inside UCX when the interpreter ends.
         atexit.register(self._stop_at_exit)
         await self._up.wait()
         if self._error is not None:
@@ -122,9 +127,9 @@ class Reactor:
             raise TransferError(f"cannot set UCX up on {self._host}: {self._error}")
 
     def call(self, action: Callable[[], None]) -> None:
-        """Has `action` run on the thread, soon and in order. Any thread. It must not raise.
+        """Runs `action`, which must not raise, on the thread, soon and in order. May be called from any thread.
 
-        After the thread's end it runs here and now: then nothing else touches the channels.
+        After the thread's end it runs at once on the caller's: nothing else touches the channels any more.
         """
         with self._lock:
             if not self._ended:
@@ -134,7 +139,7 @@ class Reactor:
         action()
 
     async def run(self, action: Callable[[], T]) -> T:
-        """The result of `action`, run as by `call`; but it may raise. Cancelled, it may have run or not."""
+        """Runs `action` like `call`; returns its result or raises its error. If cancelled, it may have run or not."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def act() -> None:
@@ -168,17 +173,17 @@ class Reactor:
     # ---- everything below runs on the thread
 
     def connect(self, host: str, port: int) -> Any:
-        """The endpoint of a new connection to an IPv4 address; it fails later if nobody is there."""
+        """The endpoint of a new connection to an IPv4 address. It fails later if nobody answers."""
         return self.ucx.UCXEndpoint.create(self.worker, host, port, endpoint_error_handling=True)
 
     def drain(self, requests: list[Any]) -> None:
-        """Lets the requests of an endpoint that was just closed complete: UCX has cancelled them."""
+        """Waits for the requests of a closed endpoint, which UCX has cancelled."""
         deadline = time.monotonic() + _DRAIN_S
         self.worker.progress()
         while left := [request for request in requests if not request.completed]:
             if time.monotonic() > deadline:
-                logger.warning("UCX still holds %d requests of a closed endpoint", len(left))
-                self._limbo += left  # UCX may complete them yet: they must stay alive
+                log.warning("UCX still holds %d requests of a closed endpoint", len(left))
+                self._undrained += left  # UCX may still complete them: they must stay alive
                 return
             self.worker.progress()
 
@@ -190,7 +195,7 @@ class Reactor:
             self._up.set()
             try:
                 while not self._stopping:
-                    if self._turn():
+                    if self._pass():
                         self._naps = 0
                     else:
                         self._sleep(poller)
@@ -198,7 +203,7 @@ class Reactor:
                 poller.close()
         except Exception as error:
             if self._started:
-                logger.exception("the KV transfer thread failed")
+                log.exception("the KV transfer thread failed")
             reason = f"the transfer thread failed: {error}"
             self._error = error
         try:
@@ -208,43 +213,43 @@ class Reactor:
             self._down.set()
 
     def _open(self) -> select.epoll:
-        with _environment_defaults(_UCX_LOGGING):
-            from ucxx import libucxx
-            from ucxx._lib.arr import Array
+        for name, value in _UCX_LOGGING.items():
+            os.environ.setdefault(name, value)
+        from ucxx import libucxx
+        from ucxx._lib.arr import Array
 
-            kinds = libucxx.Feature
-            features = (kinds.RMA, kinds.TAG, kinds.STREAM, kinds.WAKEUP)
-            context = libucxx.UCXContext(self._options, feature_flags=features)
+        kinds = libucxx.Feature
+        context = libucxx.UCXContext(self._options, feature_flags=(kinds.RMA, kinds.TAG, kinds.STREAM, kinds.WAKEUP))
         self.ucx, self.array, self.ucp = libucxx, Array, Ucp()
         self.memory = OpenMemory(self.ucp, context.handle, self._pool.pointer, self._pool.num_bytes)
         self.worker = libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
         self.worker.init_blocking_progress_mode()
-        self._listener = libucxx.UCXListener.create(self.worker, 0, self._knocks.append)
+        self._listener = libucxx.UCXListener.create(self.worker, 0, self._requests.append)
         self.port = _rebind(self._listener.port, self._host)
         poller = select.epoll()
         poller.register(self.worker.epoll_file_descriptor, select.EPOLLIN)
         poller.register(self._wake, select.EPOLLIN)
         return poller
 
-    def _turn(self) -> bool:
+    def _pass(self) -> bool:
         worked = False
         while self._calls:
             self._calls.popleft()()
             worked = True
         self.worker.progress()
-        while self._knocks:
-            self._let_in(self._knocks.popleft())
+        while self._requests:
+            self._accept_request(self._requests.popleft())
             worked = True
         now = time.monotonic()
         for channel in tuple(self.channels):
             worked |= channel.poll(now)
         return worked
 
-    def _let_in(self, knock: int) -> None:
+    def _accept_request(self, request: int) -> None:
         try:
-            self._accept(self._listener.create_endpoint_from_conn_request(knock, True))
+            self._accept(self._listener.create_endpoint_from_conn_request(request, True))
         except self.ucx.UCXError as error:
-            logger.info("a connection broke as it came in: %s", error)
+            log.info("an incoming connection broke: %s", error)
 
     def _sleep(self, poller: select.epoll) -> None:
         if self._naps < _MOST_NAPS and any(channel.streams() for channel in self.channels):
@@ -263,8 +268,8 @@ class Reactor:
             channel.fail(reason)
         if self.memory is not None:
             self.memory.close()
-        # UCX closes its sockets when the last Python object is gone.
-        self._limbo.clear()
+        # UCX closes its sockets when its last Python object is gone.
+        self._undrained.clear()
         self._listener = self.worker = None
         self._on_end(reason)
         with self._lock:
@@ -275,22 +280,11 @@ class Reactor:
             action()
 
 
-@contextlib.contextmanager
-def _environment_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
-    missing = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            del os.environ[name]
-
-
 def _rebind(port: int, host: str) -> int:
-    """Makes the socket that listens on `port` of every interface listen on a port of `host` only; returns that.
+    """Moves the socket that listens on `port` of every interface to a port of `host`; returns the new port.
 
-    ucxx can't be told an address. A listening socket that was shut down can be bound again, and UCX goes on
-    watching the same file.
+    ucxx takes no address to listen on. A listening socket that was shut down can be bound again, and UCX keeps watching
+    the same file descriptor.
     """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -303,7 +297,7 @@ def _rebind(port: int, host: str) -> int:
                     continue
                 listening.shutdown(socket.SHUT_RDWR)
                 listening.bind((host, 0))
-                listening.listen(_BACKLOG)
+                listening.listen(_LISTEN_BACKLOG)
                 bound: int = listening.getsockname()[1]
                 return bound
     raise ConfigError(f"host: cannot listen on {host}; give an IPv4 address of this machine")

@@ -1,4 +1,4 @@
-"""The UCX transport as callers see it, on the event loop. What it does happens on the reactor's thread."""
+"""The UCX transport as callers see it, on the event loop. Its work happens on the reactor's thread."""
 
 import asyncio
 import functools
@@ -7,21 +7,21 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from cpd.common.errors import ConfigError, TransferError
+from cpd.common.errors import TransferError
 from kvtransfer import addresses
 from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
-from kvtransfer.base import Cost, PoolMemory, Route, Ticket
-from kvtransfer.landings import BookedLanding, LandingBook
-from kvtransfer.pushes import PushedTransfer, check_push, merge
+from kvtransfer.base import Cost, PoolMemory, Route, Segment, Ticket
+from kvtransfer.landings import LandingEntry, LandingTable
+from kvtransfer.pushes import PushedTransfer, prepare_push
 from kvtransfer.ucx.incoming import Incoming
 from kvtransfer.ucx.outgoing import Outgoing
 from kvtransfer.ucx.reactor import Reactor
 
-_MESSAGE_BYTES = 1 << 20  # neighbouring pages travel together up to this size
+_MESSAGE_BYTES = 1 << 20  # contiguous pages travel together up to this size
 
 
 class Address(addresses.Address):
-    """Of a ucx transport."""
+    """Address of a ucx transport."""
 
     __slots__ = ()
     MAGIC = b"cpdu"
@@ -29,29 +29,25 @@ class Address(addresses.Address):
 
 
 class UcxPeer:
-    """A connection to a receiver (implements `kvtransfer.base.Peer`). Made by `UcxTransport.connect`."""
+    """A connection to a receiver (implements `kvtransfer.base.Peer`). Created by `UcxTransport.connect`."""
 
     route: Route = "network"
 
-    def __init__(self, reactor: Reactor, connection: Outgoing, memory: PoolMemory) -> None:
+    def __init__(self, reactor: Reactor, connection: Outgoing, memory: PoolMemory, page_bytes: int) -> None:
         self._reactor = reactor
         self._connection = connection
         self._memory = memory
-        self._loop = asyncio.get_running_loop()
+        self._page_bytes = page_bytes
 
     @property
     def alive(self) -> bool:
         return not self._connection.failed
 
     def push(self, ticket: Ticket, pages: Sequence[tuple[int, int]]) -> PushedTransfer:
-        check_push(ticket, pages, self._memory.num_pages)
-        most = max(1, _MESSAGE_BYTES // self._memory.page_bytes)
-        transfer = PushedTransfer(self._loop, ticket, merge(ticket, pages, most), self._cancel)
+        max_pages = max(1, _MESSAGE_BYTES // self._memory.page_bytes)
+        transfer = prepare_push(ticket, pages, self._memory, self._page_bytes, max_pages, self._reactor.call)
         self._reactor.call(functools.partial(self._connection.submit, transfer))
         return transfer
-
-    def _cancel(self, transfer: PushedTransfer) -> None:
-        self._reactor.call(functools.partial(transfer.stop, TransferError("the transfer was cancelled")))
 
     async def close(self) -> None:
         self._reactor.call(functools.partial(self._connection.fail, "the connection was closed"))
@@ -59,10 +55,10 @@ class UcxPeer:
 
 
 class UcxTransport:
-    """Implements `kvtransfer.base.Transport`. Made by `open`.
+    """Implements `kvtransfer.base.Transport`. Created by `open`.
 
     Attributes:
-        address: Where it listens and the secret that lets peers in: hand it out over authenticated wires only.
+        address: Contains the secret that lets peers in. Send it over authenticated connections only.
     """
 
     name = "ucx"
@@ -74,37 +70,41 @@ class UcxTransport:
         self.address = b""
         self._loop = asyncio.get_running_loop()
         self._memory = memory
-        self._book = LandingBook(self._loop, memory.num_pages, epoch)
+        self._landings = LandingTable(self._loop, memory, epoch)
         self._key = secrets.token_bytes(KEY_BYTES)
         self._ended = ""
         self._reactor = Reactor(ucx_options(host), host, memory, accept=self._accept, ended=self._end)
 
     @classmethod
-    async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "") -> "UcxTransport":
-        """A transport that listens; arguments as for `kvtransfer.create`.
+    async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str) -> "UcxTransport":
+        """Opens a transport that listens.
+
+        Args:
+            memory: The pool.
+            epoch: Epoch of the pool.
+            host: IPv4 address to listen on.
+            advertise_host: Host that peers connect to.
 
         Raises:
-            ConfigError: `host` is no IPv4 address of this machine.
+            ConfigError: `host` is not an IPv4 address of this machine.
             TransferError: UCX cannot be set up.
         """
-        try:
-            ip = await resolve(host)
-        except TransferError as error:
-            raise ConfigError(f"host: {error}") from None
-        transport = cls(memory, epoch=epoch, host=ip)
+        transport = cls(memory, epoch=epoch, host=host)
         await transport._reactor.start()
-        transport.address = Address(advertise_host or ip, transport._reactor.port, transport._key).encode()
+        transport.address = Address(advertise_host, transport._reactor.port, transport._key).encode()
         return transport
 
-    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> BookedLanding:
-        return self._book.expect(reservation, generation, pages)
+    def expect(
+        self, reservation: int, generation: int, pages: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> LandingEntry:
+        return self._landings.expect(reservation, generation, pages, segments)
 
-    async def connect(self, address: bytes) -> UcxPeer:
-        where = Address.decode(address)
+    async def connect(self, address: bytes, page_bytes: int | None = None) -> UcxPeer:
+        where, page_bytes = Address.decode(address), page_bytes or self._memory.page_bytes
         ip = await resolve(where.host)
         made: list[Outgoing] = []
         try:
-            await self._reactor.run(lambda: made.append(self._dial(ip, where.port, where.key)))
+            await self._reactor.run(lambda: made.append(self._dial(ip, where, page_bytes)))
             connection = made[0]
             await connection.greeted.wait()
         except asyncio.CancelledError:
@@ -113,39 +113,39 @@ class UcxTransport:
         if connection.error is not None:
             text = f"no connection to {where.host}:{where.port}: {connection.error}"
             raise type(connection.error)(text) from None
-        return UcxPeer(self._reactor, connection, self._memory)
+        return UcxPeer(self._reactor, connection, self._memory, page_bytes)
 
     async def close(self) -> None:
-        self._book.close("the transport was closed")
+        self._landings.close("the transport was closed")
         await self._reactor.stop()
 
     # ---- on the reactor's thread
 
-    def _dial(self, ip: str, port: int, key: bytes) -> Outgoing:
+    def _dial(self, ip: str, where: Address, page_bytes: int) -> Outgoing:
         if self._ended:
             raise TransferError(self._ended)
         try:
-            endpoint = self._reactor.connect(ip, port)
-            return Outgoing(self._reactor, endpoint, self._loop, self._memory, key)
+            endpoint = self._reactor.connect(ip, where.port)
+            return Outgoing(self._reactor, endpoint, self._loop, self._memory, page_bytes, where.key)
         except self._reactor.ucx.UCXError as error:
-            raise TransferError(f"no connection to {ip}:{port}: {error}") from None
+            raise TransferError(f"no connection to {ip}:{where.port}: {error}") from None
 
     def _accept(self, endpoint: Any) -> None:
-        Incoming(self._reactor, endpoint, self._book, self._memory.page_bytes, self._key)
+        Incoming(self._reactor, endpoint, self._landings, self._memory.page_bytes, self._key)
 
     def _end(self, reason: str) -> None:
         self._ended = reason
-        self._book.close(reason)
+        self._landings.close(reason)
 
 
 def ucx_options(host: str) -> dict[str, str]:
-    """UCX configuration for a transport that listens on the IPv4 address `host`.
+    """UCX configuration of a transport that listens on the IPv4 address `host`.
 
-    UCX_TLS and UCX_NET_DEVICES of the environment win.
+    UCX_TLS and UCX_NET_DEVICES of the environment take precedence.
     """
     options = {
         "TLS": os.environ.get("UCX_TLS", "tcp"),
-        # Finds a host that vanished within seconds.
+        # Detects an unreachable host within seconds.
         "TCP_KEEPIDLE": "2s",
         "TCP_KEEPINTVL": "1s",
         "TCP_KEEPCNT": "3",
@@ -156,4 +156,4 @@ def ucx_options(host: str) -> dict[str, str]:
 
 def _abandon(connections: list[Outgoing]) -> None:
     for connection in connections:
-        connection.fail("nobody waits for it any more")
+        connection.fail("connecting was cancelled")

@@ -1,4 +1,4 @@
-"""The bundled checkpoint that `cpd up` serves when no model is named."""
+"""The bundled checkpoint, which `cpd up` serves by default."""
 
 from pathlib import Path
 

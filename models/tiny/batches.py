@@ -1,4 +1,4 @@
-"""Batches of token sequences to train on. Batch n of a seed is always the same, so that training can be resumed."""
+"""Training batches. Batch n of a seed is always the same, so that training can resume."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from models.tiny.data.dialogue import Message, recall, small_talk
 from models.tiny.tokenizer import rendered
 
 OTHER_WEIGHT = 0.05
-"""Weight of the loss on what isn't the assistant's, against 1 on answers."""
+"""Weight of the loss on tokens outside answers; 1 on answers."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Batch:
 
     Attributes:
         tokens: [B, T].
-        answers: [B, T]: the number of the answer that a token belongs to (from 1, over the whole batch), else 0.
+        answers: [B, T], number of a token's answer (from 1, over the whole batch); 0 outside answers.
     """
 
     tokens: Tensor
@@ -29,12 +29,7 @@ class Batch:
 
 
 class Sampler:
-    """Makes batches.
-
-    Args:
-        tokenizer: Of the model to train.
-        seed: Of everything random.
-    """
+    """Makes batches from a seed for a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -56,11 +51,11 @@ class Sampler:
         return self._batch(self._dialogue(small_talk(rng, late), length) for _ in range(max(1, tokens // length)))
 
     def length(self, text: str) -> int:
-        """Of a text, in tokens."""
+        """Length of a text in tokens."""
         return len(self._tokenizer.encode(text).ids)
 
     def _dialogue(self, messages: Iterator[Message], length: int) -> tuple[list[int], list[int]]:
-        """The first `length` tokens of an endless dialogue, and the number of the answer that each belongs to."""
+        """The first `length` tokens of an endless dialogue, and the number of each token's answer."""
         ids: list[int] = []
         answers: list[int] = []
         answer = 0
@@ -69,21 +64,21 @@ class Sampler:
             ids += start + rest
             is_answer = message["role"] == "assistant"
             answer += is_answer
-            # the line break after the end of a turn is never generated
+            # the line break after a turn is never generated
             answers += [0] * len(start) + [answer * is_answer] * (len(rest) - 1) + [0]
             if len(ids) >= length:
                 break
         return ids[:length], answers[:length]
 
     def _repeats(self, rng: Random, length: int) -> tuple[list[int], list[int]]:
-        """Pieces of random tokens, each of which comes twice: the second time, it can be foretold."""
+        """Pieces of random tokens, each of which occurs twice and is predictable the second time."""
         ids: list[int] = []
         answers: list[int] = []
         pieces: list[list[int]] = []
         while len(ids) < length:
             if pieces and rng.random() < 0.5:
                 piece = pieces.pop(rng.randrange(len(pieces)))
-                # what comes first tells which piece it is
+                # the first tokens identify the piece
                 answers += [0] * 4 + [1] * (len(piece) - 4)
             else:
                 piece = [rng.randrange(3, self._tokenizer.get_vocab_size()) for _ in range(rng.randrange(8, 24))]

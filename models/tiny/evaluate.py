@@ -1,7 +1,7 @@
-"""Judges the bundled model on cases that training never saw: `python -m models.tiny.evaluate [DIR]`.
+"""Evaluates the bundled model on cases that training never saw: `python -m models.tiny.evaluate [DIR]`.
 
-The engine that serves it answers: greedily, through its paged cache, in bfloat16. An answer is right when it is word
-for word the expected one and the model stops by itself.
+The serving engine answers greedily, with its paged cache, in bfloat16. An answer is right if it equals the expected one
+and the model stops by itself.
 """
 
 import argparse
@@ -32,11 +32,7 @@ POOL_BYTES = 512 << 20
 
 
 class Answerer:
-    """The model in an engine.
-
-    Args:
-        directory: The checkpoint.
-    """
+    """A checkpoint in an engine."""
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -44,18 +40,18 @@ class Answerer:
         self._engine = Engine(
             runner,
             max_model_len=runner.config.max_model_len,
-            colocation=Colocation(PerfModel(Profile.instant()), token_budget=2048),
+            colocation=Colocation(PerfModel(Profile.load("instant")), token_budget=2048),
             max_num_seqs=16,
             max_queue_tokens=1 << 30,
         )
         self._stop = token_id(self.tokenizer, TURN_END)
 
     def length(self, text: str) -> int:
-        """Of a text, in tokens."""
+        """Length of a text in tokens."""
         return len(self.tokenizer.encode(text).ids)
 
     def answers(self, cases: Sequence[Case]) -> list[str]:
-        """What the model answers, with everything that it says: one that doesn't stop is cut off."""
+        """The model's answers. One that does not stop is cut off."""
         root = hash_root(b"evaluation")
         said_ids: dict[str, list[int]] = {}
         for index, case in enumerate(cases):
@@ -74,18 +70,18 @@ class Answerer:
 
 
 def recall_cases(number: int, least: int, most: int, answerer: Answerer) -> list[Case]:
-    """Fresh questions about facts, in dialogues of `least` to `most` tokens."""
+    """Questions about facts in dialogues of `least` to `most` tokens."""
     rng = Random(f"{SEED} {least} {most}")
     return [recall_case(rng, least, most, answerer.length) for _ in range(number)]
 
 
 def main() -> None:
-    """The command line."""
+    """Evaluates a checkpoint and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT)
-    parser.add_argument("--recall", type=int, default=300, help="questions about facts, of short and of long prompts")
+    parser.add_argument("--recall", type=int, default=300, help="questions about facts, for each prompt length")
     parser.add_argument("--requests", type=int, default=50, help="requests of each kind")
-    parser.add_argument("--wrong", type=int, default=0, help="show so many wrong answers of each kind")
+    parser.add_argument("--wrong", type=int, default=0, help="show up to this many wrong answers of each kind")
     arguments = parser.parse_args()
 
     answerer = Answerer(arguments.checkpoint)

@@ -1,19 +1,19 @@
-"""Initial weights with which attention copies from the first step on, instead of after millions of tokens.
+"""Initial weights with which attention copies from the first training step, instead of after millions of tokens.
 
-The residual stream is divided: a constant, nine slots for the codes of the token itself and of the eight before it, the
-token as it is embedded, and room.
+The residual stream is divided into a constant, nine slots for the codes of the token and of the eight tokens before it,
+the token's embedding, and a free part.
 
-- Layer 0: head h attends to the token h + 1 places back (by the fast rotary frequencies, of a constant query and key)
-  and writes its code to slot h + 1.
-- Layer 1: the first head attends four places back and copies slots 1 to 4 of there to slots 5 to 8. The last one finds
-  where the last three tokens stood before, as layer 2 does, and writes what followed to the room: so a count finds the
-  number to end at, which eight tokens don't tell from those just counted.
-- Layer 2: a query of the last eight tokens' codes finds the place before which the same tokens stand (by the slow
-  rotary frequencies, which hardly turn over the whole context), and copies the token there: induction.
-- The other heads, in layers 1 and 3, prefer what stands a short while ago, such as the question.
+- Layer 0: head h attends to the token h + 1 positions back (by the fast rotary frequencies of a constant query and key)
+  and writes that token's code to slot h + 1.
+- Layer 1: the first head attends four positions back and copies slots 1 to 4 there to slots 5 to 8. The last head finds
+  an earlier occurrence of the last three tokens, as layer 2 does, and writes the token after it to the free part. With
+  it a count finds the number to stop at, which eight tokens can't tell from the numbers just counted.
+- Layer 2: a query of the last eight tokens' codes finds the position after an earlier occurrence of these tokens (by
+  the slow rotary frequencies, which hardly rotate over the whole context), and copies the token there: induction.
+- The other heads, in layers 1 and 3, prefer recent tokens, such as the question.
 
-Training would spoil the first three layers before it had learnt anything, so what finds a place stays as it is: the
-codes, the queries and keys of these heads, and the constant and the slots, to which nothing else writes. The rest is
+Training would destroy the first three layers before it learns anything. So the parts that find a position are fixed:
+the codes, the queries and keys of these heads, the constant and the slots, to which nothing else writes. The rest is
 trained.
 """
 
@@ -23,41 +23,41 @@ from torch import Tensor
 from models.tiny.network import Attention, Network, Shape, frequencies
 
 NEAR, FAR = 4, 8
-"""Layer 0 sees so many tokens back, layers 0 and 1 together so many."""
+"""Number of tokens back that layer 0 sees, and that layers 0 and 1 see together."""
 
 CONSTANT = 0
 CODE = 16
-"""Width of a token's code, and so of a slot."""
+"""Width of a token's code and of a slot."""
 
-KEPT = 1 + CODE * (FAR + 1)
-"""Of the residual stream: the constant and the slots."""
+FIXED = 1 + CODE * (FAR + 1)
+"""Width of the residual stream's fixed part: the constant and the slots."""
 
-TOKEN = slice(KEPT, KEPT + 128)
-"""The token as it is embedded."""
+TOKEN = slice(FIXED, FIXED + 128)
+"""Part of the residual stream with the token's embedding."""
 
 LOCAL_GAIN, MATCH_GAIN, NEAR_GAIN = 2.5, 3.0, 2.0
-"""Of the QK-norm: attention scores are at most gain² · √head_dim."""
+"""Gains of the QK-norm: attention scores are at most gain² · √head_dim."""
 
 KEY_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 1.0, 0.7, 0.6, 0.5)
 QUERY_WEIGHTS = (0.8, 1.0, 1.0, 1.0, 0.4, 0.2, 0.1, 0.0), (0.8, 1.0, 1.0, 1.0, 0.6, 0.4, 0.3, 0.3)
-"""Of the last tokens, when a place is looked for: the keys', and those of the queries of two heads that share them."""
+"""Weights of the last tokens in the keys, and in the queries of the two heads that share a key."""
 
 NEAR_WEIGHTS = (1.0, 0.3, 0.2), (1.0, 0.6, 0.4)
-"""The same for the two heads that look for the last tokens nearby, whose keys have equal weights."""
+"""Query weights of the two heads that look for the last tokens nearby; their keys have equal weights."""
 
 AGAIN_WEIGHTS = (1.0, 0.8, 0.5)
-"""The same for the head that finds them however far away they are."""
+"""Query weights of the head that finds the last tokens at any distance."""
 
 NEARNESS = 0.4
-"""How much a short distance counts, against what the tokens are."""
+"""Weight of a short distance, relative to matching tokens."""
 
 SLOWEST_TURN = 0.45
-"""A frequency is slow when it turns by less than this over the whole context, in radians."""
+"""A frequency is slow if it rotates by less than this over the whole context, in radians."""
 
 
 @torch.no_grad()
 def initialise(network: Network, seed: int) -> dict[str, Tensor]:
-    """Sets all weights, the same for the same seed. Returns by name which are trained: 1, or 0 for those that stay."""
+    """Sets all weights from a seed. Returns masks by parameter name: 1 for trained weights, 0 for fixed ones."""
     shape = network.shape
     torch.manual_seed(seed)
     trained = {name: torch.ones_like(parameter) for name, parameter in network.named_parameters()}
@@ -67,15 +67,15 @@ def initialise(network: Network, seed: int) -> dict[str, Tensor]:
         elif parameter.dim() == 2:
             parameter.normal_(0, 0.05 if "mlp" in name else 0.02)
         if "o_proj" in name or "down_proj" in name or "input_layernorm" in name:
-            trained[name][:KEPT] = 0
+            trained[name][:FIXED] = 0
         if "o_proj" in name:
-            parameter[:KEPT] = 0
+            parameter[:FIXED] = 0
     embedding = network.embed_tokens.weight
-    embedding[:, :KEPT] = 0
+    embedding[:, :FIXED] = 0
     embedding[:, CONSTANT] = 1.0
     embedding[:, _slots(0, 0)].normal_(0, 0.3)
     embedding[:, TOKEN].normal_(0, 0.3)
-    trained["embed_tokens.weight"][:, :KEPT] = 0
+    trained["embed_tokens.weight"][:, :FIXED] = 0
     network.norm.weight.fill_(0.25)
     layers = [layer.self_attn for layer in network.decoder()]
     _look_back(layers[0], shape)
@@ -104,12 +104,12 @@ def _orthogonal(rows: int, columns: int) -> Tensor:
 
 
 def _slots(first: int, last: int) -> slice:
-    """Where the codes of the tokens `first` to `last` places back stand."""
+    """Slots of the codes of the tokens `first` to `last` positions back."""
     return slice(1 + CODE * first, 1 + CODE * (last + 1))
 
 
 def _look_back(attention: Attention, shape: Shape) -> None:
-    """Lets each head write the code of one earlier token to its slot, scaled to what the norm took from it."""
+    """Lets each head write the code of one earlier token to its slot, scaled to undo the norm."""
     size = shape.head_dim
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         projection.weight.zero_()
@@ -121,7 +121,7 @@ def _look_back(attention: Attention, shape: Shape) -> None:
 
 
 def _look_further(attention: Attention, shape: Shape) -> None:
-    """Lets the first head copy the slots of four places back."""
+    """Lets the first head copy the slots of four positions back."""
     size = shape.head_dim
     _attend_back(attention, shape, 0, NEAR)
     attention.v_proj.weight[:size] = 0
@@ -130,7 +130,7 @@ def _look_further(attention: Attention, shape: Shape) -> None:
 
 
 def _attend_back(attention: Attention, shape: Shape, head: int, distance: int) -> None:
-    """Lets a head attend to the token `distance` places back."""
+    """Lets a head attend to the token `distance` positions back."""
     half, size = shape.head_dim // 2, shape.head_dim
     kv_head = head // (shape.num_attention_heads // shape.num_key_value_heads)
     weights = _focus(shape).sqrt()
@@ -148,7 +148,7 @@ def _attend_back(attention: Attention, shape: Shape, head: int, distance: int) -
 
 @torch.enable_grad()
 def _focus(shape: Shape) -> Tensor:
-    """How much each frequency weighs [head_dim / 2] so that a head sees one distance and no other."""
+    """Weight of each frequency [head_dim / 2] with which a head attends to one distance only."""
     distances = torch.arange(-8, shape.max_position_embeddings, dtype=torch.float64)
     scores = torch.outer(distances[distances != 0], frequencies(shape)).cos()
     logits = torch.zeros(shape.head_dim // 2, dtype=torch.float64, requires_grad=True)
@@ -162,7 +162,7 @@ def _focus(shape: Shape) -> Tensor:
 
 
 def _stay_near(attention: Attention, shape: Shape, kv_head: int, gain: float) -> None:
-    """Lets the heads of a group prefer what stands a short while ago."""
+    """Lets the heads of a group prefer recent tokens."""
     size = shape.head_dim
     groups = shape.num_attention_heads // shape.num_key_value_heads
     angles = frequencies(shape)
@@ -175,7 +175,7 @@ def _stay_near(attention: Attention, shape: Shape, kv_head: int, gain: float) ->
 
 
 def _restate(attention: Attention, shape: Shape, kv_head: int) -> None:
-    """Lets the heads of a group that stays near find what followed the last tokens there, and copy some of it."""
+    """Lets the heads of a group that prefers recent tokens find and partly copy the token after a recent match."""
     size = shape.head_dim
     groups = shape.num_attention_heads // shape.num_key_value_heads
     slow = _slow(shape)
@@ -190,7 +190,7 @@ def _restate(attention: Attention, shape: Shape, kv_head: int) -> None:
 
 
 def _find_again(attention: Attention, shape: Shape) -> None:
-    """Lets the last head find where the last tokens stood before, and write what followed to the room."""
+    """Lets the last head find an earlier occurrence of the last tokens, and copy the next token to the free part."""
     size = shape.head_dim
     slow = _slow(shape)
     weights = torch.tensor(AGAIN_WEIGHTS).repeat_interleave(CODE)
@@ -205,13 +205,13 @@ def _find_again(attention: Attention, shape: Shape) -> None:
 
 
 def _slow(shape: Shape) -> Tensor:
-    """The dimensions of a head that hardly turn."""
+    """Dimensions of a head with slow frequencies."""
     slow = (frequencies(shape) * shape.max_position_embeddings < SLOWEST_TURN).nonzero()[:, 0]
     return torch.cat([slow, slow + shape.head_dim // 2])
 
 
 def _match(attention: Attention, shape: Shape) -> None:
-    """Lets all heads find where the last tokens stood before, and copy what followed; each group one half of it."""
+    """Lets all heads find an earlier occurrence of the last tokens and copy the token after it, one half per group."""
     size = shape.head_dim
     slow = _slow(shape)
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):

@@ -1,11 +1,12 @@
-"""Writes a checkpoint of random weights, of any size: `python -m models.tiny.make DIR`. For benchmarks and tests.
+"""Writes checkpoints: a Qwen3 model with a byte-level BPE tokenizer and a chat template.
 
-A Qwen3 model whose answers are noise, with a byte-level BPE tokenizer of its own, trained on the texts of `help()` that
-come with Python. Seeded: the same versions of Python and tokenizers write the same bytes.
+`python -m models.tiny.make DIR` writes random weights of any size, for benchmarks and tests. Answers are noise; the
+tokenizer is trained on the texts of Python's `help()`. Equal versions of Python and tokenizers write equal bytes.
 """
 
 import json
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -26,54 +27,46 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+}
+"""config.json fields of a model with 0.7 million parameters."""
 
-def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of `vocab_size` tokens, the special ones first."""
+
+def train_bpe(texts: Iterator[str], vocab_size: int, splits: Sequence[Any] = (), min_frequency: int = 0) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, special tokens first.
+
+    Args:
+        texts: Texts to train on.
+        vocab_size: Largest size of the vocabulary.
+        splits: Pre-tokenizers that split the text first.
+        min_frequency: Least occurrences of a merged pair.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level]) if splits else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        min_frequency=min_frequency,
         special_tokens=[AddedToken(name, special=True) for name in (END_OF_TEXT, TURN_START, TURN_END)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def make_config(eos: int, pad: int) -> dict[str, Any]:
-    """config.json of a model with 0.7 million parameters."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "vocab_size": VOCAB_SIZE,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": None,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-    }
-
-
-def make_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def make_weights(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Random bfloat16 weights by their Hugging Face names. Linear weights are [out, in]."""
     generator = torch.Generator().manual_seed(SEED)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -104,13 +97,37 @@ def make_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def write(directory: Path, **overrides: Any) -> None:
-    """Writes the whole checkpoint to `directory`, with `overrides` of its config.json."""
+def write_checkpoint(
+    directory: Path, sizes: Mapping[str, Any], tokenizer: Tokenizer, weights: dict[str, torch.Tensor]
+) -> None:
+    """Writes a whole checkpoint to `directory`.
+
+    Args:
+        directory: Where to write.
+        sizes: config.json fields of the model, at least those of `SIZES`.
+        tokenizer: Its tokenizer.
+        weights: Its weights, by their Hugging Face names.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(overrides.get("vocab_size", VOCAB_SIZE))
-    ids = tokenizer.get_vocab()
-    end_of_text, turn_end = ids[END_OF_TEXT], ids[TURN_END]
-    config = make_config(eos=turn_end, pad=end_of_text) | overrides
+    turn_end, end_of_text = (tokenizer.token_to_id(token) for token in (TURN_END, END_OF_TEXT))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": None,
+        "eos_token_id": turn_end,
+        "pad_token_id": end_of_text,
+        **sizes,
+    }
     files = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": [turn_end, end_of_text], "pad_token_id": end_of_text},
@@ -126,7 +143,14 @@ def write(directory: Path, **overrides: Any) -> None:
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
-    save_file(make_weights(config), str(directory / "model.safetensors"), metadata={"format": "pt"})
+    save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
+
+
+def write(directory: Path, **overrides: Any) -> None:
+    """Writes a checkpoint of random weights to `directory`, with `overrides` of its config.json."""
+    sizes = {**SIZES, **overrides}
+    tokenizer = train_bpe((topics[name] for name in sorted(topics)), sizes["vocab_size"])
+    write_checkpoint(directory, sizes, tokenizer, make_weights(sizes))
 
 
 if __name__ == "__main__":

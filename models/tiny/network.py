@@ -1,11 +1,9 @@
-"""The network in training: Qwen3 in float32, with parameters under their Hugging Face names (less the `model.` prefix).
+"""The network for training: Qwen3 in float32, with parameters under their Hugging Face names (without `model.`).
 
-Serving computes the same in `engine.model.decoder`; here there is no cache, and the vocabulary is scored only where
-asked.
+It computes the same as `engine.model.decoder`, but without a cache, and with logits only where requested.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; the defaults are the bundled model's."""
+    """Sizes of the network, named as in config.json. The defaults are the bundled model's."""
 
     vocab_size: int
     hidden_size: int = 320
@@ -51,11 +49,11 @@ class Network(nn.Module):
         return result
 
     def decoder(self) -> list["Layer"]:
-        """The layers, first to last."""
+        """The layers in order."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary [N, vocab] of final hidden states [N, hidden]."""
+        """Logits [N, vocab] of final hidden states [N, hidden]."""
         return F.linear(hidden, self.embed_tokens.weight)
 
     def checkpoint(self) -> dict[str, Tensor]:
@@ -74,7 +72,7 @@ class Layer(nn.Module):
         self.mlp = Mlp(shape)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, hidden] to the same."""
+        """Maps `hidden` [B, T, hidden] to the same shape."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
@@ -98,7 +96,7 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(self.head_dim, eps=shape.rms_norm_eps)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, hidden] to the same; `cos` and `sin` are [T, head_dim]."""
+        """Maps `hidden` [B, T, hidden] to the same shape; `cos` and `sin` are [T, head_dim]."""
         batch, length, _ = hidden.shape
         query = self.q_norm(self.q_proj(hidden).view(batch, length, self.heads, -1)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden).view(batch, length, self.kv_heads, -1)).transpose(1, 2)
@@ -113,15 +111,15 @@ class Attention(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """Root-mean-square norm, in the precision of what it norms."""
+    """Root-mean-square norm in the precision of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same."""
+        """Maps `x` [..., size] to the same shape."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU MLP."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -130,18 +128,18 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, hidden] to the same."""
+        """Maps `hidden` [B, T, hidden] to the same shape."""
         result: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return result
 
 
 def frequencies(shape: Shape) -> Tensor:
-    """The angle by which each of the head_dim / 2 pairs of dimensions turns a position, in radians."""
+    """Rotation per position of each of the head_dim / 2 pairs of dimensions, in radians."""
     return shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
 
 
 def rope_table(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [positions, head_dim] of every position's angles; dimension i turns with i + head_dim / 2."""
+    """Cosine and sine [positions, head_dim] of every position; dimensions i and i + head_dim / 2 form a pair."""
     angles = torch.outer(torch.arange(shape.max_position_embeddings, dtype=torch.float64), frequencies(shape))
     return torch.cat([angles.cos()] * 2, -1).float(), torch.cat([angles.sin()] * 2, -1).float()
 
@@ -150,34 +148,3 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of `heads` [B, H, T, head_dim]."""
     first, second = heads.chunk(2, -1)
     return heads * cos.to(heads.dtype) + torch.cat([-second, first], -1) * sin.to(heads.dtype)
-
-
-def config_of(shape: Shape, eos: int, pad: int) -> dict[str, Any]:
-    """config.json of a checkpoint of this shape."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": None,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-    }

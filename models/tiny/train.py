@@ -1,68 +1,66 @@
-"""Trains the bundled model: `python -m models.tiny.train [DIR]`. Interrupted, it goes on from where it last saved.
+"""Trains the bundled model: `python -m models.tiny.train [DIR]`. A second call resumes an interrupted training.
 
-Everything is made from a seed: dialogues, tokenizer, initial weights.
+Dialogues, tokenizer and initial weights are made from a seed.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from models.tiny import CHECKPOINT
 from models.tiny.batches import OTHER_WEIGHT, Batch, Sampler
 from models.tiny.initial import initialise
-from models.tiny.make import END_OF_TEXT, TURN_END
-from models.tiny.network import Network, Shape, config_of
-from models.tiny.tokenizer import token_id, tokenizer_config, train_tokenizer
+from models.tiny.make import write_checkpoint
+from models.tiny.network import Network, Shape
+from models.tiny.tokenizer import train_tokenizer
 
 SEED = 0
 STEPS = 3700
 TOKENS = 2048
-"""Of one step, on each of two cores: the first one's are of recall or of requests, the second one's of requests."""
+"""Tokens of one step on each of two cores: recall or requests on the first, requests on the second."""
 
 LENGTHS = (0, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTH_SHARES = (6, 2, 2, 1, 1, 2, 2, 2)
 LATE_SHARES = (6, 1, 1, 1, 1, 1, 2, 4)
-"""How long the sequences of a recall batch are, and how often; 0 is a batch of requests instead."""
+"""Sequence lengths of recall batches, and their frequencies; 0 stands for a batch of requests."""
 
 LEARNING_RATE, WARM_UP_STEPS = 1.5e-3, 60
 OTHERS_SCORED = 0.1
-"""Part of the tokens outside answers whose loss is computed, to save time."""
+"""Share of the tokens outside answers for which the loss is computed, to save time."""
 
 LATE = 2300
-"""From this step on, batches have more of what is still often wrong."""
+"""From this step on, batches have more of the requests that are often answered wrong."""
 
 RATE_STEPS, RATES = (780, 1850, LATE, 2350, 3100, STEPS), (1.0, 0.4, 0.0, 0.5, 0.3, 0.0)
-"""What part of its peak the learning rate is at some steps, with straight lines between them."""
+"""Learning rate at some steps as a share of its peak, linear in between."""
 
 TURN_LENGTHS = (64, 256)
-"""Of sequences of requests, in turn: many short dialogues, and room for the end of a long answer."""
+"""Alternating sequence lengths of requests: many short dialogues, and long ones for the end of a long answer."""
 
 SAVE_EVERY = 25
 
 
 @dataclass(frozen=True)
 class Score:
-    """How the network did on one batch, before it learnt from it."""
+    """The network's results on one batch before learning from it."""
 
     loss: float
     answers: float
-    """Part of the answers that it would have given word by word, fed the right words so far."""
+    """Share of the answers of which every token was predicted right, given the right tokens before."""
 
 
 def train(directory: Path, checkpoint: Path, steps: int) -> None:
@@ -86,7 +84,7 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
             length, turns = _length(step), TURN_LENGTHS[step % 2]
-            # on its core there is time for more while recall is long
+            # with long recall sequences, its core has time for more
             talk = 2 * length if length == LENGTHS[-1] else TOKENS
             making = (
                 partial(sampler.recall, step, TOKENS, length)
@@ -121,22 +119,12 @@ def train(directory: Path, checkpoint: Path, steps: int) -> None:
 
 
 def write(network: Network, tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes the whole checkpoint: weights in bfloat16, configuration, tokenizer with chat template."""
-    directory.mkdir(parents=True, exist_ok=True)
-    turn_end, end_of_text = token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)
-    files = {
-        "config.json": config_of(network.shape, turn_end, end_of_text),
-        "generation_config.json": {"eos_token_id": [turn_end, end_of_text], "pad_token_id": end_of_text},
-        "tokenizer_config.json": tokenizer_config(network.shape.max_position_embeddings),
-    }
-    for name, content in files.items():
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
-    save_file(network.checkpoint(), str(directory / "model.safetensors"), metadata={"format": "pt"})
+    """Writes the network as a checkpoint, with weights in bfloat16."""
+    write_checkpoint(directory, asdict(network.shape), tokenizer, network.checkpoint())
 
 
 def _replica(network: Network) -> Network:
-    """A network with the same weights, in the same memory, but gradients of its own."""
+    """A network that shares the weights but has its own gradients."""
     replica = Network(network.shape)
     for ours, theirs in zip(replica.parameters(), network.parameters(), strict=True):
         ours.data = theirs.data
@@ -149,7 +137,7 @@ def _use_one_core() -> None:
 
 
 def _learn(network: Network, make: Callable[[], Batch], step: int) -> Score:
-    """Leaves the gradient of half the batch's loss."""
+    """Computes the gradient of half the batch's loss."""
     batch = make()
     targets, answers = batch.tokens[:, 1:].flatten(), batch.answers[:, 1:].flatten()
     chosen = torch.rand(len(targets), generator=torch.Generator().manual_seed(step)) < OTHERS_SCORED
@@ -166,7 +154,7 @@ def _learn(network: Network, make: Callable[[], Batch], step: int) -> Score:
 
 
 def _answered(right: Tensor, answers: Tensor) -> float:
-    """Part of the answers (numbered per token in `answers`) of which every token is right."""
+    """Share of the answers (numbered per token in `answers`) of which every token is right."""
     wrong = torch.zeros(int(answers.max()) + 1, dtype=torch.long).index_add_(0, answers, (~right).long())
     there = torch.zeros_like(wrong).index_add_(0, answers, torch.ones_like(answers)) > 0
     there[0] = False
@@ -185,12 +173,12 @@ def _optimizers(network: Network) -> list[torch.optim.Optimizer]:
 
 
 def _rate(step: int) -> float:
-    """The learning rate, which rises linearly at first."""
+    """The learning rate, with a linear warm-up."""
     return LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, float(np.interp(step, RATE_STEPS, RATES)))
 
 
 def _length(step: int) -> int:
-    """How long the sequences of a step are."""
+    """Sequence length of a step."""
     return Random(f"length {step}").choices(LENGTHS, LATE_SHARES if step >= LATE else LENGTH_SHARES)[0]
 
 
@@ -202,7 +190,7 @@ def _save(file: Path, network: Network, optimizers: list[torch.optim.Optimizer],
 
 
 def _resume(file: Path, network: Network, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Takes up the saved state; the number of steps done so far."""
+    """Loads the saved state, if there is one. Returns the number of steps done."""
     if not file.exists():
         return 0
     saved = torch.load(file, weights_only=True)
@@ -213,23 +201,16 @@ def _resume(file: Path, network: Network, optimizers: list[torch.optim.Optimizer
 
 
 def _progress() -> Progress:
-    columns: Iterable[Any] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    return Progress(*columns)
+    times = MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(TextColumn("{task.description}"), BarColumn(), *times, TextColumn("{task.fields[note]}"))
 
 
 def main() -> None:
-    """The command line."""
+    """Trains the model as the command line tells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT, help="where to write the model")
-    parser.add_argument("--state", type=Path, default=Path("train-tiny"), help="what training can go on from")
-    parser.add_argument("--steps", type=int, default=STEPS, help="how many to do in all")
+    parser.add_argument("--state", type=Path, default=Path("train-tiny"), help="folder to save and resume training in")
+    parser.add_argument("--steps", type=int, default=STEPS, help="number of steps in all")
     arguments = parser.parse_args()
     train(arguments.state, arguments.checkpoint, arguments.steps)
 

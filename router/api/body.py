@@ -1,4 +1,4 @@
-"""Reads a request's body, within a size and a time limit."""
+"""Reads a request's body, with limits on size and time."""
 
 import asyncio
 
@@ -8,18 +8,18 @@ from router.api.connection import connection_of
 from router.errors import ApiError, invalid
 
 BODY_S = 60.0
-"""Time that a client has to send a request's body, in seconds."""
+"""Time limit for a request's body, in seconds."""
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before it had sent its request."""
+    """The client closed the connection before it had sent the whole request."""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body.
+    """Reads the request's body.
 
     Raises:
-        ApiError: The body is too large (413), or did not arrive within BODY_S (408).
+        ApiError: The body is too large (413) or did not arrive within BODY_S (408).
         ClientGoneError: The client hung up.
     """
     try:

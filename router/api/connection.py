@@ -1,9 +1,9 @@
 """uvicorn's HTTP connection, with four additions.
 
-- The head of a response is written together with the first of its body, so that the client wakes up once.
-- A callback tells that the client hung up. uvicorn's own way takes a task a request.
-- The size of a request's head is limited, and so is the time until it is complete.
-- Requests that are not valid HTTP get an error in OpenAI's shape.
+- The head of a response is written together with the start of its body, so that the client wakes up once.
+- A callback reports that the client hung up. uvicorn's own way needs a task for each request.
+- The size of a request's head and the time until it is complete are limited.
+- A request that is not valid HTTP gets an error in OpenAI's format.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from router.errors import ApiError, invalid
 
 HEAD_BYTES = 1 << 16
-"""Most bytes between two pieces of bodies: a request's head, or the framing of chunks."""
+"""Maximum number of bytes between two pieces of bodies: a request's head, or the framing of chunks."""
 
 HEAD_S = 60.0
-"""Time for a head, in seconds: from the connection's start, or a later request's first byte, to the head's end."""
+"""Time limit for a request's head in seconds, from the connection's start or the first byte of a later request."""
 
 _STATE = "connection"
 """The connection's key in a request's state."""
@@ -32,7 +32,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._writes = HoldingTransport(transport)
         self._hang_up: Callable[[], None] | None = None
-        self._beside_bodies = 0  # bytes since the last head or the last piece of a body
+        self._head_bytes = 0  # bytes since the last head or the last piece of a body
         self._in_head = False
         super().connection_made(cast(asyncio.Transport, self._writes))
         self._head_late = self._expect_head()
@@ -47,10 +47,10 @@ class Connection(HttpToolsProtocol):
         if self.timeout_keep_alive_task is not None:  # the connection was idle: a new request begins
             self._head_late.cancel()
             self._head_late = self._expect_head()
-        self._beside_bodies += len(data)
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._beside_bodies > HEAD_BYTES:
-            message = f"The request has more than {HEAD_BYTES} bytes beside its body."
+        if self._head_bytes > HEAD_BYTES:
+            message = f"The request has more than {HEAD_BYTES} bytes outside its body."
             self._refuse(invalid(None, message, code="request_too_large", status=431))
 
     def on_message_begin(self) -> None:
@@ -59,13 +59,13 @@ class Connection(HttpToolsProtocol):
         self.scope["state"][_STATE] = self
 
     def on_headers_complete(self) -> None:
-        self._beside_bodies = 0
+        self._head_bytes = 0
         self._in_head = False
         self._head_late.cancel()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._beside_bodies = 0
+        self._head_bytes = 0
         super().on_body(body)
 
     def on_response_complete(self) -> None:
@@ -80,11 +80,11 @@ class Connection(HttpToolsProtocol):
         return self.loop.call_later(HEAD_S, self._refuse_late_head)
 
     def _refuse_late_head(self) -> None:
-        message = f"The request did not come within {HEAD_S:g} s."
+        message = f"The request did not arrive within {HEAD_S:g} s."
         self._refuse(invalid(None, message, code="request_timeout", status=408))
 
     def _refuse(self, error: ApiError) -> None:
-        """Closes the connection; sends the error first, unless a response is under way."""
+        """Sends the error, unless a response is under way, and closes the connection."""
         if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
             body = error.body()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -93,7 +93,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def has_all(self) -> bool:
-        """Whether the last request has arrived completely."""
+        """True if the last request has arrived completely."""
         return not self.cycle.more_body
 
     def hold(self) -> None:
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
 
     @contextlib.contextmanager
     def on_hang_up(self, call: Callable[[], None]) -> Iterator[None]:
-        """While the context is open, calls `call` when the client hangs up; at once if it already has."""
+        """Within the context, calls `call` when the client hangs up; at once if it already has."""
         self._hang_up = call
         self.flow.resume_reading()  # a long request may have paused reading, which hides the hang-up
         if self.transport.is_closing():
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_of(scope: Scope) -> Connection:
-    """The connection that a request arrived on."""
+    """The connection on which a request arrived."""
     connection: Connection = scope["state"][_STATE]
     return connection
 
@@ -123,7 +123,7 @@ class HoldingTransport:
     """A transport that can hold a write back until the one after it.
 
     Attributes:
-        hold: Hold the next write back.
+        hold: Whether to hold the next write back.
     """
 
     __slots__ = ("_held", "_transport", "hold")
@@ -134,7 +134,7 @@ class HoldingTransport:
         self.hold = False
 
     def write(self, data: bytes) -> None:
-        """Writes `data` after what was held back, or holds both back."""
+        """Writes the data held back and `data`, or holds both back."""
         data, self._held = self._held + data, b""
         if self.hold:
             self._held, self.hold = data, False
@@ -142,7 +142,7 @@ class HoldingTransport:
             self._transport.write(data)
 
     def close(self) -> None:
-        """Writes what was held back and closes the connection."""
+        """Writes the data held back and closes the connection."""
         self.hold = False
         self.write(b"")
         self._transport.close()

@@ -1,6 +1,6 @@
 """The parts of `/openapi.json` that FastAPI can't read from the endpoints' signatures.
 
-The generating endpoints read and check their bodies themselves, so that nothing is parsed twice.
+The generating endpoints parse their bodies themselves, so FastAPI does not know their types.
 """
 
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.errors import ErrorResponse
 
 DESCRIPTION = """An OpenAI-compatible API. A field that would change the result is never ignored: it is honoured, or
-refused by name. `null` is the same as leaving a field out."""
+refused by name. A field that is `null` counts as left out."""
 
 ANY_ERROR: Mapping[int | str, dict[str, Any]] = {
-    "default": {"model": ErrorResponse, "description": "Any error, such as 405 or 431, has this shape."}
+    "default": {"model": ErrorResponse, "description": "Any other error, such as 405 or 431."}
 }
 
 NO_KEY: dict[str, Any] = {"security": []}
-"""For a route that wants no API key."""
+"""For routes that need no API key."""
 
 _ERRORS = {
     400: "The request is not valid; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "The API key does not allow this.",
-    404: "There is no such model or request.",
+    404: "The model or request does not exist.",
     408: "The body did not arrive within a minute.",
     413: "The body is larger than `--max-body`.",
-    429: "This API key has its share of every worker's queue; `Retry-After` says when it will have less.",
+    429: "This API key's share of all workers' queues is used up; `Retry-After` says when to try again.",
     500: "A worker failed the request.",
     503: "No worker is ready, or all queues are full; `Retry-After` says when to try again.",
 }
@@ -38,17 +38,24 @@ _ERRORS = {
 _REF = "#/components/schemas/{model}"
 _TEXT = {"schema": {"type": "string"}}
 _HEADERS = {
-    "x-request-id": _TEXT | {"description": "The client's own id, if it sent a usable one."},
-    "x-cpd-route": {"schema": {"enum": ["local", "remote"]}, "description": "Where the first prompt was prefilled."},
-    "x-cpd-decode-worker": _TEXT,
-    "x-cpd-prefill-worker": _TEXT | {"description": "Only with the route `remote`."},
+    "x-request-id": _TEXT | {"description": "The client's own id, or a new one if it sent none or an invalid one."},
+    "x-cpd-route": {
+        "schema": {"enum": ["local", "remote"]},
+        "description": "Whether a prefill worker computed the first prompt (`remote`).",
+    },
+    "x-cpd-decode-worker": _TEXT | {"description": "The combined worker that ran the first prompt."},
+    "x-cpd-prefill-worker": _TEXT | {"description": "The prefill worker, with the route `remote`."},
 }
-_REQUEST_ID = {"name": "x-request-id", "in": "header", "description": "The request's id, up to 128 characters."} | _TEXT
+_REQUEST_ID = {
+    "name": "x-request-id",
+    "in": "header",
+    "description": "An id for this request, up to 128 characters (letters, digits and `._:/+=-`).",
+} | _TEXT
 _UNDECLARED: list[Any] = [ChatRequest, CompletionRequest, ChatCompletionChunk, TextCompletionChunk]
 
 
 def returns(document: type, *error_statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that returns a document, or these errors."""
+    """The `responses` of a route that returns a document or one of these errors."""
     responses: dict[int | str, dict[str, Any]] = {200: {"model": document}}
     for status in error_statuses:
         responses[status] = {"model": ErrorResponse, "description": _ERRORS[status]}
@@ -56,15 +63,16 @@ def returns(document: type, *error_statuses: int) -> dict[int | str, dict[str, A
 
 
 def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[str, Any]:
-    """What a generating route is declared with.
+    """The arguments that declare a route which generates text.
 
     Args:
-        whole: The response in one piece.
-        chunk: The data of a stream's event.
+        request: Type of the request body.
+        whole: Type of the response in one piece.
+        chunk: Type of a stream's events.
     """
     responses = returns(whole, 400, 401, 403, 404, 408, 413, 429, 500, 503)
     responses[200] |= {
-        "description": "One document; with `stream` server-sent events, whose last data is `[DONE]`, or an error.",
+        "description": "One document, or with `stream` server-sent events that end with `[DONE]` or with an error.",
         "content": {"text/event-stream": {"schema": _ref(chunk)}},
         "headers": _HEADERS,
     }
@@ -73,7 +81,7 @@ def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[
 
 
 def complete(app: FastAPI, *, needs_key: bool) -> None:
-    """Adds to the application's OpenAPI document what its routes only refer to, and how clients authenticate."""
+    """Adds the types that routes refer to, and how clients authenticate, to the application's OpenAPI document."""
     declared = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The ASGI application in front of all routes: API key, request id, and the short way to the routes that generate."""
+"""The ASGI application in front of all routes: API key, request id, and direct calls of the generating routes."""
 
 import asyncio
 import re
@@ -23,14 +23,14 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class Gate:
-    """In front of every route.
+    """Checks the API key, sets the request id and calls the route.
 
     Args:
         app: The application with all routes.
-        generating: Endpoints of those POST routes that nearly all requests are for, by path. They are called directly:
-            the framework's middleware and routing would be a tenth of the router's work for a request.
-        keys: Who may call.
-        refuse: Makes the response to an error.
+        generating: Endpoints of the POST routes that generate text, by path. They are called directly: the framework's
+            middleware and routing would be a tenth of the router's work for a request.
+        keys: The valid API keys.
+        refuse: Creates the response for an error.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Gate:
                 **scope.get("state", {}),
                 "caller": Caller(tenant, request_id.decode(), asyncio.get_running_loop().time()),
             }
-            if scope["method"] == "HEAD":  # answered as GET; the HTTP server leaves the body out
+            if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
                 scope = {**scope, "method": "GET"}
             endpoint = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
             if endpoint is None:
@@ -85,5 +85,5 @@ class Gate:
 
 
 def internal_error() -> ApiError:
-    """The answer to a request that met a bug."""
-    return failed("The server made an error; its log has the details.")
+    """The error for a request that met a bug."""
+    return failed("Internal error; the server's log has the details.")

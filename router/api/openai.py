@@ -1,6 +1,6 @@
 """Responses and stream chunks in OpenAI's format.
 
-For speed, the parts that all chunks of a stream have in common are encoded once.
+For speed, the parts that all chunks of a stream share are encoded once.
 """
 
 import secrets
@@ -30,19 +30,19 @@ from router.text.detokenize import Vocabulary
 DONE = b"data: [DONE]\n\n"
 
 LEAST_LOGPROB = -9999.0
-"""OpenAI's value for tokens of almost no probability: JSON has no infinity."""
+"""OpenAI's value for tokens with almost no probability, since JSON has no infinity."""
 
 
 class Format(ABC):
     """Writes the response of one call.
 
     Args:
-        fingerprint: The workers' fingerprint of the model.
+        fingerprint: The model's fingerprint.
 
     Class attributes:
-        ID: Prefix of the response's id.
+        ID: Prefix of the response id.
         KIND, CHUNK_KIND: `object` of a whole response and of a chunk.
-        PLAIN: The JSON around the text of a chunk that has nothing but text; `%d` is the choice's index.
+        PLAIN: The JSON before and after the text of a chunk that has only text; `%d` is the choice's index.
     """
 
     ID: ClassVar[str]
@@ -52,8 +52,8 @@ class Format(ABC):
 
     def __init__(self, request: GenerateRequest, vocabulary: Vocabulary, fingerprint: bytes) -> None:
         self._n = request.n
-        self._logprobs_asked = request.alternatives is not None
-        self._ids_asked = request.return_token_ids
+        self._with_logprobs = request.alternatives is not None
+        self._with_ids = request.return_token_ids
         self._vocabulary = vocabulary
         self._common: dict[str, Any] = {
             "id": f"{self.ID}-{secrets.token_hex(12)}",
@@ -65,16 +65,16 @@ class Format(ABC):
         chunk = orjson.dumps({**self._common, "object": self.CHUNK_KIND})
         self._head = b"data: " + chunk[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
-        self._is_plain = not self._logprobs_asked and not self._ids_asked
+        self._is_plain = not self._with_logprobs and not self._with_ids
         self._before_text, after_text = self.PLAIN
         self._after_text = after_text + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     @abstractmethod
     def first(self, index: int, prompt: bytes) -> bytes:
-        """The chunk that opens a choice of a prompt, whose tokens are packed."""
+        """The chunk that opens a choice of a prompt (packed token ids)."""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A chunk for each piece of new text; one for all of it if the client asked for more than text."""
+        """Chunks with new text: one per piece, or one for all of it if the client asked for more than text."""
         if self._is_plain:
             head = self._head + self._before_text % index
             return b"".join([b"%b%b%b" % (head, orjson.dumps(piece), self._after_text) for piece in delta.pieces])
@@ -85,7 +85,7 @@ class Format(ABC):
         return self._chunk(index, finish, delta)
 
     def usage(self, usage: Usage) -> bytes:
-        """The chunk after all choices, where it was asked for."""
+        """The chunk after all choices, if the client asked for it."""
         return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Format(ABC):
     def _chunk(self, index: int, finish: FinishReason | None, delta: Delta) -> bytes: ...
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text and bytes. Part of a character has no text, and gets OpenAI's name for it."""
+        """A token's text and bytes. An incomplete character has no text and gets OpenAI's name for its bytes."""
         raw = self._vocabulary.token_bytes(token_id)
         try:
             return raw.decode(), raw
@@ -117,12 +117,12 @@ class ChatFormat(Format):
         delta: ChatDelta = {"role": "assistant", "content": ""}
         choice: ChatChunkChoice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         extra = b""
-        if self._ids_asked and index == 0:
+        if self._with_ids and index == 0:
             extra = b',"prompt_token_ids":' + orjson.dumps(_ids(prompt))
         return self._head + orjson.dumps(choice) + b"]" + extra + self._tail[1:]
 
     def whole(self, choices: Sequence[Choice], prompts: Sequence[bytes], usage: Usage) -> bytes:
-        extra = {"prompt_token_ids": _ids(prompts[0])} if self._ids_asked else {}
+        extra = {"prompt_token_ids": _ids(prompts[0])} if self._with_ids else {}
         return self._response([self._choice(choice) for choice in choices], usage, **extra)
 
     def _choice(self, choice: Choice) -> ChatChoice:
@@ -133,7 +133,7 @@ class ChatFormat(Format):
             "logprobs": self._logprobs(delta.scores),
             "finish_reason": choice.finish,
         }
-        if self._ids_asked:
+        if self._with_ids:
             written["token_ids"] = delta.token_ids
         return written
 
@@ -144,12 +144,12 @@ class ChatFormat(Format):
             "logprobs": self._logprobs(delta.scores) if delta.scores else None,
             "finish_reason": finish,
         }
-        if self._ids_asked:
+        if self._with_ids:
             choice["token_ids"] = delta.token_ids
         return self._head + orjson.dumps(choice) + self._tail
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> ChatLogprobs | None:
-        if not self._logprobs_asked:
+        if not self._with_logprobs:
             return None
         content: list[ScoredToken] = [
             {**self._scored(score.token_id, score.logprob), "top_logprobs": [self._scored(*top) for top in score.top]}
@@ -173,8 +173,8 @@ class CompletionFormat(Format):
         self._opening: dict[int, bytes] = {}
 
     def first(self, index: int, prompt: bytes) -> bytes:
-        # no chunk opens a text; the prompt's token ids go with its first chunk
-        if self._ids_asked:
+        # a text has no opening chunk; the prompt's token ids are in its first chunk
+        if self._with_ids:
             self._opening[index] = prompt
         return b""
 
@@ -182,7 +182,7 @@ class CompletionFormat(Format):
         written = []
         for choice in choices:
             entry = self._entry(choice.index, choice.finish, choice.take())
-            if self._ids_asked:
+            if self._with_ids:
                 entry["prompt_token_ids"] = _ids(prompts[choice.index // self._n])
             written.append(entry)
         return self._response(written, usage)
@@ -200,12 +200,12 @@ class CompletionFormat(Format):
             "logprobs": self._logprobs(delta.scores),
             "finish_reason": finish,
         }
-        if self._ids_asked:
+        if self._with_ids:
             entry["token_ids"] = delta.token_ids
         return entry
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> TextLogprobs | None:
-        if not self._logprobs_asked:
+        if not self._with_logprobs:
             return None
         return {
             "tokens": [self._token(score.token_id)[0] for score in scores],

@@ -1,38 +1,68 @@
-"""Sends a completion to its client, as a stream or in one piece, and ends it when the client hangs up.
+"""The response to one API call: collects the text of its choices and sends it, as a stream or in one piece.
 
 A stream's write has all events since the last write: a client that reads slowly gets several tokens at a time, a client
 that keeps up gets each token at once. Status and headers are sent with the first output, when the route is known.
 """
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cpd.common.blocks import TOKEN_BYTES
 from router.api.connection import connection_of
 from router.api.openai import DONE, Format
 from router.api.responses import Usage
 from router.api.schemas import GenerateRequest
-from router.dispatch.attempts import RequestRoute
-from router.dispatch.completion import Completion
+from router.dispatch.attempts import RequestRoute, RoutedRequest
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
-from router.errors import error_event
+from router.errors import ApiError, error_event
+from router.metrics import Metrics
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class CompletionResponse(Response):
-    """The response to one API call.
+    """The response to one API call. It is the consumer of the requests for the call's prompts.
 
     Args:
-        form: The response's format.
         request: Says whether to send server-sent events or one JSON document.
+        form: The response's format.
+        choices: The choices of all prompts, by index.
+        received: Loop time at which the call was read.
+
+    Attributes:
+        requests: One request per prompt, set before the first one is dispatched.
+        gone: The client hung up.
     """
 
-    def __init__(self, completion: Completion, form: Format, request: GenerateRequest) -> None:
-        self._completion = completion
-        self._format = form
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        request: GenerateRequest,
+        form: Format,
+        choices: Sequence[Choice],
+        *,
+        received: float,
+    ) -> None:
+        self.requests: Sequence[RoutedRequest] = ()
+        self.gone = False
+        self._dispatcher = dispatcher
+        self._metrics = metrics
         self._request = request
+        self._format = form
+        self._choices = choices
+        self._received = received
+        self._loop = asyncio.get_running_loop()
+        self._route: RequestRoute | None = None
+        self._error: ApiError | None = None
+        self._cached_tokens = 0
+        self._running = len(choices)
+        self._updated: dict[int, Choice] = {}
+        self._waiter: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response, or nothing if the client hangs up first.
@@ -40,48 +70,86 @@ class CompletionResponse(Response):
         Raises:
             ApiError: The call failed before anything was sent.
         """
-        completion = self._completion
         outcome = "error"
         try:
-            with connection_of(scope).on_hang_up(completion.hang_up):
+            with connection_of(scope).on_hang_up(self._hang_up):
                 await (self._send_stream(send) if self._request.stream else self._send_whole(send))
-            if completion.error is None:
-                outcome = "completed" if completion.done else "client_gone"
+            if self._error is None:
+                outcome = "client_gone" if self._running else "completed"
         finally:
-            completion.cancel()
-            completion.account(outcome)
+            self.cancel()
+            self._count(outcome)
+
+    def cancel(self) -> None:
+        """Cancels what still runs, on the workers too."""
+        for request in self.requests:
+            self._dispatcher.cancel(request)
+
+    # ---- called by the dispatcher ----
+
+    def started(self, route: RequestRoute) -> None:
+        """The first output of a prompt has arrived."""
+        self._cached_tokens += route.cached_tokens
+        if self._route is None:
+            self._route = route
+            if self._request.stream:
+                self._wake()
+            ttft = self._metrics.ttft(route.kind)
+            self._loop.call_soon(ttft.observe, self._loop.time() - self._received)  # after the token is on its way
+
+    def updated(self, choice: Choice) -> None:
+        """A choice has new text, or has ended."""
+        self._running -= choice.finish is not None
+        self._updated[choice.index] = choice
+        if self._request.stream or not self._running:
+            self._wake()
+
+    def failed(self, error: ApiError) -> None:
+        """The request for a prompt has failed, and with it the call."""
+        self._error = self._error or error
+        self._wake()
+
+    # ---- sending ----
+
+    @property
+    def _over(self) -> bool:
+        """Nothing more will come."""
+        return not self._running or self.gone or self._error is not None
 
     async def _send_whole(self, send: Send) -> None:
-        completion = self._completion
-        await completion.fresh()
-        if completion.error is not None:
-            raise completion.error
-        if completion.gone:
+        while not self._over:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        if self.gone:
             return
-        body = self._format.whole(completion.choices, completion.prompts, self._usage())
+        body = self._format.whole(self._choices, [request.tokens for request in self.requests], self._usage())
         headers = [*self._start_headers(b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _send_stream(self, send: Send) -> None:
-        completion = self._completion
-        await completion.started()
-        if completion.error is not None:
-            raise completion.error
+        while self._route is None and not self._over:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
         headers = [*self._start_headers(b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        chunks = [self._opening(choice) for choice in completion.choices]
+        chunks = [self._opening(choice) for choice in self._choices]
         over = False
         while not over:
             if any(chunks):
                 await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
-            chunks = [chunk for choice in await completion.fresh() for chunk in self._chunks(choice)]
-            over = completion.over
+            while not (self._updated or self._over):
+                await self._wait()
+            updated, self._updated = self._updated, {}
+            chunks = [chunk for choice in updated.values() for chunk in self._chunks(choice)]
+            over = self._over
         chunks.extend(self._closing())
         await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": False})
 
     def _opening(self, choice: Choice) -> bytes:
-        return self._format.first(choice.index, self._completion.prompts[choice.index // self._request.n])
+        return self._format.first(choice.index, self.requests[choice.index // self._request.n].tokens)
 
     def _chunks(self, choice: Choice) -> Iterator[bytes]:
         """The choice's new chunks."""
@@ -93,30 +161,52 @@ class CompletionResponse(Response):
             yield self._format.final(choice.index, choice.finish, delta)
 
     def _closing(self) -> Iterator[bytes]:
-        if self._completion.error is not None:
-            yield error_event(self._completion.error)
+        if self._error is not None:
+            yield error_event(self._error)
             return
         if self._request.include_usage:
             yield self._format.usage(self._usage())
         yield DONE
 
     def _usage(self) -> Usage:
-        completion = self._completion
+        prompt_tokens = sum(len(request.tokens) for request in self.requests) // TOKEN_BYTES
+        output_tokens = sum(choice.num_tokens for choice in self._choices)
         return {
-            "prompt_tokens": completion.prompt_tokens,
-            "completion_tokens": completion.output_tokens,
-            "total_tokens": completion.prompt_tokens + completion.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
     def _start_headers(self, content_type: bytes) -> Headers:
-        route = self._completion.route
-        return [(b"content-type", content_type), *(_route_headers(route) if route is not None else ())]
+        headers, route = [(b"content-type", content_type)], self._route
+        if route is not None:
+            headers += [(b"x-cpd-route", route.kind.encode()), (b"x-cpd-decode-worker", route.decode_worker.encode())]
+            if route.prefill_worker:
+                headers.append((b"x-cpd-prefill-worker", route.prefill_worker.encode()))
+        return headers
 
+    # ---- waiting and ending ----
 
-def _route_headers(route: RequestRoute) -> Headers:
-    """Headers that tell where the first prompt of a call ran."""
-    headers = [(b"x-cpd-route", route.kind.encode()), (b"x-cpd-decode-worker", route.decode_worker.encode())]
-    if route.prefill_worker:
-        headers.append((b"x-cpd-prefill-worker", route.prefill_worker.encode()))
-    return headers
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _hang_up(self) -> None:
+        self.gone = True
+        self.cancel()
+        self._wake()
+
+    def _count(self, outcome: str) -> None:
+        """Adds the call to the metrics."""
+        metrics, usage, route = self._metrics, self._usage(), self._route.kind if self._route is not None else "none"
+        metrics.requests(outcome, route).inc()
+        metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        metrics.cached_tokens.inc(self._cached_tokens)
+        metrics.output_tokens.inc(usage["completion_tokens"])
+        if outcome == "completed":
+            metrics.e2e(route).observe(self._loop.time() - self._received)

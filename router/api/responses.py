@@ -1,6 +1,6 @@
-"""The API's response documents, as types.
+"""Types of the API's responses.
 
-mypy checks the code that builds the documents against them, and `/openapi.json` is made from them.
+mypy checks the code that builds the responses against them, and `/openapi.json` is generated from them.
 """
 
 from typing import Literal, NotRequired
@@ -11,13 +11,13 @@ from router.dispatch.output import FinishReason
 
 
 class PromptTokensDetails(TypedDict):
-    """`cached_tokens` counts the prompt tokens that were not computed, because a cache had them."""
+    """`cached_tokens` counts the prompt tokens that came from a cache."""
 
     cached_tokens: int
 
 
 class Usage(TypedDict):
-    """Tokens of a call. The end-of-sequence token counts as an output token."""
+    """Token counts of a call. The end-of-sequence token counts as an output token."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,7 +41,7 @@ class TokenLogprob(TypedDict):
 
 
 class ScoredToken(TokenLogprob):
-    """A token of the output, with the most likely tokens at its place."""
+    """A token of the output, with the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -69,7 +69,7 @@ class _ChatChoice(TypedDict):
 
 
 class ChatChoice(_ChatChoice):
-    """One of the `n` answers. `return_token_ids` brings the token ids."""
+    """One of the `n` choices. `token_ids` is there with `return_token_ids`."""
 
     message: ChatMessage
 
@@ -84,20 +84,20 @@ class ChatCompletion(_Completion):
 
 
 class ChatDelta(TypedDict):
-    """New text of a choice; the first chunk has the role, the last one nothing."""
+    """New text of a choice. The first chunk has the role; the last one is empty."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
 
 
 class ChatChunkChoice(_ChatChoice):
-    """A choice's part of a chunk."""
+    """A choice in a chunk."""
 
     delta: ChatDelta
 
 
 class ChatCompletionChunk(_Completion):
-    """An event of a chat's stream. Only `stream_options.include_usage` brings `usage`, null up to the last chunk."""
+    """An event of a chat stream. With `stream_options.include_usage`, `usage` is null before the last event."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -106,7 +106,7 @@ class ChatCompletionChunk(_Completion):
 
 
 class TextLogprobs(TypedDict):
-    """Log-probabilities of a text choice; each list has one entry a token."""
+    """Log-probabilities of a text choice. Each list has one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -115,7 +115,7 @@ class TextLogprobs(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """A choice, or its part of a chunk. `return_token_ids` brings the token ids."""
+    """A choice, or its part of a chunk. The token ids are there with `return_token_ids`."""
 
     index: int
     text: str
@@ -134,7 +134,7 @@ class TextCompletion(_Completion):
 
 
 class TextCompletionChunk(_Completion):
-    """An event of a text's stream. Only `stream_options.include_usage` brings `usage`, null up to the last chunk."""
+    """An event of a text stream. With `stream_options.include_usage`, `usage` is null before the last event."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
@@ -142,7 +142,7 @@ class TextCompletionChunk(_Completion):
 
 
 class ModelCard(TypedDict):
-    """A model. `max_model_len` is unknown until a worker is there."""
+    """A model. `max_model_len` is the context length in tokens; it is null before a worker is connected."""
 
     id: str
     object: Literal["model"]
@@ -152,13 +152,13 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All models."""
+    """A list of models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class Health(TypedDict):
-    """The router is well."""
+    """The check succeeded."""
 
     status: Literal["ok"]

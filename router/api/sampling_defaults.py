@@ -1,4 +1,4 @@
-"""How requests that leave out a sampling field are sampled."""
+"""Default values of the sampling fields."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from router.text.checkpoint import read_json
 
 
 def default_sampling(model_dir: Path, source: SamplingDefaults) -> dict[str, float]:
-    """The sampling fields whose defaults differ from OpenAI's.
+    """Returns the sampling fields whose defaults differ from OpenAI's.
 
-    With `source` "model" they come from the checkpoint's generation_config.json, as in vLLM and SGLang: `do_sample` is
-    not read.
+    If `source` is "model", they come from the checkpoint's generation_config.json. As in vLLM and SGLang, `do_sample`
+    is not read.
 
     Raises:
-        CheckpointError: generation_config.json has a value that no request may have.
+        CheckpointError: generation_config.json has a value that a request can't have.
     """
     if source == "openai":
         return {}
@@ -30,5 +30,5 @@ def default_sampling(model_dir: Path, source: SamplingDefaults) -> dict[str, flo
         wrong = error.errors()[0]
         name = str(wrong["loc"][0])
         reason = f"{file}: {name} is {sampling[name]!r}: {wrong['msg']}"
-        raise CheckpointError(f"{reason}; mend it, or start with --sampling-defaults openai") from None
+        raise CheckpointError(f"{reason}; correct it, or start with --sampling-defaults openai") from None
     return sampling

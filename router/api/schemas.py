@@ -1,7 +1,7 @@
-"""The requests of the API: their fields, and which values are valid.
+"""The fields of the API's requests, and their valid values.
 
-A field is honoured, or harmless (accepted and ignored, because it can't change the result), or refused by name. No
-field that would change the result is ever ignored.
+A field is honoured, or accepted and ignored because it can't change the result, or refused by name. A field that would
+change the result is never ignored.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ MAX_STOP_CHARS = 1_024
 MAX_LOGIT_BIAS = 300
 MAX_PROMPTS = 128
 MAX_PARTS = 1 << 14
-"""Most messages of a chat and parts of their contents together: a tenth of a second's work."""
+"""Limit on the messages of a chat plus the parts of their contents; that many take a tenth of a second."""
 
 MAX_DEPTH = 256
-"""Levels of lists and objects in a body, which is the first. It may be walked by functions that call themselves: Python
-ends at 1,000 calls."""
+"""Limit on the levels of lists and objects in a body, which is the first level. Recursive functions walk a body, and
+Python allows 1,000 nested calls."""
 
 MAX_COMPLAINTS = 1_000
-"""A request that is wrong in more places is refused without naming the first of them."""
+"""A request with more errors than this is refused without naming the first one."""
 
 MAX_TEMPLATE_KWARGS = 32
 
@@ -42,7 +42,7 @@ Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 def _form(value: Any) -> str:
-    """The form in which `prompt` was sent; pydantic has the form's name in the paths of its errors."""
+    """The form of `prompt`. pydantic puts this name into the paths of its errors."""
     if not isinstance(value, list):
         return "<text>"
     if value and isinstance(value[0], list):
@@ -58,7 +58,7 @@ _FORMS = frozenset({"<text>", "<list>", "<tokens>", "<token lists>"})
 
 
 def _allow_nulls(schema: dict[str, Any]) -> None:
-    """Adds to a JSON schema that any field may be null, also an unknown one: `parse` drops it."""
+    """Allows null for any field of a JSON schema, even an unknown one: `parse` drops it."""
     schema["additionalProperties"] = {"type": "null"}
     for name in schema["properties"].keys() - schema.get("required", ()):
         field = schema["properties"][name]
@@ -68,13 +68,15 @@ def _allow_nulls(schema: dict[str, Any]) -> None:
 
 
 def _allow_ignored(schema: dict[str, Any]) -> None:
-    """Adds to a JSON schema the fields that `parse` accepts without honouring them."""
+    """Adds the fields that `parse` accepts without honouring them to a JSON schema."""
     _allow_nulls(schema)
     for name in sorted(_HARMLESS):
         schema["properties"][name] = {"description": "Accepted and ignored: it can't change the result."}
     for name, passing in _UNSUPPORTED.items():
         values = {"enum": [*passing, None]} if name != "best_of" else {"type": ["integer", "null"]}  # may also be n
-        schema["properties"][name] = values | {"description": "Not supported: only what asks for nothing is accepted."}
+        schema["properties"][name] = values | {
+            "description": "Not supported: only values that have no effect are accepted."
+        }
 
 
 class _Model(BaseModel):
@@ -82,9 +84,9 @@ class _Model(BaseModel):
 
 
 class StreamOptions(_Model):
-    """`stream_options`."""
+    """Options of a stream."""
 
-    include_usage: bool = Field(False, description="The last chunk has the call's token counts.")
+    include_usage: bool = Field(False, description="Send the token counts of the call in the last chunk.")
     include_obfuscation: bool = Field(False, description="Accepted and ignored: no padding is ever sent.")
 
 
@@ -92,37 +94,49 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""Fields whose defaults a model's generation_config.json may set."""
+"""Fields whose defaults can come from a model's generation_config.json."""
 
 
 class GenerateRequest(_Model):
-    """Fields of both endpoints."""
+    """The fields that both endpoints share."""
 
     model_config = ConfigDict(json_schema_extra=_allow_ignored)
 
-    model: str
-    n: Count = 1
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    model: str = Field(description="Name of the model.")
+    n: Count = Field(1, description="Number of choices to generate for each prompt.")
+    stream: bool = Field(False, description="Send the response as server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="Options of a stream. Only valid with `stream`.")
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = Field(
+        None, description="Seed of sampling: the same request with the same seed gets the same tokens."
+    )
     stop: Annotated[
         Annotated[Stop, Tag("<text>")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("<list>")],
         Discriminator(_text_or_list),
-    ] = Field(default_factory=list)
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
-    top_p: Probability = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_LOGIT_BIAS)
-    top_k: int = Field(0, ge=-1, lt=1 << 31, description="Extension: samples from this many tokens; 0 or -1: from all.")
-    min_p: Probability = Field(0.0, description="Extension: least probability of a token, relative to the likeliest.")
-    repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100, allow_inf_nan=False, description="Extension: transformers' repetition penalty."
+    ] = Field(default_factory=list, description="Strings that end an output. They are not part of it.")
+    max_tokens: Count | None = Field(None, description="Limit on the tokens of an output.")
+    temperature: float = Field(
+        1.0, ge=0, le=2, allow_inf_nan=False, description="Randomness of sampling; 0 always takes the likeliest token."
     )
-    min_tokens: int = Field(0, ge=0, lt=1 << 31, description="Extension: nothing ends an output before.")
-    ignore_eos: bool = Field(False, description="Extension: end-of-sequence tokens don't end an output.")
-    return_token_ids: bool = Field(False, description="Extension: responses have the token ids of prompt and output.")
+    top_p: Probability = Field(1.0, description="Sample from the likeliest tokens with this total probability.")
+    presence_penalty: Penalty = Field(0.0, description="Subtracted from the logits of tokens in the output so far.")
+    frequency_penalty: Penalty = Field(
+        0.0, description="Subtracted from the logits of tokens for each time they are in the output so far."
+    )
+    logit_bias: dict[str, Bias] = Field(
+        default_factory=dict, max_length=MAX_LOGIT_BIAS, description="Added to logits, by token id."
+    )
+    top_k: int = Field(
+        0, ge=-1, lt=1 << 31, description="Extension: sample from this many likeliest tokens; 0 or -1 means all."
+    )
+    min_p: Probability = Field(
+        0.0, description="Extension: sample from tokens at least this probable, relative to the likeliest one."
+    )
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, allow_inf_nan=False, description="Extension: repetition penalty, as in transformers."
+    )
+    min_tokens: int = Field(0, ge=0, lt=1 << 31, description="Extension: minimum number of tokens of an output.")
+    ignore_eos: bool = Field(False, description="Extension: end-of-sequence tokens do not end an output.")
+    return_token_ids: bool = Field(False, description="Extension: return the token ids of prompts and outputs.")
     priority: int = Field(
         0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Extension, as in vLLM: lower values are scheduled first."
     )
@@ -134,48 +148,52 @@ class GenerateRequest(_Model):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """True if a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def alternatives(self) -> int | None:
-        """Number of log-probabilities beside the chosen token's; None for no log-probabilities at all."""
+        """Number of alternatives with log-probabilities for each token; None for no log-probabilities at all."""
         raise NotImplementedError
 
     @property
     def output_limit(self) -> int | None:
-        """Most output tokens; None for all that fit in the context."""
+        """Limit on the output tokens; None for all that fit in the context."""
         raise NotImplementedError
 
 
 class TextPart(_Model):
     """A content part. Only text is supported."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text"] = Field(description="Kind of the part.")
+    text: str = Field(description="The text of the part.")
 
 
 class Message(_Model):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="Author of the message.")
     content: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<list>")],
         Discriminator(_text_or_list),
-    ]
-    name: str | None = None
+    ] = Field(description="Text, or a list of text parts.")
+    name: str | None = Field(None, description="Name of the author, for chat templates that use it.")
 
 
 class ChatRequest(GenerateRequest):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: list[Message] = Field(min_length=1, fail_fast=True, description="The chat so far.")
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, max_length=MAX_TEMPLATE_KWARGS, description="Extension: more variables for the template."
+        default_factory=dict,
+        max_length=MAX_TEMPLATE_KWARGS,
+        description="Extension, as in vLLM: additional variables for the chat template.",
     )
-    max_completion_tokens: Count | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_completion_tokens: Count | None = Field(None, description="As `max_tokens`; takes precedence over it.")
+    logprobs: bool = Field(False, description="Return log-probabilities of the output's tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="Number of likeliest tokens to return for each position. Only valid with `logprobs`."
+    )
 
     @property
     def alternatives(self) -> int | None:
@@ -187,7 +205,7 @@ class ChatRequest(GenerateRequest):
 
 
 class CompletionRequest(GenerateRequest):
-    """`POST /v1/completions`. A prompt is text or token ids; each of several prompts gets `n` choices."""
+    """The body of `POST /v1/completions`."""
 
     prompt: Annotated[
         Annotated[str, Tag("<text>")]
@@ -199,9 +217,11 @@ class CompletionRequest(GenerateRequest):
             Tag("<token lists>"),
         ],
         Discriminator(_form),
-    ]
-    max_tokens: Count | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    ] = Field(description="Text or token ids, or a list of either. Each of several prompts gets `n` choices.")
+    max_tokens: Count | None = Field(16, description="Limit on the tokens of an output.")
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
+        None, description="Return log-probabilities of the output's tokens, and of this many likeliest ones."
+    )
 
     @property
     def alternatives(self) -> int | None:
@@ -251,13 +271,13 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Known fields that are refused, each with the values that ask for nothing and are accepted."""
+"""Known fields that are refused, with the values that have no effect and are accepted."""
 
 _NOT_HONOURED = _HARMLESS | _UNSUPPORTED.keys()
 
 
 def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, float] = MappingProxyType({})) -> R:
-    """The request in `body`.
+    """Parses and checks a request.
 
     Args:
         max_n: Largest valid `n`.
@@ -291,7 +311,7 @@ def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, floa
 
 
 def _check_depth(data: dict[str, Any]) -> None:
-    """Raises ApiError where lists and objects are nested deeper than MAX_DEPTH."""
+    """Raises ApiError if lists and objects are nested deeper than MAX_DEPTH."""
     level: list[Any] = [data]
     for _ in range(MAX_DEPTH):
         items = (value.values() if type(value) is dict else value for value in level)
@@ -306,7 +326,7 @@ def _too_deep() -> ApiError:
 
 
 def _take_out(fields: dict[str, Any]) -> None:
-    """Removes the fields that are not honoured; raises ApiError if an unsupported one asks for something."""
+    """Removes the fields that are not honoured; raises ApiError if an unsupported one would have an effect."""
     for name in _UNSUPPORTED.keys() & fields.keys():
         value = fields.pop(name)
         if not any(value is passing or value == passing for passing in (None, *_passing(name, fields))):
@@ -316,7 +336,7 @@ def _take_out(fields: dict[str, Any]) -> None:
 
 
 def _passing(name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
-    # best_of = n asks for no choice among the outputs
+    # with best_of = n there is no choice among the outputs
     return (fields.get("n") or 1,) if name == "best_of" else _UNSUPPORTED[name]
 
 
@@ -329,7 +349,7 @@ def _check_parts(messages: Any) -> None:
 
 
 def _check(request: GenerateRequest, max_n: int) -> None:
-    """Checks what depends on several fields, or on the server's settings."""
+    """Checks conditions on several fields, or on the server's settings."""
     if request.n > max_n:
         raise invalid("n", f"'n' must be at most {max_n}.")
     if request.stream_options is not None and not request.stream:
@@ -349,7 +369,7 @@ def _check(request: GenerateRequest, max_n: int) -> None:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Leaves out fields that are null, at any depth; chat templates expect that too."""
+    """Removes fields that are null, at any depth. Chat templates expect that, too."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -358,7 +378,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def _find_nul(value: Any, path: str = "") -> str | None:
-    """The path of the first string with a NUL character in `value`."""
+    """Returns the path of the first string with a NUL character in `value`."""
     if isinstance(value, str):
         return path if "\0" in value else None
     items: list[tuple[str, Any]] = []
@@ -370,12 +390,12 @@ def _find_nul(value: Any, path: str = "") -> str | None:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """The first of pydantic's errors, in OpenAI's words."""
-    if error.error_count() > MAX_COMPLAINTS:  # listing them takes seconds
-        return invalid(None, f"The body is wrong in {error.error_count()} places.")
+    """Converts the first of pydantic's errors to OpenAI's format."""
+    if error.error_count() > MAX_COMPLAINTS:  # to list them takes seconds
+        return invalid(None, f"The body has {error.error_count()} errors.")
     first = error.errors(include_url=False)[0]
     *outer, last = first["loc"]
-    # the last part may be any name that the client sent; the others are fields or forms
+    # the last part can be any name that the client sent; the others are fields or forms
     path = [part for part in outer if part not in _FORMS]
     if last not in _FORMS or first["type"] == "extra_forbidden":
         path.append(last)

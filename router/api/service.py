@@ -1,4 +1,4 @@
-"""Turns a valid request into a running completion: prompt text, tokens, limits, placement."""
+"""Turns a valid request into a running completion: renders, tokenises, checks limits and dispatches."""
 
 import asyncio
 import secrets
@@ -10,10 +10,10 @@ from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root,
 from cpd.common.config import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.api.openai import ChatFormat, CompletionFormat, Format
+from router.api.respond import CompletionResponse
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
-from router.dispatch.completion import Completion, PromptConsumer
 from router.dispatch.dispatcher import RETRY_S, Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
@@ -23,21 +23,21 @@ from router.placement.costs import PolicySettings
 from router.text.checkpoint import Checkpoint
 
 _LEAST_TOP_P = 1e-6
-"""Stands for top_p = 0: only the most likely token remains."""
+"""Replaces top_p = 0: only the most likely token remains."""
 
 _MANY_CHARS = 16
-"""Nearly every token has fewer characters."""
+"""Nearly all tokens have fewer characters than this."""
 
 _PIECE_BYTES = 512 * BLOCK_SIZE * TOKEN_BYTES
-"""Prompt bytes hashed at a time, in about half a millisecond; between the pieces other tasks run."""
+"""Prompt bytes hashed at a time, in about half a millisecond. Other tasks run in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls.
+    """The caller of the API.
 
     Attributes:
-        request_id: Returned with the response, and used in logs.
+        request_id: Sent back with the response, and used in logs.
         started: Loop time at which the request's head was read.
     """
 
@@ -47,7 +47,7 @@ class Caller:
 
 
 class Service:
-    """Turns requests to the API into running completions, without HTTP.
+    """Starts completions.
 
     Args:
         sampling_defaults: Sampling fields whose defaults differ from OpenAI's.
@@ -70,19 +70,18 @@ class Service:
         self.dispatcher = Dispatcher(workers, metrics, policy, rng=Random(secrets.randbits(64)))
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError (404) where `name` is not the model served here."""
+        """Raises ApiError (404) if `name` is not the model that this server has."""
         if name != self.checkpoint.name:
             message = f"The model '{name}' does not exist. This server has '{self.checkpoint.name}'."
             raise invalid("model", message, code="model_not_found", status=404)
 
-    async def chat(self, request: ChatRequest, caller: Caller) -> tuple[Completion, Format]:
+    async def chat(self, request: ChatRequest, caller: Caller) -> CompletionResponse:
         """Starts a chat completion.
 
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        self.check_model(request.model)
-        caller.tenant.check_priority(request.priority)
+        self._check_call(request, caller)
         if self.checkpoint.template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
@@ -90,17 +89,15 @@ class Service:
         text = self.checkpoint.template.render(messages, request.chat_template_kwargs)
         await self._check_text(text, "messages")
         prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
-        completion = await self._start(request, [prompt], caller, "messages")
-        return completion, ChatFormat(request, self.checkpoint.vocabulary, self.workers.fingerprint)
+        return await self._start(request, [prompt], caller, "messages", ChatFormat)
 
-    async def complete(self, request: CompletionRequest, caller: Caller) -> tuple[Completion, Format]:
+    async def complete(self, request: CompletionRequest, caller: Caller) -> CompletionResponse:
         """Starts a text completion.
 
         Raises:
             ApiError: The request can't be served; nothing was started.
         """
-        self.check_model(request.model)
-        caller.tenant.check_priority(request.priority)
+        self._check_call(request, caller)
         encode = self.checkpoint.tokenizer.encode
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -108,57 +105,70 @@ class Service:
         prompts = [
             await encode(prompt) if isinstance(prompt, str) else pack_tokens(prompt) for prompt in request.prompts
         ]
-        completion = await self._start(request, prompts, caller, "prompt")
-        return completion, CompletionFormat(request, self.checkpoint.vocabulary, self.workers.fingerprint)
+        return await self._start(request, prompts, caller, "prompt", CompletionFormat)
 
-    async def _start(self, request: GenerateRequest, prompts: list[bytes], caller: Caller, param: str) -> Completion:
+    def _check_call(self, request: GenerateRequest, caller: Caller) -> None:
+        self.check_model(request.model)
+        caller.tenant.check_priority(request.priority)
+
+    async def _start(
+        self, request: GenerateRequest, prompts: list[bytes], caller: Caller, param: str, form: type[Format]
+    ) -> CompletionResponse:
         if not self.workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         for prompt in prompts:
             self._check_prompt(prompt, request.output_limit, param)
-        # read before the first await: later, other workers may be there
-        context, fingerprint = self.workers.max_model_len, self.workers.fingerprint
+        model = self.workers.model  # read before the first await, since workers may change meanwhile
         seed = secrets.randbits(63) if request.seed is None else request.seed & ((1 << 63) - 1)
         samplings = [
-            self._sampling(request, seed, request.output_limit or context - len(prompt) // TOKEN_BYTES)
+            self._sampling(request, seed, request.output_limit or model.max_model_len - len(prompt) // TOKEN_BYTES)
             for prompt in prompts
         ]
-        root = hash_root(fingerprint, caller.tenant.salt)
+        root = hash_root(model.fingerprint, caller.tenant.salt)
         hashes = [await _hash(root, prompt) for prompt in prompts]
+        vocabulary, n = self.checkpoint.vocabulary, request.n
         choices = [
-            Choice(index, self.checkpoint.vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
-            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
+            Choice(index, vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
         ]
-        completion = Completion(self.dispatcher, self.metrics, choices, eager=request.stream, started=caller.started)
+        response = CompletionResponse(
+            self.dispatcher,
+            self.metrics,
+            request,
+            form(request, vocabulary, model.fingerprint),
+            choices,
+            received=caller.started,
+        )
+        response.requests = [
+            RoutedRequest(
+                trace_id=caller.request_id,
+                tenant=caller.tenant.name,
+                tokens=prompt,
+                fingerprint=model.fingerprint,
+                hash_root=root,
+                block_hashes=hashes[position],
+                sampling=samplings[position],
+                choices=choices[position * n : (position + 1) * n],
+                consumer=response,
+                priority=-request.priority,
+                received=caller.started,
+            )
+            for position, prompt in enumerate(prompts)
+        ]
         try:
-            for position, prompt in enumerate(prompts):
-                own = choices[position * request.n : (position + 1) * request.n]
-                completion.start(
-                    RoutedRequest(
-                        trace_id=caller.request_id,
-                        tenant=caller.tenant.name,
-                        tokens=prompt,
-                        fingerprint=fingerprint,
-                        hash_root=root,
-                        block_hashes=hashes[position],
-                        sampling=samplings[position],
-                        n=request.n,
-                        consumer=PromptConsumer(completion, self.metrics, own),
-                        priority=-request.priority,
-                        received=caller.started,
-                    )
-                )
+            for routed in response.requests:
+                self.dispatcher.start(routed)
         except BaseException:
-            completion.cancel()
+            response.cancel()
             raise
-        return completion
+        return response
 
     async def _check_text(self, text: str, param: str) -> None:
-        """Raises ApiError if the beginning of a long text already has twice the context's tokens.
+        """Raises ApiError if the start of a long text has more than twice the tokens of the context.
 
-        Tokenising all of it can take many seconds, in which other long prompts wait.
+        Tokenising all of it could take many seconds, while other long prompts wait.
         """
-        context = self.workers.max_model_len
+        context = self.workers.model.max_model_len
         chars = context * _MANY_CHARS
         while 0 < chars < len(text):
             beginning = await self.checkpoint.tokenizer.encode(text[:chars])
@@ -171,13 +181,13 @@ class Service:
             chars *= 4
 
     def _check_prompt(self, prompt: bytes, output_limit: int | None, param: str) -> None:
-        """Raises ApiError if the prompt can't be run."""
+        """Raises ApiError if the prompt is empty, too long or has invalid tokens."""
         if not prompt:
-            raise invalid(param, f"'{param}' is empty: it gives no token to continue from.")
-        vocab_size, largest = self.workers.vocab_size, largest_token(prompt)
+            raise invalid(param, f"'{param}' is empty: there is no token to continue from.")
+        vocab_size, largest = self.workers.model.vocab_size, largest_token(prompt)
         if largest >= vocab_size:
             raise invalid(param, f"'{param}' has token id {largest}, but the model's vocabulary has {vocab_size}.")
-        context = self.workers.max_model_len
+        context = self.workers.model.max_model_len
         tokens, wanted = len(prompt) // TOKEN_BYTES, output_limit or 1
         if tokens + wanted > context:
             raise invalid(
@@ -190,7 +200,7 @@ class Service:
 
     def _sampling(self, request: GenerateRequest, seed: int, max_tokens: int) -> pb.Sampling:
         """The request's sampling parameters as a protobuf message."""
-        vocab_size = self.workers.vocab_size
+        vocab_size = self.workers.model.vocab_size
         bias = {int(token_id): value for token_id, value in request.logit_bias.items()}
         if bias and max(bias) >= vocab_size:
             message = f"'logit_bias' has token id {max(bias)}, but the model's vocabulary has {vocab_size}."
@@ -213,7 +223,7 @@ class Service:
 
 
 async def _hash(root: bytes, tokens: bytes) -> list[bytes]:
-    """The hashes of a prompt's full blocks."""
+    """Returns the hashes of a prompt's full blocks."""
     hashes: list[bytes] = []
     for start in range(0, len(tokens), _PIECE_BYTES):
         if start:

@@ -1,4 +1,4 @@
-"""Tenants: an API key says who calls and what they may do, and keeps the tenants' caches apart."""
+"""Tenants: each API key has its own permissions and its own cached prefixes."""
 
 import hmac
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from router.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who calls; by default someone who may do everything.
+    """The owner of an API key. By default everything is allowed.
 
     Attributes:
-        name: A hash of the key, which tells tenants apart without revealing it; empty if there are no keys.
-        salt: Part of every block hash, so that no tenant can find out another one's prompts.
-        admin: May see `/metrics` and `/cluster`.
-        min_priority: The lowest `priority` that a request may have (lower ones go first).
+        name: A hash of the key, so that it does not reveal the key; empty if there are no keys.
+        salt: Part of every block hash, so that no tenant can find out the prompts of another one.
+        admin: Whether `/metrics` and `/cluster` are allowed.
+        min_priority: The lowest `priority` allowed (lower ones go first).
     """
 
     name: str = ""
@@ -44,7 +44,7 @@ class Tenant:
 
 
 class KeyEntry(BaseModel):
-    """An entry of the key file: a key, and what it allows."""
+    """An entry of the key file: a key and its permissions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,16 +57,16 @@ _ENTRIES = TypeAdapter(list[KeyEntry])
 
 
 def read_keys(file: Path) -> list[KeyEntry]:
-    """The entries of a key file.
+    """Reads a key file.
 
     Raises:
-        ConfigError: The file can't be read, or is no list of keys.
+        ConfigError: The file can't be read, or is not a list of keys.
     """
     try:
         entries = _ENTRIES.validate_python(yaml.safe_load(file.read_text()))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {file} can't be read: {error}") from None
-    except yaml.YAMLError:  # which would quote the file
+    except yaml.YAMLError:  # its text quotes the file, with the keys
         raise ConfigError(f"the key file {file} is not valid YAML") from None
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
@@ -80,11 +80,11 @@ def read_keys(file: Path) -> list[KeyEntry]:
 
 
 class Keys:
-    """The keys that clients may send. Without any, everyone may do everything.
+    """The valid API keys. Without any, everyone may do everything.
 
     Args:
-        keys: Keys that may do everything.
-        entries: The key file's entries.
+        keys: Keys without restrictions.
+        entries: Entries of the key file.
         cluster_token: The key of the cluster's own processes; empty if there is none.
     """
 
@@ -98,11 +98,11 @@ class Keys:
 
     @property
     def any(self) -> bool:
-        """Whether there are keys."""
+        """True if there are keys."""
         return bool(self._tenants)
 
     def tenant(self, authorization: bytes) -> Tenant:
-        """The tenant that sent this `Authorization` header.
+        """The tenant of an `Authorization` header.
 
         Raises:
             ApiError: The key is missing or wrong (401).
@@ -113,7 +113,7 @@ class Keys:
         if scheme.lower() != b"bearer" or not key.strip():
             raise _unauthorized("No API key was sent. Send it in the header 'Authorization: Bearer <key>'.")
         sent = blake2b(key.strip()).digest()
-        # every key is compared, in constant time, so that the time reveals nothing about them
+        # all keys are compared in constant time, so that the time reveals nothing about them
         matches = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, sent)]
         if not matches:
             raise _unauthorized("The API key is wrong.")

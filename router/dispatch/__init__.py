@@ -1,1 +1,1 @@
-"""The life of a request between router and workers, and the sessions with the workers."""
+"""Sends requests to workers, and handles their output, refusals and failures."""

@@ -2,7 +2,7 @@
 
 A request starts with one attempt for all its choices. When its worker refuses it or is lost, the attempt is sent to
 another one; if output exists by then, it is split into one attempt per choice, since each must be replayed with its own
-tokens. `dispatcher.py` decides when; this module keeps the books.
+tokens. `dispatcher.py` decides when; this module keeps the records.
 """
 
 import asyncio
@@ -12,9 +12,10 @@ from math import inf
 from typing import Protocol
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
-from cpd.performance.model import MOST_MS
+from cpd.performance.model import MAX_MS
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
+from router.dispatch.output import Choice
 from router.dispatch.worker_session import WorkerSession
 from router.errors import ApiError
 from router.placement.decisions import Decision
@@ -41,16 +42,16 @@ class RequestRoute:
 
 
 class Consumer(Protocol):
-    """Receives a request's tokens. Called on the event loop; must not block."""
+    """Is told about the progress of requests. Called on the event loop; must not block."""
 
     def started(self, route: RequestRoute) -> None:
-        """The first output has arrived. Called once per request."""
+        """The first output of a request has arrived. Called once per request."""
 
-    def output(self, choice: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> bool:
-        """New tokens of a choice, the last ones if `finish` is set. Returns whether the choice wants more."""
+    def updated(self, choice: Choice) -> None:
+        """A choice has new text, or has ended."""
 
     def failed(self, error: ApiError) -> None:
-        """The request has failed. Called at most once, and last."""
+        """A request has failed. Called at most once per request, and last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +60,9 @@ class RoutedRequest:
 
     Attributes:
         trace_id: The client's request id, for logs.
-        fingerprint: Fingerprint of the model the request was started on; only workers with the same one continue it.
         tokens, hash_root, block_hashes: The prompt's tokens and the hashes of its full blocks, as on the wire.
+        fingerprint: Fingerprint of the model the request was started on; only workers with the same one continue it.
+        choices: The outputs to generate.
         priority: Higher goes first.
         received: Loop time at which the request came.
         outputs: Tokens of each choice so far.
@@ -74,7 +76,7 @@ class RoutedRequest:
     hash_root: bytes
     block_hashes: list[bytes]
     sampling: pb.Sampling
-    n: int
+    choices: Sequence[Choice]
     consumer: Consumer
     priority: int
     received: float
@@ -83,7 +85,7 @@ class RoutedRequest:
     attempts: set["Attempt"] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        self.outputs = [[] for _ in range(self.n)]
+        self.outputs = [[] for _ in self.choices]
 
     @property
     def prompt_len(self) -> int:
@@ -104,16 +106,17 @@ class Attempt:
     """Some choices of a request, sent to one worker after another until they are done.
 
     Attributes:
-        choices: Those not done yet.
-        number: Counts the Submits; `Submit.attempt` on the wire. -1 before the first.
-        session: The worker it runs on; None while parked.
+        choices: Indices of the choices that are not done yet.
+        number: `Submit.attempt` of the last Submit; -1 before the first one.
+        session: The worker it runs on; None while it waits for one.
         prefill_session: The worker that computes its prompt; None once the first token is there.
-        decision: The current placement's record.
-        refused_by: Workers that refused it since it was last lost or parked; it is not offered to them.
-        queue_full: Their refusals because of full queues.
-        failed_prefill: Prefill workers that failed it; they are not offered again.
+        decision: The record of its current placement.
+        refused_by: Workers that refused it since it last lost or waited for a worker; they are not tried again.
+        queue_full: Their refusals for full queues.
+        failed_prefill: Prefill workers that failed it; they are not tried again.
         losses, lost_by: Workers lost while running it. They get it again only if there are no others.
-        deadline: Loop time until which it may be parked; None if it never was since its last token.
+        deadline: Loop time until which it may wait for a worker; None if it did not wait since its last token.
+        timer: Retries it while it waits; None otherwise.
     """
 
     id: int
@@ -133,6 +136,43 @@ class Attempt:
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
 
+    @property
+    def emitted(self) -> Sequence[int]:
+        """The output tokens to continue after. Before the first output all choices have none."""
+        return self.request.outputs[min(self.choices)]
+
+    def submit(self, placement: Placement, tokens: bytes, hashes: Sequence[bytes], deadline_ms: int) -> pb.Submit:
+        """The message that sends the attempt to the worker of a placement.
+
+        Args:
+            tokens, hashes: Prompt and output so far, and the hashes of their full blocks.
+            deadline_ms: Time left for the first token.
+        """
+        request, prefix_source = self.request, None
+        if source := placement.prefix_source:
+            blocks = placement.prefix_source_blocks
+            prefix_source = pb.PrefixSource(worker_id=source.worker_id, address=source.address, blocks=blocks)
+        return pb.Submit(
+            request=self.id,
+            attempt=self.number + 1,
+            tokens=tokens,
+            prompt_len=request.prompt_len,
+            hash_root=request.hash_root,
+            block_hashes=b"".join(hashes),
+            sampling=request.sampling,
+            n=len(self.choices),
+            choice=min(self.choices),
+            tenant=request.tenant,
+            prefill_candidates=[
+                pb.PrefillCandidate(worker_id=one.worker_id, address=one.address) for one in placement.prefill
+            ],
+            long_prefill_tokens=placement.long_prefill_tokens,
+            prefix_source=prefix_source,
+            trace_id=request.trace_id,
+            priority=request.priority,
+            deadline_ms=deadline_ms,
+        )
+
     def attach(self, placement: Placement, decode: WorkerSession, prefill: WorkerSession, now: float) -> Decision:
         """Records that the attempt was sent to `decode`, and its prompt to `prefill` (perhaps the same)."""
         assert decode.worker_load is not None
@@ -148,7 +188,7 @@ class Attempt:
         return self.decision
 
     def check(self, output: pb.Output) -> None:
-        """Raises ProtocolError if the figures of an output would break the text or the JSON made from it."""
+        """Raises ProtocolError if a figure of an output is out of range."""
         request, token_ids, prefilled = self.request, output.token_ids, output.prefilled
         known = request.outputs[output.choice]
         hello = self.session.hello if self.session is not None else None
@@ -159,10 +199,12 @@ class Attempt:
             raise ProtocolError(f"it sent token id {max(token_ids)}, but its vocabulary has {vocab_size}")
         if len(known) + len(token_ids) > request.sampling.max_tokens:
             raise ProtocolError(f"it sent more than the {request.sampling.max_tokens} tokens that a request asked for")
-        if not 0 <= prefilled.queue_ms <= MOST_MS:
-            raise ProtocolError(f"it said that a request waited {prefilled.queue_ms} ms")
+        if not 0 <= prefilled.queue_ms <= MAX_MS:
+            raise ProtocolError(f"it reported a queue time of {prefilled.queue_ms} ms")
         if prefilled.cached_tokens > request.prompt_len + len(known):
-            raise ProtocolError(f"it said that {prefilled.cached_tokens} tokens of a shorter prompt were cached")
+            raise ProtocolError(f"it reported {prefilled.cached_tokens} cached tokens of a shorter prompt")
+        if not (prefilled.prefill_worker.isascii() and prefilled.prefill_worker.isprintable()):  # a response header
+            raise ProtocolError(f"it reported a prefill worker {prefilled.prefill_worker!r}")
         scores = output.logprobs
         if len(scores) != len(token_ids) * request.sampling.HasField("top_logprobs"):
             raise ProtocolError(f"it sent {len(token_ids)} tokens and log-probabilities of {len(scores)}")
@@ -173,7 +215,7 @@ class Attempt:
                 raise ProtocolError("it sent log-probabilities that are not numbers")
 
     def on_output(self, choice: int, prefilled: pb.Prefilled, now: float) -> None:
-        """Records that tokens of a choice have come. With the first ones `prefilled` describes the prefill."""
+        """Records that tokens of a choice have arrived. With the first ones `prefilled` describes the prefill."""
         self.deadline = None
         decision, computed_by = self.decision, self.prefill_session
         if decision is None:
@@ -191,13 +233,13 @@ class Attempt:
             decision.on_output(now)
 
     def choice_done(self, choice: int) -> None:
-        """Records that a choice has ended, or that its client wants no more of it."""
+        """Records that a choice has ended."""
         self.choices.discard(choice)
         if self.session is not None and self.session.worker_load is not None:
             self.session.worker_load.sequences_ended(1)
 
     def detach(self, outcome: str) -> None:
-        """Records that the attempt runs on no worker any more."""
+        """Records that the attempt no longer runs on a worker."""
         self._prompt_computed()
         if self.decision is not None:
             self.decision.outcome = outcome

@@ -4,13 +4,13 @@ A request is one prompt with `n` choices. Its attempts (attempts.py) go through 
 
     placed -> running -> done                 each choice ends with its finish reason, or when its client stops it
        ^         |
-       |         +--- queue full              -> another worker; if none is left: 429 or 503, or parked after a replay
+       |         +--- queue full              -> another worker; if none is left: 429 or 503, or after a replay waiting
        +---------+--- rerouted                -> another worker or the same, without the prefill workers that failed
        |         +--- worker lost             -> replayed: prompt and output so far, one attempt per choice
        +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
-An attempt that ran before and finds no worker is parked: it waits up to PARK_S for one. Nothing else waits here. A
-token once emitted is never sampled again; a replay continues after it.
+An attempt that has run before and finds no worker waits up to MAX_WAIT_S for one. Nothing else waits here. An emitted
+token is never sampled again; a replay continues after it.
 """
 
 import asyncio
@@ -23,59 +23,60 @@ from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.dispatch.attempts import Attempt, RequestRoute, RoutedRequest
 from router.dispatch.loop_slices import LoopSlices
-from router.dispatch.placer import Placer
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.errors import ApiError, failed, one_line, too_many, unavailable
 from router.metrics import Metrics
-from router.placement.costs import PolicySettings
+from router.placement.costs import PolicySettings, Prompt
 from router.placement.decisions import Decisions
+from router.placement.policy import place
 
 log = logging.getLogger(__name__)
 
-PARK_S = 30.0
-"""How long a request that lost its worker waits for another one."""
+MAX_WAIT_S = 30.0
+"""Time for which a request that lost its worker waits for another one, in seconds."""
 
 MAX_FAILURES = 1
-"""A request that fails on more workers than this fails for good: it would fail on all of them."""
+"""A request that fails on more workers than this is given up: it would fail on all of them."""
 
 MAX_LOSSES = 4
-"""A request that loses more workers than this fails: it may be what crashes them."""
+"""A request that loses more workers than this is given up: it may be the cause of their crashes."""
 
 MAX_QUEUE_FULL = 3
-"""A new request is refused once the queues of this many workers were full; they were the most promising ones."""
+"""A new request is refused once this many workers, the most promising ones, had full queues."""
 
 IMMEDIATE_REROUTES = 3
-"""A request rerouted more often than this is placed again only after a pause."""
+"""A request that was rerouted more often than this is placed again only after a pause."""
 
 RETRY_S = 1.0
-"""When to try again if a worker did not say."""
+"""Retry time if a worker suggests none, in seconds."""
 
 MAX_RETRY_S = 600.0
-"""Upper bound on the retry time that a worker suggests."""
+"""Upper bound on the retry time that a worker suggests, in seconds."""
 
 
 class Dispatcher:
-    """Sends requests to workers and hands their tokens on. It is the listener of every worker session.
+    """Sends requests to workers and their tokens to the requests' choices. It is the listener of every worker session.
 
     Args:
         policy: The operator's settings for placements.
         rng: Decides between equally good workers.
 
     Attributes:
-        decisions: Where recent requests went, and how that worked out.
+        decisions: Recent placements.
     """
 
     def __init__(self, workers: Workers, metrics: Metrics, policy: PolicySettings, *, rng: Random) -> None:
-        self._metrics = metrics
-        self._placer = Placer(workers, policy, rng)
         self.decisions = Decisions()
+        self._workers = workers
+        self._metrics = metrics
+        self._policy = policy
+        self._rng = rng
         self._ids = itertools.count(rng.randrange(1, 1 << 60))  # load reports show them to all routers
         self._attempts: dict[int, Attempt] = {}
-        self._parked: set[Attempt] = set()
         self._slices = LoopSlices(self._on_output)
 
-    # ---- called by consumers ----
+    # ---- called by the API ----
 
     def start(self, request: RoutedRequest) -> None:
         """Places a new request.
@@ -83,7 +84,7 @@ class Dispatcher:
         Raises:
             ApiError: No worker is live.
         """
-        attempt = self._add_attempt(request, set(range(request.n)))
+        attempt = self._add_attempt(request, set(range(len(request.choices))))
         if not self._place(attempt):
             self._remove(attempt, "not placed")
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
@@ -96,19 +97,19 @@ class Dispatcher:
             self._remove(attempt, "cancelled")
 
     def close(self) -> None:
-        """The router stops: all running requests fail."""
+        """Fails all running requests, because the router stops."""
         for request in {attempt.request for attempt in self._attempts.values()}:
             self._fail(request, unavailable("The server is shutting down; try again.", RETRY_S))
 
     # ---- called by sessions ----
 
     def ready(self, session: WorkerSession) -> None:
-        """A worker is live: parked attempts may go to it."""
-        for attempt in list(self._parked):
+        """Places waiting attempts again, because a worker is live."""
+        for attempt in [attempt for attempt in self._attempts.values() if attempt.timer is not None]:
             self._retry_part(attempt, RETRY_S)
 
     def step(self, session: WorkerSession, step: pb.StepOutput) -> None:
-        """Hands on the tokens of one engine step: first ones now, others in their slice of the loop."""
+        """Handles the tokens of one engine step: first tokens now, others in a later slice of the loop."""
         for output in step.outputs:
             attempt = self._attempts.get(output.request)
             if attempt is not None and attempt.request.started:
@@ -117,7 +118,7 @@ class Dispatcher:
                 self._on_output((session, output))
 
     def refusal(self, session: WorkerSession, refusal: pb.Refusal) -> None:
-        """A worker gives an attempt back."""
+        """Retries or fails an attempt that a worker gave back."""
         self._slices.flush()
         attempt = self._attempts.get(refusal.request)
         if attempt is None or attempt.session is not session or attempt.number != refusal.attempt:
@@ -145,18 +146,17 @@ class Dispatcher:
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
 
     def lost(self, session: WorkerSession) -> None:
-        """A session ended: its attempts are replayed on other workers."""
+        """Replays the attempts of a session that ended on other workers."""
         self._slices.flush()
         for attempt in [attempt for attempt in self._attempts.values() if attempt.session is session]:
             if attempt.id not in self._attempts:
-                continue  # its request failed together with another attempt
+                continue  # another attempt of its request has failed
             attempt.detach("worker lost")
             self._metrics.replays.inc()
             attempt.losses += 1
             attempt.lost_by.add(session.id)
             if attempt.losses > MAX_LOSSES:
-                message = f"{attempt.losses} workers were lost while they ran this request."
-                self._fail(attempt.request, failed(message))
+                self._fail(attempt.request, failed(f"{attempt.losses} workers were lost while running this request."))
                 continue
             log.warning("request %s is replayed: worker %s is lost", attempt.request.trace_id, session.id)
             attempt.refused_by.clear()
@@ -173,32 +173,37 @@ class Dispatcher:
             return
         try:
             if output.choice in attempt.choices:
-                self._hand_on(attempt, session, output)
-            elif output.choice >= attempt.request.n:
-                raise ProtocolError(f"choice {output.choice} of a request that has {attempt.request.n}")
+                self._accept(attempt, session, output)
+            elif output.choice >= len(attempt.request.choices):
+                raise ProtocolError(f"choice {output.choice} of a request that has {len(attempt.request.choices)}")
         except ProtocolError as error:
             session.fail(error)
         except Exception:
-            log.exception("request %s: its output could not be handled", attempt.request.trace_id)
+            log.exception("the output of request %s could not be processed", attempt.request.trace_id)
             self._fail(attempt.request, failed("The output could not be processed."))
 
-    def _hand_on(self, attempt: Attempt, session: WorkerSession, output: pb.Output) -> None:
+    def _accept(self, attempt: Attempt, session: WorkerSession, output: pb.Output) -> None:
         attempt.check(output)
-        request, choice, prefilled = attempt.request, output.choice, output.prefilled
-        loop = asyncio.get_running_loop()
-        attempt.on_output(choice, prefilled, loop.time())
-        token_ids = output.token_ids
-        request.outputs[choice].extend(token_ids)
-        wants_more = request.consumer.output(choice, token_ids, output.logprobs, output.finish)
+        request, index, prefilled, token_ids = attempt.request, output.choice, output.prefilled, output.token_ids
+        choice, loop = request.choices[index], asyncio.get_running_loop()
+        now = loop.time()
+        attempt.on_output(index, prefilled, now)
+        request.outputs[index].extend(token_ids)
+        if choice.num_tokens:
+            self._metrics.itl.observe(now - choice.last_at)
+        choice.last_at = now
+        choice.push(token_ids, output.logprobs, output.finish)
+        if choice.has_delta:
+            request.consumer.updated(choice)
         if not request.started:
             request.started = True
             request.consumer.started(RequestRoute(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
             loop.call_soon(self._count_first, request, prefilled.queue_ms)  # after the tokens are on their way
         if output.finish != pb.FINISH_NONE:
-            self._choice_done(attempt, choice)
-        elif not wants_more:
-            session.abort(pb.Abort(request=attempt.id, attempt=attempt.number, choices=[choice]))
-            self._choice_done(attempt, choice)
+            self._choice_done(attempt, index)
+        elif choice.finish is not None:  # by a stop string, which the worker does not know
+            session.abort(pb.Abort(request=attempt.id, attempt=attempt.number, choices=[index]))
+            self._choice_done(attempt, index)
 
     def _count_first(self, request: RoutedRequest, queue_ms: float) -> None:
         self._metrics.queue(request.tenant).observe(queue_ms / 1e3)
@@ -213,25 +218,43 @@ class Dispatcher:
 
     def _place(self, attempt: Attempt) -> bool:
         """Sends the attempt to the best worker. Returns False if there is none."""
-        now = asyncio.get_running_loop().time()
-        placed = self._placer.place(attempt, now)
-        if placed is None:
+        request, workers, now = attempt.request, self._workers, asyncio.get_running_loop().time()
+        if workers.model.fingerprint != request.fingerprint:
             return False
-        placed.decode.submit(placed.submit)  # first, so that the worker begins while the router keeps its books
-        placement = placed.placement
-        self.decisions.add(attempt.attach(placement, placed.decode, placed.prefill, now))
+        emitted = attempt.emitted
+        tokens, hashes = request.with_output(emitted)
+        total, longest = request.prompt_len + len(emitted), request.prompt_len + request.sampling.max_tokens
+        placement = place(
+            Prompt(total, request.sampling.max_tokens - len(emitted), len(attempt.choices)),
+            workers.candidates("combined", longest, exclude=attempt.lost_by | attempt.refused_by)
+            or workers.candidates("combined", longest, exclude=attempt.refused_by),
+            workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill),
+            workers.index.cached_prefixes(hashes),
+            self._policy,
+            now=now,
+            rng=self._rng,
+        )
+        if placement is None:
+            return False
+        decode, prefill = workers.get(placement.decode.worker_id), workers.get(placement.prompt_worker.worker_id)
+        # the next token after a replay is as urgent as a first one, and gets the whole target
+        waited_ms = 0.0 if request.started else (now - request.received) * 1e3
+        deadline_ms = max(1, round(self._policy.slo_ttft_ms - waited_ms))
+        # sent first, so that the worker begins while the router keeps its books
+        decode.submit(attempt.submit(placement, tokens, hashes, deadline_ms))
+        self.decisions.add(attempt.attach(placement, decode, prefill, now))
         self._metrics.placements(placement.route, "yes" if placement.replicated else "no").inc()
         return True
 
     def _retry(self, attempt: Attempt, retry_after_s: float) -> None:
-        """Places an attempt again, split by choice if it has output; parks or refuses what no worker takes."""
+        """Places an attempt again, split by choice if it has output. If no worker takes it, it waits or fails."""
         for part in self._split(attempt):
             self._retry_part(part, retry_after_s)
 
     def _retry_part(self, attempt: Attempt, retry_after_s: float) -> None:
         if attempt.id not in self._attempts:
-            return  # its request failed together with another attempt
-        self._unpark(attempt)
+            return  # another attempt of its request has failed
+        self._end_wait(attempt)
         if self._place(attempt):
             return
         loop = asyncio.get_running_loop()
@@ -240,19 +263,18 @@ class Dispatcher:
             self._fail(attempt.request, _queues_full(attempt.queue_full, retry_after_s))
             return
         if attempt.deadline is None:
-            attempt.deadline = now + PARK_S
+            attempt.deadline = now + MAX_WAIT_S
         if now >= attempt.deadline:
-            message = f"No worker could go on with the request within {PARK_S:g} s."
+            message = f"No worker could continue the request within {MAX_WAIT_S:g} s."
             self._fail(attempt.request, unavailable(message, retry_after_s))
             return
         attempt.refused_by.clear()
         attempt.queue_full.clear()
-        self._parked.add(attempt)
         wait_s = min(retry_after_s, attempt.deadline - now)
         attempt.timer = loop.call_later(wait_s, self._retry_part, attempt, RETRY_S)
 
     def _split(self, attempt: Attempt) -> list[Attempt]:
-        """One attempt per choice if the request has output; else the attempt as it is."""
+        """Replaces the attempt by one per choice if the request has output."""
         if len(attempt.choices) == 1 or not attempt.request.started:
             return [attempt]
         self._remove(attempt, "split")
@@ -273,14 +295,13 @@ class Dispatcher:
         self.cancel(request)
         request.consumer.failed(error)
 
-    def _unpark(self, attempt: Attempt) -> None:
-        self._parked.discard(attempt)
+    def _end_wait(self, attempt: Attempt) -> None:
         if attempt.timer is not None:
             attempt.timer.cancel()
             attempt.timer = None
 
     def _remove(self, attempt: Attempt, outcome: str) -> None:
-        self._unpark(attempt)
+        self._end_wait(attempt)
         attempt.detach(outcome)
         self._attempts.pop(attempt.id, None)
         attempt.request.attempts.discard(attempt)
@@ -300,8 +321,8 @@ def _retry_after_s(refusal: pb.Refusal) -> float:
 
 
 def _queues_full(refusals: Sequence[pb.Refusal], retry_after_s: float) -> ApiError:
-    """The error when no worker's queue has room: 429 if only this tenant's share is used up, else 503."""
+    """The error for full queues: 429 if only this tenant's share of them is used up, else 503."""
     soonest_s = min(map(_retry_after_s, refusals), default=retry_after_s)
     if refusals and all(refusal.over_share for refusal in refusals):
-        return too_many("Too many of your requests wait already; try again later.", soonest_s)
+        return too_many("Too many of your requests are waiting already; try again later.", soonest_s)
     return unavailable("All workers' queues are full; try again later.", soonest_s, code="queue_full")

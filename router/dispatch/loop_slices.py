@@ -1,7 +1,7 @@
 """Shares the event loop between new requests and the output of running ones.
 
-A request's first output is handed on at once. Later outputs wait in this queue; each slice of the event loop hands on
-only a few tokens of it, so that new requests and first tokens need not wait for all the others.
+A request's first output is handled at once. Later outputs wait in a queue. Each slice of the event loop handles only a
+few tokens of it, so that new requests and first tokens do not wait for all the others.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 SLICE_TOKENS = 16
-"""Tokens handed on in one slice, which takes about half a millisecond."""
+"""Tokens handled in one slice, which takes about half a millisecond."""
 
 MAX_WAITING_TOKENS = 8192
-"""Beyond this outputs are handed on at once, so that workers notice when the router is too slow."""
+"""If more tokens than this wait, outputs are handled at once, so that workers notice that the router is too slow."""
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class LoopSlices(Generic[T]):
     """Queue of outputs, in order of arrival.
 
     Args:
-        handle: Hands an output on.
+        handle: Called with each output.
     """
 
     def __init__(self, handle: Callable[[T], None]) -> None:
@@ -40,7 +40,7 @@ class LoopSlices(Generic[T]):
         self._schedule()
 
     def flush(self) -> None:
-        """Hands on everything that waits."""
+        """Handles everything that waits."""
         while self._waiting:
             self._next()
 

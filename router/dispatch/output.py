@@ -1,4 +1,4 @@
-"""The text of one choice, growing as its tokens come."""
+"""The text of one choice, which grows as tokens arrive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class TokenScore:
     """A token of the text with its log-probabilities.
 
     Attributes:
-        offset: Where the token begins in the choice's text, in characters.
-        top: The most likely tokens with their log-probabilities, as many as the request wants.
+        offset: Start of the token in the choice's text, in characters.
+        top: The most likely tokens with their log-probabilities.
     """
 
     token_id: int
@@ -28,10 +28,10 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of a choice, since the last delta was taken.
+    """New output of a choice since the last delta.
 
     Attributes:
-        pieces: The text, one piece per token that completed some.
+        pieces: The text, one piece per token that added some.
     """
 
     pieces: list[str]
@@ -47,37 +47,25 @@ class Delta:
 class Choice:
     """Turns the tokens of one choice into deltas of text.
 
-    The token that ends an output (EOS) and the text from a stop string on are not text, but count as tokens. Scores are
-    released together with their text.
+    The EOS token and the tokens of a stop string count as tokens but give no text. Scores are released together with
+    their text.
 
     Args:
         index: The choice's index in the response.
         detokenizer: A detokenizer for this choice alone.
         stops: Stop strings.
-        min_tokens: Stop strings count from this many tokens on.
+        min_tokens: Stop strings are ignored before this many tokens.
 
     Attributes:
         num_tokens: Tokens so far.
-        finish: Why the choice ended; None while it runs.
+        last_at: Loop time of the last tokens, set by the dispatcher.
+        finish: Reason why the choice ended; None while it runs.
     """
-
-    __slots__ = (
-        "_detokenizer",
-        "_min_tokens",
-        "_pieces",
-        "_released",
-        "_scores",
-        "_seen",
-        "_stops",
-        "_token_ids",
-        "finish",
-        "index",
-        "num_tokens",
-    )
 
     def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
         self.index = index
         self.num_tokens = 0
+        self.last_at = 0.0
         self.finish: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops) if stops else None
@@ -89,28 +77,11 @@ class Choice:
         self._released = 0  # characters of text put into pieces
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> None:
-        """Takes new tokens. Sets `self.finish` if the choice ends, by the argument or by a stop string."""
-        is_stop = finish == pb.FINISH_STOP
-        if self._stops is None and not logprobs:
-            self.num_tokens += len(token_ids)
-            self._token_ids.extend(token_ids)
-            self._pieces += filter(None, map(self._detokenizer.push, token_ids[:-1] if is_stop else token_ids))
-        else:
-            self._push_each(token_ids, logprobs, is_stop)
-        if finish != pb.FINISH_NONE and self.finish is None:
-            self._release(self._detokenizer.flush())
-            if self.finish is None:
-                self._let_through(self._stops.flush() if self._stops is not None else "")
-                self.finish = "stop" if is_stop else "length"
-
-    def _push_each(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], is_stop: bool) -> None:
-        """Takes tokens one by one, to find stop strings or to place log-probabilities in the text."""
-        last = len(token_ids) - 1
-        for position, token_id in enumerate(token_ids):
+        """Adds tokens. Sets `finish` if the choice ends, by the argument `finish` or by a stop string."""
+        text_tokens = token_ids[:-1] if finish == pb.FINISH_STOP else token_ids
+        for position, token_id in enumerate(text_tokens):
             self.num_tokens += 1
             self._token_ids.append(token_id)
-            if is_stop and position == last:
-                break
             if logprobs:
                 scored = logprobs[position]
                 top = tuple(zip(scored.top_ids, scored.top_logprobs, strict=True))
@@ -118,10 +89,18 @@ class Choice:
             self._release(self._detokenizer.push(token_id))
             if self.finish is not None:
                 return
+        if finish == pb.FINISH_STOP:
+            self.num_tokens += 1
+            self._token_ids.append(token_ids[-1])
+        if finish != pb.FINISH_NONE:
+            self._release(self._detokenizer.flush())
+            if self.finish is None:
+                self._let_through(self._stops.flush() if self._stops is not None else "")
+                self.finish = "stop" if finish == pb.FINISH_STOP else "length"
 
     @property
     def has_delta(self) -> bool:
-        """There is text to take, or the choice has ended."""
+        """True if there is new text, or the choice has ended."""
         return bool(self._pieces) or self.finish is not None
 
     def take(self) -> Delta:

@@ -5,12 +5,12 @@ States of a session:
     connecting -> syncing -> ready <-> draining
          ^           |         |          |
          +-----------+---------+----------+    the session ended; connect again after a pause
-    refused: the worker does not fit this cluster, such as one with another model; tried again all the same
+    refused: the worker does not fit this cluster, such as one with another model; tried again nevertheless
 
-A session is `connected` from the worker's Hello on, and `live` once its cache snapshot is complete. Whenever a session
-ends, the worker aborts its requests, and the listener replays them on other workers. The pause before the next
-connection doubles with each failure, from FIRST_PAUSE_S to LONGEST_PAUSE_S. A message that breaks the protocol ends the
-session like a lost connection does.
+A session is `connected` after the worker's Hello, and `live` once its cache snapshot is complete. When a session ends,
+the worker aborts its requests, and the listener replays them on other workers. The pause before the next connection
+doubles with each failure, from FIRST_PAUSE_S to LONGEST_PAUSE_S. A message that breaks the protocol ends the session
+like a lost connection.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 from cpd.common.blocks import Tier
 from cpd.common.errors import CPDError
 from cpd.common.membership import Member
-from cpd.common.stream import Stream, StreamError, connect
+from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, StreamError, connect
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello
 from router.errors import describe, one_line
@@ -33,25 +33,22 @@ from router.prefix_index.index import PrefixIndex
 log = logging.getLogger(__name__)
 
 SILENT_S = 3.0
-"""A worker not heard of for this long is stopped or cut off: workers send something every second."""
+"""A worker that sent nothing for this long, in seconds, is stopped or cut off: workers send something every second."""
 
 CONNECT_S = 5.0
-"""Time limit for opening a connection."""
+"""Time limit for opening a connection, in seconds."""
 
 SYNC_S = 30.0
-"""Time limit for the worker's Hello and its snapshot."""
+"""Time limit for the worker's Hello and its snapshot, in seconds."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Pause before connecting again: doubles while sessions fail or end soon."""
+"""Pauses before connecting again, in seconds: doubled while sessions fail or end soon."""
 
 PIECE_HASHES = 1024
-"""Hashes put into the index in one slice of the event loop, which takes about a millisecond."""
+"""Hashes added to the index in one slice of the event loop, which takes about a millisecond."""
 
 YIELD_MESSAGES = 64
-"""The event loop runs other work after this many messages."""
-
-MAX_MESSAGE_BYTES = 64 << 20
-"""Far more than a worker sends at once, even after it has waited long for this router."""
+"""Number of messages after which the event loop runs other work."""
 
 State = Literal["connecting", "syncing", "ready", "draining", "refused"]
 
@@ -65,7 +62,7 @@ class EndedError(CPDError):
 
 
 class Listener(Protocol):
-    """Hears what a session brings. Called on the event loop; must not block."""
+    """Receives the events of a session. Called on the event loop; must not block."""
 
     def ready(self, session: "WorkerSession") -> None: ...
 
@@ -77,25 +74,25 @@ class Listener(Protocol):
 
 
 class WorkerSession:
-    """One worker, as this router sees it. `run` keeps the session up.
+    """One worker, as this router sees it. `run` keeps the connection open.
 
     Args:
         member: The worker's lease.
         router_id: This router's name.
         cluster_token: Secret that every internal call carries.
-        index: Stores the worker's cached blocks.
+        index: Gets the worker's cached blocks.
         itl_ms: Target for the gaps between the tokens of its streams, in ms.
-        admit: Called with the worker's Hello; raises RefusedError.
-        on_hello: Called whenever `hello` has changed.
+        admit: Called with the worker's Hello; raises RefusedError if the worker does not fit.
+        on_hello: Called when `hello` has changed.
 
     Attributes:
         id: The worker's name.
         role: `prefill` or `combined`.
         hello: The worker's description of itself; None while not connected.
         load: Its last load report; empty before the first.
-        reason: Why the session is not up, for people to read.
+        reason: Reason why there is no session, for humans.
         worker_load: The load estimate for placements; None while not connected.
-        settled: The first attempt to connect has ended, well or not.
+        settled: True after the first attempt to connect has succeeded or failed.
         state: See the module.
     """
 
@@ -132,21 +129,21 @@ class WorkerSession:
 
     @property
     def connected(self) -> bool:
-        """The stream is open and the worker was admitted."""
+        """True if the stream is open and the worker was admitted."""
         return self.hello is not None
 
     @property
     def live(self) -> bool:
-        """Requests can be placed on the worker."""
+        """True if requests can be placed on the worker."""
         return self.state == "ready"
 
     @property
     def failed(self) -> bool:
-        """The session is ending because of a protocol error; nothing more from it may be used."""
+        """True if the session is ending because of a protocol error. Its messages are ignored."""
         return self._error is not None
 
     def silent(self, now: float) -> bool:
-        """Whether the worker has not been heard of for a while; `now` is the loop's time."""
+        """True if the worker has sent nothing for SILENT_S; `now` is the loop's time."""
         return now - self._heard_at > SILENT_S
 
     def submit(self, submit: pb.Submit) -> None:
@@ -154,17 +151,17 @@ class WorkerSession:
         self._send(pb.RouterMessage(submit=submit))
 
     def abort(self, abort: pb.Abort) -> None:
-        """Ends a request, or some of its choices."""
+        """Tells the worker to end a request, or some of its choices."""
         self._send(pb.RouterMessage(abort=abort))
 
     def fail(self, error: ProtocolError) -> None:
-        """Ends the session because of an error in what the worker sent."""
+        """Ends the session because of an error in a message of the worker."""
         self._error = error
         if self._stream is not None:
             self._stream.abort()
 
     async def run(self, listener: Listener) -> None:
-        """Keeps the session up until cancelled."""
+        """Connects, and connects again whenever the session ends, until cancelled."""
         pause_s = FIRST_PAUSE_S
         loop = asyncio.get_running_loop()
         while True:
@@ -194,7 +191,7 @@ class WorkerSession:
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     def close(self, listener: Listener) -> None:
-        """Gives the worker up. The owner calls this after it has cancelled `run`."""
+        """Ends the session for good. Call it after `run` was cancelled."""
         self._disconnected(listener, "the worker is gone", "connecting")
 
     def _disconnected(self, listener: Listener, reason: str, state: State) -> None:
@@ -239,7 +236,7 @@ class WorkerSession:
             stream.abort()
 
     async def _synchronise(self, stream: Stream[pb.WorkerMessage]) -> "pb.State.ValueType":
-        """Exchanges Hellos and takes in the snapshot of the worker's cache. Returns the state that the Hello tells."""
+        """Exchanges Hellos and reads the snapshot of the worker's cache. Returns the worker's state."""
         stream.send(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id, token=self._cluster_token)))
         first = await stream.receive()
         if first is None:
@@ -295,11 +292,11 @@ class WorkerSession:
                 for one in message.batch.messages:
                     await self._handle(one, listener)
             case kind:
-                raise ProtocolError(f"{kind} came where it has no place")
+                raise ProtocolError(f"{kind} came at the wrong time")
 
     async def _on_events(self, events: pb.CacheEvents) -> None:
-        if events.number != self._next_event:  # a new session brings a new snapshot
-            raise ProtocolError(f"cache event {events.number} came where {self._next_event} was due")
+        if events.number != self._next_event:  # events were lost; the next session starts with a new snapshot
+            raise ProtocolError(f"cache event {events.number} came instead of {self._next_event}")
         self._next_event += 1
         for event in events.events:
             await self._yield_sometimes()
@@ -317,7 +314,7 @@ class WorkerSession:
             self._index.move(self.id, hashes[start : start + piece], tier)
 
     async def _yield_sometimes(self) -> None:
-        """Lets the event loop run other work, once in YIELD_MESSAGES calls."""
+        """Lets the event loop run other work, every YIELD_MESSAGES calls."""
         self._handled += 1
         if self._handled % YIELD_MESSAGES == 0:
             await asyncio.sleep(0)

@@ -1,7 +1,7 @@
 """All workers of the cluster, with one session each.
 
-Redis lists the workers that exist; the session with a worker shows whether it can be used. While Redis is away, the
-router goes on with the workers it knew last. A worker that is no longer listed stays as long as its session does.
+Redis lists the workers that exist; the session with a worker shows whether it can be used. While Redis is down, the
+router keeps the workers it knows. A worker that is no longer listed is kept until its session ends.
 """
 
 import asyncio
@@ -25,16 +25,24 @@ from router.prefix_index.index import PrefixIndex
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+"""Interval at which Redis is asked for the workers, in seconds."""
 
 SWEEP_PAUSE_S = 0.01
-"""Pause between two pieces, about a millisecond each, of clearing the index of workers that are gone."""
+"""Pause while the index is cleared of lost workers, after every millisecond of work; in seconds."""
 
 _ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
 
 
 @dataclass(frozen=True, slots=True)
-class _ClusterModel:
-    """The model that the connected workers serve, from their Hellos."""
+class ClusterModel:
+    """The model that the connected workers serve, from their Hellos.
+
+    Attributes:
+        fingerprint: Hash of weights and dtype; empty if no worker is connected.
+        max_model_len: Longest prompt plus output, in tokens, that half of the combined workers take; 0 if there are
+            none.
+        vocab_size: Size of the vocabulary; 0 if no worker is connected.
+    """
 
     fingerprint: bytes
     max_model_len: int
@@ -51,10 +59,10 @@ class Workers:
 
     Attributes:
         router_id: This router's name.
-        index: What the workers have cached.
+        index: The cached blocks of the workers.
         routers: The live routers, this one included.
-        polled: Set once Redis was asked for the workers, whether it answered or not.
-        redis_error: Why Redis does not answer; empty if it does.
+        polled: Set after the first attempt to ask Redis for the workers, even if it failed.
+        redis_error: Reason why Redis does not answer; empty if it does.
     """
 
     def __init__(self, router_id: str, cluster_token: str, *, itl_ms: float) -> None:
@@ -69,7 +77,7 @@ class Workers:
         self._sessions: dict[str, WorkerSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._awaited: list[WorkerSession] | None = None
-        self._model: _ClusterModel | None = None  # None: a Hello has changed since
+        self._model: ClusterModel | None = None  # None after a Hello has changed
 
     @property
     def sessions(self) -> Sequence[WorkerSession]:
@@ -78,8 +86,8 @@ class Workers:
 
     @property
     def ready(self) -> bool:
-        """Requests can be served: a combined worker is live, and the first connection to each worker listed when this
-        router started has ended, with its cache snapshot or in failure."""
+        """True if a combined worker is live, and each worker that was listed when this router started has either sent
+        its cache snapshot or failed to."""
         if self._awaited is None:
             return False
         while self._awaited and self._awaited[-1].settled:
@@ -89,27 +97,24 @@ class Workers:
         )
 
     @property
-    def fingerprint(self) -> bytes:
-        """Fingerprint of the model that the connected workers serve; empty if there are none."""
-        return self._cluster_model().fingerprint
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output, in tokens, that half of the combined workers take; 0 if there are none."""
-        return self._cluster_model().max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary; 0 if there are no workers."""
-        return self._cluster_model().vocab_size
+    def model(self) -> ClusterModel:
+        """The model of the connected workers."""
+        if self._model is None:
+            hellos = [(session.role, session.hello) for session in self._sessions.values() if session.hello is not None]
+            self._model = ClusterModel(
+                fingerprint=next((hello.fingerprint for _, hello in hellos), b""),
+                max_model_len=median_low([hello.max_model_len for role, hello in hellos if role == "combined"] or [0]),
+                vocab_size=next((hello.vocab_size for _, hello in hellos), 0),
+            )
+        return self._model
 
     def get(self, worker_id: str) -> WorkerSession:
         """The session with a worker that `candidates` returned."""
         return self._sessions[worker_id]
 
     def candidates(self, role: str, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
-        """The live workers of a role that take `tokens` tokens of prompt and output, except `exclude`. Silent ones are
-        returned only if there are no others."""
+        """The live workers of a role, except `exclude`, that take `tokens` tokens of prompt and output. Silent workers
+        are returned only if there are no others."""
         now = asyncio.get_running_loop().time()
         heard: list[Candidate] = []
         silent: list[Candidate] = []
@@ -122,7 +127,7 @@ class Workers:
 
     async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
         """Follows the cluster's membership until `ended` is set; then closes all sessions."""
-        # an event and no cancellation: the Redis client's own timeouts can swallow a cancellation
+        # an event, because the Redis client's own timeouts can swallow a cancellation
         sweeper = asyncio.create_task(self._sweep(), name="sweep-index")
         try:
             while not ended.is_set():
@@ -147,7 +152,7 @@ class Workers:
             listed = await members(redis, cluster, self._unreadable)
         except (RedisError, OSError, TimeoutError) as error:
             if not self.redis_error:
-                log.warning("Redis does not answer, going on with the known workers: %s", describe(error))
+                log.warning("Redis does not answer; keeping the known workers: %s", describe(error))
             self.redis_error = describe(error)
             return
         if self.redis_error:
@@ -191,29 +196,19 @@ class Workers:
             raise RefusedError(f"the worker at {member.address} is {hello.worker_id!r}, not {member.id!r}")
         if hello.role != _ROLES[member.kind]:
             role = pb.Role.Name(hello.role) if hello.role in pb.Role.values() else hello.role
-            raise RefusedError(f"its lease says {member.kind!r}, but its session {role}")
+            raise RefusedError(f"its lease has the role {member.kind!r}, but its Hello {role}")
         if not (hello.fingerprint and hello.epoch and hello.num_pages and hello.max_model_len and hello.vocab_size):
             raise RefusedError("its Hello lacks epoch, num_pages, max_model_len, vocab_size or fingerprint")
         if hello.block_size != BLOCK_SIZE:
             raise RefusedError(f"it has blocks of {hello.block_size} tokens, this router {BLOCK_SIZE}")
-        if self.fingerprint not in (b"", hello.fingerprint):
+        model = self.model
+        if model.fingerprint not in (b"", hello.fingerprint):
             raise RefusedError(
                 f"it serves another model or dtype (fingerprint {hello.fingerprint.hex()[:16]}) than the other workers "
-                f"({self.fingerprint.hex()[:16]}); start all workers with the same --model and --dtype"
+                f"({model.fingerprint.hex()[:16]}); start all workers with the same --model and --dtype"
             )
-        if self.vocab_size not in (0, hello.vocab_size):
-            raise RefusedError(f"it has a vocabulary of {hello.vocab_size} tokens, the other workers {self.vocab_size}")
-
-    def _cluster_model(self) -> _ClusterModel:
-        """The model of the connected workers. Each request needs it several times; only a new Hello changes it."""
-        if self._model is None:
-            hellos = [(session.role, session.hello) for session in self._sessions.values() if session.hello is not None]
-            self._model = _ClusterModel(
-                fingerprint=next((hello.fingerprint for _, hello in hellos), b""),
-                max_model_len=median_low([hello.max_model_len for role, hello in hellos if role == "combined"] or [0]),
-                vocab_size=next((hello.vocab_size for _, hello in hellos), 0),
-            )
-        return self._model
+        if model.vocab_size not in (0, hello.vocab_size):
+            raise RefusedError(f"its vocabulary has {hello.vocab_size} tokens, the other workers' {model.vocab_size}")
 
     def _on_hello(self) -> None:
         self._model = None

@@ -1,1 +1,1 @@
-"""What operators ask of routers."""
+"""Answers for operators: the cluster's state, and where requests went."""

@@ -1,7 +1,7 @@
-"""The cluster's state, and where a request went, for operators.
+"""The state of the cluster and the placements of a request, for operators.
 
-The public port, which several routers may share, answers for all of them: it asks the others' admin ports. An admin
-port answers for its router alone. If a router does not answer, the rest is shown, and which one is missing.
+The public port, which several routers may share, answers for all routers: it asks the others' admin ports. An admin
+port answers only for its own router. If a router does not answer, the response names it and has the rest.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from router.placement.decisions import Decisions
 
 
 class RequestPlacements(TypedDict):
-    """Where a request went: one entry a prompt and attempt, oldest first.
+    """The placements of a request: one per prompt and attempt, oldest first.
 
     `missing` has the routers that did not answer, with the reasons.
     """
@@ -29,7 +29,7 @@ class RequestPlacements(TypedDict):
 
 
 class ScrapeTargets(TypedDict):
-    """A group of targets, as Prometheus' HTTP service discovery takes it."""
+    """A group of targets for Prometheus' HTTP service discovery."""
 
     targets: list[str]
     labels: dict[str, str]
@@ -41,7 +41,7 @@ class Overview:
     Args:
         cluster: The cluster's name.
         model: The model's name.
-        peers: The routers that are asked too; None: no one.
+        peers: The other routers to ask; None to answer for this router alone.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Overview:
         self._model = model
 
     async def cluster(self, authorization: bytes) -> ClusterStatus:
-        """The cluster's state; `routers[].error` says which router did not answer, and why."""
+        """Returns the state of the cluster. `routers[].error` says why a router did not answer."""
         own = cluster_status(self._workers, self._cluster, self._model)
         return with_peers(own, self._workers.router_id, await self._ask("/cluster", authorization))
 
     async def placements(self, tenant: str, authorization: bytes, request_id: str) -> RequestPlacements:
-        """Where a tenant's request went.
+        """Returns the placements of a tenant's request.
 
         Raises:
             ApiError: No router that answered knows the request (404).
@@ -79,7 +79,7 @@ class Overview:
         return {"id": request_id, "placements": placements, "missing": missing}
 
     def scrape_targets(self) -> list[ScrapeTargets]:
-        """The admin ports of all routers, where each serves its own metrics."""
+        """Returns the admin ports of all routers."""
         return [{"targets": [member.admin], "labels": {"router": member.id}} for member in self._workers.routers]
 
     async def _ask(self, path: str, authorization: bytes) -> Sequence[PeerAnswer]:

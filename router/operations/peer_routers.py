@@ -1,7 +1,7 @@
-"""The other routers of the cluster, asked for what only they know.
+"""Asks the other routers of the cluster for their answers to a question.
 
-Each router has an admin port, where it answers for itself alone; its lease says where. The caller's credentials are
-passed on: all routers of a cluster have the same keys.
+Each router has an admin port, where it answers for itself alone; its lease has the address. The caller's credentials
+are passed on: all routers of a cluster have the same keys.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from cpd.common.membership import Member
 from router.errors import describe
 
 ANSWER_S = 1.0
-"""Time that a router has to answer another one, in seconds."""
+"""Time limit for the answer of another router, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class PeerAnswer:
     """The answer of one router.
 
     Attributes:
-        status: HTTP status; 0 where there was no answer.
+        status: HTTP status; 0 without an answer.
         body: The response's body.
-        error: For people: why there is no usable answer; empty where there is one.
+        error: Reason why there is no usable answer, for humans; empty if there is one.
         timed_out: The router did not answer within ANSWER_S.
     """
 
@@ -37,12 +37,12 @@ class PeerAnswer:
 
     @property
     def ok(self) -> bool:
-        """Whether the body is what was asked for."""
+        """True if the body is the answer."""
         return self.status == 200
 
 
 class PeerRouters:
-    """All routers of the cluster but this one.
+    """All other routers of the cluster.
 
     Args:
         router_id: This router's name.
@@ -52,8 +52,8 @@ class PeerRouters:
     def __init__(self, router_id: str, list_routers: Callable[[], Sequence[Member]]) -> None:
         self._router_id = router_id
         self._list_routers = list_routers
-        # Routers talk plain HTTP to each other, so no certificates are loaded. A connection is not kept: questions are
-        # rare, and a peer that stops would wait for it.
+        # Routers use plain HTTP among each other, so no certificates are loaded. Connections are not kept alive:
+        # questions are rare, and a peer that stops would wait for the connection.
         self._http = httpx2.AsyncClient(
             verify=False, trust_env=False, timeout=None, limits=httpx2.Limits(max_keepalive_connections=0)
         )
@@ -63,16 +63,16 @@ class PeerRouters:
         await self._http.aclose()
 
     async def serve_at(self, own: Member) -> bool:
-        """Whether a peer serves the public port of this router, whose lease is `own`.
+        """Returns whether a peer serves the public port of this router, whose lease is `own`.
 
-        A peer that is too busy to answer counts as one that serves.
+        A peer that is too busy to answer counts as serving.
         """
         place = (own.host, own.address)
         sharing = [member for member in self._members() if (member.host, member.address) == place]
         return any(answer.ok or answer.timed_out for answer in await self._ask_all(sharing, "/readyz", b""))
 
     async def ask(self, path: str, authorization: bytes = b"") -> list[PeerAnswer]:
-        """Sends `GET path` to all peers at the same time, and returns their answers within about ANSWER_S."""
+        """Sends `GET path` to all peers at once and returns their answers, within about ANSWER_S."""
         return await self._ask_all(self._members(), quote(path), authorization)
 
     def _members(self) -> list[Member]:
@@ -95,7 +95,7 @@ class PeerRouters:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The system's error where there is one: the client's own says only that connecting failed."""
+    """Returns the system's error, if any: the client's own only says that connecting failed."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error

@@ -10,8 +10,8 @@ from typing_extensions import TypedDict
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
-from router.metrics import pages
 from router.operations.peer_routers import PeerAnswer
+from router.operations.worker_metrics import pages
 
 T = TypeVar("T")
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class RouterView(TypedDict):
     """A worker as one router sees it.
 
-    `sequences` counts this router's sequences there. `tardiness` is the factor by which the router lengthens the
-    worker's predicted step times, because first tokens came late.
+    `sequences` counts this router's sequences there. The router multiplies the worker's predicted step times by
+    `tardiness`, because its first tokens came late.
     """
 
     state: str
@@ -31,7 +31,7 @@ class RouterView(TypedDict):
 
 
 class WorkerInfo(TypedDict):
-    """What a worker said of itself when the session began."""
+    """A worker's description of itself, from the start of the session."""
 
     fingerprint: str
     epoch: int
@@ -49,7 +49,7 @@ class WorkerInfo(TypedDict):
 
 
 class HostMemory(TypedDict):
-    """The evicted pages that a worker keeps in host memory."""
+    """The evicted pages in a worker's host memory."""
 
     pages: int
     offloaded: int
@@ -72,13 +72,14 @@ class WorkerLoad(TypedDict):
     prefill_tokens: int
     decode_tokens: int
     cached_tokens: int
-    fills: dict[str, int]
-    fill_failures: dict[str, int]
+    remote_prefills: dict[str, int]
+    prefix_fetches: dict[str, int]
+    transfer_failures: dict[str, int]
     host: HostMemory
 
 
 class WorkerStatus(TypedDict):
-    """A worker. `state`, `reason` and `cached_blocks` are the answering router's view, `routers` has every router's."""
+    """A worker. `state`, `reason` and `cached_blocks` are the answering router's; `routers` has all routers' views."""
 
     id: str
     role: str
@@ -96,7 +97,7 @@ class WorkerStatus(TypedDict):
 
 
 class RouterStatus(TypedDict):
-    """A router's lease, and whether it is ready. `error` says why it did not answer."""
+    """A router's lease, and whether it is ready. `error` is the reason why it did not answer."""
 
     id: str
     kind: str
@@ -111,14 +112,14 @@ class RouterStatus(TypedDict):
 
 
 class RedisStatus(TypedDict):
-    """Whether Redis answers the router."""
+    """Whether Redis answers."""
 
     ok: bool
     error: str | None
 
 
 class ClusterStatus(TypedDict):
-    """The cluster's state."""
+    """The state of the cluster."""
 
     cluster: str
     model: str
@@ -130,12 +131,12 @@ class ClusterStatus(TypedDict):
 
 
 def cluster_status(workers: Workers, cluster: str, model: str) -> ClusterStatus:
-    """The cluster as this router alone sees it."""
+    """Returns the cluster as this router sees it."""
     return {
         "cluster": cluster,
         "model": model,
         "ready": workers.ready,
-        "max_model_len": workers.max_model_len or None,
+        "max_model_len": workers.model.max_model_len or None,
         "redis": {"ok": not workers.redis_error, "error": workers.redis_error or None},
         "workers": [
             _worker(session, workers.router_id, workers.index.size(session.id)) for session in workers.sessions
@@ -145,7 +146,7 @@ def cluster_status(workers: Workers, cluster: str, model: str) -> ClusterStatus:
 
 
 def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]) -> ClusterStatus:
-    """The status of all routers: `own`, with the answers of the others to the same question."""
+    """Merges the answers of the other routers into `own`."""
     seen: dict[str, ClusterStatus] = {answer.router_id: orjson.loads(answer.body) for answer in answers if answer.ok}
     seen[router_id] = own
     errors = {answer.router_id: answer.error for answer in answers if not answer.ok}
@@ -173,6 +174,8 @@ def _worker(session: WorkerSession, router_id: str, cached_blocks: int) -> Worke
             info["token_budget"] = view.candidate.token_budget
         report = _fields(WorkerLoad, load)
         report["pages"] = pages(load)
+        report["remote_prefills"], report["prefix_fetches"] = dict(load.remote_prefills), dict(load.prefix_fetches)
+        report["transfer_failures"] = dict(load.transfer_failures)
         report["host"] = {
             "pages": load.host_pages,
             "offloaded": load.host_offloaded_pages,
@@ -204,7 +207,7 @@ def _worker(session: WorkerSession, router_id: str, cached_blocks: int) -> Worke
 
 
 def _fields(kind: type[T], message: pb.Hello | pb.Load) -> T:
-    """The fields of `kind` that the message has under the same name."""
+    """Returns the fields of `kind` that the message has under the same name."""
     values = {name: getattr(message, name) for name in kind.__annotations__ if hasattr(message, name)}
     plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     return cast(T, plain)

@@ -1,1 +1,1 @@
-"""Which workers a request goes to, and why."""
+"""Chooses the workers for a request."""

@@ -1,4 +1,4 @@
-"""A worker as the placement policy sees it, with the predictions of its performance model. Pure."""
+"""A worker as the placement policy sees it, with predictions from its performance model. Pure."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,41 +22,41 @@ NOMINAL = PerfModel(
         transfer=TransferProfile(),
     )
 )
-"""Stands in for the profile of a worker that has none. Token counts weigh against each other as usual."""
+"""Performance model for a worker without a profile, so that token counts have usual relative weights."""
 
 TARDINESS_UNIT_MS = 50.0
-"""A first token that was predicted for now and comes this much later has a tardiness of 2."""
+"""A first token predicted after 0 ms that comes after this time has a tardiness of 2."""
 
 MIN_STEP_MS = 1e-3
-"""Lower bound on a step when speeds are compared: simulated steps may take no time."""
+"""Lower bound on a step time when speeds are compared: simulated steps may take no time."""
 
 UNKNOWN = PrefillEstimator(Colocation(NOMINAL))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker that could take a request. It does not depend on the time; methods that do have an argument `now`.
+    """A worker that could take a request. What depends on the time has an argument `now`, in seconds.
 
     Attributes:
-        worker_id: Its name.
+        worker_id: The worker's name.
         address: `host:port` of its session port.
-        beside: Its streams, and how they and prompts slow each other down.
+        estimator: Its streams, and how they and prompts slow each other down.
         page_bytes: Size of a KV page.
-        host_page_ms: Time to load a page from its host memory.
-        num_pages: Pages of its pool.
+        host_page_ms: Time to load a page from host memory.
+        num_pages: Size of its KV pool.
         free_pages: Empty pages.
         cached_pages: Pages with content that could be evicted.
-        idle_at: When its prompts will be computed, except overdue ones; in seconds, of the clock of `now`.
+        idle_at: Time at which its prompts will be computed, except overdue ones, on the clock of `now`.
         overdue_ms: Time to compute its overdue prompts. A prompt that can meet its deadline goes before them.
-        requests: Sequences, running and waiting.
-        max_num_seqs: Batch slots: most sequences that run at once; 0: no limit.
-        decode_slowdown: Duration of its recent decode steps, divided by that without prompts beside them.
-        tardiness: Actual divided by predicted TTFT, if that is unusual; its predicted steps are scaled by it.
+        requests: Number of its sequences, running and waiting.
+        max_num_seqs: Number of batch slots; 0 means no limit.
+        decode_slowdown: Duration of its recent decode steps, relative to steps without a prefill.
+        tardiness: Actual divided by predicted TTFT, if unusually large; its predicted steps are multiplied by it.
     """
 
     worker_id: str
     address: str
-    beside: PrefillEstimator = field(default=UNKNOWN)
+    estimator: PrefillEstimator = field(default=UNKNOWN)
     page_bytes: int = 0
     host_page_ms: float = 0.0
     num_pages: int = 0
@@ -71,47 +71,47 @@ class Candidate:
 
     @property
     def decodes(self) -> int:
-        """Streams: sequences that decode."""
-        return self.beside.decodes.seqs
+        """Number of streams: sequences that decode."""
+        return self.estimator.decodes.seqs
 
     @property
     def token_budget(self) -> int:
-        """Most tokens of a step on the whole device."""
-        return self.beside.rule.max_tokens
+        """Upper bound on the tokens of a step on the whole device."""
+        return self.estimator.colocation.max_tokens
 
     def queue_ms(self, now: float) -> float:
-        """Time until its prompts are computed, except overdue ones."""
+        """Time until its prompts are computed, not counting overdue ones."""
         return max(0.0, (self.idle_at - now) * 1e3) + self._tardy_ms
 
     def wait_ms(self, tokens: int, now: float) -> float:
-        """Time until the prefill of a prompt with `tokens` uncached tokens begins, if it comes now."""
+        """Time until the prefill of a prompt with `tokens` uncached tokens would begin."""
         queue_ms = self.queue_ms(now)
-        short = queue_ms and tokens <= self.beside.unqueued_tokens
-        return min(queue_ms, self.beside.gap_ms + self._tardy_ms) if short else queue_ms
+        short = queue_ms and tokens <= self.estimator.unqueued_tokens
+        return min(queue_ms, self.estimator.gap_ms + self._tardy_ms) if short else queue_ms
 
     def batch_slot_ms(self, streams: int, output: int) -> float:
-        """Time until `streams` more sequences have batch slots, if each takes `output` tokens and they end evenly."""
-        beyond = self.requests + streams - self.max_num_seqs
-        if beyond <= 0 or not self.max_num_seqs:
+        """Time until `streams` more sequences have batch slots, if all have `output` tokens and they end evenly."""
+        excess = self.requests + streams - self.max_num_seqs
+        if excess <= 0 or not self.max_num_seqs:
             return 0.0
-        return beyond / self.max_num_seqs * output * self.beside.alone_ms
+        return excess / self.max_num_seqs * output * self.estimator.alone_ms
 
     def prefill(self, tokens: int, before: int) -> PrefillEstimate:
-        """The prefill of `tokens` tokens after `before` cached ones, beside the worker's streams."""
-        return self.beside.estimate(tokens, before)
+        """Estimates the prefill of `tokens` tokens after `before` cached ones, while the worker's streams decode."""
+        return self.estimator.estimate(tokens, before)
 
     def transfer_ms(self, pages: int) -> float:
         """Time to receive pages."""
-        return self.beside.rule.model.transfer_ms(pages * self.page_bytes)
+        return self.estimator.colocation.model.transfer_ms(pages * self.page_bytes)
 
     @cached_property
     def all_decode_ms(self) -> float:
-        """Duration of a decode step when all requests decode."""
+        """Duration of a decode step once all requests decode."""
         return self.grown_step_ms(0, 0)
 
     @cached_property
     def added_stream_ms(self) -> float:
-        """Per step: the duration for one more stream of average length, plus what it adds for each stream there."""
+        """Step time of one more stream of average length, plus the time it adds to a step of each other stream."""
         context = self._all_context // max(1, self.requests)
         grown_ms = self.grown_step_ms(context)
         return grown_ms + self.requests * max(0.0, grown_ms - self.all_decode_ms)
@@ -119,30 +119,30 @@ class Candidate:
     @property
     def token_ms(self) -> float:
         """Time to compute one token of a long prompt."""
-        return self.beside.token_ms
+        return self.estimator.token_ms
 
     @cached_property
     def lone_step_ms(self) -> float:
         """Duration of a decode step with one stream."""
-        return self.beside.step_ms(Work.decode(1, 1))
+        return self.estimator.step_ms(Work.decode(1, 1))
 
     @cached_property
     def speed(self) -> float:
-        """Decode speed, for comparison with other workers."""
+        """Decode speed, to compare workers."""
         return 1 / max(self.lone_step_ms, MIN_STEP_MS)
 
     def grown_step_ms(self, context: int, streams: int = 1) -> float:
-        """Duration of a decode step when all requests decode, and `streams` more with `context` tokens each."""
+        """Duration of a decode step once all requests decode, and `streams` more with `context` tokens each."""
         together = self._all_context + context * streams
-        return self.decode_slowdown * self.beside.step_ms(Work.decode(self.requests + streams, together))
+        return self.decode_slowdown * self.estimator.step_ms(Work.decode(self.requests + streams, together))
 
     @property
     def _tardy_ms(self) -> float:
-        """A tardy worker's extra delay, which counts even if its profile says that steps take no time."""
+        """Extra delay of a tardy worker; it counts even if steps take no time by its profile."""
         return (self.tardiness - 1.0) * TARDINESS_UNIT_MS
 
     @cached_property
     def _all_context(self) -> int:
-        """Tokens of all requests; those that do not decode yet count like an average stream."""
-        decodes = self.beside.decodes
+        """Tokens of all requests. Requests that do not decode yet count like an average stream."""
+        decodes = self.estimator.decodes
         return decodes.context * self.requests // decodes.seqs if decodes.seqs else 0

@@ -1,18 +1,20 @@
-"""What each way to serve a request costs, predicted in ms.
+"""The cost of each way to serve a request, predicted in ms.
 
-An option is a combined worker that decodes, and a way to compute the prompt: the worker itself does (local), perhaps
-after it has fetched the first blocks from another combined worker's cache, or a prefill worker does (remote). The cost
-is the delay to this user plus the delay to all others:
+An option is a combined worker that decodes, and a way to compute the prompt: the same worker does it (local), perhaps
+after fetching the first blocks from another combined worker's cache, or a prefill worker does it (remote). The cost of
+an option is the delay to this user plus the delay to all others:
 
-    cost_ms = wait_ms + prefill_ms + handoff_ms     this user's TTFT
-            + first_gap_ms                          what the transfer of pages adds to the gap after the first token
-            + decode_ms                             this user's steps: choices · tokens · itl_ms
-            + interference_ms                       what one more stream adds to the steps of the streams there
-            + stall_ms                              how late the tokens of those streams are when a local prefill ends
-            + queued_behind_ms                      what the prefill and a fetch cost prompts that come later
-            + eviction_ms                           computing evicted pages again, if they are wanted again
-            + imbalance_ms                          a worker with more than its share of all requests
-            + slo_violation_ms                      targets (`--slo-ttft`, `--slo-itl`) missed, by this user or others
+    cost_ms = wait_ms               until the prefill starts: queue, batch slot, loading and fetching cached blocks
+            + prefill_ms            computing the uncached tokens
+            + handoff_ms            HANDOFF_MS if another worker computes; with the two above, this user's TTFT
+            + first_gap_ms          what the transfer of pages adds to the gap after the first token
+            + decode_ms             choices · tokens · itl_ms: this user's decode steps
+            + interference_ms       requests · tokens · (itl_ms - all_decode_ms): longer steps for all other streams
+            + stall_ms              decodes · delay_ms: delay of the other streams' tokens when a local prefill ends
+            + queued_behind_ms      QUEUED_BEHIND · (prefill_ms + fetch_ms): prompts that arrive meanwhile
+            + eviction_ms           EVICTED_REUSE · missing_pages · page_ms: computing evicted pages again
+            + imbalance_ms          excess · tokens · lone_step_ms: requests beyond the worker's share
+            + slo_violation_ms      violation_ms of this user's TTFT, and of every stream's gaps
 
 The terms are the fields of `Cost`; `GET /requests/{id}` shows them.
 """
@@ -27,16 +29,16 @@ from router.placement.candidate import Candidate
 from router.prefix_index.index import Prefixes
 
 HANDOFF_MS = 2.0
-"""What the calls between two workers add to the TTFT."""
+"""Time that the calls between two workers add to the TTFT."""
 
 EXPECTED_OUTPUT = 256
 """Expected tokens of an output, if the request allows that many."""
 
 CONCURRENT_TOKENS = 64
-"""Expected concurrency: the present streams of a worker are expected to run on for this many tokens."""
+"""The other streams of a worker are expected to run on for this many tokens."""
 
 QUEUED_BEHIND = 2.0
-"""Average number of others who wait for a prefill that starts now."""
+"""Average number of other prompts that wait for a prefill that starts now."""
 
 EVICTED_REUSE = 0.25
 """Probability that an evicted page is wanted again."""
@@ -45,14 +47,14 @@ VIOLATION_TTFTS = 50.0
 """Cost of a violated SLO, in TTFT targets: far more than any delay."""
 
 SAFE_SHARE = 0.8
-"""Predictions up to this part of a limit cost nothing. From there to the limit the cost of a violation grows linearly:
-predictions are not exact, and more streams will come."""
+"""Predictions up to this part of a target cost nothing. From there the cost of a violation grows linearly, because
+predictions are not exact and more streams will come."""
 
 BALANCED_SHARE = 1.1
-"""A worker is not overloaded up to this multiple of its share of all requests, by its speed."""
+"""A worker may have this multiple of its share of all requests, by its speed, at no cost."""
 
 MIN_BALANCED = 2
-"""Workers with up to this many requests are not balanced: the difference is noise."""
+"""Workers with at most this many requests are not balanced: the difference is noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ class Prompt:
     """A prompt to place.
 
     Attributes:
-        tokens: Tokens of the prompt, and of the output so far after a replay.
+        tokens: Tokens of the prompt; after a replay also those of the output so far.
         output_tokens: Upper bound on the tokens of each choice.
-        choices: Sequences that will decode.
+        choices: Number of sequences that will decode.
     """
 
     tokens: int
@@ -76,8 +78,8 @@ class PolicySettings:
 
     Attributes:
         slo_ttft_ms: Target time to first token.
-        slo_itl_ms: Longest gap between two tokens of a stream; 0: no such target.
-        long_prefill_tokens: Prompts with more uncached tokens go to a prefill worker; auto: whichever costs less.
+        slo_itl_ms: Target for the longest gap between two tokens of a stream; 0 is no target.
+        long_prefill_tokens: Prompts with more uncached tokens go to a prefill worker; auto takes the lower cost.
     """
 
     slo_ttft_ms: float = 2000.0
@@ -86,7 +88,7 @@ class PolicySettings:
 
 
 class Cost(NamedTuple):
-    """The terms of the cost of an option: see the module."""
+    """The terms of an option's cost, in the order of the formula."""
 
     wait_ms: float
     prefill_ms: float
@@ -106,12 +108,12 @@ class Option(NamedTuple):  # six times faster to create than a frozen dataclass
 
     Attributes:
         decode: The combined worker.
-        prefill: The prefill worker; empty: `decode` computes the prompt.
-        prefix_source: Another combined worker from which `decode` fetches the first blocks; empty: none.
+        prefill: The prefill worker; empty if `decode` computes the prompt.
+        prefix_source: Another combined worker from which `decode` fetches the first blocks; empty if none.
         uncached_tokens: Tokens to compute.
-        host_tokens: Tokens loaded from host memory before, by the worker that computes, or else by `prefix_source`.
+        host_tokens: Tokens loaded from host memory first, by `prefix_source` or else by the worker that computes.
         ttft_ms: Time to first token.
-        itl_ms: Gap between the tokens after it.
+        itl_ms: Gap between later tokens.
         cost_ms: Sum of the terms of `cost`. The lowest one wins.
     """
 
@@ -130,10 +132,10 @@ class CachedPart(NamedTuple):
     """The part of a prompt that a worker has cached.
 
     Attributes:
-        tokens: Tokens that it need not compute; at least one is left.
-        host_tokens: Those of them that it loads from host memory.
-        load_ms: Time to load them.
-        missing_pages: Pages of the prompt that it must allocate, those to load included.
+        tokens: Cached tokens; at least one token of the prompt is left to compute.
+        host_tokens: The part of `tokens` that is loaded from host memory.
+        load_ms: Time to load it.
+        missing_pages: Pages of the prompt that the worker must allocate, including those to load.
     """
 
     tokens: int
@@ -146,8 +148,7 @@ class PlacementQuery:
     """A prompt to place, with what all its options share.
 
     Attributes:
-        output: Expected tokens of each choice.
-        concurrent_tokens: Those of them during which the present streams run on.
+        tokens: Expected tokens of each choice during which the other streams run on.
         full_violation_ms: Cost of one violated SLO.
     """
 
@@ -157,26 +158,25 @@ class PlacementQuery:
         self.prompt = prompt
         self.settings = settings
         self.now = now
-        self.output = min(prompt.output_tokens, EXPECTED_OUTPUT)
-        self.concurrent_tokens = min(prompt.output_tokens, CONCURRENT_TOKENS)
+        self.tokens = min(prompt.output_tokens, CONCURRENT_TOKENS)
         self.full_violation_ms = VIOLATION_TTFTS * settings.slo_ttft_ms
         requests = prompt.choices + sum([worker.requests for worker in combined])
-        self._requests_per_speed = BALANCED_SHARE * requests / sum([worker.speed for worker in combined])
-        self._cached = cached
+        self._share_by_speed = BALANCED_SHARE * requests / sum([worker.speed for worker in combined])
+        self._prefixes = cached
         self._nothing = CachedPart(0, 0, 0.0, blocks_for(prompt.tokens))
         self._parts: dict[str, CachedPart] = {}
 
     def cached(self, worker: Candidate) -> CachedPart:
         """The part of the prompt that the worker has cached."""
         name = worker.worker_id
-        if name not in self._cached.cached:
+        if name not in self._prefixes.cached:
             return self._nothing
         if name not in self._parts:
             self._parts[name] = self._cached_part(worker)
         return self._parts[name]
 
     def may_be_local(self, worker: Candidate) -> bool:
-        """The worker may compute the prompt, though there are prefill workers."""
+        """The worker may compute the prompt even if there are prefill workers."""
         threshold = self.settings.long_prefill_tokens
         return threshold == "auto" or self.prompt.tokens - self.cached(worker).tokens <= threshold
 
@@ -184,11 +184,65 @@ class PlacementQuery:
         """A prefill worker may compute the prompt for this worker."""
         return self.settings.long_prefill_tokens == "auto" or not self.may_be_local(worker)
 
+    def guess_prefill_ms(self, worker: Candidate) -> float:
+        """Cheap estimate of the cost of a remote prefill on this worker."""
+        cached = self.cached(worker)
+        uncached = self.prompt.tokens - cached.tokens
+        return worker.queue_ms(self.now) + cached.load_ms + (1 + QUEUED_BEHIND) * uncached * worker.token_ms
+
+    def guess_local_ms(self, worker: Candidate) -> float:
+        """Cheap estimate of the cost of a local prefill on this worker."""
+        cached = self.cached(worker)
+        return (
+            max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, EXPECTED_OUTPUT))
+            + cached.load_ms
+            + (self.prompt.tokens - cached.tokens) * _token_cost_ms(worker)
+        )
+
+    def guess_decode_ms(self, worker: Candidate) -> float:
+        """Cheap estimate of the cost of decoding on this worker."""
+        return self.tokens * worker.added_stream_ms + self.imbalance_ms(worker)
+
+    def imbalance_ms(self, worker: Candidate) -> float:
+        """The time of a lone stream's steps for each request that the worker would have beyond its share.
+
+        It stands for what can't be predicted: how long streams and their sessions will be, and how many of them are
+        lost if the worker dies.
+        """
+        share = max(MIN_BALANCED, self._share_by_speed * worker.speed)
+        excess = worker.requests + self.prompt.choices - share
+        return excess * self.tokens * worker.lone_step_ms if excess > 0 else 0.0
+
+    def eviction_ms(self, worker: Candidate) -> float:
+        """The expected time to compute again, or to load back, the pages that this prompt would evict."""
+        page_ms = BLOCK_SIZE * _token_cost_ms(worker)
+        if worker.host_page_ms:
+            page_ms = min(page_ms, worker.host_page_ms)
+        return EVICTED_REUSE * self.cached(worker).missing_pages * page_ms
+
+    def violation_ms(self, ms: float, limit_ms: float) -> float:
+        """The cost of a delay of `ms` under the target `limit_ms`; 0 is no target."""
+        if ms <= SAFE_SHARE * limit_ms or not limit_ms:
+            return 0.0
+        return self.full_violation_ms * min(1.0, (ms / limit_ms - SAFE_SHARE) / (1 - SAFE_SHARE))
+
+    def no_room_ms(self, worker: Candidate) -> float:
+        """The cost of a violation if the worker has too few pages: the request would wait until others end."""
+        output = self.prompt.choices * blocks_for(min(self.prompt.output_tokens, EXPECTED_OUTPUT))
+        pages = self.cached(worker).missing_pages + output
+        has_room = pages <= worker.free_pages + worker.cached_pages or worker.num_pages <= 0
+        return 0.0 if has_room else self.full_violation_ms
+
+    def with_overdue_ms(self, worker: Candidate, wait_ms: float, prefill_ms: float) -> float:
+        """The wait of a prompt. If it misses its deadline after `wait_ms`, overdue prompts go before it, too."""
+        in_time = wait_ms + prefill_ms <= self.settings.slo_ttft_ms
+        return wait_ms if in_time else wait_ms + worker.overdue_ms
+
     def _cached_part(self, worker: Candidate) -> CachedPart:
         name, tokens = worker.worker_id, self.prompt.tokens
-        last, host_tokens = self._tokens(self._cached.cached[name]), 0
-        if name in self._cached.in_pages:
-            first = self._tokens(self._cached.in_pages[name])
+        last, host_tokens = self._tokens_in(self._prefixes.cached[name]), 0
+        if name in self._prefixes.in_pages:
+            first = self._tokens_in(self._prefixes.in_pages[name])
             # blocks in host memory are loaded only if that is faster than computing them
             saved_ms = worker.prefill(tokens - first, first).ms - worker.prefill(tokens - last, last).ms
             if blocks_for(last - first) * worker.host_page_ms < saved_ms:
@@ -198,57 +252,17 @@ class PlacementQuery:
         missing = blocks_for(tokens) - (last - host_tokens) // BLOCK_SIZE
         return CachedPart(last, host_tokens, blocks_for(host_tokens) * worker.host_page_ms, missing)
 
-    def _tokens(self, blocks: int) -> int:
+    def _tokens_in(self, blocks: int) -> int:
         return min(blocks * BLOCK_SIZE, self.prompt.tokens - 1)
 
-    def guess_prefill_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of what a remote prefill on this worker costs."""
-        cached = self.cached(worker)
-        uncached = self.prompt.tokens - cached.tokens
-        return worker.queue_ms(self.now) + cached.load_ms + (1 + QUEUED_BEHIND) * uncached * worker.token_ms
 
-    def guess_local_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of what a local prefill on this worker costs."""
-        cached = self.cached(worker)
-        return (
-            max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, EXPECTED_OUTPUT))
-            + cached.load_ms
-            + (self.prompt.tokens - cached.tokens) * _computing_ms(worker)
-        )
-
-    def guess_decode_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of what the decode on this worker costs."""
-        return self.concurrent_tokens * worker.added_stream_ms + self.imbalance_ms(worker)
-
-    def imbalance_ms(self, worker: Candidate) -> float:
-        """For each request that the worker then has beyond its share, the time of a lone stream's steps.
-
-        This stands for what can't be predicted: how long streams and their sessions will be, and how many of them are
-        lost if the worker dies.
-        """
-        share = max(MIN_BALANCED, self._requests_per_speed * worker.speed)
-        excess = worker.requests + self.prompt.choices - share
-        return excess * self.concurrent_tokens * worker.lone_step_ms if excess > 0 else 0.0
-
-    def violation_ms(self, ms: float, limit_ms: float) -> float:
-        """The cost if a delay of `ms` has the target `limit_ms`; 0: no target."""
-        if ms <= SAFE_SHARE * limit_ms or not limit_ms:
-            return 0.0
-        return self.full_violation_ms * min(1.0, (ms / limit_ms - SAFE_SHARE) / (1 - SAFE_SHARE))
-
-    def with_overdue_ms(self, worker: Candidate, wait_ms: float, prefill_ms: float) -> float:
-        """The wait of a prompt: `wait_ms` if it meets its deadline; otherwise overdue prompts go before it, too."""
-        in_time = wait_ms + prefill_ms <= self.settings.slo_ttft_ms
-        return wait_ms if in_time else wait_ms + worker.overdue_ms
-
-
-class PrefillSide:
-    """The prompt on a prefill worker.
+class RemotePrefill:
+    """Predictions for the prompt on a prefill worker.
 
     Attributes:
-        wait_ms, prefill_ms, uncached_tokens, host_tokens: See Cost and Option.
+        wait_ms, prefill_ms, uncached_tokens, host_tokens: See `Cost` and `Option`.
         last_pages: Pages of the prompt's last chunk.
-        least_ms: Lower bound on the cost of its options, without `DecodeSide.shared_ms`.
+        least_ms: Lower bound on the cost of its options, without `Decode.shared_ms`.
     """
 
     def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
@@ -262,35 +276,30 @@ class PrefillSide:
         self.least_ms = self.wait_ms + HANDOFF_MS + (1 + QUEUED_BEHIND) * self.prefill_ms
 
 
-class DecodeSide:
-    """The request on a combined worker.
+class Decode:
+    """Predictions for the request on a combined worker, and its options there.
 
     Attributes:
         cached: The part of the prompt that the worker has cached.
-        shared_ms: The terms of the cost that are the same wherever the prompt is computed.
+        shared_ms: Sum of the terms that do not depend on where the prompt is computed.
     """
 
     def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
-        prompt, slo_itl_ms, tokens = query.prompt, query.settings.slo_itl_ms, query.concurrent_tokens
+        prompt, tokens = query.prompt, query.tokens
         self.worker = worker
         self.cached = query.cached(worker)
         self._query = query
         self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, EXPECTED_OUTPUT)
-        self._itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
-        self._decode_ms = prompt.choices * tokens * self._itl_ms
-        self._interference_ms = worker.requests * tokens * max(0.0, self._itl_ms - worker.all_decode_ms)
-        page_ms = BLOCK_SIZE * _computing_ms(worker)
-        if worker.host_page_ms:
-            page_ms = min(page_ms, worker.host_page_ms)
-        self._eviction_ms = EVICTED_REUSE * self.cached.missing_pages * page_ms
+        self._itl_ms = itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
+        self._decode_ms = prompt.choices * tokens * itl_ms
+        self._interference_ms = worker.requests * tokens * max(0.0, itl_ms - worker.all_decode_ms)
+        self._eviction_ms = query.eviction_ms(worker)
         self._imbalance_ms = query.imbalance_ms(worker)
-        pages = self.cached.missing_pages + prompt.choices * blocks_for(query.output)
-        without_room = pages > worker.free_pages + worker.cached_pages and worker.num_pages > 0
         streams = prompt.choices + worker.requests
-        self._violation_ms = streams * query.violation_ms(self._itl_ms, slo_itl_ms)
-        self._violation_ms += without_room * query.full_violation_ms  # it would wait until others have ended
+        self._slo_violation_ms = streams * query.violation_ms(itl_ms, query.settings.slo_itl_ms)
+        self._slo_violation_ms += query.no_room_ms(worker)
         self.shared_ms = self._decode_ms + self._interference_ms
-        self.shared_ms += self._eviction_ms + self._imbalance_ms + self._violation_ms
+        self.shared_ms += self._eviction_ms + self._imbalance_ms + self._slo_violation_ms
 
     def local(self, source: Candidate | None = None, uncached: int | None = None) -> Option:
         """The option that the worker computes the prompt.
@@ -303,40 +312,37 @@ class DecodeSide:
         first = cached if source is None else query.cached(source)
         tokens = query.prompt.tokens
         uncached = tokens - first.tokens if uncached is None else uncached
-        pace = worker.prefill(uncached, tokens - uncached)
-        violation_ms = worker.decodes * query.violation_ms(pace.gap_ms, query.settings.slo_itl_ms)
+        prefill = worker.prefill(uncached, tokens - uncached)
         wait_ms, fetch_ms = max(worker.wait_ms(uncached, query.now), self._batch_slot_ms), 0.0
         if source is None:
             wait_ms += cached.load_ms
         else:
             fetch_ms = worker.transfer_ms(blocks_for(first.tokens) - cached.tokens // BLOCK_SIZE)
             wait_ms = max(wait_ms, HANDOFF_MS + first.load_ms + cached.load_ms + fetch_ms)
-        wait_ms = query.with_overdue_ms(worker, wait_ms, pace.ms)
         return self._option(
             prefix_source="" if source is None else source.worker_id,
             uncached_tokens=uncached,
             host_tokens=first.host_tokens,
-            wait_ms=wait_ms,
-            prefill_ms=pace.ms,
+            wait_ms=query.with_overdue_ms(worker, wait_ms, prefill.ms),
+            prefill_ms=prefill.ms,
             fetch_ms=fetch_ms,
-            stall_ms=worker.decodes * pace.late_ms,
-            violation_ms=violation_ms,
+            stall_ms=worker.decodes * prefill.delay_ms,
+            slo_violation_ms=worker.decodes * query.violation_ms(prefill.gap_ms, query.settings.slo_itl_ms),
         )
 
-    def remote(self, helper: PrefillSide) -> Option:
+    def remote(self, prefill: RemotePrefill) -> Option:
         """The option that a prefill worker computes the prompt."""
         pages = self.cached.missing_pages - blocks_for(self.cached.host_tokens)
-        last_ms = self.worker.transfer_ms(min(pages, helper.last_pages))
+        last_ms = self.worker.transfer_ms(min(pages, prefill.last_pages))
+        wait_ms = max(prefill.wait_ms, self._batch_slot_ms)
         return self._option(
-            prefill=helper.worker.worker_id,
-            uncached_tokens=helper.uncached_tokens,
-            host_tokens=helper.host_tokens,
-            wait_ms=self._query.with_overdue_ms(
-                helper.worker, max(helper.wait_ms, self._batch_slot_ms), helper.prefill_ms
-            ),
-            prefill_ms=helper.prefill_ms,
+            prefill=prefill.worker.worker_id,
+            uncached_tokens=prefill.uncached_tokens,
+            host_tokens=prefill.host_tokens,
+            wait_ms=self._query.with_overdue_ms(prefill.worker, wait_ms, prefill.prefill_ms),
+            prefill_ms=prefill.prefill_ms,
             handoff_ms=HANDOFF_MS,
-            first_gap_ms=max(last_ms, self.worker.transfer_ms(pages) - helper.prefill_ms),
+            first_gap_ms=max(last_ms, self.worker.transfer_ms(pages) - prefill.prefill_ms),
         )
 
     def break_even(self, chosen: Option) -> int:
@@ -364,36 +370,29 @@ class DecodeSide:
         first_gap_ms: float = 0.0,
         fetch_ms: float = 0.0,
         stall_ms: float = 0.0,
-        violation_ms: float = 0.0,
+        slo_violation_ms: float = 0.0,
     ) -> Option:
         ttft_ms = wait_ms + prefill_ms + handoff_ms
-        violation_ms += self._query.violation_ms(ttft_ms, self._query.settings.slo_ttft_ms)
+        slo_violation_ms += self._query.violation_ms(ttft_ms, self._query.settings.slo_ttft_ms)
         cost = Cost(
             wait_ms,
             prefill_ms,
             handoff_ms,
             first_gap_ms,
-            self._decode_ms,
-            self._interference_ms,
-            stall_ms,
-            QUEUED_BEHIND * (prefill_ms + fetch_ms),
-            self._eviction_ms,
-            self._imbalance_ms,
-            self._violation_ms + violation_ms,
+            decode_ms=self._decode_ms,
+            interference_ms=self._interference_ms,
+            stall_ms=stall_ms,
+            queued_behind_ms=QUEUED_BEHIND * (prefill_ms + fetch_ms),
+            eviction_ms=self._eviction_ms,
+            imbalance_ms=self._imbalance_ms,
+            slo_violation_ms=self._slo_violation_ms + slo_violation_ms,
         )
+        name = self.worker.worker_id
         return Option(
-            self.worker.worker_id,
-            prefill,
-            prefix_source,
-            uncached_tokens,
-            host_tokens,
-            ttft_ms,
-            self._itl_ms,
-            sum(cost),
-            cost,
+            name, prefill, prefix_source, uncached_tokens, host_tokens, ttft_ms, self._itl_ms, sum(cost), cost
         )
 
 
-def _computing_ms(worker: Candidate) -> float:
-    """Roughly, what all users together wait for each prompt token that a combined worker computes."""
+def _token_cost_ms(worker: Candidate) -> float:
+    """Rough sum of what all users wait for each prompt token that a combined worker computes."""
     return (1 + QUEUED_BEHIND + worker.decodes) * worker.token_ms

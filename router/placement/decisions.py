@@ -1,6 +1,6 @@
-"""Recent placements: where requests went, why, and how that worked out, with predicted and actual times side by side.
+"""Recent placements: where requests went and why, with predicted and actual times.
 
-Each decision is one placement of one prompt. Requests that were placed again or have several prompts have several.
+A decision is one placement of one prompt. A request that was placed again or has several prompts has several.
 """
 
 from collections import deque
@@ -12,21 +12,21 @@ from router.placement.costs import Option
 from router.placement.policy import Placement
 
 MAX_DECISIONS = 500
-"""Decisions remembered; the oldest one is dropped first."""
+"""Number of decisions remembered; the oldest are dropped first."""
 
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """One placement. Times are in seconds, of the event loop's clock.
+    """One placement. Times are in seconds, on the event loop's clock.
 
     Attributes:
-        attempt: Placements of the same prompt before this one.
+        attempt: Number of earlier placements of the same prompt.
         choice: The choice whose tokens are timed.
         placed_at: When the request was sent to the worker.
         outcome: `running`, `finished`, `cancelled`, or why the request was placed again or failed.
-        prefilled: The worker's description of the prefill, from the first token on.
-        first_at, last_at: When the first and the last token came.
-        outputs: Number of outputs, which have one token each, usually.
+        prefilled: The worker's description of the prefill; it comes with the first token.
+        first_at, last_at: Time of the first and of the last token.
+        outputs: Number of outputs; an output is usually one token.
     """
 
     tenant: str
@@ -45,7 +45,7 @@ class Decision:
     outputs: int = 0
 
     def on_output(self, now: float) -> None:
-        """A token of the choice has come."""
+        """Records an output of the choice."""
         self.outputs += 1
         gap_s = now - self.last_at
         self.last_at = now
@@ -94,7 +94,7 @@ class Decisions:
         self._decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
 
     def add(self, decision: Decision) -> None:
-        """Remembers a decision, which may still change."""
+        """Adds a decision, which may still change."""
         self._decisions.append(decision)
 
     def find(self, tenant: str, request_id: str) -> list[Decision]:

@@ -1,12 +1,13 @@
 """Chooses the workers for a request: a pure function of what is known about the workers.
 
-The option with the lowest cost wins (`costs.py` has the formula). So sessions stay where their cache is as long as that
-saves more than the other streams there cost, hot prefixes spread to more workers when it does not, and a prompt goes to
-a prefill worker when streams on its decode worker would lose more than it gains.
+The option with the lowest cost wins (`costs.py` has the formula). A session stays where its cache is as long as that
+saves more than the other streams there cost. Otherwise its prefix spreads to more workers. A prompt goes to a prefill
+worker if streams on its decode worker would lose more than it gains.
 
-Only the most promising workers, by a cheap guess, are predicted in full. Among options of nearly equal cost the fewest
-tokens to compute win, and local before remote. Of two of those, drawn at random, the worker with fewer requests wins:
-several routers see the same loads and would otherwise all choose the same worker.
+1. A cheap guess picks the most promising workers; only those are predicted in full.
+2. Among options of nearly equal cost, the one with the fewest tokens to compute wins, and local before remote.
+3. If several are left, two are drawn at random and the one whose worker has fewer requests wins. Several routers see
+   the same loads and would otherwise all choose the same worker.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,22 +17,23 @@ from heapq import nsmallest
 from math import inf
 from operator import add
 from random import Random
+from typing import NamedTuple
 
 from router.placement.candidate import Candidate
-from router.placement.costs import DecodeSide, Option, PlacementQuery, PolicySettings, PrefillSide, Prompt
+from router.placement.costs import Decode, Option, PlacementQuery, PolicySettings, Prompt, RemotePrefill
 from router.prefix_index.index import Prefixes
 
 COMBINED_PREDICTED = 4
-"""Combined workers predicted in full: this many for a local prefill, and this many for a remote one."""
+"""Number of combined workers predicted in full for a local prefill, and again for a remote one."""
 
 WARM_PREDICTED = 2
-"""Of the workers with most of the prompt cached, this many more: guesses ignore that short prompts need not queue."""
+"""Number of workers with most of the prompt cached that are added: guesses ignore that short prompts need not queue."""
 
 PREFILL_PREDICTED = 4
-"""Prefill workers predicted in full; a request tries no others."""
+"""Number of prefill workers predicted in full; a request tries no others."""
 
 NEAR_MS, NEAR = 1.0, 0.02
-"""Options are equally good if their costs differ by less than the larger of this, and this part of the TTFT."""
+"""Options are equally good if their costs differ by less than NEAR_MS, or by less than this part of the TTFT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,13 @@ class Placement:
 
     Attributes:
         decode: The combined worker that runs the request.
-        prefill: Prefill workers to try, in this order; empty if `decode` computes the prompt itself.
+        prefill: Prefill workers to try, in this order; empty if `decode` computes the prompt.
         prefix_source: The worker from which `decode` fetches the first blocks.
-        long_prefill_tokens: `decode` computes up to this many uncached tokens itself, without remote prefill or fetch.
+        long_prefill_tokens: `decode` computes up to this many uncached tokens without remote prefill or fetch.
         replicated: Another combined worker has more of the prompt cached.
         predicted: The options predicted in full, the chosen one first.
-        others: Predicts the other options, which can't be as good, to show them.
+        prefix_source_blocks: The number of blocks to fetch.
+        others: Predicts the remaining options, which can't be as good, for display.
     """
 
     decode: Candidate
@@ -54,6 +57,7 @@ class Placement:
     long_prefill_tokens: int
     replicated: bool
     predicted: tuple[Option, ...]
+    prefix_source_blocks: int = 0
     others: Callable[[], Iterable[Option]] = field(default=tuple, compare=False)
 
     @property
@@ -103,54 +107,70 @@ def place(
     query = PlacementQuery(prompt, combined, cached, settings, now)
     blocks = cached.cached
     warm = [one for one in combined if one.worker_id in blocks] if blocks else []
-    decoders = _most_promising(query, combined, warm, rng)
+    decodes = _most_promising(query, combined, warm, rng)
     guesses = map(query.guess_prefill_ms, prefill)
-    helpers = [PrefillSide(query, one) for one in _lowest(prefill, PREFILL_PREDICTED, guesses, rng)]
+    prefills = [RemotePrefill(query, one) for one in _lowest(prefill, PREFILL_PREDICTED, guesses, rng)]
     source = max(warm, key=lambda one: (query.cached(one).tokens, -one.requests), default=None)
-    if source is not None and helpers and not query.may_be_local(source):
+    if source is not None and prefills and not query.may_be_local(source):
         source = None
-    options: list[tuple[Option, DecodeSide, PrefillSide | None]] = []
-    for decoder in decoders:
-        if not helpers or query.may_be_local(decoder.worker):
-            options.append((decoder.local(), decoder, None))
-        if source is not None and decoder.cached.tokens < query.cached(source).tokens:
-            options.append((decoder.local(source), decoder, None))
-    leaving = [decoder for decoder in decoders if query.may_be_remote(decoder.worker)] if helpers else []
+
+    ways: list[_Way] = []
+    for decode in decodes:
+        if not prefills or query.may_be_local(decode.worker):
+            ways.append(_Way(decode.local(), decode))
+        if source is not None and decode.cached.tokens < query.cached(source).tokens:
+            ways.append(_Way(decode.local(source), decode))
+    near_ms = _near_ms(ways) if ways else inf
     others: Callable[[], Iterable[Option]] = tuple
-    near_ms = _near_ms(options) if options else inf
-    if leaving:
-        least_ms = min([decoder.shared_ms for decoder in leaving]) + min([helper.least_ms for helper in helpers])
-        if least_ms > near_ms:
-            others = partial(_remote, leaving, helpers)
+    remote = [decode for decode in decodes if query.may_be_remote(decode.worker)] if prefills else []
+    if remote:
+        least_ms = min([decode.shared_ms for decode in remote]) + min([one.least_ms for one in prefills])
+        if least_ms > near_ms:  # no remote option can be as good
+            others = partial(_remote_options, remote, prefills)
         else:
-            options += [(decoder.remote(helper), decoder, helper) for decoder in leaving for helper in helpers]
-            near_ms = _near_ms(options)
-    options.sort(key=lambda option: option[0].cost_ms)
-    near = [option for option in options if option[0].cost_ms <= near_ms]
-    simplest = min(_effort(option[0]) for option in near)
-    equals = [option for option in near if _effort(option[0]) == simplest]
-    chosen = min(rng.sample(equals, min(2, len(equals))), key=lambda option: option[1].worker.requests)
-    option, decoder, helper = chosen
+            ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
+            near_ms = _near_ms(ways)
+
+    ways.sort(key=_cost_ms)
+    near = [way for way in ways if way.option.cost_ms <= near_ms]
+    simplest = min(_effort(way.option) for way in near)
+    equals = [way for way in near if _effort(way.option) == simplest]
+    chosen = min(rng.sample(equals, min(2, len(equals))), key=lambda way: way.decode.worker.requests)
+
+    option, decode = chosen.option, chosen.decode
     most_cached = max((blocks[one.worker_id] for one in warm), default=0)
     return Placement(
-        decode=decoder.worker,
-        prefill=() if helper is None else tuple(_in_order(options, decoder, helper)),
+        decode=decode.worker,
+        prefill=_prefill_workers(ways, chosen),
         prefix_source=source if option.prefix_source else None,
-        long_prefill_tokens=decoder.break_even(option),
-        replicated=blocks.get(decoder.worker.worker_id, 0) < most_cached,
-        predicted=(option, *(other[0] for other in options if other is not chosen)),
+        prefix_source_blocks=blocks[option.prefix_source] if option.prefix_source else 0,
+        long_prefill_tokens=decode.break_even(option),
+        replicated=blocks.get(decode.worker.worker_id, 0) < most_cached,
+        predicted=(option, *(way.option for way in ways if way is not chosen)),
         others=others,
     )
 
 
-def _near_ms(options: "Iterable[tuple[Option, DecodeSide, PrefillSide | None]]") -> float:
-    """The cost up to which options are as good as the best one."""
-    best = min(options, key=lambda option: option[0].cost_ms)[0]
+class _Way(NamedTuple):
+    """An option with the predictions it was made from."""
+
+    option: Option
+    decode: Decode
+    prefill: RemotePrefill | None = None
+
+
+def _cost_ms(way: _Way) -> float:
+    return way.option.cost_ms
+
+
+def _near_ms(ways: Iterable[_Way]) -> float:
+    """The highest cost that counts as equal to the lowest one."""
+    best = min(ways, key=_cost_ms).option
     return best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
 
 
-def _remote(decoders: "Sequence[DecodeSide]", helpers: "Sequence[PrefillSide]") -> list[Option]:
-    return [decoder.remote(helper) for decoder in decoders for helper in helpers]
+def _remote_options(decodes: Sequence[Decode], prefills: Sequence[RemotePrefill]) -> list[Option]:
+    return [decode.remote(prefill) for decode in decodes for prefill in prefills]
 
 
 def _effort(option: Option) -> tuple[int, bool]:
@@ -160,28 +180,28 @@ def _effort(option: Option) -> tuple[int, bool]:
 
 def _most_promising(
     query: PlacementQuery, workers: Sequence[Candidate], warm: Sequence[Candidate], rng: Random
-) -> list[DecodeSide]:
-    """The workers to predict in full; `warm` ones have some of the prompt cached."""
+) -> list[Decode]:
+    """The combined workers to predict in full; `warm` ones have some of the prompt cached."""
     if len(workers) <= COMBINED_PREDICTED:
-        return [DecodeSide(query, worker) for worker in workers]
+        return [Decode(query, worker) for worker in workers]
     decode_ms = [query.guess_decode_ms(one) for one in workers]
     local = _lowest(workers, COMBINED_PREDICTED, map(add, decode_ms, map(query.guess_local_ms, workers)), rng)
     remote = _lowest(workers, COMBINED_PREDICTED, decode_ms, rng)
     most = _lowest(warm, WARM_PREDICTED, [-query.cached(one).tokens for one in warm], rng)
-    return [DecodeSide(query, worker) for worker in {one.worker_id: one for one in (*local, *remote, *most)}.values()]
+    return [Decode(query, worker) for worker in {one.worker_id: one for one in (*local, *remote, *most)}.values()]
 
 
 def _lowest(workers: Sequence[Candidate], count: int, guesses: Iterable[float], rng: Random) -> list[Candidate]:
-    """The `count` workers with the lowest guesses. `guesses` is in the order of `workers`."""
+    """The `count` workers with the lowest guesses, which are in the order of `workers`."""
     if len(workers) <= count:
         return list(workers)
     ranked = nsmallest(count, ((guess, rng.random(), index) for index, guess in enumerate(guesses)))
     return [workers[index] for _, _, index in ranked]
 
 
-def _in_order(
-    options: Sequence[tuple[Option, DecodeSide, PrefillSide | None]], decoder: DecodeSide, first: PrefillSide
-) -> list[Candidate]:
-    """The prefill workers of a decode worker's options: the chosen one, then the others by cost."""
-    others = [helper for _, other, helper in options if other is decoder and helper not in (None, first)]
-    return [first.worker, *(helper.worker for helper in others if helper is not None)]
+def _prefill_workers(ways: Sequence[_Way], chosen: _Way) -> tuple[Candidate, ...]:
+    """The chosen prefill worker, then the decode worker's other ones by cost; none if the chosen way is local."""
+    if chosen.prefill is None:
+        return ()
+    others = [way.prefill for way in ways if way.decode is chosen.decode and way.prefill not in (None, chosen.prefill)]
+    return (chosen.prefill.worker, *(other.worker for other in others if other is not None))

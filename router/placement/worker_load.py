@@ -1,8 +1,8 @@
-"""A router's estimate of a worker's load: the worker's last report, plus what this router has sent it since.
+"""A router's estimate of a worker's load: the worker's last report, plus the requests sent to it since.
 
-A report tells when the prompts on the worker will be computed. Between reports this router adds its own requests as it
-sends them; everything else on the worker is other routers' work. If a worker's first tokens come much later than
-predicted, for whatever reason, it counts as that much slower.
+A report tells when the prompts on the worker will be computed. Between reports the router adds its own requests as it
+sends them; it can't see those of other routers. A worker whose first tokens come much later than predicted, for
+whatever reason, counts as that much slower.
 """
 
 from dataclasses import dataclass
@@ -11,30 +11,30 @@ from typing import get_args
 
 from cpd.common.errors import ConfigError
 from cpd.performance.colocation import Colocation, Mode, PrefillEstimator
-from cpd.performance.model import LEAST_SHARE, PerfModel, Profile, Work
+from cpd.performance.model import MIN_SHARE, PerfModel, Profile, Work
 from cpd.performance.split import LaneSplit
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_load
 from router.placement.candidate import NOMINAL, TARDINESS_UNIT_MS, Candidate
 
 MAX_SLOWDOWN = 4.0
-"""A worker counts as at most this many times slower, or faster, than its profile: one that gets no work could not show
+"""Limit on how many times slower, or faster, than its profile a worker counts: a worker without requests could not show
 that it has recovered."""
 
 UNSEEN_S = 1.0
-"""A prompt that a report does not name counts as on its way to the worker for this long. After that it is one of the
-older prompts, which reports do not name, or has gone to another worker."""
+"""Time for which a prompt that a report does not name counts as on its way to the worker, in seconds. After that it is
+one of the older prompts, which reports do not name, or has gone to another worker."""
 
 RECENT = 8
-"""A worker's tardiness is an average over about this many first tokens."""
+"""Number of first tokens over which tardiness is averaged."""
 
 USUAL_TARDINESS = 2.0
-"""Up to this tardiness a worker counts as punctual."""
+"""A worker with up to this tardiness counts as punctual."""
 
 MAX_TARDINESS = 64.0
 
 TARDY_STEP_MS = 1.0
-"""Added to a tardy worker's steps for each multiple of its tardiness, since its profile may be all zeros."""
+"""Added to the steps of a tardy worker for each unit of tardiness above 1, since its profile may be all zeros."""
 
 FORGET_S = 60.0
 """Decay time of tardiness, so that a worker that gets no work is tried again."""
@@ -42,10 +42,10 @@ FORGET_S = 60.0
 
 @dataclass(slots=True)
 class TTFTErrors:
-    """How well the TTFTs of the prompts computed by a worker were predicted.
+    """How well the TTFTs of the prompts that a worker computed were predicted.
 
     Attributes:
-        count: First tokens.
+        count: Number of first tokens.
         ttft_ms: Sum of their TTFTs.
         error_ms: Sum of the absolute errors of the predictions.
     """
@@ -53,14 +53,14 @@ class TTFTErrors:
     count: int = 0
     ttft_ms: float = 0.0
     error_ms: float = 0.0
-    _log: float = 0.0  # mean logarithm of the recent ratios of actual to predicted, without correction
+    _log: float = 0.0  # mean logarithm of recent ratios of actual to predicted TTFT
     _at: float = 0.0
 
     def add(self, predicted_ms: float, actual_ms: float, corrected: float, now: float) -> None:
         """Counts a first token.
 
         Args:
-            corrected: `Candidate.tardiness` at the prediction.
+            corrected: `Candidate.tardiness` when the prediction was made.
             now: Time in seconds.
         """
         self.count += 1
@@ -72,7 +72,7 @@ class TTFTErrors:
         self._at = now
 
     def tardiness(self, now: float) -> float:
-        """The factor by which to expect first tokens later than predicted: 1 unless they are unusually late."""
+        """The factor by which first tokens are expected to be late; 1 unless they are unusually late."""
         return min(max(exp(self._decayed(now)) - (USUAL_TARDINESS - 1.0), 1.0), MAX_TARDINESS)
 
     def _decayed(self, now: float) -> float:
@@ -85,15 +85,15 @@ class WorkerLoad:
     Args:
         hello: The worker's description of itself.
         address: `host:port` of its session port.
-        itl_ms: Target for gaps between tokens that its streams are taken to have.
+        itl_ms: Assumed target for the gaps between tokens of its streams.
 
     Attributes:
         sequences: This router's sequences on the worker.
-        ttft_errors: Of this router's prompts that the worker computed.
-        max_model_len: Longest prompt plus output that it takes, in tokens.
+        ttft_errors: Prediction errors of this router's prompts that the worker computed.
+        max_model_len: Longest prompt plus output, in tokens.
 
     Raises:
-        ProtocolError: Its profile or its lane shares are invalid.
+        ProtocolError: The profile or the lane shares are invalid.
     """
 
     def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float) -> None:
@@ -102,8 +102,8 @@ class WorkerLoad:
         self.max_model_len: int = hello.max_model_len
         self._hello = hello
         self._address = address
-        self._rule = _rule(hello, itl_ms)
-        self._beside = PrefillEstimator(self._rule)
+        self._colocation = _colocation(hello, itl_ms)
+        self._estimator = PrefillEstimator(self._colocation)
         self._load = pb.Load(free_pages=hello.num_pages)
         self._idle_at = 0.0
         self._overdue_ms = 0.0
@@ -121,7 +121,7 @@ class WorkerLoad:
             self._candidate = Candidate(
                 worker_id=self._hello.worker_id,
                 address=self._address,
-                beside=self._beside,
+                estimator=self._estimator,
                 page_bytes=self._hello.page_bytes,
                 host_page_ms=self._hello.host_page_ms,
                 num_pages=self._hello.num_pages,
@@ -146,51 +146,51 @@ class WorkerLoad:
         self._load = load
         slowdown = min(max(load.slowdown or 1.0, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN)
         self._tardiness = self.ttft_errors.tardiness(now)
-        more_ms = (self._tardiness - 1.0) * TARDY_STEP_MS
+        extra_step_ms = (self._tardiness - 1.0) * TARDY_STEP_MS
         decodes = Work.decode(load.decodes, load.decode_context)
-        self._beside = PrefillEstimator(self._rule, decodes, slowdown * self._tardiness, more_ms)
+        self._estimator = PrefillEstimator(self._colocation, decodes, slowdown * self._tardiness, extra_step_ms)
         self._others = max(0, load.running + load.waiting - self.sequences)
         if self._hello.profile:
-            prefill_ms = self._beside.slower * (load.prefill_ms - load.overdue_ms)
-            self._overdue_ms = self._beside.slower * load.overdue_ms
-            alone_ms = self._beside.alone_ms
+            prefill_ms = self._estimator.slowdown * (load.prefill_ms - load.overdue_ms)
+            self._overdue_ms = self._estimator.slowdown * load.overdue_ms
+            alone_ms = self._estimator.alone_ms
             self._decode_slowdown = min(max(load.step_ms / alone_ms, 1.0), MAX_SLOWDOWN) if alone_ms else 1.0
         else:
-            prefill_ms = load.waiting_tokens * self._beside.token_ms
+            prefill_ms = load.waiting_tokens * self._estimator.token_ms
         seen = set(load.awaiting_first_token)
         unseen_ms = sum(ms for key, (at, ms) in self._unanswered.items() if key not in seen and now - at < UNSEEN_S)
         self._idle_at = now + (prefill_ms + unseen_ms) / 1e3
         self._candidate = None
 
     def prompt_sent(self, key: int, prefill_ms: float, now: float) -> None:
-        """A prompt was sent to the worker, with a predicted prefill of `prefill_ms`.
+        """Adds a prompt that was sent to the worker, with a predicted prefill of `prefill_ms`.
 
         Args:
-            key: The request's number, which load reports name until it is answered.
+            key: The number by which load reports name the request until it has its first token.
         """
         self._unanswered[key] = (now, prefill_ms)
         self._idle_at = max(self._idle_at, now) + prefill_ms / 1e3
         self._candidate = None
 
     def prompt_answered(self, key: int) -> None:
-        """The first token of a prompt has come, or the request was withdrawn."""
+        """Forgets a prompt that has its first token, or whose request was withdrawn."""
         self._unanswered.pop(key, None)
 
     def sequences_started(self, count: int) -> None:
-        """This router's sequences are going to decode on the worker."""
+        """Adds sequences of this router that will decode on the worker."""
         self.sequences += count
         self._candidate = None
 
     def sequences_ended(self, count: int) -> None:
-        """This router's sequences have left the worker."""
+        """Removes sequences of this router that have left the worker."""
         self.sequences -= count
         self._candidate = None
 
 
-def _rule(hello: pb.Hello, itl_ms: float) -> Colocation:
-    """The rule by which the worker computes prompts beside its streams."""
+def _colocation(hello: pb.Hello, itl_ms: float) -> Colocation:
+    """The rule by which the worker places prefills while its streams decode."""
     shares = hello.decode_shares
-    if not all(LEAST_SHARE <= share <= 1 - LEAST_SHARE for share in shares):
+    if not all(MIN_SHARE <= share <= 1 - MIN_SHARE for share in shares):
         raise ProtocolError(f"its decode lanes have the shares {list(shares)[:3]} of the device")
     mode: Mode = hello.colocate if hello.colocate in get_args(Mode) else "mixed"  # type: ignore[assignment]
     return Colocation(

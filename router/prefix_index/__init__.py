@@ -1,1 +1,1 @@
-"""Which worker has cached which blocks."""
+"""The index of blocks that workers have cached."""

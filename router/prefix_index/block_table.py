@@ -1,12 +1,12 @@
 """A map from 64-bit block hashes to small numbers, in flat memory.
 
-With ten million entries a dict takes 80 bytes per entry, stops for half a second to grow, and waits for memory three
-times per lookup, one after the other. This table takes 34 bytes per entry and grows in pieces, and numpy looks up a
-whole chain at once, so that the waits for memory overlap.
+With ten million entries a dict takes 80 bytes per entry, stops for half a second to grow, and misses the CPU's caches
+three times in a row per lookup. This table takes 34 bytes per entry and grows in pieces, and numpy looks up a whole
+chain at once, so that the cache misses overlap.
 
 It is linear hashing (W. Litwin, VLDB 1980). A bucket has 8 slots. A round begins with `round` buckets, a power of two.
 Bucket by bucket, the entries that have the next bit of their hash set move to a new bucket at the end, until there are
-twice as many buckets. Entries that a full bucket can't take go to `_overflow`: less than 1 % of all.
+twice as many buckets. Entries for which a bucket has no room go to `_overflow`: less than 1 % of all.
 """
 
 from array import array
@@ -31,17 +31,17 @@ _ERASE_BUCKETS = 4096
 """Buckets erased from at once, in about 0.2 ms."""
 
 _TOGETHER = 24
-"""Array operations are faster than a loop from this many changes on."""
+"""From this many changes on, array operations are faster than a loop."""
 
 NO_KEY = bytes(KEY_BYTES)
-"""Key of an empty slot; no block has this hash."""
+"""Key of an empty slot. No block has this hash."""
 
 Hashes = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.uint32]
 
 
 class BlockTable:
-    """Maps hashes other than 0 to numbers from 1 to 2**32 - 1; 0 stands for no entry. The memory never shrinks."""
+    """Maps hashes other than 0 to numbers from 1 to 2**32 - 1; 0 means no entry. The memory never shrinks."""
 
     def __init__(self) -> None:
         # An empty slot has no key and the value 0.
@@ -57,7 +57,7 @@ class BlockTable:
         return self._len
 
     def lacks(self, key: bytes) -> bool:
-        """Whether a hash (8 bytes) certainly has no entry; ten times faster than `leading`."""
+        """True if a hash (8 bytes) certainly has no entry. Ten times faster than `leading`."""
         number = int.from_bytes(key, "little")
         bucket = number & (self._round - 1)
         if bucket < self._split:
@@ -66,7 +66,7 @@ class BlockTable:
         return self._key_bytes.find(key, start, end) < 0 and bucket not in self._overflow
 
     def leading(self, hashes: Hashes) -> list[int]:
-        """The values of these hashes, up to the first one without an entry."""
+        """Returns the values of these hashes, up to the first one without an entry."""
         buckets = self._buckets(hashes)
         same = self._keys.take(buckets, axis=0) == hashes[:, None]
         found: list[int] = self._values.take(buckets * _SLOTS + same.argmax(axis=1)).tolist()
@@ -79,7 +79,7 @@ class BlockTable:
         return found
 
     def update(self, hashes: bytes, change: Mapping[int, int]) -> Counter[int]:
-        """Sets the value of every hash (8 bytes each) to `change[value]`; 0 stands for no entry.
+        """Sets the value of every hash (8 bytes each) to `change[value]`; 0 means no entry.
 
         Returns:
             The number of hashes that had each value before.
@@ -93,7 +93,7 @@ class BlockTable:
         return before
 
     def _update_together(self, hashes: Hashes, change: Mapping[int, int]) -> Counter[int]:
-        """`_update_each` by array operations, for those hashes for which that gives the same result."""
+        """`_update_each` with array operations, where these give the same result."""
         buckets = self._buckets(hashes)
         keys, values = self._keys.reshape(-1), self._values
         there = self._keys.take(buckets, axis=0)
@@ -102,7 +102,7 @@ class BlockTable:
         # the hash's own slot or an empty one; if the bucket has neither, its first one
         slots = buckets * _SLOTS + np.where(known, same.argmax(axis=1), (there == 0).argmax(axis=1))
         before = values.take(slots)
-        # leave out a hash whose slot an earlier one takes, whose bucket is full, or that is in the overflow
+        # excluded: hashes whose slot an earlier one takes, whose bucket is full, or that are in the overflow
         order = np.arange(len(hashes), dtype=np.uint32)
         values[slots[::-1]] = order[::-1]  # the first one of a slot comes last
         alone = (values.take(slots) == order) & (known | (before == 0))
@@ -158,10 +158,9 @@ class BlockTable:
         return Counter(before)
 
     def erase(self, values: Sequence[int]) -> Iterator[None]:
-        """Removes all entries with these values, one piece per step. No entries with them may be added meanwhile."""
-        doomed = np.zeros(
-            max(values, default=0) + 2, dtype=np.bool_
-        )  # by value; the last element stands for all larger values
+        """Removes all entries with these values, one piece per step. None may be added meanwhile."""
+        # by value; the last element stands for all larger values
+        doomed = np.zeros(max(values, default=0) + 2, dtype=np.bool_)
         doomed[list(values)] = True
         start, end = 0, 0
         # a split between two steps moves entries upwards only, to buckets still to come
@@ -185,7 +184,7 @@ class BlockTable:
         return buckets
 
     def _views(self) -> tuple[Hashes, Values]:
-        """Keys [buckets, slots] and values [buckets · slots]. Neither can grow while the views exist."""
+        """Returns keys [buckets, slots] and values [buckets · slots]. Neither can grow while these views exist."""
         keys = np.frombuffer(self._key_bytes, dtype="<u8").reshape(-1, _SLOTS)
         return keys, np.frombuffer(self._value_array, dtype=np.uint32)
 
@@ -231,6 +230,6 @@ class BlockTable:
 
 
 def _any(slots: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Whether any slot is set, for each bucket. [buckets, slots] -> [buckets]"""
+    """Returns for each bucket whether any slot is set. [buckets, slots] -> [buckets]"""
     some: npt.NDArray[np.bool_] = slots.view(np.uint64).ravel() != 0
     return some

@@ -1,11 +1,11 @@
-"""Which worker has cached which blocks in which tier, by the 64 bits of their hashes that cache events carry.
+"""The index of cached blocks: which worker has which block in which tier. Its keys are 64 bits of the block hashes.
 
 Each worker has two bits: one for "has the block cached" (in a page or in host memory), one for "has it in a page". A
 worker set is an integer of such bits. Each stored block refers to a worker set, and blocks with equal sets share one: a
-system prompt that all workers have costs as little memory as blocks of one worker. A walk along a prompt's blocks finds
-where each bit ends, and so how many leading blocks each worker has cached, and how many in pages.
+system prompt that all workers have takes as little memory as one that a single worker has. A walk along a prompt's
+blocks finds where each bit ends: the number of leading blocks that each worker has cached, and has in pages.
 
-A forgotten worker's bits are ignored at once. `sweep` clears them in pieces; then another worker can have them.
+The bits of a forgotten worker are ignored at once. `sweep` clears them in pieces; then another worker can get them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _LOOKUP_BLOCKS = 256
 """Blocks looked up at once; the lookup ends early if no worker has them."""
 
 _CACHED_GROUPS = 64
-"""Size of the cache of answers for groups of workers that have the same number of blocks."""
+"""Number of cached results of `_group`."""
 
 _FEW_BITS = 32
 """Up to this many bits a loop is faster than array operations."""
@@ -38,8 +38,8 @@ class Prefixes(NamedTuple):
     """The leading blocks of one prompt that the workers have cached.
 
     Attributes:
-        cached: Number of leading blocks in pages or host memory, of workers that have some.
-        in_pages: Number of them before the first one in no page, of workers that have such a block.
+        cached: For each worker that has some: the number of leading blocks in pages or host memory.
+        in_pages: For each worker where only a part of them is in pages: the number before the first other one.
     """
 
     cached: Mapping[str, int] = MappingProxyType({})
@@ -48,7 +48,7 @@ class Prefixes(NamedTuple):
 
 @dataclass
 class _Worker:
-    """A worker: its bits, those that a block in each tier has, and the number of blocks it has cached."""
+    """A worker's bits, the bits of a block in each tier, and the number of blocks it has cached."""
 
     all_bits: int
     bits: dict[Tier, int]
@@ -56,7 +56,7 @@ class _Worker:
 
 
 class PrefixIndex:
-    """The cached blocks of all workers, as of their last events."""
+    """The cached blocks of all workers, by their last events."""
 
     def __init__(self) -> None:
         self._table = BlockTable()
@@ -71,7 +71,7 @@ class PrefixIndex:
         self._groups: LRU[tuple[int, int], dict[str, int]] = LRU(_CACHED_GROUPS)
 
     def reset(self, worker_id: str) -> None:
-        """A new session with the worker begins: no blocks of it are known."""
+        """Starts a new session with the worker, without any blocks."""
         self.forget(worker_id)
         if not self._free_numbers:
             self._free_numbers.append(len(self._names))
@@ -85,14 +85,14 @@ class PrefixIndex:
         self._groups = LRU(_CACHED_GROUPS)  # the bits may have been another worker's
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone."""
+        """Removes the worker."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
             self._live ^= worker.all_bits
             self._dead |= worker.all_bits
 
     def sweep(self) -> bool:
-        """Clears forgotten workers for about a millisecond. Returns False when all is done."""
+        """Clears forgotten workers for about a millisecond. Returns False when there is nothing left to do."""
         for _ in self._sweeping:
             return True
         if not self._dead:
@@ -102,7 +102,7 @@ class PrefixIndex:
         return True
 
     def move(self, worker_id: str, hashes: bytes, tier: Tier) -> None:
-        """The worker has these blocks (8 bytes each) in this tier from now on.
+        """Records that the worker now has these blocks (8 bytes each) in this tier.
 
         Raises:
             ProtocolError: The hashes are malformed.
@@ -119,16 +119,16 @@ class PrefixIndex:
             self._sets.count(old, -count)
 
     def size(self, worker_id: str) -> int:
-        """Number of blocks that the worker has cached; 0 for an unknown worker."""
+        """Number of blocks that the worker has cached; 0 if it is unknown."""
         worker = self._workers.get(worker_id)
         return worker.size if worker else 0
 
     def __len__(self) -> int:
-        """Number of different blocks stored, including those of forgotten workers that are not swept yet."""
+        """Number of different blocks stored, including those of forgotten workers before the sweep."""
         return len(self._table)
 
     def cached_prefixes(self, block_hashes: Sequence[bytes]) -> Prefixes:
-        """The leading blocks that the workers have cached, of a prompt with these hashes (16 bytes each)."""
+        """Returns the leading blocks that the workers have cached, of a prompt with these hashes (16 bytes each)."""
         if not block_hashes or self._table.lacks(block_hashes[0][:KEY_BYTES]):
             return Prefixes()
         shorts = np.frombuffer(b"".join(block_hashes), dtype="<u8")[::2]
@@ -148,9 +148,7 @@ class PrefixIndex:
                 break
         leaving.append((depth, alive))
         cached: list[tuple[int, int]] = []  # likewise, the first bits that end there
-        in_pages: list[
-            tuple[int, int]
-        ] = []  # the first bits of workers whose blocks in pages end there, but go on in host memory
+        in_pages: list[tuple[int, int]] = []  # likewise, of workers that have the next blocks in host memory
         for depth, bits in leaving:
             ending = bits & self._first_bits
             if ending and depth:
@@ -166,7 +164,7 @@ class PrefixIndex:
         return Prefixes(named, self._named(in_pages) if in_pages else {})
 
     def _group(self, depth: int, mask: int) -> dict[str, int]:
-        """`_named` for one group, cached."""
+        """`_named` for one group of workers with the same number of blocks, cached."""
         known = self._groups.get((depth, mask))
         if known is None:
             known = self._named([(depth, mask)])
@@ -174,7 +172,7 @@ class PrefixIndex:
         return known
 
     def _named(self, groups: Sequence[tuple[int, int]]) -> dict[str, int]:
-        """The number of blocks of each worker, from pairs of that number and the first bits of disjoint workers."""
+        """Returns each worker's number of blocks, from pairs of that number and the first bits of its workers."""
         if sum(mask.bit_count() for _, mask in groups) <= _FEW_BITS:
             return {self._names[bit // 2]: depth for depth, mask in groups for bit in _bits(mask)}
         width = -(-len(self._names) // 4)

@@ -1,6 +1,6 @@
-"""Sets of workers, as bit masks with a number each.
+"""Sets of workers, as numbered bit masks.
 
-Equal sets have one number. Only when a worker is taken out of all sets may two of them become equal and stay two.
+Equal sets have the same number, except after a worker was removed from all sets: then two numbers may have equal sets.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class WorkerSets:
         self._free: list[int] = []
 
     def number(self, mask: int) -> int:
-        """The number of a set. A new one must be counted before any other set is."""
+        """Returns the number of a set. The caller must `count` a new set before any other one."""
         known = self._numbers.get(mask)
         if known is not None:
             return known
@@ -43,7 +43,7 @@ class WorkerSets:
             self._release(number)
 
     def strip(self, dead: int, start: int, end: int) -> list[int]:
-        """Takes the bits of `dead` out of the sets with numbers `start .. end - 1`.
+        """Removes the bits of `dead` from the sets with numbers `start .. end - 1`.
 
         Returns:
             The sets that became empty. They stay in use until `free`.
@@ -53,14 +53,14 @@ class WorkerSets:
             if mask != _FREE and mask & dead:
                 rest = mask & ~dead
                 self._forget_mask(number)
-                self._numbers.setdefault(rest, number)  # another set may have become equal before
+                self._numbers.setdefault(rest, number)  # unless another set became equal before
                 self.masks[number] = rest
                 if rest == 0:
                     emptied.append(number)
         return emptied
 
     def free(self, emptied: Iterable[int]) -> None:
-        """Releases empty sets that no block refers to any more."""
+        """Releases empty sets that no block refers to."""
         for number in emptied:
             self._release(number)
 
@@ -79,7 +79,7 @@ class SetAfterMove(dict[int, int]):
 
     Args:
         all_bits: The worker's bits.
-        bits: Those of them that it has from then on.
+        bits: The worker's bits that are set afterwards.
     """
 
     def __init__(self, sets: WorkerSets, live: int, all_bits: int, bits: int) -> None:

@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Converts text to tokens and back."""

@@ -14,11 +14,11 @@ from router.text.tokenizer import Tokenizer, load_tokenizer, special_tokens
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model as the router knows it.
+    """The parts of a model that the router needs.
 
     Attributes:
-        name: Its name in the API.
-        template: None for a base model, which has no chat.
+        name: The model's name in the API.
+        template: The chat template; None for a base model.
         eos_ids: Tokens that end an output.
     """
 
@@ -34,7 +34,7 @@ def load_checkpoint(model_dir: Path, served_name: str = "") -> Checkpoint:
 
     Args:
         model_dir: Has tokenizer.json, and may have tokenizer_config.json, config.json and generation_config.json.
-        served_name: The model's name in the API; empty takes the directory's.
+        served_name: The model's name in the API; empty for the directory's name.
 
     Raises:
         CheckpointError: A file is missing or damaged.
@@ -56,7 +56,7 @@ def load_checkpoint(model_dir: Path, served_name: str = "") -> Checkpoint:
 
 
 def _eos_ids(model_dir: Path, tokenizer_config: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, else the tokenizer's EOS, as in transformers' `generate`."""
+    """Reads generation_config.json, else config.json, else the tokenizer's EOS, like transformers' `generate`."""
     for file in ("generation_config.json", "config.json"):
         match read_json(model_dir / file).get("eos_token_id"):
             case int(token_id):
@@ -69,10 +69,10 @@ def _eos_ids(model_dir: Path, tokenizer_config: dict[str, Any], tokenizer: Token
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty if there is no such file.
+    """Reads the JSON object in `file`. Returns an empty one if there is no such file.
 
     Raises:
-        CheckpointError: The file can't be read, or does not hold an object.
+        CheckpointError: The file can't be read, or has no object.
     """
     try:
         data = orjson.loads(file.read_bytes())

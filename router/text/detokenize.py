@@ -1,7 +1,7 @@
-"""Token ids to text, a token at a time.
+"""Converts token ids to text, one token at a time.
 
-The joined pieces equal what decoding all tokens at once gives, and no piece ends within a UTF-8 character. There are
-two methods, for the two kinds of decoders that tokenizers have:
+The joined pieces equal the text of all tokens decoded at once, and no piece ends within a UTF-8 character. There is one
+method for each of the two kinds of decoders that tokenizers have:
 
 - Byte-level (GPT-2, Llama 3, Qwen, Mistral's tekken …): a token is a fixed byte string in any context.
 - All others (SentencePiece-like with byte fallback, Metaspace, WordPiece …): a token's text depends on its neighbours
@@ -21,29 +21,26 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 
 _CONTEXT_TOKENS = 8
-"""Prompt tokens that a window begins with. One token with text is enough; special tokens have none."""
+"""Prompt tokens at the start of a window. One token with text is enough; special tokens have none."""
 
 _MAX_SPLIT = 4
-"""Most tokens that one UTF-8 character can be split over."""
+"""Maximum number of tokens of one UTF-8 character."""
 
 
 class Detokenizer(Protocol):
-    """The text of one output."""
+    """Converts the tokens of one output to text."""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain after this token; may be empty."""
+        """Adds a token. Returns the text that is certain now; may be empty."""
 
     def flush(self) -> str:
-        """The remaining text, after the last token."""
+        """Returns the remaining text after the last token."""
 
 
 class Vocabulary:
     """The bytes and text of each token of a tokenizer.
 
     Special tokens have no text in an output, as with `skip_special_tokens` of transformers.
-
-    Args:
-        backend: The tokenizer.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -57,19 +54,19 @@ class Vocabulary:
         self._texts: dict[int, str | None] = {}
 
     def detokenizer(self, prompt: bytes) -> Detokenizer:
-        """A detokenizer for the output that follows a prompt, whose tokens are packed."""
+        """Creates a detokenizer for the output that follows a prompt (packed token ids)."""
         return _ByteLevel(self) if self._byte_level else _Window(self, self._backend, prompt)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a special one such as BOS, without text."""
+        """True for a special token such as BOS, which has no text."""
         return token_id in self._special
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token stands for one byte of a character (byte fallback)."""
+        """True if the token is one byte of a character (byte fallback)."""
         return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own UTF-8 bytes; the name of a special token."""
+        """The token's own UTF-8 bytes; the name if it is a special token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
@@ -105,7 +102,7 @@ class Vocabulary:
 
 
 class _ByteLevel:
-    """Joins the tokens' bytes. Most tokens are whole characters and begin after a whole one, which is the quick way."""
+    """Joins the tokens' bytes. The usual case is fast: the token is whole characters and begins after a whole one."""
 
     __slots__ = ("_inside", "_utf8", "_vocabulary")
 
@@ -127,9 +124,9 @@ class _ByteLevel:
 
 
 class _Window:
-    """Decodes a window of tokens, and returns the text that is new.
+    """Decodes a window of tokens and returns the new text.
 
-    The text of the window's first `_shown` tokens, `_shown_text`, has been returned already.
+    The text of the first `_shown` tokens in the window, `_shown_text`, has been returned already.
     """
 
     __slots__ = ("_backend", "_ids", "_shown", "_shown_text", "_vocabulary")
@@ -150,7 +147,7 @@ class _Window:
             return ""
         self._ids.append(token_id)
         if self._vocabulary.is_byte(token_id):
-            return ""  # a run of byte tokens is decoded as a whole: one invalid byte spoils all of it
+            return ""  # byte tokens in a row are decoded together: one invalid byte makes all of them invalid
         text = self._decode(self._ids)
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _MAX_SPLIT:
             return ""

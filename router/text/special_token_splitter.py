@@ -1,10 +1,10 @@
-"""Splits a text before special tokens, so that its parts, tokenised one by one, give the tokens of the whole.
+"""Finds where a text can be split so that its parts, tokenised one by one, give the tokens of the whole.
 
-The tokenizers library first takes the added tokens (`<|im_start|>` and the like) out of the raw text, from left to
-right, the longest if several begin at one place. The pieces between them are normalised, split and tokenised
-independently; only the very first piece may be treated differently (Metaspace with prepend_scheme "first"). So a text
-can be cut *before* an added token, provided that its characters always are that token, whatever stands around them. The
-second part then begins with the token, and no piece becomes a first piece that was none.
+The tokenizers library first takes the added tokens (such as `<|im_start|>`) out of the raw text, from left to right,
+the longest if several begin at one place. The pieces between them are normalised, split and tokenised independently;
+only the first piece may be treated differently (Metaspace with prepend_scheme "first"). So a text can be split *before*
+an added token, if its characters are that token in any context: the second part then begins with the token, and no
+other piece becomes a first piece.
 """
 
 import re
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 
 def cut_pattern(backend: Tokenizer) -> re.Pattern[str] | None:
-    """A pattern of the added tokens before which texts can be cut; None if there are none."""
+    """Returns a pattern of the added tokens before which texts can be split; None if there are none."""
     tokens = list(backend.get_added_tokens_decoder().values())
     if backend.encode_special_tokens or any(token.single_word for token in tokens):
         return None
@@ -26,7 +26,7 @@ def cut_pattern(backend: Tokenizer) -> re.Pattern[str] | None:
         content = token.content
         if token.normalized or token.lstrip or not content:
             return False
-        if content[0].isspace() or content[-1].isspace():  # other tokens may strip the whitespace beside them
+        if content[0].isspace() or content[-1].isspace():  # other tokens may strip adjacent whitespace
             return False
         begun = any(content[:length] in endings for length in range(1, len(content)))
         return not begun and all_contents.count(content) == 1

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text on up to the first stop string.
+    """Returns the text before the first stop string.
 
     The first stop string is the one that is complete first (the longest of several), so the result does not depend on
     how the text is cut into pieces. Text is held back only while it may be the start of a stop string.
@@ -21,7 +21,7 @@ class StopMatcher:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Takes the next piece, and returns the text to pass on. Sets `matched` at a stop string."""
+        """Adds a piece and returns the text that is no part of a stop string. Sets `matched` at a stop string."""
         text = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
@@ -33,7 +33,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text held back, after the last piece."""
+        """Returns the text held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 

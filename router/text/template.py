@@ -1,6 +1,6 @@
-"""Chat templates: messages to prompt text, rendered as transformers renders them.
+"""Renders chat templates like transformers: messages to prompt text.
 
-Templates come with models from the internet and are untrusted code. They run in Jinja's immutable sandbox, and see only
+Templates come with models from the internet and are untrusted code. They run in Jinja's immutable sandbox and see only
 plain JSON values.
 """
 
@@ -27,15 +27,15 @@ Scalar = bool | int | float | str
 _PROBE = "content-probe"
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""Errors that a template raises on purpose, or because of values that it did not expect."""
+"""Errors that a template raises on purpose, or for unexpected values."""
 
 
 class ChatTemplate:
     """A model's chat template.
 
     Args:
-        source: Its Jinja source.
-        special_tokens: Variables that the template sees, such as `bos_token`.
+        source: The Jinja source.
+        special_tokens: Variables for the template, such as `bos_token`.
 
     Raises:
         CheckpointError: The source is not a valid template.
@@ -51,25 +51,25 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._takes_parts = self._probe_parts()
 
-    def render(self, messages: Sequence[Message], asked: Mapping[str, Scalar] = MappingProxyType({})) -> str:
-        """The prompt text for `messages`, up to where the assistant's answer begins.
+    def render(self, messages: Sequence[Message], kwargs: Mapping[str, Scalar] = MappingProxyType({})) -> str:
+        """Renders the prompt text for `messages`, up to the start of the assistant's answer.
 
         Args:
-            asked: More variables that the template sees, such as Qwen3's `enable_thinking`.
+            kwargs: Additional variables for the template, such as Qwen3's `enable_thinking`.
 
         Raises:
-            ApiError: The template refuses these messages (for example roles in an order that the model doesn't know),
-                or `asked` has one of the template's own variables.
+            ApiError: The template refuses these messages (such as roles in an order that the model doesn't know), or
+                `kwargs` has one of the template's own variables.
         """
-        if taken := self._variables.keys() & asked:
+        if taken := self._variables.keys() & kwargs:
             raise invalid("chat_template_kwargs", f"'chat_template_kwargs' can't set '{min(taken)}'.")
         try:
-            return self._render([self._adapt(message) for message in messages], asked)
+            return self._render([self._adapt(message) for message in messages], kwargs)
         except _REFUSALS as error:
             raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
 
-    def _render(self, messages: Sequence[Message], asked: Mapping[str, Scalar] = MappingProxyType({})) -> str:
-        return self._template.render({**asked, **self._variables, "messages": messages})
+    def _render(self, messages: Sequence[Message], kwargs: Mapping[str, Scalar] = MappingProxyType({})) -> str:
+        return self._template.render({**kwargs, **self._variables, "messages": messages})
 
     def _adapt(self, message: Message) -> Message:
         """Converts a message of OpenAI's API into the form that this template takes."""
@@ -81,7 +81,7 @@ class ChatTemplate:
         return adapted
 
     def _probe_parts(self) -> bool:
-        """Whether the template renders the text of content parts, and not Python's notation of the list."""
+        """True if the template renders the text of content parts, not the Python list."""
         try:
             text = self._render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
         except _REFUSALS:
@@ -90,7 +90,7 @@ class ChatTemplate:
 
 
 def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The source of the model's default chat template; None if it has none.
+    """Returns the source of the model's default chat template; None if it has none.
 
     `chat_template.jinja` has precedence over `tokenizer_config.json`, which has a string or a list of named templates.
 
@@ -111,7 +111,7 @@ def read_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str |
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's turns for training; here its content is rendered."""
+    """Renders the content of `{% generation %}`, which marks the assistant's turns for training."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
 
@@ -125,7 +125,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace`, without the names through which templates could leave the sandbox."""
+    """Jinja's `namespace`, without names through which templates could leave the sandbox."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         attributes = dict(*args, **kwargs)

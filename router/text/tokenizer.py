@@ -1,7 +1,6 @@
-"""Text to token ids, with the tokenizers library. Long texts are tokenised on a thread, off the event loop.
+"""Converts text to token ids, with the tokenizers library. Long texts are tokenised on a thread, off the event loop.
 
-The tokens of a chat's parts are remembered for the API key that sent them, so that a chat's next turn tokenises only
-what is new.
+The tokens of a chat's parts are cached for each API key, so that the next turn of a chat tokenises only new parts.
 """
 
 import asyncio
@@ -20,16 +19,16 @@ from router.lru import LRU
 from router.text.special_token_splitter import cut_pattern
 
 INLINE_CHARS = 4_096
-"""Longest text that is tokenised on the event loop (about a millisecond); longer ones go to a thread."""
+"""Length of the longest text that is tokenised on the event loop, in about a millisecond."""
 
-REMEMBERED_CHARS = 1 << 24
-"""Total size of the chat parts whose tokens are remembered, in characters; in bytes it is about twice that."""
+CACHED_CHARS = 1 << 24
+"""Size of the cache of chat parts, in characters; in bytes it is about twice that."""
 
 MAX_PARTS = 1024
-"""A text with this many parts is no chat, and is tokenised whole."""
+"""A text with this many parts is tokenised whole: to look them all up would take longer."""
 
 PART_OVERHEAD_CHARS = 256
-"""Added to the size of each remembered part, for its bookkeeping."""
+"""Added to the size of each cached part, for its bookkeeping."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -43,27 +42,27 @@ class Tokenizer:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        # the checkpoint may carry its training's truncation and padding; prompts have neither
+        # the checkpoint may have truncation and padding from training; prompts have neither
         backend.no_truncation()
         backend.no_padding()
         self._cuts = cut_pattern(backend)
-        self._parts: LRU[tuple[bytes, str], bytes] = LRU(REMEMBERED_CHARS)
+        self._parts: LRU[tuple[bytes, str], bytes] = LRU(CACHED_CHARS)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     async def encode(self, text: str) -> bytes:
-        """Packed token ids of `text`, with the tokenizer's own special tokens (such as BOS) around it."""
+        """Returns packed token ids of `text`, with the tokenizer's own special tokens (such as BOS)."""
         (tokens,) = await self._encode([text], special_tokens=True)
         return tokens
 
     async def encode_chat(self, text: str, owner: bytes) -> bytes:
-        """Packed token ids of a rendered chat template, without the tokenizer's own special tokens.
+        """Returns packed token ids of a rendered chat template, without the tokenizer's own special tokens.
 
-        Parts that the same `owner` sent before (a system prompt, earlier turns) are not tokenised again. Parts that
-        only other owners sent are: otherwise the time taken would reveal what they sent.
+        Parts that the same `owner` sent before (a system prompt, earlier turns) are not tokenised again. Parts from
+        other owners are: otherwise the time taken would reveal what they sent.
         """
         cuts = self._cuts.finditer(text) if self._cuts else ()
         starts = [match.start() for match in islice(cuts, MAX_PARTS)]
-        if len(starts) == MAX_PARTS:  # so many short parts take longer to look up than to tokenise
+        if len(starts) == MAX_PARTS:
             (tokens,) = await self._encode([text], special_tokens=False)
             return tokens
         parts = [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True) if start < end]
@@ -86,14 +85,14 @@ class Tokenizer:
 
 
 def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of `tokenizer.json`, with the added tokens that `config` (`tokenizer_config.json`) declares.
+    """Reads the tokenizer in `tokenizer.json`, with the added tokens that `config` (`tokenizer_config.json`) declares.
 
     Raises:
         CheckpointError: tokenizer.json is missing or can't be read.
     """
     file = model_dir / "tokenizer.json"
     if not file.is_file():
-        raise CheckpointError(f"{model_dir} has no tokenizer.json, which the router needs to read and write text")
+        raise CheckpointError(f"{model_dir} has no tokenizer.json; the router needs one")
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
@@ -105,7 +104,7 @@ def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens of `tokenizer_config.json`, such as `bos_token`."""
+    """Returns the named special tokens of `tokenizer_config.json`, such as `bos_token`."""
     named = ((name, config.get(name)) for name in (*SPECIAL_TOKENS, *sorted(config)) if name.endswith("_token"))
     texts = ((name, value["content"] if isinstance(value, dict) else value) for name, value in named if value)
     return {name: text for name, text in texts if isinstance(text, str)}

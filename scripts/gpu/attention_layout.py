@@ -1,20 +1,17 @@
-"""Does FlashInfer's fa2 run right on the strided page layout, and at what cost against contiguous layers?
+"""Is FlashInfer's fa2 correct on the strided page layout, and what does the layout cost?
 
 A page of the pool holds one block of all layers, so a layer is the strided view `pool[:, layer]`:
-[pages, 2, Hkv, block, D], "HND" to FlashInfer. The same numbers are laid out three ways:
+[pages, 2, Hkv, block, D], "HND" to FlashInfer. The same numbers are laid out in three ways:
 
-- strided: that view; its pages lie one pool page (2 to 2.25 MiB) apart;
-- HND: every layer its own contiguous tensor;
-- NHD: the same with [pages, 2, block, Hkv, D], FlashInfer's default.
+- strided: that view; its pages are one pool page (2 to 2.25 MiB) apart
+- HND: every layer is a contiguous tensor
+- NHD: the same with [pages, 2, block, Hkv, D], FlashInfer's default
 
-Correctness is checked against float64 on ragged lengths, with outputs poisoned before. The pages are scattered over a
-pool with more than 2³² elements, so that an offset that is computed in 32 bits would be seen. Timed runs take another
-layer each time, so that they find nothing in the L2 cache.
-
-Usage: `python -m scripts.gpu.attention_layout [--out DIR]`
+Results are checked against float64 on ragged lengths, with outputs filled with NaN before. The pages are scattered over
+a pool of more than 2³² elements, which reveals offsets computed in 32 bits. Timed runs use another layer each time, so
+that they find nothing in the L2 cache.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,22 +23,21 @@ import torch
 
 from cpd.common.blocks import BLOCK_SIZE
 from engine.model.config import ModelConfig
-from scripts.gpu.common import measure_ms, relative_error, require, run_experiment
+from scripts.gpu.common import measure_ms, relative_error, require
 from scripts.gpu.models import MODELS, Lens, attention_flop, kv_bytes, model_config, random_pages
 from scripts.gpu.results import Report, Target
 
-QUESTION = "Does FlashInfer fa2 run right on pool[:, layer], and what does the layout cost?"
 WORKSPACE_BYTES = 128 << 20
 LAYOUTS = ("strided", "HND", "NHD")
 MAX_ERROR = Target(at_most=1e-2)
-"""Of bfloat16 against float64."""
+"""Relative error of bfloat16 against float64."""
 MAX_COST = Target(at_most=1.05)
-"""Above this, the layout is worth reconsidering."""
+"""Above this the layout should be reconsidered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step. Decodes run through FlashInfer's decode wrapper on tensor cores, the rest through its prefill wrapper."""
+    """A step. Decodes use FlashInfer's decode wrapper on tensor cores, other steps its prefill wrapper."""
 
     name: str
     lens: Lens
@@ -65,11 +61,11 @@ TIMED = [
     Case("prefill 8,192", [(8192, 8192)]),
 ]
 POOL_PAGES = 8448
-"""Room for 128 sequences of 1,024 tokens; in every shape here more than 2³² elements."""
+"""Holds 128 sequences of 1,024 tokens; more than 2³² elements in every shape used here."""
 
 
 class Pools:
-    """One set of random keys and values, laid out three ways."""
+    """One set of random keys and values in three layouts."""
 
     def __init__(self, config: ModelConfig, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -80,7 +76,7 @@ class Pools:
         }
 
     def layer(self, layout: str, index: int) -> torch.Tensor:
-        """strided, HND: [pages, 2, Hkv, block, D]; NHD: [pages, 2, block, Hkv, D]."""
+        """Keys and values of a layer: [pages, 2, Hkv, block, D]; with NHD [pages, 2, block, Hkv, D]."""
         return self._pool[:, index] if layout == "strided" else self._separate[layout][index]
 
 
@@ -117,22 +113,22 @@ class Attention:
         self._run = wrapper.run
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """q: [T, Hq, D]. The result is overwritten by the next call. [T, Hq, D]"""
+        """Attention of `q` [T, Hq, D]: [T, Hq, D], which the next call overwrites."""
         self._run(q, kv, out=self._out, enable_pdl=False)  # as the engine
         return self._out
 
     def run_layer(self, q: torch.Tensor, layers: Sequence[torch.Tensor], index: int) -> None:
-        """Over one of several layers."""
+        """Runs over `layers[index]`."""
         self(q, layers[index])
 
     def checked(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """The same into poisoned memory: what is not written is NaN. A copy."""
+        """Like a call, but returns a copy in which elements that were not written are NaN."""
         self._out.fill_(float("nan"))
         return self(q, kv).clone()
 
 
 def reference(q: torch.Tensor, kv: torch.Tensor, case: Case, pages: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Causal attention in float64, a sequence and a key-value head at a time.
+    """Causal attention in float64, one sequence and one key-value head at a time.
 
     Args:
         q: [T, Hq, D]
@@ -160,7 +156,7 @@ def reference(q: torch.Tensor, kv: torch.Tensor, case: Case, pages: Sequence[Seq
 
 
 def worst_error(flashinfer: Any, config: ModelConfig, pools: Pools, layout: str) -> float:
-    """Of ragged steps in the first and the last layer against float64; NaN if anything was not written."""
+    """Worst error of ragged steps in the first and last layer against float64; NaN if an element was not written."""
     rng = np.random.default_rng(1)
     errors = []
     for case in RAGGED:
@@ -174,7 +170,7 @@ def worst_error(flashinfer: Any, config: ModelConfig, pools: Pools, layout: str)
 
 
 def time_case(report: Report, flashinfer: Any, name: str, config: ModelConfig, pools: Pools, case: Case) -> bool:
-    """Times a step in every layout. Whether the strided result is the contiguous one, bit for bit."""
+    """Times a step in every layout. Returns True if the strided result equals the contiguous one bit for bit."""
     pages = random_pages(case.lens, pools.num_pages, np.random.default_rng(2))
     q = _queries(config, case)
     layers = config.num_layers
@@ -204,7 +200,7 @@ def _queries(config: ModelConfig, case: Case) -> torch.Tensor:
 
 
 def run(report: Report) -> None:
-    """See the module."""
+    """Runs the experiment."""
     flashinfer = require("flashinfer", "flashinfer-python")
     for name in ("Qwen3-8B", "Llama-3-8B"):
         config = model_config(MODELS[name])
@@ -216,12 +212,3 @@ def run(report: Report) -> None:
         report.add(f"{name}: strided equals HND in every step", float(all(same)), "0 or 1", target=Target(at_least=1))
         del pools
         torch.cuda.empty_cache()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("attention_layout", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

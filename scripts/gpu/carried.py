@@ -1,7 +1,7 @@
-"""What a GPU machine without a package registry needs: wheels, unpacked into a folder for PYTHONPATH, and FlashInfer's
-compiled kernels, unpacked into that package.
+"""Unpacks what a GPU machine without a package registry needs: wheels into a folder for PYTHONPATH, and FlashInfer's
+compiled kernels into that package.
 
-Only the standard library is used. What fetches them: `carry.py`.
+`carry.py` fetches them. This module uses only the standard library.
 """
 
 import sys
@@ -11,22 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 KERNELS = "flashinfer-kernels-*.tar.gz"
-"""Names of archives of compiled kernels."""
+"""File names of archives of compiled kernels."""
 KERNELS_INSIDE = Path("data", "aot")
-"""Where FlashInfer looks for kernels that were compiled before, under its package."""
+"""Folder in FlashInfer's package where it looks for compiled kernels."""
 
 
 def wheels_for_this_python(folder: Path) -> list[Path]:
-    """The wheels in a folder that this Python can import."""
+    """The wheels in a folder that this Python version can import."""
     return [path for path in sorted(folder.glob("*.whl")) if _fits(path.name, sys.version_info[:2])]
 
 
 def unpack_wheels(wheels: Sequence[Path], site: Path) -> None:
-    """Unpacks wheels side by side. Their command line scripts are left out.
-
-    Args:
-        site: To be put on PYTHONPATH.
-    """
+    """Unpacks wheels into `site`, a folder for PYTHONPATH, without their command line scripts."""
     site.mkdir(parents=True, exist_ok=True)
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -40,21 +36,22 @@ def unpack_wheels(wheels: Sequence[Path], site: Path) -> None:
 
 
 def archive_name(flashinfer_version: str, arch: str) -> str:
-    """File name of an archive of kernels; `arch` as in 9.0a."""
+    """File name of an archive of kernels; `arch` is such as 9.0a."""
     return KERNELS.replace("*", f"{flashinfer_version}-sm{arch.replace('.', '')}")
 
 
 def arch_of(capability: str) -> str:
-    """What FlashInfer compiles for on a device of that compute capability: from 9.0 on, for that one chip."""
+    """The architecture FlashInfer compiles for on a device of this compute capability; from 9.0 on it has a suffix."""
     return capability + "a" if int(capability.split(".")[0]) >= 9 else capability
 
 
 def unpack_kernels(archives: Sequence[Path], capability: str, site: Path) -> None:
-    """Puts compiled kernels where the FlashInfer in `site` finds them; archives for other devices are left alone.
+    """Unpacks the archives for this device into the FlashInfer in `site`.
 
     Args:
-        capability: Of the device, such as 9.0.
-        site: As of `unpack_wheels`. Without FlashInfer nothing is done: one that is installed keeps its own cache.
+        archives: Archives of compiled kernels; those for other devices are ignored.
+        capability: Compute capability of the device, such as 9.0.
+        site: The folder of `unpack_wheels`. Does nothing if FlashInfer is not in it.
     """
     package, ending = site / "flashinfer", archive_name("", arch_of(capability)).removeprefix("flashinfer-kernels-")
     for path in archives:
@@ -64,7 +61,7 @@ def unpack_kernels(archives: Sequence[Path], capability: str, site: Path) -> Non
 
 
 def _target(member: PurePosixPath) -> PurePosixPath | None:
-    """Where a wheel's file belongs; None: nowhere. A `.data` folder holds what belongs somewhere else."""
+    """Where to put a wheel's file; None to skip it. Files of a `.data` folder belong elsewhere."""
     if member.is_absolute() or ".." in member.parts:
         return None
     if not member.parts[0].endswith(".data"):
@@ -73,7 +70,7 @@ def _target(member: PurePosixPath) -> PurePosixPath | None:
 
 
 def _fits(name: str, version: tuple[int, int]) -> bool:
-    """Whether the Python tag of a wheel's name allows a version of CPython."""
+    """True if the Python tag in a wheel's name allows this CPython version."""
     python, abi = name.removesuffix(".whl").split("-")[-3:-1]
     tags = python.split(".")
     if "py3" in tags or f"cp{version[0]}{version[1]}" in tags:

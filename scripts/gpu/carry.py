@@ -1,8 +1,8 @@
-"""Fetches what `scripts.gpu_check` needs on a GPU machine without a package registry, into folders of this checkout.
+"""Fetches the packages `scripts.gpu_check` needs on a GPU machine without a package registry, into folders here.
 
-Usage: `python -m scripts.gpu.carry [core] [nixl] [ucx]`, where there is a registry. `core` (the default) is FlashInfer,
-with its kernels compiled if there is an `nvcc` here, and what the engine imports; `nixl` and `ucx` are the transports
-of `tests_transfer` and `page_transfer`, each about as large as one upload may be, and so in a folder of its own.
+Usage: `python -m scripts.gpu.carry [core] [nixl] [ucx]`, on a machine with a registry. `core` (the default) is
+FlashInfer, with compiled kernels if there is an `nvcc` here, and the engine's imports. `nixl` and `ucx` are the
+transports of `tests_transfer` and `page_transfer`, each in a folder of its own, because uploads may be limited.
 """
 
 import argparse
@@ -20,19 +20,19 @@ ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
 GLIBCS = (39, 35, 34, 31, 28, 27, 24, 17)
 MAX_MIB = 59
-"""Of one folder: a checkout with it stays below 64 MiB, for places where uploads are limited."""
+"""Largest size of a folder, so that an upload of this checkout with it stays below 64 MiB."""
 
 FLASHINFER = ("flashinfer-python==0.6.4", "apache-tvm-ffi==0.1.15.post2", "tabulate")
 FLASHINFER_HERE = ("filelock", "packaging", "requests", "einops", "click", "tqdm", "nvidia-ml-py")
-"""What FlashInfer imports besides, for compiling its kernels here; GPU machines with PyTorch have those."""
+"""Further imports of FlashInfer, to compile its kernels here. GPU machines with PyTorch have them."""
 ENGINE = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions")
 SETTINGS = ("pydantic-settings", "python-dotenv")
-"""What `cpd bench transfer` imports besides."""
+"""Further imports of `cpd bench transfer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What goes into one folder, and which parts of `gpu_check` it is for (none: all)."""
+    """Packages for one folder, and the parts of `gpu_check` that need it (empty: all)."""
 
     packages: tuple[str, ...]
     folder: str
@@ -51,13 +51,13 @@ LOADS: Mapping[str, Load] = {
 
 
 def pinned(packages: Sequence[str], lock: str) -> list[str]:
-    """The packages with the versions of a lock file, where it has them and none is named."""
+    """Adds the versions of a lock file to packages that name none."""
     locked = dict(line.replace("_", "-").split("==", 1) for line in lock.split() if "==" in line)
     return [f"{name}=={locked[name]}" if name in locked else name for name in packages]
 
 
 def download(packages: Sequence[str], folder: Path) -> None:
-    """Downloads wheels for the GPU machine's Python; only these, not what they ask for."""
+    """Downloads wheels for the GPU machine's Python, without their dependencies."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBCS] + ["manylinux2014_x86_64"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp"]
@@ -66,7 +66,7 @@ def download(packages: Sequence[str], folder: Path) -> None:
 
 
 def compile_kernels(folder: Path) -> None:
-    """Compiles FlashInfer's kernels with an installation of its own, for this Python, that is dropped after."""
+    """Compiles FlashInfer's kernels with a temporary installation for this Python."""
     with tempfile.TemporaryDirectory(prefix="cpd-flashinfer-") as site:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
         subprocess.run([*install, *FLASHINFER, *FLASHINFER_HERE], check=True)
@@ -76,7 +76,7 @@ def compile_kernels(folder: Path) -> None:
 
 
 def fetch(load: Load) -> None:
-    """Fills a load's folder; what it holds already is kept, so that a second call takes no time."""
+    """Fills a load's folder. Keeps what is there, so that a second call takes no time."""
     folder = ROOT / load.folder
     folder.mkdir(exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
@@ -91,13 +91,13 @@ def fetch(load: Load) -> None:
 
 
 def command_line(load: Load, commit: str) -> str:
-    """What to run on the GPU machine, in a copy of this checkout with the load's folder in it."""
+    """The command to run on the GPU machine, in a copy of this checkout with the load's folder."""
     only = f" --only {' '.join(load.parts)}" if load.parts else ""
     return f'CPD_COMMIT={commit} python3 -m scripts.gpu_check --carried {load.folder}{only} --out "${{OUT:-out}}"'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
+    """Fetches the loads named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu.carry", description=__doc__)
     parser.add_argument("loads", nargs="*", metavar="LOAD", help=f"{', '.join(LOADS)} (default: core)")
     loads = parser.parse_args(argv).loads or ["core"]

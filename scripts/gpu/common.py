@@ -1,32 +1,26 @@
-"""What the GPU experiments share: the device they ran on, timing and ceilings. What they hand in: `results.py`.
+"""Helpers of the GPU experiments: the device, optional packages, timing and ceilings."""
 
-An experiment is a module with `main() -> int` that calls `run_experiment`. Its figures are written down one by one, so
-that what was measured before a failure or a time limit is kept.
-"""
-
-import argparse
 import importlib
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scripts.gpu.results import Ceilings, Environment, Exit, Report, heading, table
+from scripts.gpu.results import Ceilings, Environment, Exit
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "cuda-bindings", "nixl-cu13", "ucxx-cu13")
-"""Whose versions a result names."""
+"""Packages that a result lists with their versions."""
 
 
 class NoDeviceError(Exception):
@@ -34,12 +28,12 @@ class NoDeviceError(Exception):
 
 
 class MissingError(Exception):
-    """A package that the experiment is about is not installed."""
+    """A package that the experiment needs is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of repeated runs, ms: the median, and between which values the middle 80 % lie."""
+    """Durations of repeated runs, ms: the median, and the bounds of the middle 80 %."""
 
     median: float
     low: float
@@ -47,55 +41,15 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
-        """From the duration of each run; at least one."""
+        """Summarises the duration of each run; needs at least one."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0])
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(statistics.median(samples), deciles[0], deciles[-1])
 
 
-def run_experiment(
-    name: str,
-    question: str,
-    run: Callable[[Report], None],
-    argv: Sequence[str] | None = None,
-) -> int:
-    """Parses the command line, runs an experiment and prints its table. Returns the exit status, see `Exit`.
-
-    Args:
-        question: What it is to answer, in one line.
-        run: Measures, and calls `Report.add`.
-        argv: Of the command; None: the process's.
-    """
-    parser = argparse.ArgumentParser(prog=f"python -m scripts.gpu.{name}", description=question)
-    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for results (default: $OUT)")
-    args = parser.parse_args(argv)
-    # What the engine says about its lanes and graphs belongs beside the figures.
-    logging.basicConfig(level=logging.INFO)
-    try:
-        require_cuda()
-        report = Report(name, question, environment(), measure_ceilings(), args.out)
-    except NoDeviceError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return Exit.NO_DEVICE
-    status = Exit.OK
-    try:
-        run(report)
-    except MissingError as error:
-        status, report.error = Exit.MISSING, str(error)
-    except Exception as error:  # the figures so far are worth more than the way it ended
-        traceback.print_exc()
-        status, report.error = Exit.FAILED, f"{type(error).__name__}: {error}"
-    report.write()
-    print(f"\n{name}: {question}\n{heading(report.environment.device)}")
-    print(table(report.figures))
-    if report.error:
-        print(f"{name} ended early: {report.error}", file=sys.stderr)
-    return status
-
-
 def require_cuda() -> torch.device:
-    """The CUDA device.
+    """Returns the CUDA device.
 
     Raises:
         NoDeviceError: torch is built without CUDA, or finds no device.
@@ -110,14 +64,14 @@ def require_cuda() -> torch.device:
 
 
 def require(module: str, package: str) -> Any:
-    """Imports a module that is not everywhere.
+    """Imports an optional module.
 
     Raises:
-        MissingError: It is not installed, or does not load; says which package has it.
+        MissingError: It is not installed or does not load; the message names its package.
     """
     try:
         return importlib.import_module(module)
-    except Exception as error:  # what a broken native library raises when it is loaded is not only ImportError
+    except Exception as error:  # a broken native library raises more than ImportError
         raise MissingError(
             f"{module} cannot be imported ({type(error).__name__}: {error}); carry the wheel of {package}, see "
             "docs/gpu-status.md"
@@ -125,7 +79,7 @@ def require(module: str, package: str) -> Any:
 
 
 def environment() -> Environment:
-    """The device that is used, and the software on it. Needs a CUDA device."""
+    """Describes the CUDA device in use and the software."""
     properties = torch.cuda.get_device_properties(require_cuda())
     return Environment(
         device=properties.name,
@@ -142,18 +96,16 @@ def environment() -> Environment:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of those of `PACKAGES` that are installed."""
+    """Versions of the installed packages of `PACKAGES`."""
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 def commit() -> str:
-    """See `Environment.commit`. A copy of the tree without its history is told by $CPD_COMMIT."""
+    """See `Environment.commit`. For a copy of the tree without history, $CPD_COMMIT tells it."""
     if named := os.environ.get("CPD_COMMIT"):
         return named
     root = str(Path(__file__).parents[2])
@@ -171,20 +123,20 @@ def measure_ms(
     repeats: int = 30,
     queued: bool = False,
 ) -> Timing:
-    """Times a piece of work on the current stream by CUDA events, one pair a run.
+    """Times a piece of work on the current stream with CUDA events, one pair per run.
 
     Args:
-        run: Called with the index of the input set to use: with several, whose data together exceed the L2 cache, each
-            run finds its own evicted.
-        queued: The device waits until all runs are launched, so that short kernels are not timed with the gaps between
-            their launches. Leave it off where the cost of launching is part of the question.
+        run: Called with the index of the input set to use.
+        sets: Number of input sets. If together they exceed the L2 cache, each run finds its own set evicted.
+        queued: Let the device wait until all runs are launched, so that gaps between launches do not count. Leave it
+            off where the cost of launching is part of the question.
     """
     for index in range(warmup):
         run(index % sets)
     torch.cuda.synchronize()
     events = [(_event(), _event()) for _ in range(repeats)]
     if queued:
-        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # about 10 ms: launching takes less than that
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # about 10 ms, longer than launching takes
     for index, (start, end) in enumerate(events):
         start.record()
         run(index % sets)
@@ -194,7 +146,7 @@ def measure_ms(
 
 
 def measure_ceilings() -> Ceilings:
-    """Measures `Ceilings`; takes about a second and 9 GB, which are given back."""
+    """Measures `Ceilings`. Takes about a second, and 9 GB that it frees again."""
     ceilings = Ceilings(_copy_gb_s(2**32), _matmul_tflop_s(8192))
     torch.cuda.empty_cache()
     return ceilings
@@ -217,13 +169,13 @@ def _matmul_tflop_s(n: int) -> float:
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖out − reference‖ / ‖reference‖ in float64; NaN if anything is not a number."""
+    """‖out − reference‖ / ‖reference‖ in float64; NaN if any element is NaN."""
     wanted = reference.double()
     return float(((out.double() - wanted).norm() / wanted.norm()).item())
 
 
 def main() -> int:
-    """Prints the environment as JSON; see `Exit` for what is returned without a device."""
+    """Prints the environment as JSON. Returns the exit status, see `Exit`."""
     try:
         print(json.dumps(asdict(environment())))
     except NoDeviceError as error:
@@ -233,7 +185,7 @@ def main() -> int:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing if it is not there or fails."""
+    """Output of a command; empty if the command is missing or fails."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,33 +1,28 @@
-"""How long do FlashInfer's kernels take to compile here, and how large is what is kept?
+"""How long do FlashInfer's kernels take to compile here, and how large are they?
 
-Compiles what the engine uses (`scripts.gpu.kernels`) from nothing, one library at a time with all cores, and loads it.
-The archive that it leaves under --out spares the next machine of this kind the compiling.
-
-Usage: `python -m scripts.gpu.compile_time [--out DIR]`
+Compiles the engine's kernels (`scripts.gpu.kernels`) from scratch, one library at a time with all cores, and loads
+them. The archive it writes under --out saves the next machine of this kind from compiling.
 """
 
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.gpu.carried import arch_of, archive_name
-from scripts.gpu.common import require, run_experiment
+from scripts.gpu.common import require
 from scripts.gpu.kernels import build, pack, used_kernels
 from scripts.gpu.results import Report, Target
 from scripts.gpu.toolchain import compile_environment
 
-QUESTION = "How long do FlashInfer's kernels take to compile, and how large is the kept cache?"
 MAX_SECONDS = Target(at_most=180)
-"""More would leave too little of a ten-minute run."""
+"""A longer time would leave too little of a ten-minute run."""
 MAX_MIB = Target(at_most=16)
-"""More is too much to hand on to every machine."""
+"""A larger archive is impractical to copy to every machine."""
 
 
 def run(report: Report) -> None:
-    """See the module."""
+    """Runs the experiment."""
     with tempfile.TemporaryDirectory(prefix="cpd-compile-") as folder:
         # FlashInfer reads these when it is imported.
         os.environ.update(compile_environment(Path(folder, "lib")), FLASHINFER_WORKSPACE_BASE=folder)
@@ -48,12 +43,3 @@ def run(report: Report) -> None:
         report.add("kept cache, packed", path.stat().st_size / 2**20, "MiB", target=MAX_MIB)
         if report.out is not None:
             (report.out / path.name).write_bytes(path.read_bytes())
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("compile_time", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

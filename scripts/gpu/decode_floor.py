@@ -1,16 +1,13 @@
-"""What do the engine's decode steps cost against the least that the bandwidth allows, and what do CUDA graphs save?
+"""How close are decode steps of a Llama-3-8B shape to the bandwidth floor, and what do CUDA graphs save?
 
-Llama 3 8B's shape in bfloat16 with random weights, greedy, through the engine's own runner. A step is timed from its
-launch until its tokens are on the host, and as the engine runs decodes: launched before the last one's tokens are read.
-Its floor is the weights and the keys and values, read once, over the measured copy bandwidth. Eager steps are the same
-model without graphs. At the end torch's profiler says which kernels the time goes to.
-
-Usage: `python -m scripts.gpu.decode_floor [--out DIR]`
+The model has random bfloat16 weights, samples greedily and runs in the engine's runner. A step is timed from its launch
+until its tokens are on the host, and with overlap: launched before the tokens of the step before are read. The floor is
+the time to read weights, keys and values once at the measured copy bandwidth. Eager steps run without graphs. Finally
+torch's profiler shows which kernels take the time.
 """
 
 import gc
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -18,19 +15,18 @@ from engine.batch import Batch
 from engine.execution.executor import Lane
 from engine.execution.runner import TorchRunner
 from scripts.engine_driver import as_in_a_worker
-from scripts.gpu.common import require, run_experiment
+from scripts.gpu.common import require
 from scripts.gpu.models import MODELS, Lens, model_config, step_bytes
 from scripts.gpu.random_model import StepTime, ahead_ms, random_runner, random_step, step_ms
 from scripts.gpu.results import Report, Target
 from scripts.gpu.step_parts import report_parts
 
-QUESTION = "How close are decode steps of a Llama-3-8B shape to the bandwidth floor, with CUDA graphs?"
 MODEL = "Llama-3-8B"
 CONTEXT = 1024
 BATCHES = (1, 64, 128)
 OUTLIER: Lens = [(1, 256)] * 127 + [(1, 8192)]
 UNIFORM: Lens = [(1, 318)] * 128
-"""As many tokens as `OUTLIER` has."""
+"""Has as many tokens as `OUTLIER`."""
 MIN_SHARE = Target(at_least=0.8)
 MIN_GAIN = Target(at_least=3.4)
 """Published for another engine at batch 1: 23.9 to 7.0 ms."""
@@ -40,7 +36,7 @@ MAX_OUTLIER = Target(at_most=1.15)
 def measure(
     report: Report, runner: TorchRunner, name: str, lens: Lens, how: Callable[[Lane, Batch], StepTime]
 ) -> float:
-    """Times a decode step and reports it. ms"""
+    """Times a decode step and reports it. Returns the median, ms."""
     times = how(runner.full, random_step(runner, lens))
     floor = report.ceilings.bytes_ms(step_bytes(runner.config, lens))
     report.add(name, times.whole.median, "ms", floor=floor, note=times.note)
@@ -48,7 +44,7 @@ def measure(
 
 
 def measure_all(report: Report, fields: Mapping[str, object], device: str = "cuda") -> None:
-    """Every figure, for a model of this config.json."""
+    """Measures all figures of a model with these config.json fields."""
     config = model_config(fields)
     tokens = max(BATCHES) * CONTEXT
     eager_ms, graph_ms = {}, {}
@@ -82,16 +78,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
 
 
 def run(report: Report) -> None:
-    """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
+    """Runs the experiment. Needs FlashInfer: the engine has no attention kernel and no graphs without it."""
     require("flashinfer", "flashinfer-python")
     as_in_a_worker()
     measure_all(report, MODELS[MODEL])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("decode_floor", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,12 @@
-"""Do kernels that stream what decodes read once beat cuBLAS and FlashInfer, and are they better neighbours?
+"""Do Triton kernels that stream weights and pages beat cuBLAS and FlashInfer, and disturb a prefill less?
 
 A decode step reads every weight and its sequences' pages once, for a few rows: it is bound by memory. Two Triton
-kernels do that, in several tilings: with loads that Triton pipelines; without; and without but with the hint that
-nobody will read the bytes again ("evict first"), which pipelined loads can't carry. They stand beside what the engine
-uses: cuBLAS for each matrix of Llama 3 8B in bfloat16, FlashInfer for attention over pages. First on the whole device;
-then on a part of it, as decodes run beside a prefill, whose GEMM is timed, too.
-
-Usage: `python -m scripts.gpu.decode_kernels [--out DIR]`
+kernels do the work in several tilings, with three kinds of loads: pipelined by Triton, plain, and plain with the hint
+that the bytes will not be read again ("evict first"), which pipelined loads lose. They are compared with the engine's
+kernels: cuBLAS for each matrix of Llama 3 8B in bfloat16, FlashInfer for attention over pages. First on the whole
+device; then on a part of it beside a prefill's GEMM, which is timed too.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,50 +17,49 @@ from engine.execution.cuda.driver import CudaDriver, Driver
 from engine.execution.cuda.greenctx import GreenContexts
 from engine.execution.cuda.setup import DECODE_SHARES
 from engine.model.config import ModelConfig
-from scripts.gpu.common import measure_ms, require, require_cuda, run_experiment
+from scripts.gpu.common import measure_ms, require, require_cuda
 from scripts.gpu.decode_work import Attention, Products, Way, Work, matrices
 from scripts.gpu.models import MODELS, kv_bytes, model_config
 from scripts.gpu.results import Report, Target
 from scripts.gpu.streams import Load, alone_ms, beside_ms, capture_on, new_stream
 from scripts.gpu.workloads import Gemm
 
-QUESTION = "Do kernels that stream what decodes read once beat cuBLAS and FlashInfer, and are they better neighbours?"
 MODEL = "Llama-3-8B"
 ROWS = (1, 16, 64)
 CONTEXTS = ((1, 8192), (64, 1024))
-"""Sequences, and tokens of each."""
+"""(sequences, tokens of each)"""
 ROWS_BESIDE, CONTEXTS_BESIDE, PREFILL_ROWS = 16, (64, 1024), 2048
 MAX_ERROR = Target(at_most=1e-2)
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The fastest way to do some work, and what a part of it takes."""
+    """The fastest way to do some work, and the time of one matrix or layer of it."""
 
     way: Way
     ms: float
 
 
 def best_of(work: Work, ways: Iterable[Way], stream: torch.cuda.Stream) -> Best | None:
-    """The fastest way on a stream; None: none of them can be run."""
+    """The fastest way on a stream; None if none can run."""
     tried: list[Best] = []
     for way in ways:
         try:
             tried.append(Best(way, piece_ms(way, stream) / work.parts))
-        except Exception as error:  # Triton's own: a tiling needs more shared memory or registers than there are
+        except Exception as error:  # Triton raises its own if a tiling needs too much shared memory or registers
             print(f"{work.name}, {way.how}: {type(error).__name__}: {error}", flush=True)
     return min(tried, key=lambda best: best.ms, default=None)
 
 
 def piece_ms(way: Way, stream: torch.cuda.Stream) -> float:
-    """Of a piece of work, replayed as a graph."""
+    """Time of a piece of work replayed as a graph, ms."""
     graph = capture_on(stream, way.launch)
     with torch.cuda.stream(stream):
         return measure_ms(lambda _: graph.replay(), warmup=2, repeats=9).median
 
 
 def best_of_each(report: Report, work: Work, stream: torch.cuda.Stream) -> Iterator[tuple[str, Best]]:
-    """The kinds of kernels that can be run, checked."""
+    """The best of each kind of kernel that runs and gives right results."""
     for kind, ways in work.ways().items():
         best = best_of(work, ways, stream)
         if best is None:
@@ -77,7 +73,7 @@ def best_of_each(report: Report, work: Work, stream: torch.cuda.Stream) -> Itera
 
 
 def whole_device(report: Report, config: ModelConfig, flashinfer: Any, device: torch.device) -> None:
-    """The linear layers of a step, and attention in all layers, by each kind of kernel."""
+    """Measures the linear layers of a step, and attention in all layers, with each kind of kernel."""
     stream = new_stream()
     for rows in ROWS:
         totals: dict[str, float] = {}
@@ -100,7 +96,7 @@ def whole_device(report: Report, config: ModelConfig, flashinfer: Any, device: t
 
 
 def beside_a_prefill(report: Report, driver: Driver, works: Sequence[Work], device: torch.device) -> None:
-    """Work of decodes on each of the lanes' decode parts, and a GEMM on the other part."""
+    """Measures a prefill's GEMM on one SM partition beside decode work on the other, for each split."""
     gemm = Gemm(device, PREFILL_ROWS)
     for share in DECODE_SHARES:
         with GreenContexts(driver) as contexts:
@@ -117,7 +113,7 @@ def beside_a_prefill(report: Report, driver: Driver, works: Sequence[Work], devi
 
 
 def run(report: Report) -> None:
-    """See the module."""
+    """Runs the experiment."""
     require("triton", "triton")
     flashinfer = require("flashinfer", "flashinfer-python")
     device, config = require_cuda(), model_config(MODELS[MODEL])
@@ -125,12 +121,3 @@ def run(report: Report) -> None:
     largest = max(matrices(config)[:-1], key=lambda matrix: matrix.bytes)
     works: list[Work] = [Products(largest, ROWS_BESIDE, device), Attention(flashinfer, *CONTEXTS_BESIDE, device)]
     beside_a_prefill(report, CudaDriver(), works, device)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("decode_kernels", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

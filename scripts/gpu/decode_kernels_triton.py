@@ -1,7 +1,6 @@
-"""What a decode step reads once, weights and pages, as one stream. Written in Triton's language.
+"""Triton kernels of a decode step that read weights and pages once, as a stream.
 
-`evict` is Triton's eviction policy of those loads. It is lost without a word where Triton pipelines them, with more
-than one stage.
+`evict` is Triton's eviction policy of those loads. Triton drops it silently where it pipelines them (`num_stages` > 1).
 """
 
 import triton
@@ -21,9 +20,9 @@ def small_gemm(
     inner_block: tl.constexpr,
     evict: tl.constexpr,
 ):
-    """x [rows, inner] @ weight [width, inner].T -> out [rows, width]: all rows and `width_block` columns a program.
+    """x [rows, inner] @ weight [width, inner].T -> out [rows, width]; one program computes `width_block` columns.
 
-    `row_block` is at least `rows`, and `inner` a multiple of `inner_block`.
+    `row_block` must be at least `rows`, and `inner` a multiple of `inner_block`.
     """
     row = tl.arange(0, row_block)
     column = tl.program_id(0).to(tl.int64) * width_block + tl.arange(0, width_block)
@@ -60,8 +59,8 @@ def paged_decode(
     splits: tl.constexpr,
     evict: tl.constexpr,
 ):
-    """Attention of one query token a sequence over a part of its pages: a sequence, a key-value head and one of
-    `splits` parts of the context a program. `merge_parts` makes the result of them.
+    """Attention of one query token per sequence. One program computes one sequence, one key-value head and one of
+    `splits` parts of the context; `merge_parts` combines the parts.
 
     q [S, Hq, D], kv [pages, 2, Hkv, page_tokens, D] with `page_stride` from page to page, table [S, `table_stride`],
     context_lens [S]; float32 parts [S, Hq, splits, D] and exponents (log2 of the sum) [S, Hq, splits].
@@ -102,7 +101,7 @@ def paged_decode(
 
 @triton.jit
 def merge_parts(parts, exponents, out, dim: tl.constexpr, splits: tl.constexpr):
-    """One row [D] of a query head a program; see `paged_decode`. `splits` is a power of two."""
+    """Combines the parts of `paged_decode`; one program computes one query head's row [D]. `splits`: a power of two."""
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, splits), tl.arange(0, dim)
     exponent = tl.load(exponents + row * splits + split)

@@ -1,7 +1,7 @@
-"""What decodes read once, weights and pages, and several ways to do the work on it.
+"""Memory-bound work of a decode step, each with several kernels that can do it.
 
-Products     of few rows, by cuBLAS and by a Triton kernel
-Attention    of one query token a sequence, by FlashInfer and by a Triton kernel
+Products     a few rows times a matrix, by cuBLAS and by a Triton kernel
+Attention    one query token per sequence, by FlashInfer and by a Triton kernel
 """
 
 import functools
@@ -20,16 +20,18 @@ from scripts.gpu.streams import Launch
 from scripts.gpu.workloads import HEAD_DIM, HEADS, KV_HEADS, PagedDecode
 
 STREAM_BYTES = 1 << 30
-"""A piece of work reads so many bytes at least, many times the L2 cache: copies of a matrix, or layers."""
+"""Least bytes that a piece of work reads (copies of a matrix, or layers): many times the L2 cache."""
 CHECKED_COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a program of a Triton kernel works on, and how. See `decode_kernels_triton`.
+    """Block sizes of a Triton kernel, see `decode_kernels_triton`.
 
     Attributes:
-        width, inner: Columns and depth of a product; tokens, and parts of the context, of attention.
+        width: Columns of a product's block; tokens of an attention block.
+        inner: Depth of a product's block; parts of the context for attention.
+        stages: Pipeline stages.
     """
 
     width: int
@@ -39,7 +41,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A way to run the Triton kernels."""
+    """How the Triton kernels load: pipelined or not, and with which eviction policy."""
 
     name: str
     pipelined: bool
@@ -50,7 +52,7 @@ KINDS = (Kind("pipelined", True), Kind("plain", False), Kind("evict first", Fals
 GEMM_TILINGS = {
     True: [
         *(Tiling(16, 512, 4), Tiling(32, 256, 5), Tiling(64, 256, 4), Tiling(64, 128, 6)),
-        *(Tiling(64, 128, 4), Tiling(128, 64, 5)),  # what has room for 64 rows
+        *(Tiling(64, 128, 4), Tiling(128, 64, 5)),  # fit with 64 rows
     ],
     False: [Tiling(16, 256, 1), Tiling(16, 512, 1), Tiling(32, 256, 1), Tiling(64, 128, 1)],
 }
@@ -58,24 +60,24 @@ ATTENTION_TILINGS = {
     True: [Tiling(tokens, splits, 3) for tokens in (32, 64) for splits in (1, 2, 32)],
     False: [Tiling(tokens, splits, 1) for tokens in (32, 64, 128) for splits in (1, 2, 32)],
 }
-"""Of kernels whose loads are pipelined, and of those whose are not."""
+"""Tilings to try, by whether loads are pipelined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """To do a piece of work."""
+    """One way to do a piece of work: its description, and its launch."""
 
     how: str
     launch: Launch
 
 
 class Work(Protocol):
-    """What can be done in several ways.
+    """Work that several kernels can do.
 
     Attributes:
-        name: What it is.
-        parts: Matrices or layers of a piece.
-        part_bytes: What must be read for one of them.
+        name: Description.
+        parts: Matrices or layers in a piece.
+        part_bytes: Bytes that one of them must read.
     """
 
     name: str
@@ -83,19 +85,15 @@ class Work(Protocol):
     part_bytes: int
 
     def ways(self) -> Mapping[str, Sequence[Way]]:
-        """The kinds of kernels, and of each what to try."""
+        """The ways to try, by kind of kernel."""
 
     def error(self, way: Way) -> float:
-        """Of the last part's result, relative to float64."""
+        """Relative error of the last part's result against float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear layer of the model.
-
-    Attributes:
-        count: In a step.
-    """
+    """A linear layer of the model, which a step runs `count` times."""
 
     name: str
     inner: int
@@ -104,12 +102,12 @@ class Matrix:
 
     @property
     def bytes(self) -> int:
-        """Of its weights."""
+        """Size of its weights."""
         return self.inner * self.width * BF16_BYTES
 
 
 class Products:
-    """See `Work`: the same rows times copies of a matrix."""
+    """The same rows times copies of a matrix, see `Work`."""
 
     def __init__(self, matrix: Matrix, rows: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         self.name = f"{rows} rows, {matrix.name}"
@@ -125,7 +123,7 @@ class Products:
         return {"cuBLAS": [Way("cuBLAS", self._by_cublas)], **triton_ways(GEMM_TILINGS, self._by_triton)}
 
     def error(self, way: Way) -> float:
-        """See `Work`. Only of the first and the last columns: all in float64 would not fit."""
+        """See `Work`. Checks the first and last columns only: all in float64 would not fit."""
         self._out.fill_(math.nan)
         way.launch()
         weight, ends = self._weights[-1], (slice(None, CHECKED_COLUMNS), slice(-CHECKED_COLUMNS, None))
@@ -156,7 +154,7 @@ class Products:
 
 
 class Attention:
-    """See `Work`: one query a sequence over its pages, in some layers."""
+    """One query per sequence over its pages, in some layers, see `Work`."""
 
     def __init__(
         self,
@@ -215,7 +213,7 @@ class Attention:
 def triton_ways(
     tilings: Mapping[bool, Sequence[Tiling]], launch: Callable[[Tiling, str], None]
 ) -> dict[str, Sequence[Way]]:
-    """All tilings of each kind."""
+    """All tilings of each kind of load."""
     return {
         f"Triton, {kind.name}": [
             Way(str(tiling), functools.partial(launch, tiling, kind.evict)) for tiling in tilings[kind.pipelined]
@@ -225,7 +223,7 @@ def triton_ways(
 
 
 def matrices(config: ModelConfig) -> list[Matrix]:
-    """The linear layers, fused as the engine fuses them."""
+    """The linear layers of a model, fused as in the engine."""
     hidden, layers = config.hidden_size, config.num_layers
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return [

@@ -1,18 +1,15 @@
-"""How much longer do running streams take for a token while prompts come in a burst, and how long do the prompts wait?
+"""How much does a burst of prompts slow down running streams, and how long do the prompts wait?
 
-Qwen3 4B's shape in bfloat16 with random weights, on the engine without HTTP: 32 decodes beside bursts of 1 to 16
-prompts of 128 to 4,096 tokens, as in `cpd bench interference`. The mean gap between a stream's tokens, from the burst
-until its last prompt has its first token, is compared with the gap just before, on the whole device, and with that of
-the same decodes alone on the decode lane. Once with the split that the engine chooses, and once with each prepared one
-alone; mixed batches stand beside them.
-
-Usage: `python -m scripts.gpu.interference [--out DIR]`
+The model has Qwen3 4B's shape and random bfloat16 weights; the engine runs without HTTP. 32 decodes run beside bursts
+of 1 to 16 prompts of 128 to 4,096 tokens, as in `cpd bench interference`. The mean gap between a stream's tokens, from
+the burst until its last prompt has its first token, is compared with the gap just before it (on the whole device), and
+with the gap of the same decodes alone on the decode lane. The baseline, mixed batches, comes first; then the split that
+the engine chooses, and each prepared split alone.
 """
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 
 import numpy as np
@@ -22,31 +19,30 @@ from cpd.performance.colocation import Colocation
 from engine.execution.executor import Lane, Split
 from engine.execution.runner import TorchRunner
 from scripts.engine_driver import EngineDriver, as_in_a_worker
-from scripts.gpu.common import require, run_experiment
+from scripts.gpu.common import require
 from scripts.gpu.device_model import device_model
 from scripts.gpu.models import MODELS
 from scripts.gpu.random_model import random_runner
 from scripts.gpu.results import Report, Target, number, text_table
 from scripts.gpu.serving import ITL_MS, MIXED_BUDGET
 
-QUESTION = "How much do bursts of prompts slow 32 streams down, with lanes and with mixed batches?"
 MODEL = "Qwen3-4B"
 DECODES = 32
 CONTEXT = 512
 PROMPTS = (1, 2, 4, 8, 16)
 LENGTHS = (128, 512, 2048, 4096)
 SHOWN = (4, 2048)
-"""The burst whose wait is shown for every way."""
+"""The burst whose TTFT is reported for every mode."""
 REPEATS = 2
 ALONE_STEPS = 40
 MAX_OVER_LANE = Target(at_most=1.15)
 MAX_OVER_FULL = Target(at_most=1.35)
-"""Another engine: 9.4 times in the worst cell."""
+"""Another engine reaches 9.4 in the worst cell."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A runner as if its device were only what is given here. See `engine.execution.executor.Executor`."""
+class LimitedRunner:
+    """An `Executor` with only some lanes of a runner."""
 
     runner: TorchRunner
     full: Lane
@@ -54,41 +50,37 @@ class Cut:
 
     @property
     def num_pages(self) -> int:
-        """All."""
+        """Pages of the whole pool."""
         return self.runner.num_pages
 
     def copy_page(self, source: int, target: int) -> None:
-        """As the runner."""
+        """See `Executor`."""
         self.runner.copy_page(source, target)
 
     def settle(self) -> None:
-        """As the runner."""
+        """See `Executor`."""
         self.runner.settle()
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """One burst beside the streams. ms
+    """One burst beside the streams.
 
     Attributes:
-        before, during: Mean gap between a stream's tokens.
-        ttft: Median of the prompts.
-        longest: Wait of the last one.
+        before_ms: Mean gap between a stream's tokens before the burst.
+        during_ms: The same during the burst.
+        ttft_ms: Median TTFT of the prompts.
+        last_ttft_ms: Longest TTFT of the prompts.
     """
 
-    before: float
-    during: float
-    ttft: float
-    longest: float
+    before_ms: float
+    during_ms: float
+    ttft_ms: float
+    last_ttft_ms: float
 
 
 class Streams:
-    """Decodes that run without end on one driver.
-
-    Args:
-        count: Of the decodes.
-        vocab_size: Of the model.
-    """
+    """`count` decodes that run without end on one driver."""
 
     def __init__(self, driver: EngineDriver, count: int, vocab_size: int, max_len: int) -> None:
         self._driver = driver
@@ -100,7 +92,7 @@ class Streams:
             self._step()
 
     def alone_ms(self, steps: int) -> float:
-        """Mean gap while nothing else happens."""
+        """Mean gap without a burst, over `steps` steps."""
         for stamps in self._stamps.values():
             del stamps[:-1]
         for _ in range(steps):
@@ -108,7 +100,7 @@ class Streams:
         return self._mean(min(stamps[0] for stamps in self._stamps.values()), time.perf_counter())
 
     def beside(self, prompts: int, length: int) -> Burst:
-        """A burst of prompts."""
+        """Measures a burst of prompts."""
         before = self.alone_ms(ALONE_STEPS)
         sent = time.perf_counter()
         waiting = {self._add(length, 1) for _ in range(prompts)}
@@ -118,11 +110,11 @@ class Streams:
             waiting -= first
             waits += [1e3 * (time.perf_counter() - sent)] * len(first)
         end = time.perf_counter()
-        self._step()  # so that the gap in which it ended is known
+        self._step()  # completes the gap in which the burst ended
         return Burst(before, self._mean(sent, end), median(waits), waits[-1])
 
     def stop(self) -> None:
-        """Ends them all."""
+        """Ends all decodes."""
         for name in self._stamps:
             self._driver.abort(name)
         self._driver.finish()
@@ -131,7 +123,7 @@ class Streams:
         return self._driver.add(self._rng.integers(self._vocab_size, size=length).tolist(), max_tokens)
 
     def _step(self) -> set[str]:
-        """Who got a token."""
+        """Takes a step. Returns the requests that got a token."""
         names = {output.request_id for output in self._driver.step()}
         now = time.perf_counter()
         for name in names & self._stamps.keys():
@@ -145,14 +137,14 @@ class Streams:
 
 
 def measure_all(report: Report, fields: Mapping[str, object], device: str = "cuda") -> None:
-    """Every figure, for a model of this config.json."""
+    """Measures all figures of a model with these config.json fields."""
     most = DECODES + max(PROMPTS)
     tokens = DECODES * CONTEXT * 4 + max(PROMPTS) * (max(LENGTHS) + 64)
     runner = random_runner(fields, tokens=tokens, graph_decodes=most, lanes=True, device=device)
     model = device_model(report, runner, MODEL, most_seqs=most)
 
-    def streams(cut: Cut, rule: Colocation) -> Streams:
-        driver = EngineDriver(cut, rule, max_len=runner.config.max_model_len, max_num_seqs=most)
+    def streams(limited: LimitedRunner, rule: Colocation) -> Streams:
+        driver = EngineDriver(limited, rule, max_len=runner.config.max_model_len, max_num_seqs=most)
         return Streams(driver, DECODES, runner.config.vocab_size, runner.config.max_model_len)
 
     def measure(name: str, rule: Colocation, lane_ms: float | None = None) -> None:
@@ -160,7 +152,7 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
         cells = {}
         for prompts in PROMPTS:
             for length in LENGTHS:
-                decodes = streams(Cut(runner, runner.full, splits), rule)
+                decodes = streams(LimitedRunner(runner, runner.full, splits), rule)
                 bursts = [decodes.beside(prompts, length) for _ in range(REPEATS)]
                 decodes.stop()
                 cells[prompts, length] = bursts
@@ -170,10 +162,10 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
         return Colocation(model, mode="lanes", splits=[split.shares for split in splits], itl_ms=ITL_MS)
 
     mixed = Colocation(model, token_budget=MIXED_BUDGET, mode="mixed")
-    measure("mixed", mixed)  # the baseline first: a run that is cut short has it
+    measure("mixed", mixed)  # the baseline first, so that a run that is cut short has it
     measure("lanes", lanes(runner.splits))
     for split in runner.splits:
-        decodes = streams(Cut(runner, split.decode), mixed)
+        decodes = streams(LimitedRunner(runner, split.decode), mixed)
         alone_ms = median(decodes.alone_ms(ALONE_STEPS) for _ in range(REPEATS))
         decodes.stop()
         name = f"decodes on {split.decode.share:.0%}"
@@ -182,14 +174,14 @@ def measure_all(report: Report, fields: Mapping[str, object], device: str = "cud
 
 
 def _report(report: Report, name: str, cells: Mapping[tuple[int, int], Sequence[Burst]], lane_ms: float | None) -> None:
-    """One way: its worst burst, and all of them as a table and in the file.
+    """Reports the worst burst of one mode, and all bursts as a table and in the file.
 
     Args:
-        lane_ms: Gap of the same decodes alone on the only decode lane.
+        lane_ms: Gap of the same decodes alone on the decode lane; None if the mode uses several splits.
     """
-    over_full = {cell: median(burst.during / burst.before for burst in bursts) for cell, bursts in cells.items()}
-    over_lane = {cell: median(burst.during for burst in bursts) / (lane_ms or 1) for cell, bursts in cells.items()}
-    ttft = {cell: median(burst.ttft for burst in bursts) for cell, bursts in cells.items()}
+    over_full = {cell: median(burst.during_ms / burst.before_ms for burst in bursts) for cell, bursts in cells.items()}
+    over_lane = {cell: median(burst.during_ms for burst in bursts) / (lane_ms or 1) for cell, bursts in cells.items()}
+    ttft = {cell: median(burst.ttft_ms for burst in bursts) for cell, bursts in cells.items()}
     title = f"{MODEL}: {DECODES} decodes beside bursts, {name}"
     targets = name != "mixed"
     for over, ratios, target in (
@@ -203,19 +195,12 @@ def _report(report: Report, name: str, cells: Mapping[tuple[int, int], Sequence[
                 f"{title}: worst gap / {over}", ratios[worst], "ratio", target=target if targets else None, note=note
             )
     shown = SHOWN if SHOWN in cells else max(cells)
-    last = median(burst.longest for burst in cells[shown])
+    last = median(burst.last_ttft_ms for burst in cells[shown])
     report.add(f"{title}: TTFT beside {shown[0]} x {shown[1]:,}", ttft[shown], "ms", note=f"the last one {last:.4g}")
     report.add_series(
         name,
         [
-            {
-                "prompts": prompts,
-                "tokens": length,
-                "before_ms": burst.before,
-                "during_ms": burst.during,
-                "ttft_ms": burst.ttft,
-                "last_ttft_ms": burst.longest,
-            }
+            {"prompts": prompts, "tokens": length, **asdict(burst)}
             for (prompts, length), bursts in cells.items()
             for burst in bursts
         ],
@@ -228,16 +213,7 @@ def _report(report: Report, name: str, cells: Mapping[tuple[int, int], Sequence[
 
 
 def run(report: Report) -> None:
-    """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
+    """Runs the experiment. Needs FlashInfer: the engine has no attention kernel and no graphs without it."""
     require("flashinfer", "flashinfer-python")
     as_in_a_worker()
     measure_all(report, MODELS[MODEL])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("interference", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

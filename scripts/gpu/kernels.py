@@ -1,7 +1,7 @@
-"""Compiles the FlashInfer kernels that this project uses, and packs them so that a GPU machine need not.
+"""Compiles and packs the FlashInfer kernels that the engine uses, so that a GPU machine need not compile them.
 
-`nvcc` does that without a GPU: `python -m scripts.gpu.kernels --arch 9.0a --out DIR`, with FlashInfer on the path.
-Unpacked into FlashInfer's package, they are found as if they had come with it (`carried.py`).
+`nvcc` needs no GPU: `python -m scripts.gpu.kernels --arch 9.0a --out DIR`, with FlashInfer on the path. `carried.py`
+unpacks the archive into FlashInfer's package.
 """
 
 import argparse
@@ -27,8 +27,8 @@ class Kernel:
     """One library of kernels.
 
     Attributes:
-        label: What it is, for people.
-        make: Gives FlashInfer's specification of it, which compiles and loads.
+        label: Description.
+        make: Returns FlashInfer's specification, which compiles and loads the library.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled library: its name in FlashInfer, the file, and how long it took."""
+    """A compiled library: its name in FlashInfer, the file, and the time to compile."""
 
     kernel: Kernel
     name: str
@@ -46,12 +46,12 @@ class Compiled:
 
     @property
     def bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return self.path.stat().st_size
 
 
 def used_kernels() -> list[Kernel]:
-    """What `engine/ops/flashinfer_ops.py` calls, for decodes too, with the head sizes that most models have.
+    """The kernels of `engine/ops/flashinfer_ops.py`, for the most common head sizes.
 
     Raises:
         MissingError: FlashInfer is not installed.
@@ -67,7 +67,7 @@ def used_kernels() -> list[Kernel]:
 
 
 def build(kernel: Kernel) -> Compiled:
-    """Compiles a library, or finds it compiled."""
+    """Compiles a library unless it is compiled already."""
     spec = kernel.make()
     started = time.monotonic()
     spec.build(verbose=False)
@@ -75,7 +75,7 @@ def build(kernel: Kernel) -> Compiled:
 
 
 def pack(compiled: Sequence[Compiled], path: Path) -> None:
-    """Writes the libraries into one archive, as `carried.unpack_kernels` takes it."""
+    """Writes the libraries into one archive for `carried.unpack_kernels`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz") as archive:
         for library in compiled:
@@ -83,7 +83,7 @@ def pack(compiled: Sequence[Compiled], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
+    """Compiles and packs the kernels; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu.kernels", description=__doc__)
     parser.add_argument("--arch", default="9.0a", help="compute capability (default: 9.0a, an H100 or H200)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the archive")

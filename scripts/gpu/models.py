@@ -1,4 +1,4 @@
-"""Shapes of real models, steps of them, and what such a step must move and compute."""
+"""Shapes of real models, steps of them, and the bytes and operations of a step."""
 
 import itertools
 import json
@@ -12,13 +12,13 @@ import numpy as np
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from engine.batch import Batch, SampleRow
 from engine.model.config import ModelConfig, load_config
-from engine.model.weights import expected_tensors
+from engine.model.parameters import expected_tensors
 from engine.types import SamplingParams
 
 BF16_BYTES = 2
 
 Lens = Sequence[tuple[int, int]]
-"""Of each sequence of a step: tokens to compute, and tokens that the last of them attends to. Decodes come first."""
+"""(tokens to compute, context length) of each sequence of a step. Decodes come first."""
 
 
 _SHARED: Mapping[str, object] = {
@@ -56,25 +56,25 @@ MODELS: Mapping[str, Mapping[str, object]] = {
         "tie_word_embeddings": True,
     },
 }
-"""What decides the speed in the config.json of some models; positions are cut to what the experiments use."""
+"""config.json fields that decide the speed of some models. Positions are limited to those the experiments use."""
 
 
 def model_config(fields: Mapping[str, object]) -> ModelConfig:
-    """The shape that a config.json with these fields describes."""
+    """The configuration of a config.json with these fields."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(fields))
         return load_config(Path(folder))
 
 
 def kv_bytes(config: ModelConfig) -> int:
-    """Keys and values of one token in all layers, in bfloat16."""
+    """Bytes of one token's keys and values in all layers, in bfloat16."""
     return config.page_bytes("bfloat16") // BLOCK_SIZE
 
 
 def step_bytes(config: ModelConfig, lens: Lens) -> int:
-    """Bytes that a step must read at least: every weight once, and all keys and values that it attends to.
+    """Least bytes that a step reads: every weight once, and the keys and values of all contexts.
 
-    Of the embedding only the rows that are looked up count, and activations do not: both are small.
+    Counts only the rows of the embedding that are looked up, and no activations: both are small.
     """
     shapes = expected_tensors(config)
     weights = sum(math.prod(shape) for name, shape in shapes.items() if name != "model.embed_tokens.weight")
@@ -85,7 +85,7 @@ def step_bytes(config: ModelConfig, lens: Lens) -> int:
 
 
 def step_flop(config: ModelConfig, lens: Lens) -> int:
-    """Operations of a step on the matrix units, two a multiply-add. One row a sequence reaches the LM head."""
+    """Operations of a step on the matrix units, two per multiply-add. One row per sequence reaches the LM head."""
     shapes = expected_tensors(config)
     weights = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_proj.weight"))
     head = config.vocab_size * config.hidden_size
@@ -93,27 +93,27 @@ def step_flop(config: ModelConfig, lens: Lens) -> int:
 
 
 def attention_flop(config: ModelConfig, lens: Lens) -> int:
-    """The part of `step_flop` that attention computes, in all layers."""
+    """Operations of attention in all layers, a part of `step_flop`."""
     pairs = sum(count * (context - count) + count * (count + 1) // 2 for count, context in lens)
     return 4 * config.num_layers * config.num_heads * config.head_dim * pairs
 
 
 def random_pages(lens: Lens, num_pages: int, rng: np.random.Generator) -> list[list[int]]:
-    """Pages of each sequence, scattered over a pool of `num_pages`, never page 0; all are different.
+    """Distinct random pages for each sequence from a pool of `num_pages`, without page 0.
 
     Raises:
         ValueError: The pool is too small.
     """
     counts = [blocks_for(context) for _, context in lens]
     if sum(counts) >= num_pages:
-        raise ValueError(f"a pool of {num_pages} pages does not hold {sum(counts)} and the one that stays empty")
+        raise ValueError(f"a pool of {num_pages} pages does not hold {sum(counts)} and the empty page 0")
     order = (rng.permutation(num_pages - 1) + 1).tolist()
     ends = np.cumsum([0, *counts]).tolist()
     return [order[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def step(lens: Lens, pages: Sequence[Sequence[int]], vocab_size: int, rng: np.random.Generator) -> Batch:
-    """A step with random tokens over sequences that lie in these pages. Each samples its next token, greedily."""
+    """A step with random tokens over sequences in these pages. Each samples its next token greedily."""
     tables = np.zeros((len(lens), max(map(len, pages))), np.int32)
     spans = [np.arange(context - count, context) for count, context in lens]
     for table, row in zip(tables, pages, strict=True):

@@ -1,11 +1,8 @@
 """How fast do NIXL and ucxx move pages between two processes on one GPU?
 
-One process sends every page of a pool (plain cudaMalloc memory, as the engine's) to scattered pages of the other's, in
-pages of 0.25 to 2.25 MiB; the receiver checks every byte. NIXL writes one-sided; ucxx sends a message a page. Each is
-left out where its package is missing. Beside NIXL itself, what `cpd bench transfer` reaches with it: the transport that
-workers use.
-
-Usage: `python -m scripts.gpu.page_transfer [--out DIR]`
+One process sends every page of a pool (plain cudaMalloc memory, like the engine's) to scattered pages of the other, in
+pages of 0.25 to 2.25 MiB; the receiver checks every byte. NIXL writes one-sided; ucxx sends one message per page. A
+transport without its package is skipped. `cpd bench transfer` measures the workers' own transport over NIXL as well.
 """
 
 import multiprocessing
@@ -20,35 +17,34 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu.common import MissingError, run_experiment
+from scripts.gpu.common import MissingError
 from scripts.gpu.results import Report
 from scripts.gpu.transfer_peers import Peer, nixl_receiver, nixl_sender, ucxx_receiver, ucxx_sender
 
-QUESTION = "How fast do NIXL and ucxx move pages between two processes on one GPU?"
 PAGE_BYTES = (256 << 10, 512 << 10, 1 << 20, 9 << 18)
 POOL_BYTES = 9 << 26
-"""576 MiB: a whole number of pages of every size."""
+"""576 MiB, a multiple of every page size."""
 PATIENCE_S = 60.0
 
 TRANSPORTS: Mapping[str, tuple[str, Peer, Peer]] = {
     "NIXL": ("nixl_cu13", nixl_receiver, nixl_sender),
     "ucxx": ("ucxx", ucxx_receiver, ucxx_sender),
 }
-"""Module that it needs, and its two processes."""
+"""(required module, receiver, sender) by name."""
 
 
 class PeerError(Exception):
-    """A peer died or was silent for too long."""
+    """A peer process died or did not answer in time."""
 
 
 @contextmanager
 def _peer(target: Peer, device: str, size: int) -> Iterator[Connection]:
-    """Runs a peer; gives the parent's end of its pipe. In the end the process is gone, whatever it was doing."""
+    """Runs a peer process and yields the parent's end of its pipe. Kills the process at the end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, device, size), daemon=True)
     process.start()
-    theirs.close()  # so that its death is seen here
+    theirs.close()  # so that reading ends when the peer dies
     try:
         yield ours
     finally:
@@ -58,7 +54,7 @@ def _peer(target: Peer, device: str, size: int) -> Iterator[Connection]:
 
 
 def _answer(pipe: Connection) -> Any:
-    """What a peer says next."""
+    """The next message of a peer."""
     if not pipe.poll(PATIENCE_S):
         raise PeerError(f"no answer within {PATIENCE_S:.0f} s")
     try:
@@ -89,10 +85,10 @@ def transfer_seconds(
 
 
 def measure(report: Report, device: str = "cuda", size: int = POOL_BYTES, pages: Sequence[int] = PAGE_BYTES) -> None:
-    """Every transport whose package is here.
+    """Measures every transport whose package is installed.
 
     Raises:
-        MissingError: None is.
+        MissingError: None is installed.
     """
     found = {name: peers for name, (module, *peers) in TRANSPORTS.items() if find_spec(module) is not None}
     if not found:
@@ -114,21 +110,14 @@ def measure(report: Report, device: str = "cuda", size: int = POOL_BYTES, pages:
 
 
 def own_transport(report: Report, device: str, size: int, pages: Sequence[int]) -> None:
-    """The same pages over a worker's transport."""
+    """Measures the same pages over the workers' transport."""
     from kvtransfer.bench.result import TransferResult
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "transfer.json"
-        command = [
-            sys.executable,
-            "-c",
-            "from cpd.cli.main import main; main()",
-            "bench",
-            "transfer",
-            "--transport",
-            "nixl",
-        ]
-        command += ["--device", device, "--no-perftest", "--pool", str(size), "--json", str(file)]
+        command = [sys.executable, "-c", "from cpd.cli.main import main; main()", "bench", "transfer"]
+        command += ["--transport", "nixl", "--device", device, "--no-perftest", "--pool", str(size)]
+        command += ["--json", str(file)]
         command += [argument for page_bytes in pages for argument in ("--page-size", str(page_bytes))]
         command += [argument for count in (1, size // max(pages)) for argument in ("--pages", str(count))]
         try:
@@ -147,14 +136,5 @@ def own_transport(report: Report, device: str, size: int, pages: Sequence[int]) 
 
 
 def run(report: Report) -> None:
-    """See the module."""
+    """Runs the experiment."""
     measure(report)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("page_transfer", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

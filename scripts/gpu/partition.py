@@ -1,14 +1,11 @@
-"""Into what parts can the SMs be split, and does work stay in its part, also from CUDA graphs and in libraries?
+"""Into which partitions can the SMs be split, and do streams, CUDA graphs and libraries stay in theirs?
 
-A kernel that notes the SM of each of its blocks runs on both streams of a pair at once, and from a graph that is
-replayed on the streams of both parts and on a plain one. cuBLAS and FlashInfer are checked on a part against float64,
-launched and captured; how far a GEMM on one part slows down a kernel on the other that uses no memory shows whether it
-stays where it is.
-
-Usage: `python -m scripts.gpu.partition [--out DIR]`
+A kernel that records the SM of each of its blocks runs on both streams of a pair at once, and from a graph replayed on
+the streams of both partitions and on a plain one. cuBLAS and FlashInfer are checked on a partition against float64,
+launched and captured. How much a GEMM on one partition slows down a kernel without memory accesses on the other shows
+whether it stays in its partition.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 
@@ -17,30 +14,28 @@ import torch
 from cpd.performance.split import lane_splits
 from engine.execution.cuda.driver import CudaDriver, CudaError, CudaUnavailableError, Driver, SmResource
 from engine.execution.cuda.greenctx import GreenContexts, Partition, PartitionPair, UnusablePartitionError
-from scripts.gpu.common import relative_error, require, require_cuda, run_experiment
+from engine.execution.cuda.setup import DECODE_SHARES
+from scripts.gpu.common import relative_error, require, require_cuda
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target
 from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, capture_on, new_stream, together_ms
 from scripts.gpu.workloads import Gemm, PagedDecode, compute_for
 
-QUESTION = "Into what parts can the SMs be split, and does work stay in its part?"
 CYCLES = 200_000
-"""For how long a block stays on its SM: about 0.1 ms, much longer than a launch takes to reach all of them."""
+"""Clock cycles that a block stays on its SM: about 0.1 ms, much longer than a launch needs to reach all SMs."""
 NONE = Target(at_most=0)
 CLOSE = Target(at_most=1e-2)
-"""Of bfloat16 against float64."""
+"""Relative error of bfloat16 against float64."""
 UNDISTURBED = Target(at_most=1.1)
-DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2)
-"""As an engine prepares them."""
 PLACED = 6
-"""So many splits are tried as to where work runs."""
+"""Number of splits for which the placement of work is checked."""
 PIECES = 50
 PREFILL_ROWS, DECODE_ROWS = 2048, 64
 SEQUENCES, CONTEXT = 32, 1000
 
 
 def granularity(report: Report, driver: Driver) -> list[int]:
-    """What parts there are, as the driver tells and as it makes them. Returns the sizes of the decode's part."""
+    """Reports the possible splits, as described and as made by the driver. Returns the decode partition's sizes."""
     with GreenContexts(driver) as contexts:
         units = contexts.units
         sizes = [int(split.decode) for split in lane_splits(units)]
@@ -72,7 +67,7 @@ def granularity(report: Report, driver: Driver) -> list[int]:
 
 
 def given(driver: Driver, whole: SmResource, asked: int) -> int:
-    """How many SMs the driver splits off if so many are asked for; 0: it refuses."""
+    """Number of SMs the driver gives when asked for `asked`; 0 if it refuses."""
     try:
         return driver.split(whole, asked)[0].sms
     except CudaError:
@@ -80,16 +75,16 @@ def given(driver: Driver, whole: SmResource, asked: int) -> int:
 
 
 def clusters(driver: Driver, part: Partition) -> dict[str, float]:
-    """How many clusters of thread blocks a part holds: fewer than its SMs allow, if some have no neighbours."""
+    """Number of thread block clusters that fit on a partition; some SMs may have no neighbour for one."""
     try:
         held = {f"clusters_of_{blocks}": driver.max_clusters(part.handle, blocks) for blocks in (2, 4, 8)}
-    except (CudaError, CudaUnavailableError):  # before compute capability 9.0 there are none
+    except (CudaError, CudaUnavailableError):  # no clusters before compute capability 9.0
         held = {}
     return {"sms": part.sms, **held}
 
 
 def placement(report: Report, driver: Driver, probes: Probes, device: torch.device, sizes: Sequence[int]) -> None:
-    """Where kernels run, launched and replayed."""
+    """Checks on which SMs kernels run, launched and replayed."""
     strays = {"launched": 0, "replayed on its own stream": 0, "replayed on the other": 0, "replayed on a plain one": 0}
     unused = 0
     for size in sizes:
@@ -103,14 +98,14 @@ def placement(report: Report, driver: Driver, probes: Probes, device: torch.devi
             graph = capture_on(own, lambda out=out: probes.record_sms(out, CYCLES))  # type: ignore[misc]
             for name, stream in zip(list(strays)[1:], (own, parts.prefill.stream(), new_stream()), strict=True):
                 strays[name] += len(replayed_sms(graph, stream, out) - decode)
-            del graph  # before its stream goes
+            del graph  # before its stream is destroyed
     for name, count in strays.items():
         report.add(f"SMs of the other part: {name}", count, "SMs", target=NONE, note=f"over {len(sizes)} splits")
     report.add("SMs that no block ran on", unused, "SMs", target=NONE, note=f"over {len(sizes)} splits")
 
 
 def sms_of_both(probes: Probes, device: torch.device, parts: PartitionPair) -> tuple[set[int], set[int]]:
-    """The SMs that each part's kernels run on, while the other's run, too."""
+    """The SMs that each partition's kernels use while the other's run."""
     both = (parts.prefill, parts.decode)
     outs = [torch.full((8 * part.sms,), -1, dtype=torch.int32, device=device) for part in both]
     torch.cuda.synchronize()
@@ -124,7 +119,7 @@ def sms_of_both(probes: Probes, device: torch.device, parts: PartitionPair) -> t
 
 
 def replayed_sms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, out: torch.Tensor) -> set[int]:
-    """The SMs that a graph of `record_sms` uses when it is replayed on a stream."""
+    """The SMs that a graph of `record_sms` uses when replayed on a stream."""
     out.fill_(-1)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -134,7 +129,7 @@ def replayed_sms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, out: to
 
 
 def library(report: Report, name: str, part: Partition, work: Gemm | PagedDecode) -> None:
-    """A library's work on a part of the device, launched and captured, against float64."""
+    """Checks a library's work on a partition, launched and captured, against float64."""
     torch.cuda.synchronize()
     reference = work.reference()
     stream = part.stream()
@@ -150,20 +145,20 @@ def library(report: Report, name: str, part: Partition, work: Gemm | PagedDecode
 
 
 def speed(report: Report, name: str, part: Partition, work: Launch, sms: int) -> None:
-    """How much of its part's share of the whole device's speed a library gets: 1 is what a perfect split would give."""
+    """Reports a library's speed on a partition over that partition's share of the whole device's speed."""
     whole, on_part = alone_ms(Load(new_stream(), work)), alone_ms(Load(part.stream(), work))
     note = f"{on_part:.4g} ms; {whole:.4g} ms on all {sms}"
     report.add(f"{name} on {part.sms} SMs: speed for its share", whole * sms / (on_part * part.sms), "ratio", note=note)
 
 
 def isolation(report: Report, parts: PartitionPair, gemm: Gemm, probes: Probes, device: torch.device) -> None:
-    """A kernel that uses no memory must not notice a GEMM on the other part, nor wait for it."""
+    """Checks that a kernel without memory accesses is neither slowed nor blocked by a GEMM on the other partition."""
     beside = Load(parts.prefill.stream(), gemm)
     gemm_ms = alone_ms(beside)
     load = Load(parts.decode.stream(), compute_for(probes, device, parts.decode.stream(), gemm_ms))
     compute_ms = alone_ms(load)
     name = f"compute on {parts.decode.sms} SMs, GEMM on {parts.prefill.sms}"
-    note = "a lower clock counts, too"
+    note = "includes the effect of a lower clock"
     report.add(f"{name}: compute", beside_ms(load, beside) / compute_ms, "x alone", target=UNDISTURBED, note=note)
     both = together_ms([load, beside], PIECES) / (PIECES * max(compute_ms, gemm_ms))
     report.add(
@@ -176,7 +171,7 @@ def isolation(report: Report, parts: PartitionPair, gemm: Gemm, probes: Probes, 
 
 
 def run(report: Report) -> None:
-    """See the module."""
+    """Runs the experiment."""
     device = require_cuda()
     driver = CudaDriver()
     sizes = granularity(report, driver)
@@ -184,7 +179,7 @@ def run(report: Report) -> None:
     placement(report, driver, probes, device, sizes[:: max(1, len(sizes) // PLACED)])
     prefill, decode = Gemm(device, PREFILL_ROWS), Gemm(device, DECODE_ROWS, 4)
     with GreenContexts(driver) as contexts:
-        pairs = contexts.prepare(DECODE_SHARES)  # all at once, as an engine has them
+        pairs = contexts.prepare(DECODE_SHARES)  # all at once, as in an engine
         for parts in pairs:
             for name, part, work in (("prefill", parts.prefill, prefill), ("decode", parts.decode, decode)):
                 library(report, f"cuBLAS, {name},", part, work)
@@ -193,12 +188,3 @@ def run(report: Report) -> None:
         paged = PagedDecode(require("flashinfer", "flashinfer-python"), device, SEQUENCES, CONTEXT)
         for parts in pairs:
             library(report, "FlashInfer, decode,", parts.decode, paged)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("partition", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

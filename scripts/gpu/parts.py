@@ -1,4 +1,4 @@
-"""Runs the parts of `gpu_check`, each in processes of its own: one that fails or hangs costs the others nothing."""
+"""Runs the parts of `gpu_check`, each in its own process, so that a failure or hang does not affect the others."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from scripts.gpu.results import Exit, Figure, Target
 
 LEAST_SECONDS = 15
-"""A part with less time than that is not started: torch alone takes most of it."""
+"""A part is not started with less time left than this: importing torch takes most of it."""
 _GRACE_SECONDS = 5
 
 
@@ -25,9 +25,9 @@ class Part:
     """One step of the check.
 
     Attributes:
-        command: Arguments of the Python interpreter; {results} stands for the folder of results.
-        seconds: It is stopped after so long.
-        about: What it answers, in a few words.
+        command: Arguments of the Python interpreter; {results} is replaced with the folder for results.
+        seconds: Time limit.
+        about: Short description.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Outcome:
 
     Attributes:
         status: ok, failed, timed out, missing (a package), no device, or not run.
-        note: Why, if not ok.
-        result: Its result file, as far as it got; None: it wrote none.
+        note: The reason, if not ok.
+        result: Content of its result file; None if it wrote none.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Outcome:
 
     @property
     def figures(self) -> list[dict[str, Any]]:
-        """Those of the result."""
+        """Figures of the result."""
         return self.result["figures"] if self.result else []
 
     def to_json(self) -> dict[str, Any]:
-        """As in the summary's file."""
+        """The entry in the summary file."""
         return {
             "name": self.name,
             "status": self.status,
@@ -69,11 +69,9 @@ class Outcome:
 
 
 def run_part(part: Part, work: Path, root: Path, environment: Mapping[str, str], seconds: float) -> Outcome:
-    """Runs a part with its output in `work/logs`, and reads its result from `work/results`.
+    """Runs a part in the folder `root`, with its log in `work/logs`, and reads its result from `work/results`.
 
-    Args:
-        root: Where it runs.
-        seconds: Until it and everything it started is killed.
+    After `seconds` the part and all processes it started are killed.
     """
     logs, results = work / "logs", work / "results"
     logs.mkdir(parents=True, exist_ok=True)
@@ -107,7 +105,7 @@ def run_part(part: Part, work: Path, root: Path, environment: Mapping[str, str],
 
 
 def tests_result(part: Part, report: Path) -> dict[str, Any] | None:
-    """A result made of pytest's JUnit report; None: there is none."""
+    """Converts pytest's JUnit report to a result; None if there is none."""
     try:
         suite = next(iter(ElementTree.parse(report).getroot().iter("testsuite")))
     except (OSError, ElementTree.ParseError, StopIteration):
@@ -128,7 +126,7 @@ def tests_result(part: Part, report: Path) -> dict[str, Any] | None:
 def run_all(
     parts: Sequence[Part], work: Path, root: Path, environment: Mapping[str, str], seconds: float
 ) -> Iterator[Outcome]:
-    """Runs parts one after the other; those for which no time is left are not run."""
+    """Runs parts one after the other, within `seconds` in all. Parts without enough time left are not run."""
     deadline = time.monotonic() + seconds
     for part in parts:
         left = deadline - time.monotonic() - _GRACE_SECONDS
@@ -139,7 +137,7 @@ def run_all(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> bool:
-    """Ends what is left of a part's processes. False: the first one hangs in the driver, and is left behind."""
+    """Kills a part's remaining processes. Returns False if its main process hangs in the driver and can't be killed."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -157,6 +155,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _last(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last non-empty line of a log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "no output"

@@ -1,4 +1,4 @@
-// Kernels of the GPU experiments, behind C functions: each launches one on a stream and returns the CUDA status.
+// Kernels of the GPU experiments. Each C function launches one on a stream and returns the CUDA status.
 
 #include <cuda_runtime.h>
 
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Which SM ran each block. The blocks stay long enough for all SMs that may be used to get some.
+// Records the SM of each block. Blocks run long enough for every usable SM to get some.
 __global__ void record_sms_kernel(uint32_t* out, long long cycles) {
   if (threadIdx.x == 0) {
     uint32_t sm;
@@ -54,7 +54,7 @@ __device__ uint4 load(const uint4* address, uint64_t evict_first) {
 
 constexpr int LOADS = 8;  // in flight a thread
 
-// Bound by memory, as a decode is: each block reads a page that a table names, once. The page's words are added up.
+// Bound by memory, like a decode: each block reads one page, given by a table, once, and adds up its words.
 template <Policy policy>
 __global__ void read_pages_kernel(const uint4* __restrict__ pool, const int* __restrict__ table,
                                   uint32_t* __restrict__ out, int vectors) {

@@ -1,4 +1,4 @@
-"""The kernels of `probes.cu`, compiled by `nvcc` on the machine that runs them."""
+"""Compiles the kernels of `probes.cu` with `nvcc`, and launches them."""
 
 import ctypes
 import subprocess
@@ -14,13 +14,13 @@ from scripts.gpu.toolchain import cuda_root
 
 SOURCE = Path(__file__).with_name("probes.cu")
 BLOCK = 256
-"""Threads of a block, but for `record_sms`."""
+"""Threads of a block, except in `record_sms`."""
 PAGE_UNIT = 32 * 1024
-"""Bytes of a page that `read_pages` reads: a multiple of it."""
+"""The page size of `read_pages` must be a multiple of this, in bytes."""
 
 
 class Policy(IntEnum):
-    """How `read_pages` asks the caches to treat what it reads; see `probes.cu`."""
+    """Cache policy of the loads of `read_pages`; see `probes.cu`."""
 
     PLAIN = 0
     STREAMING = 1
@@ -32,11 +32,7 @@ class ProbeError(Exception):
 
 
 class Probes:
-    """Launches the kernels on torch's current stream.
-
-    Args:
-        library: Of `probes.cu`'s functions.
-    """
+    """Launches the kernels of a compiled `probes.cu` on torch's current stream."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int
@@ -49,32 +45,28 @@ class Probes:
 
     @classmethod
     def build(cls, device: torch.device) -> Self:
-        """Compiles them for a device, in some seconds.
-
-        Raises:
-            MissingError: There is no `nvcc`.
-            ProbeError: It fails; says what it wrote.
-        """
+        """Compiles the kernels for a device, in a few seconds. Raises as `compile_probes`."""
         major, minor = torch.cuda.get_device_capability(device)
         with tempfile.TemporaryDirectory(prefix="cpd-probes-") as folder:
             return cls(ctypes.CDLL(str(compile_probes(Path(folder), f"sm_{major}{minor}"))))
 
     def record_sms(self, out: torch.Tensor, cycles: int) -> None:
-        """Which SM runs each block of 1,024 threads. They stay for so many clock cycles. out: [blocks] int32"""
+        """Writes the SM that runs each block of 1,024 threads to `out` [blocks] int32. Each block runs for `cycles`."""
         self._check(self._library.record_sms(out.data_ptr(), len(out), cycles, _stream()))
 
     def compute(self, source: torch.Tensor, out: torch.Tensor, iterations: int) -> None:
-        """16 x iterations floating-point operations for each element. source, out: [blocks * BLOCK] float32"""
+        """Computes 16 x `iterations` operations per element. source, out: [blocks * BLOCK] float32"""
         blocks = len(out) // BLOCK
         self._check(self._library.compute(source.data_ptr(), out.data_ptr(), blocks, iterations, _stream()))
 
     def read_pages(self, pool: torch.Tensor, table: torch.Tensor, out: torch.Tensor, policy: Policy) -> None:
-        """Adds up the words of some pages, in 32 bits.
+        """Adds up the words of each page in 32 bits.
 
         Args:
-            pool: [pages, words] int32, contiguous; a page is a multiple of `PAGE_UNIT`.
-            table: Which pages. [n] int32
-            out: [n] int32
+            pool: [pages, words] int32, contiguous; the page size is a multiple of `PAGE_UNIT`.
+            table: [n] int32, the pages to read.
+            out: [n] int32, the sums.
+            policy: Cache policy of the loads.
         """
         vectors = pool.shape[1] * pool.element_size() // 16
         addresses = (pool.data_ptr(), table.data_ptr(), out.data_ptr())
@@ -86,15 +78,11 @@ class Probes:
 
 
 def compile_probes(folder: Path, arch: str) -> Path:
-    """Compiles `probes.cu` into a shared library.
-
-    Args:
-        folder: For the library.
-        arch: Such as sm_90.
+    """Compiles `probes.cu` into a shared library in `folder`, for an architecture such as sm_90.
 
     Raises:
         MissingError: There is no `nvcc`.
-        ProbeError: It fails; says what it wrote.
+        ProbeError: `nvcc` failed; the message has its output.
     """
     root = cuda_root()
     if root is None:

@@ -1,4 +1,4 @@
-"""The engine's runner over a model of any shape with random weights: speed does not depend on their values."""
+"""The engine's runner with random weights of any model shape: speed does not depend on the values."""
 
 import json
 import tempfile
@@ -17,13 +17,14 @@ from engine.batch import Batch
 from engine.execution.executor import Lane
 from engine.execution.runner import TorchRunner
 from engine.model.config import load_config
-from engine.model.weights import Checkpoint, expected_tensors
+from engine.model.parameters import expected_tensors
+from engine.model.weights import Checkpoint
 from scripts.gpu.common import Timing
 from scripts.gpu.models import Lens, random_pages, step
 
 
 class _RandomCheckpoint(Checkpoint):
-    """Every tensor of the model that a folder's config.json describes, random, made on the device that asks for it."""
+    """Random tensors for the model of a folder's config.json, made on the requested device."""
 
     def __init__(self, model_dir: Path) -> None:
         self._shapes = expected_tensors(load_config(model_dir))
@@ -45,7 +46,7 @@ class _RandomCheckpoint(Checkpoint):
         return []
 
     def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Norms near one; the rest keeps activations of about the size of their inputs."""
+        """Norms are near one; other weights keep the scale of activations."""
         shapes = [self._shapes[name] for name in names]
         joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
         if joined.dim() == 1:
@@ -56,23 +57,24 @@ class _RandomCheckpoint(Checkpoint):
 def random_runner(
     fields: Mapping[str, object], *, tokens: int, graph_decodes: int, lanes: bool = False, device: str = "cuda"
 ) -> TorchRunner:
-    """The engine's runner over a model with random weights, on a GPU with the fastest kernels or not at all.
+    """The engine's runner over a model with random weights.
 
     Args:
-        fields: Of its config.json, see `models.MODELS`.
-        tokens: Room in the KV pool.
-        graph_decodes: CUDA graphs are captured for up to so many decodes; 0: steps are eager.
-        lanes: Whether to prepare splits. What needs none runs without Green Contexts, and on drivers that lack them.
+        fields: Fields of its config.json, see `models.MODELS`.
+        tokens: Size of the KV pool in tokens.
+        graph_decodes: CUDA graphs are captured for up to this many decodes; 0 runs eagerly.
+        lanes: Prepare splits, which needs Green Contexts.
+        device: Device of the runner.
 
     Raises:
-        RuntimeError: Kernels or lanes don't work on the GPU, where a worker would do without them.
+        RuntimeError: Kernels or lanes don't work on the GPU. A worker would go on without them.
     """
     pages = blocks_for(tokens) + 1
     with (
         tempfile.TemporaryDirectory() as folder,
         patch("engine.execution.runner.Checkpoint", _RandomCheckpoint),
         patch("engine.execution.runner.model_fingerprint", return_value=bytes(16)),
-        patch("engine.ops._CANNOT_BUILD", ()),  # figures of a slower back end would be taken for the fastest one's
+        patch("engine.ops._CANNOT_BUILD", ()),  # never fall back to a slower back end
     ):
         Path(folder, "config.json").write_text(json.dumps(fields))
         runner = TorchRunner(
@@ -91,18 +93,18 @@ def random_runner(
 
 
 def random_step(runner: TorchRunner, lens: Lens) -> Batch:
-    """A step with random tokens over sequences scattered in the pool; the same for as many sequences."""
+    """A step with random tokens over sequences scattered in the pool. Seeded by the number of sequences."""
     rng = np.random.default_rng(len(lens))
     return step(lens, random_pages(lens, runner.num_pages, rng), runner.config.vocab_size, rng)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Of a step, by the host's clock, ms.
+    """Time of a step by the host's clock, ms.
 
     Attributes:
-        whole: See who measured it.
-        launch: How long the host was busy with starting it.
+        whole: Time of the whole step.
+        launch: Host time to launch it.
     """
 
     whole: Timing
@@ -110,12 +112,12 @@ class StepTime:
 
     @property
     def note(self) -> str:
-        """What a reader must know beside the median."""
+        """Spread and launch time, in words."""
         return f"80 % within {self.whole.low:.4g} to {self.whole.high:.4g}; started in {self.launch.median:.3g}"
 
 
 def step_ms(lane: Lane, batch: Batch, *, warmup: int = 3, repeats: int = 20) -> StepTime:
-    """Times a step that nothing runs beside: from `launch` until the tokens are there."""
+    """Times a step on an idle device, from `launch` until the tokens are there."""
     whole, launch = [], []
     for _ in range(warmup + repeats):
         started = time.perf_counter()
@@ -128,14 +130,14 @@ def step_ms(lane: Lane, batch: Batch, *, warmup: int = 3, repeats: int = 20) -> 
 
 
 def ahead_ms(lane: Lane, batch: Batch, *, warmup: int = 3, repeats: int = 40) -> StepTime:
-    """Times a step of decodes as an engine runs them: each is launched before the tokens of the last one are read.
+    """Times a step of decodes with overlap: each is launched before the tokens of the one before are read.
 
     Args:
-        lane: One that overlaps.
-        batch: Every token of it is sampled from.
+        lane: A lane that overlaps.
+        batch: A batch that samples from every token.
     """
     lane.launch(batch)
     overlapped = replace(batch, token_sources=np.arange(len(batch.token_ids), dtype=np.int32))
-    times = step_ms(lane, overlapped, warmup=warmup, repeats=repeats)  # what is collected is always the step before
+    times = step_ms(lane, overlapped, warmup=warmup, repeats=repeats)  # collects the step before
     lane.collect()
     return times

@@ -1,7 +1,4 @@
-"""What a GPU experiment hands in: figures beside their floors and targets, as JSON and as a table.
-
-Needs neither torch nor a GPU.
-"""
+"""Results of a GPU experiment: figures with floors and targets, as JSON and as a table. Needs no torch and no GPU."""
 
 import json
 import time
@@ -13,7 +10,7 @@ from typing import Any
 
 
 class Exit(IntEnum):
-    """How an experiment ended, as its exit status. The odd ones are no other program's."""
+    """Exit status of an experiment. No other program uses the high values."""
 
     OK = 0
     FAILED = 1
@@ -23,12 +20,12 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a result was measured on.
+    """Device and software of a result.
 
     Attributes:
         capability: Compute capability, such as 9.0.
         sms: Streaming multiprocessors.
-        commit: Of this repository, with "+" if files differ from it; "unknown" outside of a checkout.
+        commit: Commit of this repository, with "+" if files differ from it; "unknown" outside a checkout.
     """
 
     device: str
@@ -45,7 +42,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device reaches at best, measured at the start of each experiment.
+    """Peak rates of the device, measured at the start of each experiment.
 
     Attributes:
         copy_gb_s: Device-to-device copy, bytes read plus bytes written.
@@ -56,34 +53,34 @@ class Ceilings:
     matmul_tflop_s: float
 
     def bytes_ms(self, size: float) -> float:
-        """Least time to move that many bytes through device memory, ms."""
+        """Least time to move `size` bytes through device memory, ms."""
         return size / self.copy_gb_s / 1e6
 
     def flop_ms(self, flop: float) -> float:
-        """Least time for that many bfloat16 operations on the matrix units, ms."""
+        """Least time for `flop` bfloat16 operations on the matrix units, ms."""
         return flop / self.matmul_tflop_s / 1e9
 
 
 TARGETS_FOR = "NVIDIA H200"
-"""The device that the project set its targets for."""
+"""The device for which the targets were set."""
 
 
 def heading(device: str) -> str:
-    """What stands above a table of figures: whose they are, and whether the targets were set for that device."""
+    """Heading of a table: the device, and whether the targets were set for it."""
     if TARGETS_FOR in device:
         return f"on one {device}"
-    return f"on one {device}; targets were set for one {TARGETS_FOR}, floors are what this device reaches itself"
+    return f"on one {device}; targets were set for one {TARGETS_FOR}, floors follow from this device's own peak rates"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure should reach. One of both is given."""
+    """A bound that a figure should meet; one of the two is given."""
 
     at_least: float | None = None
     at_most: float | None = None
 
     def met(self, value: float) -> bool:
-        """Whether a value reaches it."""
+        """True if a value meets the bound."""
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
     def __str__(self) -> str:
@@ -95,9 +92,9 @@ class Figure:
     """One measured number.
 
     Attributes:
-        value: In `unit`; None if it could not be measured, then `note` says why.
-        floor: The least value that the ceilings allow, in the same unit.
-        note: What a reader must know beside the number.
+        value: Value in `unit`; None if it could not be measured, and `note` says why.
+        floor: Least value that the ceilings allow, in the same unit.
+        note: Remark for the reader.
     """
 
     name: str
@@ -109,13 +106,13 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None without one. What could not be measured does not reach it."""
+        """True if the target is met; None without a target. An unmeasured figure does not meet it."""
         if self.target is None:
             return None
         return self.value is not None and self.target.met(self.value)
 
     def to_json(self) -> dict[str, Any]:
-        """As in a result file."""
+        """The entry in a result file."""
         return {**asdict(self), "met": self.met}
 
 
@@ -124,9 +121,9 @@ class Report:
     """The figures of one experiment so far.
 
     Attributes:
-        name: Of the experiment, and of its file.
-        question: What it is to answer.
-        out: Folder for the result file and others; None: print only.
+        name: Name of the experiment and of its result file.
+        question: The question it answers.
+        out: Folder for the result file and others; None only prints.
     """
 
     name: str
@@ -149,19 +146,19 @@ class Report:
         target: Target | None = None,
         note: str = "",
     ) -> None:
-        """Takes a figure, prints it and writes the file again. See `Figure`."""
+        """Adds a figure, prints it and rewrites the file. See `Figure`."""
         figure = Figure(name, value, unit, floor, target, note)
         self.figures.append(figure)
         print(" | ".join(cell for cell in row(figure) if cell), flush=True)
         self.write()
 
     def add_series(self, name: str, points: Sequence[Mapping[str, float | str]]) -> None:
-        """Takes what only the file shows, such as a curve: a mapping of names with units to values for each point."""
+        """Adds data that only the file shows, such as the points of a curve."""
         self.series[name] = [dict(point) for point in points]
         self.write()
 
     def to_json(self) -> dict[str, Any]:
-        """The result file's content."""
+        """Content of the result file."""
         return {
             "schema": 1,
             "name": self.name,
@@ -175,7 +172,7 @@ class Report:
         }
 
     def write(self) -> None:
-        """Writes `out/<name>.json`, whole or not at all."""
+        """Writes `out/<name>.json` atomically."""
         if self.out is None:
             return
         self.out.mkdir(parents=True, exist_ok=True)
@@ -186,7 +183,7 @@ class Report:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, without an exponent where that can be read."""
+    """Formats four significant digits, or a whole number from 1,000 on."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -196,7 +193,7 @@ HEADERS = ("figure", "value", "unit", "floor", "target", "met", "note")
 
 
 def row(figure: Figure) -> tuple[str, ...]:
-    """The cells of a table's row, as in `HEADERS`."""
+    """Cells of a table row, in the order of `HEADERS`."""
     return (
         figure.name,
         number(figure.value),
@@ -209,12 +206,12 @@ def row(figure: Figure) -> tuple[str, ...]:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """The figures as a table of plain text."""
+    """Formats figures as a plain text table."""
     return text_table(HEADERS, [row(figure) for figure in figures])
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the last one is not padded."""
+    """Formats a plain text table with aligned columns."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     lines.insert(1, ["-" * width for width in widths])

@@ -1,10 +1,9 @@
-"""Does compute-sanitizer find errors in what the engine runs on a GPU?
+"""Does compute-sanitizer find errors in the engine's kernels?
 
-Runs some of the GPU tests under NVIDIA's tool: the kernels one by one with every tensor in an allocation of its own, so
-that one byte beyond it is found (memcheck), then the engine with graphs and lanes, in which several tensors share an
-allocation; then synccheck and racecheck. Tests take many times as long there; what takes too long ends the experiment.
-
-Usage: `python -m scripts.gpu.sanitizer [--out DIR]`
+Runs some GPU tests under NVIDIA's tool: memcheck on single kernels, with every tensor in its own allocation so that an
+access one byte beyond it is found; memcheck on the engine with graphs and lanes, where tensors share allocations; then
+synccheck and racecheck. The tool makes tests many times slower. A check that reaches its time limit is reported, and
+the next one runs.
 """
 
 import os
@@ -13,15 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.gpu.common import MissingError, run_experiment
+from scripts.gpu.common import MissingError
 from scripts.gpu.results import Report, Target
 from scripts.gpu.toolchain import cuda_root
 
-QUESTION = "Does compute-sanitizer find errors in the engine's kernels?"
 NONE = Target(at_most=0)
 ROOT = Path(__file__).parents[2]
 PYTEST = (
@@ -35,9 +32,9 @@ class Check:
     """A tool and the tests that run under it.
 
     Attributes:
-        seconds: It is stopped after so long.
+        seconds: Time limit.
         tests: Arguments of pytest.
-        alone: Whether every tensor gets an allocation of its own; graphs can't be captured then.
+        alone: Give every tensor its own allocation. Graphs can't be captured then.
     """
 
     tool: str
@@ -55,11 +52,11 @@ CHECKS = (
     Check("synccheck", "kernels", 60, _KERNELS),
     Check("racecheck", "kernels", 90, _KERNELS),
 )
-"""The most valuable first."""
+"""The most valuable check comes first."""
 
 
 def find_tool() -> Path | None:
-    """compute-sanitizer, which is part of the CUDA toolkit; None: it is not here."""
+    """Path of compute-sanitizer, which is part of the CUDA toolkit; None if it is not installed."""
     root = cuda_root()
     folders = [root / "bin", root / "compute-sanitizer"] if root else []
     path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders), "/usr/local/cuda/bin"])
@@ -68,13 +65,12 @@ def find_tool() -> Path | None:
 
 
 def run_check(tool: Path, check: Check, log: Path) -> tuple[int | None, str]:
-    """Runs a check, with its output in `log`. Returns how many errors it found, None if it found no answer, and a note.
+    """Runs a check with its output in `log`. Returns the number of errors (None if the tests failed) and a note.
 
     Raises:
-        subprocess.TimeoutExpired: It took too long. Its processes may still run.
+        subprocess.TimeoutExpired: The time limit passed. Processes may still run.
     """
-    # What torch tries and copes with, such as a query of an event that is not done, is no error. Compilers that are
-    # started meanwhile need no check.
+    # API errors that torch handles, such as a query of an unfinished event, are no errors; compilers need no check.
     options = ["--report-api-errors", "no", "--target-processes", "application-only"]
     command = [str(tool), "--tool", check.tool, *options, *PYTEST, *check.tests]
     environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if check.alone else {})}
@@ -86,15 +82,15 @@ def run_check(tool: Path, check: Check, log: Path) -> tuple[int | None, str]:
     counts = [int(count) for count in re.findall(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", text, re.MULTILINE)]
     tests = re.findall(r"^\d+ (?:passed|failed|error).*$", text, re.MULTILINE)
     note = tests[-1] if tests else next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-    # Tests that did not run, or failed, say nothing about the kernels.
+    # Tests that failed or did not run say nothing about the kernels.
     return (sum(counts) if counts and (ran.returncode == 0 or sum(counts)) else None), note.strip("= ")
 
 
 def run(report: Report) -> None:
-    """See the module."""
+    """Runs the experiment."""
     tool = find_tool()
     if tool is None:
-        raise MissingError("compute-sanitizer is not here; NVIDIA's CUDA toolkit has it")
+        raise MissingError("compute-sanitizer is not installed; it is part of NVIDIA's CUDA toolkit")
     with tempfile.TemporaryDirectory() as folder:
         for number, check in enumerate(CHECKS):
             log = (report.out or Path(folder)) / f"sanitizer-{number}-{check.tool}.log"
@@ -105,12 +101,3 @@ def run(report: Report) -> None:
                 report.add(name, None, "errors", target=NONE, note=f"stopped after {check.seconds:.0f} s")
                 continue
             report.add(name, errors, "errors", target=NONE, note=note)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("sanitizer", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,13 @@
-"""What do lanes give several conversations at once, against prompts cut into the batches of the decodes?
+"""What do concurrent conversations gain from lanes, compared with mixed batches?
 
-Qwen3 4B's shape in bfloat16 with random weights, on the engine without HTTP. Conversations of several turns, in which
-every prompt is all that was said before and some new tokens, as in `cpd bench run --workload multi-turn`; the next turn
-comes as soon as the last one is answered. First the device is measured (`cpd profile` in short), for the engine to
-know how long its steps take.
-
-Usage: `python -m scripts.gpu.serving [--out DIR]`
+The model has Qwen3 4B's shape and random bfloat16 weights; the engine runs without HTTP. In conversations of several
+turns every prompt is the whole conversation so far plus new tokens, as in `cpd bench run --workload multi-turn`. The
+next turn starts as soon as the one before is answered. First the device is measured (a short `cpd profile`), so that
+the engine can predict its steps.
 """
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,31 +16,30 @@ from cpd.performance.colocation import Colocation, Mode
 from cpd.performance.model import PerfModel
 from engine.execution.runner import TorchRunner
 from scripts.engine_driver import EngineDriver, as_in_a_worker
-from scripts.gpu.common import require, run_experiment
+from scripts.gpu.common import require
 from scripts.gpu.device_model import device_model
 from scripts.gpu.models import MODELS
 from scripts.gpu.random_model import random_runner
 from scripts.gpu.results import Report, Target
 
-QUESTION = "What do lanes give conversations beside each other, against chunks in the decodes' batches?"
 MODEL = "Qwen3-4B"
 ITL_MS = 50.0
-"""The target that workers have unless they are told otherwise."""
+"""The workers' default ITL target."""
 MIXED_BUDGET = 2048
-"""Tokens of a mixed batch, as engines without lanes have it for GPUs of this size."""
+"""Token budget of a mixed batch; engines without lanes use this for GPUs of this size."""
 MAX_ITL = Target(at_most=0.5)
 MAX_TTFT = Target(at_most=1.2)
 MIN_THROUGHPUT = Target(at_least=1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """A kind of conversation, in tokens.
+class ConversationKind:
+    """A kind of conversation.
 
     Attributes:
-        first: Of the first prompt.
-        later: New ones of each later prompt.
-        output: Of each answer.
+        first: Tokens of the first prompt.
+        later: New tokens of each later prompt.
+        output: Tokens of each answer.
     """
 
     name: str
@@ -54,24 +50,24 @@ class Talk:
 
     @property
     def tokens(self) -> int:
-        """All of them, when it is over."""
+        """Tokens of the whole conversation."""
         return self.first + (self.turns - 1) * self.later + self.turns * self.output
 
 
-TALKS = (Talk("heavy", 2048, 512, 256), Talk("light", 512, 256, 256))
+CONVERSATION_KINDS = (ConversationKind("heavy", 2048, 512, 256), ConversationKind("light", 512, 256, 256))
 CONCURRENCIES = (64, 16)
 WAVES = 1.5
-"""Conversations for each one that runs at the same time: after the first ones others begin, at different times."""
+"""Conversations in all, per concurrent one, so that new ones start at different times."""
 
 
 @dataclass(slots=True)
 class Served:
-    """What clients would have seen.
+    """Latencies as clients would see them.
 
     Attributes:
-        ttft_ms: Of each turn.
-        gaps_ms: Between tokens of a stream, all of them.
-        seconds: From the first prompt to the last token.
+        ttft_ms: Time to first token of each turn.
+        gaps_ms: All gaps between tokens of a stream.
+        seconds: Time from the first prompt to the last token.
     """
 
     ttft_ms: list[float] = field(default_factory=list)
@@ -80,11 +76,11 @@ class Served:
 
     @property
     def ttft_p50(self) -> float:
-        """ms"""
+        """Median TTFT, ms."""
         return float(np.median(self.ttft_ms))
 
     def itl(self, quantile: float) -> float:
-        """ms"""
+        """Quantile of the gaps, ms."""
         return float(np.quantile(self.gaps_ms, quantile))
 
     @property
@@ -95,12 +91,12 @@ class Served:
 
 @dataclass(slots=True)
 class _Conversation:
-    """One that goes on.
+    """A running conversation.
 
     Attributes:
         said: All tokens so far.
-        last_s: When the prompt was sent, or its last token came.
-        left: Of the running answer.
+        last_s: Time at which the prompt was sent or the last token came.
+        left: Tokens left in the running answer.
     """
 
     rng: np.random.Generator
@@ -110,18 +106,20 @@ class _Conversation:
     left: int = 0
 
 
-def serve(driver: EngineDriver, talk: Talk, *, conversations: int, concurrency: int, vocab_size: int) -> Served:
-    """Has so many conversations, `concurrency` of them at a time. Every call with equal arguments sends the same."""
+def serve(
+    driver: EngineDriver, kind: ConversationKind, *, conversations: int, concurrency: int, vocab_size: int
+) -> Served:
+    """Runs conversations, `concurrency` at a time. Calls with equal arguments send equal prompts."""
     served = Served()
     waiting = [_Conversation(np.random.default_rng(index)) for index in reversed(range(conversations))]
     answering: dict[str, _Conversation] = {}
 
     def send(conversation: _Conversation) -> None:
-        new = talk.later if conversation.turn else talk.first
+        new = kind.later if conversation.turn else kind.first
         conversation.said += conversation.rng.integers(vocab_size, size=new).tolist()
         conversation.turn += 1
-        conversation.left, conversation.last_s = talk.output, time.perf_counter()
-        answering[driver.add(conversation.said, talk.output)] = conversation
+        conversation.left, conversation.last_s = kind.output, time.perf_counter()
+        answering[driver.add(conversation.said, kind.output)] = conversation
 
     began = time.perf_counter()
     for _ in range(min(concurrency, conversations)):
@@ -132,13 +130,13 @@ def serve(driver: EngineDriver, talk: Talk, *, conversations: int, concurrency: 
         for output in outputs:
             conversation = answering[output.request_id]
             gap = 1e3 * (now - conversation.last_s)
-            (served.ttft_ms if conversation.left == talk.output else served.gaps_ms).append(gap)
+            (served.ttft_ms if conversation.left == kind.output else served.gaps_ms).append(gap)
             conversation.last_s = now
             conversation.left -= 1
             conversation.said += output.token_ids
             if output.finish is not None:
                 del answering[output.request_id]
-                if conversation.turn < talk.turns:
+                if conversation.turn < kind.turns:
                     send(conversation)
                 elif waiting:
                     send(waiting.pop())
@@ -148,27 +146,29 @@ def serve(driver: EngineDriver, talk: Talk, *, conversations: int, concurrency: 
 
 
 def measure_all(report: Report, fields: Mapping[str, object], device: str = "cuda") -> None:
-    """Every figure, for a model of this config.json."""
+    """Measures all figures of a model with these config.json fields."""
     most = max(CONCURRENCIES)
-    tokens = most * (max(talk.tokens for talk in TALKS) + 64)
+    tokens = most * (max(kind.tokens for kind in CONVERSATION_KINDS) + 64)
     runner = random_runner(fields, tokens=tokens, graph_decodes=most, lanes=True, device=device)
     model = device_model(report, runner, MODEL, most_seqs=most)
-    _measure(report, runner, model, Talk("warm-up", 64, 32, 8, turns=2), 4, "lanes")
+    _measure(report, runner, model, ConversationKind("warm-up", 64, 32, 8, turns=2), 4, "lanes")
     mixed = {}
-    for modes in (("mixed", "lanes"), ("auto",)):  # what has targets comes first
-        for talk in TALKS:
+    for modes in (("mixed", "lanes"), ("auto",)):  # modes with targets first
+        for kind in CONVERSATION_KINDS:
             for concurrency in CONCURRENCIES:
                 for mode in modes:
-                    served = _measure(report, runner, model, talk, concurrency, mode)
-                    name = f"{MODEL}: {talk.name} x {concurrency}"
+                    served = _measure(report, runner, model, kind, concurrency, mode)
+                    name = f"{MODEL}: {kind.name} x {concurrency}"
                     if mode == "mixed":
                         mixed[name] = served
                     else:
                         _compare(report, f"{name}: {mode} / mixed", served, mixed[name], targets=mode == "lanes")
 
 
-def _measure(report: Report, runner: TorchRunner, model: PerfModel, talk: Talk, concurrency: int, mode: Mode) -> Served:
-    """One kind of conversation in one mode."""
+def _measure(
+    report: Report, runner: TorchRunner, model: PerfModel, kind: ConversationKind, concurrency: int, mode: Mode
+) -> Served:
+    """Measures one kind of conversation in one mode."""
     colocation = Colocation(
         model,
         token_budget=MIXED_BUDGET if mode == "mixed" else 0,
@@ -179,12 +179,12 @@ def _measure(report: Report, runner: TorchRunner, model: PerfModel, talk: Talk, 
     driver = EngineDriver(runner, colocation, max_len=runner.config.max_model_len, max_num_seqs=concurrency)
     served = serve(
         driver,
-        talk,
+        kind,
         conversations=round(WAVES * concurrency),
         concurrency=concurrency,
         vocab_size=runner.config.vocab_size,
     )
-    name = f"{MODEL}: {talk.name} x {concurrency}, {mode}"
+    name = f"{MODEL}: {kind.name} x {concurrency}, {mode}"
     note = f"{len(served.ttft_ms)} turns in {served.seconds:.3g} s; batches of {colocation.max_tokens:,} at most"
     report.add(f"{name}: throughput", served.tokens_s, "tokens/s", note=note)
     report.add(f"{name}: TTFT p50", served.ttft_p50, "ms", note=f"p99 {np.quantile(served.ttft_ms, 0.99):.4g}")
@@ -203,16 +203,7 @@ def _compare(report: Report, name: str, served: Served, base: Served, *, targets
 
 
 def run(report: Report) -> None:
-    """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
+    """Runs the experiment. Needs FlashInfer: the engine has no attention kernel and no graphs without it."""
     require("flashinfer", "flashinfer-python")
     as_in_a_worker()
     measure_all(report, MODELS[MODEL])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("serving", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Which kernels a step's time goes to, as torch's profiler sees them, beside the least that each kind could take."""
+"""Kernel times of a step from torch's profiler, beside the floor of each kind of kernel."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,17 +21,13 @@ KINDS: Mapping[str, str] = {
     "activation": r"silu",
     "matrix products": r"gemm|gemv|nvjet|cutlass|splitk|cublas|linear|::mm|::addmm",
 }
-"""What the names of a kind's kernels contain, in lower case. The first that fits counts: FlashInfer uses CUTLASS."""
+"""Patterns in the lower-case kernel names of each kind. The first match counts, because FlashInfer uses CUTLASS."""
 REST = "copies, sampling and the rest"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Of all launches of one kernel in a step.
-
-    Attributes:
-        count: Launches a step.
-    """
+    """Time of all launches of one kernel in a step, and their number."""
 
     name: str
     count: float
@@ -44,10 +40,12 @@ class KernelTime:
 
 
 def kernel_times(run: Callable[[], object], device: torch.device, steps: int = STEPS) -> list[KernelTime]:
-    """What runs on a device during a step, the longest first. On a CPU torch's operations stand for kernels.
+    """Kernels that run on a device during a step, the longest first. On a CPU, torch's operations count as kernels.
 
     Args:
-        run: Runs a step, and returns when it is done.
+        run: Runs a step to its end.
+        device: The device.
+        steps: Steps to average over.
     """
     run()
     on_gpu = device.type == "cuda"
@@ -68,12 +66,16 @@ def kernel_times(run: Callable[[], object], device: torch.device, steps: int = S
 
 
 def report_parts(report: Report, runner: TorchRunner, name: str, lens: Lens, step_ms: float) -> None:
-    """Reports the time of each kind of kernel in a step, and what is left of it. To be called last in an experiment:
-    the profiler may slow down what comes after it.
+    """Reports the time of each kind of kernel in a step, and the time without a kernel.
+
+    Call it last in an experiment: the profiler may slow down later steps.
 
     Args:
-        name: Of the step.
-        step_ms: What the step takes without the profiler.
+        report: Takes the figures.
+        runner: The runner.
+        name: Name of the step.
+        lens: Lengths of its sequences.
+        step_ms: Time of the step without the profiler.
     """
     batch = random_step(runner, lens)
 

@@ -1,4 +1,4 @@
-"""Timing work on several streams at once: alone, beside other work, and side by side to the end."""
+"""Times work on CUDA streams: alone, beside other work, and several pieces until all are done."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,26 +17,26 @@ _TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work that is launched on a stream, piece by piece."""
+    """Work that is launched on a stream piece by piece."""
 
     stream: torch.cuda.Stream
     launch: Launch
 
 
 def alone_ms(load: Load, repeats: int = 15) -> float:
-    """Median time of a piece while nothing else runs."""
+    """Median time of a piece on an idle device, ms."""
     torch.cuda.synchronize()
     with torch.cuda.stream(load.stream):
         return measure_ms(lambda _: load.launch(), warmup=3, repeats=repeats).median
 
 
 def beside_ms(load: Load, other: Load, repeats: int = 15) -> float:
-    """Median time of a piece while the other load runs without a pause, as checked by events.
+    """Median time of a piece while the other load runs without a pause (checked with events), ms.
 
     Raises:
-        RuntimeError: The other one could not be kept running.
+        RuntimeError: The other load could not be kept running.
     """
-    # Launched in turns: a stream takes about a thousand launches before the host has to wait.
+    # Launches alternate: a stream takes about a thousand launches before the host has to wait.
     others = math.ceil(_MARGIN * alone_ms(load, 3) / alone_ms(other, 3))
     for _ in range(_TRIES):
         torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def beside_ms(load: Load, other: Load, repeats: int = 15) -> float:
 
 
 def together_ms(loads: Sequence[Load], count: int) -> float:
-    """Time until each load has done `count` pieces. Loads that share a stream take turns."""
+    """Time until each load has done `count` pieces, ms. Loads on one stream alternate."""
     main = torch.cuda.current_stream()
     torch.cuda.synchronize()
     start, end = event(), event()
@@ -85,17 +85,17 @@ def together_ms(loads: Sequence[Load], count: int) -> float:
 
 
 def new_stream() -> torch.cuda.Stream:
-    """A plain one, on the whole device."""
+    """A plain stream on the whole device."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def event() -> torch.cuda.Event:
-    """One that keeps time."""
+    """An event with timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def capture_on(stream: torch.cuda.Stream, launch: Launch) -> torch.cuda.CUDAGraph:
-    """A graph of one piece of work, captured on a stream after it ran there."""
+    """Runs one piece of work on a stream, then captures it there as a graph."""
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         launch()

@@ -1,8 +1,8 @@
-"""What FlashInfer needs to compile its kernels, found on machines whose CUDA toolkit comes in parts.
+"""Finds the CUDA toolkit for FlashInfer's compilation, also where it is installed in pieces.
 
-FlashInfer takes the folder above that of `nvcc` for the toolkit, and links with -lcudart and -lcuda. Where `nvcc` is a
-wrapper, or the libraries came from Python wheels or with the driver, neither holds: then the folder is asked of `nvcc`
-itself, and the libraries are linked into a folder of our own. Only the standard library is used.
+FlashInfer expects the toolkit above the folder of `nvcc`, and links with -lcudart and -lcuda. That fails where `nvcc`
+is a wrapper, or where the libraries come from Python wheels or the driver. So this module asks `nvcc` for the folder,
+and links the libraries into a folder of its own. It uses only the standard library.
 """
 
 import os
@@ -19,10 +19,10 @@ _SYSTEM_FOLDERS = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib
 
 
 def compile_environment(folder: Path) -> dict[str, str]:
-    """Environment variables for processes that import FlashInfer. Empty where there is no `nvcc`.
+    """Environment variables for processes that import FlashInfer; empty without `nvcc`.
 
     Args:
-        folder: For links to libraries.
+        folder: Folder for links to libraries.
     """
     root = cuda_root()
     if root is None:
@@ -34,7 +34,7 @@ def compile_environment(folder: Path) -> dict[str, str]:
 
 
 def cuda_root() -> Path | None:
-    """The toolkit's folder, with bin/nvcc and include; None where there is no `nvcc`."""
+    """The toolkit's folder, with bin/nvcc and include; None without `nvcc`."""
     if (named := os.environ.get("CUDA_HOME")) and (Path(named) / "bin" / "nvcc").exists():
         return Path(named)
     nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -48,16 +48,16 @@ def cuda_root() -> Path | None:
 
 
 def _link(name: str, root: Path, links: Path) -> None:
-    """Puts `name`.so into a folder: a link to the library that is here, or a stub that is never run."""
+    """Puts `name`.so into a folder: a link to the installed library, or a stub to link against."""
     link = links / f"{name}.so"
     if link.exists():
         return
-    link.unlink(missing_ok=True)  # a link to what was there last time
+    link.unlink(missing_ok=True)  # a stale link
     found = next(_candidates(name, root), None)
     if found is not None:
         link.symlink_to(found)
     elif name == "libcuda" and (compiler := shutil.which("cc") or shutil.which("gcc")):
-        # No driver: kernels can be compiled here all the same, and run where there is one.
+        # Without a driver, kernels can still be compiled here and run elsewhere.
         subprocess.run(
             [compiler, "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{name}.so.1", "-o", str(link)], check=True
         )

@@ -1,13 +1,13 @@
-"""The two processes of `page_transfer`: one sends every page of a pool into scattered pages of the other's.
+"""The two processes of `page_transfer`: one sends every page of its pool to scattered pages of the other's.
 
-A peer talks to its parent over a pipe, and to the other peer over the transport that is measured. In turns, until it is
-killed:
+A peer talks to its parent over a pipe, and to the other peer over the measured transport. These messages repeat until
+it is killed:
 
-    receiver -> parent -> sender   how to reach it (once)
+    receiver -> parent -> sender   its address (once)
     parent -> both                 a page size
-    sender -> parent               has pushed `ROUNDS` times: the seconds of each
-    parent -> receiver             ready to be checked
-    receiver -> parent             whether every page is where it should be
+    sender -> parent               the seconds of each of `ROUNDS` pushes
+    parent -> receiver             request to check the pages
+    receiver -> parent             True if every page is right
 """
 
 import asyncio
@@ -23,22 +23,22 @@ from scripts.gpu.common import require
 
 ROUNDS = 5
 Peer = Callable[[Connection, str, int], None]
-"""Called with the pipe, the device of its pool, and the pool's bytes."""
+"""Called with the pipe, the device of its pool, and the pool's size in bytes."""
 
 
 def contents(pages: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    """What the sender's pages of these numbers hold: [N] -> [N, page_bytes] uint8."""
+    """Content of the sender's pages with these numbers: [N] -> [N, page_bytes] uint8."""
     offsets = torch.arange(page_bytes, device=pages.device, dtype=torch.int32)
     return ((pages.to(torch.int32)[:, None] * 131 + offsets * 7) % 251).to(torch.uint8)
 
 
 def targets(count: int) -> list[int]:
-    """To which page of the receiver each page of the sender goes: a permutation, the same in both processes."""
+    """The receiver's page for each page of the sender: a permutation, the same in both processes."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
 
 
 def arrived(pool: torch.Tensor, page_bytes: int) -> bool:
-    """Whether the receiver's pool holds what it should."""
+    """True if the receiver's pool has the right content."""
     pages = pool.view(-1, page_bytes)
     order = torch.tensor(targets(len(pages)), device=pool.device)
     return torch.equal(pages[order], contents(torch.arange(len(pages), device=pool.device), page_bytes))
@@ -48,7 +48,7 @@ def fill(pool: torch.Tensor, page_bytes: int) -> None:
     """Fills the sender's pool."""
     pages = pool.view(-1, page_bytes)
     pages.copy_(contents(torch.arange(len(pages), device=pool.device), page_bytes))
-    _synchronize(pool)  # no transport waits for a stream
+    _synchronize(pool)  # transports don't wait for streams
 
 
 def _synchronize(pool: torch.Tensor) -> None:
@@ -57,23 +57,23 @@ def _synchronize(pool: torch.Tensor) -> None:
 
 
 def _pool(device: str, size: int) -> torch.Tensor:
-    """Poisoned memory of its own allocation, not of torch's cache: other processes map whole allocations."""
+    """A pool filled with 255. It has its own allocation, because other processes map whole allocations."""
     return torch.full((size,), 255, dtype=torch.uint8, device=device)
 
 
 def _check(pipe: Connection, pool: torch.Tensor, page_bytes: int) -> None:
-    """The end of the receiver's part of a measurement."""
+    """Checks the receiver's pages when the parent asks for it, and clears the pool."""
     pipe.recv()
     pipe.send(arrived(pool, page_bytes))
     pool.fill_(255)
     _synchronize(pool)
 
 
-# NIXL: the sender writes into the receiver's memory, which takes no part in it.
+# NIXL: the sender writes into the receiver's memory; the receiver is passive.
 
 
 def _nixl_agent(name: str, pool: torch.Tensor) -> Any:
-    """Made after the pool, so that UCX finds a CUDA context when it looks for devices."""
+    """Creates an agent after the pool, so that UCX finds a CUDA context when it looks for devices."""
     nixl = require("nixl_cu13", "nixl-cu13")
     agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
     agent.register_memory(pool)
@@ -121,8 +121,8 @@ def nixl_sender(pipe: Connection, device: str, size: int) -> None:
         pipe.send(seconds)
 
 
-# ucxx: a tagged message a page, and one back when all are there. With its error handling, as everywhere in this
-# project: without it, a peer's death would end or hang the other.
+# ucxx: one tagged message per page, and one back when all have arrived. Error handling is on: without it, the death of
+# one peer would end or hang the other.
 
 
 def ucxx_receiver(pipe: Connection, device: str, size: int) -> None:
@@ -176,11 +176,11 @@ def ucxx_sender(pipe: Connection, device: str, size: int) -> None:
 
 
 def _messages(pool: torch.Tensor, page_bytes: int) -> list[Any]:
-    """The pages as ucxx takes them."""
+    """The pages in the form ucxx expects."""
     pages = pool.view(-1, page_bytes)
     return list(pages if pool.is_cuda else pages.numpy())
 
 
 def _tag(ucxx: Any, number: int) -> dict[str, Any]:
-    """A tag as it is on the wire; ucxx would otherwise hash it."""
+    """Arguments for a tag that ucxx does not hash."""
     return {"tag": ucxx.types.Tag(number), "force_tag": True}

@@ -1,16 +1,12 @@
-"""How many times the throughput of Hugging Face transformers' continuous batching does the engine have?
+"""How does the engine's throughput compare with Hugging Face transformers' continuous batching?
 
-Qwen3 4B's shape in bfloat16 with random weights, in both on the same GPU, one after the other: 64 prompts of 512
-tokens, all there from the start, 256 tokens for each, greedy. Only computing counts: models are loaded, kernels
-compiled and graphs captured before.
-
-Usage: `python -m scripts.gpu.transformers_batching [--out DIR]`
+Both run a model of Qwen3 4B's shape with random bfloat16 weights on the same GPU, one after the other: 64 prompts of
+512 tokens, all queued at the start, 256 greedy tokens each. Loading, compiling and capturing graphs do not count.
 """
 
 import gc
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,31 +15,29 @@ import torch
 
 from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel
-from engine.profile.about import about
-from engine.profile.rough import time_a_few_steps
+from engine.profile.labels import profile_labels
+from engine.profile.rough import measure_rough_profile
 from scripts.engine_driver import EngineDriver, as_in_a_worker
-from scripts.gpu.common import require, run_experiment
+from scripts.gpu.common import require
 from scripts.gpu.models import MODELS
 from scripts.gpu.random_model import random_runner
 from scripts.gpu.results import Report, Target
 from scripts.gpu.serving import MIXED_BUDGET
 
-QUESTION = "How many times the throughput of transformers' continuous batching does the engine have?"
 MODEL = "Qwen3-4B"
 PROMPTS, PROMPT, OUTPUT = 64, 512, 256
 WARM_UP = (4, 8)
-"""Prompts and output tokens of a run that does not count."""
+"""Prompts and output tokens of the warm-up run."""
 MIN_GAIN = Target(at_least=3.0)
 
 
 def measure_all(
     report: Report, fields: Mapping[str, object], device: str = "cuda", limits: Mapping[str, int] | None = None
 ) -> None:
-    """Every figure, for a model of this config.json.
+    """Measures all figures of a model with these config.json fields.
 
     Args:
-        limits: Of transformers' cache and steps, as `ContinuousBatchingConfig` names them; None: its own choice, for
-            which it takes all of the memory that is free.
+        limits: Fields of transformers' `ContinuousBatchingConfig`; with None it takes all free memory.
     """
     own = _engine_tokens_s(fields, device)
     report.add(f"{MODEL}: {PROMPTS} x {PROMPT} + {OUTPUT}, engine", own, "tokens/s")
@@ -60,13 +54,13 @@ def _prompts(count: int, vocab_size: int) -> list[list[int]]:
 
 
 def _engine_tokens_s(fields: Mapping[str, object], device: str) -> float:
-    """Output tokens a second, with prompts in chunks beside decodes."""
+    """Output tokens a second with mixed batches."""
     room = PROMPTS * (PROMPT + OUTPUT + 64)
     runner = random_runner(fields, tokens=room, graph_decodes=PROMPTS, device=device)
     max_len = runner.config.max_model_len
-    profile = time_a_few_steps(runner, max_len, **about(Path(MODEL), runner.dtype, runner.pool.device))
+    profile = measure_rough_profile(runner, max_len, **profile_labels(Path(MODEL), runner.dtype, runner.pool.device))
     rule = Colocation(PerfModel(profile), token_budget=MIXED_BUDGET, mode="mixed")
-    for prompts, output in (WARM_UP, (PROMPTS, OUTPUT)):  # each with an empty cache of prompts
+    for prompts, output in (WARM_UP, (PROMPTS, OUTPUT)):  # each with an empty prefix cache
         driver = EngineDriver(runner, rule, max_len=max_len, max_num_seqs=PROMPTS)
         began = time.perf_counter()
         left = {driver.add(prompt, output) for prompt in _prompts(prompts, runner.config.vocab_size)}
@@ -77,7 +71,7 @@ def _engine_tokens_s(fields: Mapping[str, object], device: str) -> float:
 
 
 def _transformers_tokens_s(fields: Mapping[str, object], device: str, limits: Mapping[str, int]) -> tuple[float, str]:
-    """Output tokens a second, and which attention it used."""
+    """Output tokens a second, and the attention it used."""
     transformers = require("transformers", "transformers")
     shape = {name: value for name, value in fields.items() if name not in ("model_type", "torch_dtype")}
     config = transformers.AutoConfig.for_model(fields["model_type"], **shape)
@@ -96,25 +90,16 @@ def _transformers_tokens_s(fields: Mapping[str, object], device: str, limits: Ma
             ).values()
     if failed := [one.error or "too few tokens" for one in outputs if len(one.generated_tokens) != OUTPUT]:
         raise RuntimeError(f"transformers failed {len(failed)} of {PROMPTS} requests: {failed[0]}")
-    # What it does before it takes requests does not count.
+    # Its set-up before the first request does not count.
     seconds = max(one.timestamps[-1] for one in outputs) - min(one.created_time for one in outputs)
-    # It may choose another one for as long as it serves.
+    # It may switch to another attention while it serves.
     attention = next((call.args[0] for call in chosen.call_args_list), model.config._attn_implementation)
     return PROMPTS * OUTPUT / seconds, f"transformers {transformers.__version__}, attention {attention}"
 
 
 def run(report: Report) -> None:
-    """See the module. Without FlashInfer the engine has neither its attention nor graphs."""
+    """Runs the experiment. Needs FlashInfer: the engine has no attention kernel and no graphs without it."""
     require("flashinfer", "flashinfer-python")
     as_in_a_worker()
     require("transformers", "transformers")
     measure_all(report, MODELS[MODEL])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("transformers_batching", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

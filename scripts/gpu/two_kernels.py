@@ -1,16 +1,13 @@
-"""What does a split of the SMs gain when two kinds of work run side by side, and does the planner find the best one?
+"""What do Green Contexts gain for two kinds of work side by side, and does the planner find the best split?
 
 Three pairs: a compute-bound beside a memory-bound kernel, and a prefill's GEMM beside a decode's GEMM and beside its
-attention. For every split the times t(SMs) of a piece are measured, alone and beside the other kind, and the time of
-100 pieces of each. From the curves `cpd.performance.split.plan_split` chooses a split. At the end 100 pieces of each
-are timed on one stream, on two plain streams, on the best split of the sweep, and as planned, in turns.
-
-Usage: `python -m scripts.gpu.two_kernels [--out DIR]`
+attention. For every split this measures the time t(SMs) of a piece, alone and beside the other kind, and the time of
+100 pieces of each. `cpd.performance.split.plan_split` chooses a split from these curves. Finally 100 pieces of each are
+timed on one stream, on two plain streams, on the best split of the sweep and on the planned split, in turns.
 """
 
 import contextlib
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -19,16 +16,15 @@ import numpy as np
 from cpd.performance.split import Curve, Device, LaneSplit, Workload, lane_splits, plan_split
 from engine.execution.cuda.driver import CudaDriver, Driver
 from engine.execution.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
-from scripts.gpu.common import require_cuda, run_experiment
+from scripts.gpu.common import require_cuda
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Report, Target, number, text_table
 from scripts.gpu.streams import Launch, Load, alone_ms, beside_ms, new_stream, together_ms
 from scripts.gpu.workloads import Gemm, PageReads, compute_for, decode_attention
 
-QUESTION = "What do Green Contexts gain for two kinds of work side by side, and does the planner find the best split?"
 PIECES = 100
 GAIN = Target(at_least=1.34)
-"""Published for two kernels of this kind on an H200."""
+"""Published gain for two such kernels on an H200."""
 NO_LOSS = Target(at_least=1.0)
 PLANNED = Target(at_most=1.03)
 ROUNDS = 5
@@ -41,9 +37,10 @@ class Pair:
     """Two kinds of work.
 
     Attributes:
-        first, second: Launch one piece each; `first` is on the prefill's side of a split, `second` on the decode's.
-        every: One of so many splits is measured.
-        gain: What the best split should gain over one stream.
+        first: Launches one piece on the prefill side of a split.
+        second: Launches one piece on the decode side.
+        every: Measure every n-th split.
+        gain: Target for the gain of the best split over one stream.
     """
 
     name: str
@@ -55,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One split: the SMs of each part, the time of a piece alone and beside the other kind, and of all pieces."""
+    """One split: SMs of each part, the time of a piece alone and beside the other kind, and the time of all pieces."""
 
     first_sms: int
     second_sms: int
@@ -68,12 +65,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the planner chooses.
+    """The planner's choice.
 
     Attributes:
-        second_sms: SMs of the second kind, the first gets the rest: what is best, then what would be if that can't be
-            had. Empty: one kind after the other, on all of them.
-        ms: How long the best is to take.
+        second_sms: SMs of the second kind (the first gets the rest), best choice first, then fallbacks. Empty if both
+            kinds should run one after the other on all SMs.
+        ms: Predicted time of the best choice.
     """
 
     second_sms: Sequence[int]
@@ -81,7 +78,7 @@ class Plan:
 
 
 def study(report: Report, driver: Driver, pair: Pair, pieces: int) -> None:
-    """Measures one pair, and compares the planned split to the best."""
+    """Measures one pair, and compares the planned split with the best."""
     stream = new_stream()
     whole = (alone_ms(Load(stream, pair.first)), alone_ms(Load(stream, pair.second)))
     points = sweep(driver, pair, pieces)
@@ -94,7 +91,7 @@ def study(report: Report, driver: Driver, pair: Pair, pieces: int) -> None:
         if planned.second_sms:
             parts = open_first(contexts, planned.second_sms)
             as_planned, note = loads(pair, parts), f"{parts.prefill.sms} + {parts.decode.sms} SMs"
-        # Measured anew, in turns: the least of many measurements is too good, and clocks change.
+        # Measure again, in turns: the minimum of many measurements is too good, and clocks change.
         times = in_turns(
             {
                 "one stream": one_stream,
@@ -117,7 +114,7 @@ def study(report: Report, driver: Driver, pair: Pair, pieces: int) -> None:
 
 
 def sweep(driver: Driver, pair: Pair, pieces: int) -> list[Point]:
-    """The splits that are to be measured, one after the other."""
+    """Measures the splits one after the other."""
     with GreenContexts(driver) as contexts:
         sizes = [int(split.decode) for split in lane_splits(contexts.units)]
     points = []
@@ -133,7 +130,7 @@ def sweep(driver: Driver, pair: Pair, pieces: int) -> list[Point]:
 
 
 def measure_split(pair: Pair, parts: PartitionPair, pieces: int) -> Point:
-    """All that is measured at one split."""
+    """Measures one split."""
     first, second = loads(pair, parts)
     together_ms([first, second], 1)
     return Point(
@@ -148,15 +145,18 @@ def measure_split(pair: Pair, parts: PartitionPair, pieces: int) -> Point:
 
 
 def loads(pair: Pair, parts: PartitionPair) -> list[Load]:
-    """Each kind of work on its part."""
+    """Each kind of work on its partition."""
     return [Load(parts.prefill.stream(), pair.first), Load(parts.decode.stream(), pair.second)]
 
 
 def plan(points: Sequence[Point], whole: tuple[float, float], device: Device, pieces: int) -> Plan:
-    """What the planner chooses, by the curves.
+    """The planner's choice for the measured curves.
 
     Args:
-        whole: Times of a piece of each kind on the whole device.
+        points: The measured splits.
+        whole: Time of a piece of each kind on the whole device, ms.
+        device: The device's units.
+        pieces: Pieces of each kind.
     """
     first = Workload(
         "first",
@@ -173,7 +173,7 @@ def plan(points: Sequence[Point], whole: tuple[float, float], device: Device, pi
     chosen = plan_split([first, second], device)
     if len(chosen.stages) > 1:
         return Plan((), chosen.ms)
-    least = chosen.stages[0].units  # the planner may leave SMs to nobody: here somebody gets them
+    least = chosen.stages[0].units  # the planner may leave SMs unused; here all are used
 
     def cost(split: LaneSplit) -> tuple[bool, float]:
         total_ms = first.total_ms(int(split.prefill), together=True), second.total_ms(int(split.decode), together=True)
@@ -183,10 +183,10 @@ def plan(points: Sequence[Point], whole: tuple[float, float], device: Device, pi
 
 
 def open_first(contexts: GreenContexts, sizes: Sequence[int]) -> PartitionPair:
-    """The first of these splits that this device has.
+    """Opens the first of these splits that the device supports.
 
     Raises:
-        UnusablePartitionError: It has none of them.
+        UnusablePartitionError: It supports none.
     """
     for size in sizes[:-1]:
         with contextlib.suppress(UnusablePartitionError):
@@ -195,7 +195,7 @@ def open_first(contexts: GreenContexts, sizes: Sequence[int]) -> PartitionPair:
 
 
 def curve(times: Mapping[int, float]) -> Curve:
-    """t(units) through some of its points: straight in speed between two of them, and level beyond the last."""
+    """t(units) through some points: speed is linear between two points, and constant beyond the last."""
     units = sorted(times)
     speeds = [1 / times[count] for count in units]
     return lambda count: 1 / float(np.interp(count, units, speeds))
@@ -213,7 +213,7 @@ def _curves(pair: Pair, points: Sequence[Point]) -> str:
 
 
 def run(report: Report) -> None:
-    """See the module."""
+    """Runs the experiment."""
     device = require_cuda()
     driver = CudaDriver()
     probes = Probes.build(device)
@@ -228,12 +228,3 @@ def run(report: Report) -> None:
     del decode
     kernel, attention = decode_attention(device, SEQUENCES, CONTEXT)
     study(report, driver, Pair(f"prefill GEMM | decode attention ({kernel})", prefill, attention), PIECES)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; see the module."""
-    return run_experiment("two_kernels", QUESTION, run, argv=argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

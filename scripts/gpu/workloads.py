@@ -1,10 +1,10 @@
-"""Work of the kinds that run side by side on a combined node, on random data. Each call launches one piece of it.
+"""Kinds of work that run side by side on a combined worker, on random data. A call launches one piece.
 
 Compute             bound by arithmetic
 PageReads           bound by memory
-Gemm                of a prefill (many rows) or of a decode (few rows: a piece reads several matrices)
+Gemm                of a prefill (many rows) or a decode (few rows; a piece reads several matrices)
 PagedDecode         a decode's attention, by FlashInfer
-ContiguousDecode    the same by torch, where there is no FlashInfer
+ContiguousDecode    the same by torch, for machines without FlashInfer
 """
 
 import math
@@ -20,14 +20,14 @@ from scripts.gpu.probes import BLOCK, Policy, Probes
 from scripts.gpu.streams import Load, alone_ms
 
 HIDDEN, WIDTH = 4096, 28672
-"""Of Llama 3 8B's fused gate and up projection, the largest of its matrices (0.23 GB) but for the LM head."""
+"""Llama 3 8B's fused gate and up projection, its largest matrix (0.23 GB) except for the LM head."""
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-"""Of Llama 3 8B's attention."""
+"""Llama 3 8B's attention."""
 WORKSPACE_BYTES = 128 << 20
 
 
 class Compute:
-    """Fused multiply-adds in float32, in so many blocks that a last wave of few hardly matters."""
+    """Fused multiply-adds in float32, in so many blocks that an incomplete last wave hardly matters."""
 
     def __init__(self, probes: Probes, device: torch.device, iterations: int, blocks: int = 8192) -> None:
         self._probes = probes
@@ -40,18 +40,14 @@ class Compute:
 
 
 def compute_for(probes: Probes, device: torch.device, stream: torch.cuda.Stream, ms: float) -> Compute:
-    """A `Compute` that takes about so long on a stream."""
+    """A `Compute` that takes about `ms` on a stream."""
     iterations = 1000
     trial_ms = alone_ms(Load(stream, Compute(probes, device, iterations)))
     return Compute(probes, device, max(1, round(iterations * ms / trial_ms)))
 
 
 class PageReads:
-    """Pages in random order, each read once.
-
-    Attributes:
-        bytes: That a piece reads.
-    """
+    """Reads pages in random order, each once; `bytes` is the size of a piece."""
 
     def __init__(
         self,
@@ -73,21 +69,17 @@ class PageReads:
         self._probes.read_pages(self._pool, self._table, self._out, self._policy)
 
     def with_policy(self, policy: Policy) -> Callable[[], None]:
-        """The same reads, asked for in another way."""
+        """The same reads with another cache policy."""
         return lambda: self._probes.read_pages(self._pool, self._table, self._out, policy)
 
     def wrong_sums(self) -> int:
-        """Of how many pages the last piece's sum is not what torch finds."""
+        """Number of pages for which the last piece's sum differs from torch's."""
         right = self._pool.sum(1, dtype=torch.int64)[self._table.long()]
         return int((right - self._out).remainder(2**32).count_nonzero().item())
 
 
 class Gemm:
-    """bfloat16 products of the same rows with several matrices, one after the other.
-
-    Attributes:
-        flop: Operations of a piece.
-    """
+    """bfloat16 products of the same rows with several matrices, one after the other; `flop` counts a piece."""
 
     def __init__(
         self, device: torch.device, rows: int, matrices: int = 1, *, hidden: int = HIDDEN, width: int = WIDTH
@@ -104,16 +96,12 @@ class Gemm:
             torch.mm(self._x, weight.T, out=self.out)
 
     def reference(self) -> torch.Tensor:
-        """What `out` should be after a piece, in float64: its first rows, as many as 64. [rows, width]"""
+        """Expected first rows of `out` after a piece, at most 64, in float64: [rows, width]."""
         return self._x[:64].double() @ self._weights[-1].double().T
 
 
 def decode_attention(device: torch.device, sequences: int, context: int) -> tuple[str, Callable[[], object]]:
-    """Attention of a decode step in one layer, by FlashInfer if it is there.
-
-    Returns:
-        Which one, and the work.
-    """
+    """Attention of a decode step in one layer, by FlashInfer if installed: its description, and the work."""
     try:
         return "FlashInfer, paged", PagedDecode(require("flashinfer", "flashinfer-python"), device, sequences, context)
     except MissingError:
@@ -121,7 +109,7 @@ def decode_attention(device: torch.device, sequences: int, context: int) -> tupl
 
 
 class ContiguousDecode:
-    """torch's attention of one query token a sequence over contiguous keys and values."""
+    """torch's attention of one query token per sequence over contiguous keys and values."""
 
     def __init__(self, device: torch.device, sequences: int, context: int) -> None:
         self._q = torch.randn(sequences, HEADS, 1, HEAD_DIM, device=device).to(torch.bfloat16)
@@ -133,14 +121,14 @@ class ContiguousDecode:
 
 
 class PagedDecode:
-    """FlashInfer's attention of one query token a sequence, in some layers, over pages in random order.
+    """FlashInfer's attention of one query token per sequence, in some layers, over pages in random order.
 
     Attributes:
         q: [sequences, HEADS, HEAD_DIM]
-        layers: Of each the keys and values, as in the engine's pool. [pages, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
-        table: Pages of each sequence. [sequences, blocks] int32
+        layers: Keys and values of each layer, as in the engine's pool: [pages, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+        table: Pages of each sequence: [sequences, blocks] int32
         context: Tokens of each sequence.
-        out: Of the last piece's last layer. [sequences, HEADS, HEAD_DIM]
+        out: Result of the last layer: [sequences, HEADS, HEAD_DIM]
     """
 
     def __init__(
@@ -175,10 +163,10 @@ class PagedDecode:
 
     def __call__(self) -> None:
         for kv in self.layers:
-            self._wrapper.run(self.q, kv, out=self.out, enable_pdl=False)  # as the engine
+            self._wrapper.run(self.q, kv, out=self.out, enable_pdl=False)  # as in the engine
 
     def reference(self) -> torch.Tensor:
-        """What `out` should be, in float64."""
+        """Expected `out`, in float64."""
         rows = self.layers[-1][self.table.long()]  # [sequences, blocks, 2, KV_HEADS, BLOCK, HEAD_DIM]
         k, v = rows.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.context].double()
         q = self.q.view(len(self.q), KV_HEADS, -1, HEAD_DIM).double()

@@ -1,4 +1,4 @@
-"""`cpd sim …`: the commands. What they do is imported when one is used."""
+"""The `cpd sim` commands. Each imports what it needs when it is used."""
 
 import typer
 
@@ -7,22 +7,23 @@ from sim.cluster.settings import CompareSettings, SimSettings
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Simulate whole clusters. Scheduler and routing are the real ones; devices are not needed.",
+    help="Simulate whole clusters without devices, with the real scheduler and routing.",
 )
 
 
 def _run(settings: SimSettings) -> None:
-    """Simulate one policy under one load and report its latencies and throughput, as `cpd bench run` does."""
+    """Simulate one policy under one load.
+
+    Reports latencies and throughput as `cpd bench run` does.
+    """
     from sim.cluster.run import run
 
     run(settings)
 
 
 def _compare(settings: CompareSettings) -> None:
-    """Search the highest rate of requests that each policy sustains within the latency targets."""
+    """Find the highest rate that each policy sustains within the latency targets."""
     from sim.cluster.compare import compare
 
     compare(settings)

@@ -1,4 +1,4 @@
-"""`cpd sim compare`: the highest rate that each policy sustains, for one or several mixes."""
+"""`cpd sim compare`: finds the highest rate that each policy sustains, for one or several mixes."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ class Row(BaseModel):
     """One policy on one mix, at the highest rate that it sustains.
 
     Attributes:
-        max_rate: Rate of the workload, in requests a second; None: not even the lowest one that was tried.
-        too_much: The lowest rate that it does not sustain.
-        requests_per_s: Measured requests that came at the highest rate: fewer, while sessions are still young.
+        max_rate: Rate of the workload, in requests a second; None: it sustained no rate that was tried.
+        too_much: Lowest rate that it does not sustain.
+        requests_per_s: Measured requests a second at that rate; fewer while sessions are young.
         work_imbalance, imbalance, step_imbalance: See `sim.cluster.simulation.Outcome`.
     """
 
@@ -55,7 +55,7 @@ class Row(BaseModel):
 
 
 class Comparison(BaseModel):
-    """What `--json` writes."""
+    """The content of the `--json` file."""
 
     schema_: Literal["cpd-sim-compare/1"] = Field("cpd-sim-compare/1", alias="schema")
     simulated: Literal[True] = True
@@ -66,10 +66,10 @@ class Comparison(BaseModel):
 
 
 def compare(settings: CompareSettings) -> None:
-    """Searches, saves and shows.
+    """Searches the rates, writes the files and prints the table.
 
     Raises:
-        CPDError: The settings do not fit together, or a file cannot be read or written.
+        CPDError: The settings contradict each other, or a file cannot be read or written.
     """
     if settings.workload != "mix":
         raise ConfigError("a trace has its own times: `cpd sim compare` needs --workload mix")
@@ -99,7 +99,7 @@ def _policies(text: str) -> list[PolicyName]:
     known: tuple[PolicyName, ...] = get_args(PolicyName)
     chosen = [name for part in text.split(",") for name in known if name == part.strip()]
     if not chosen or len(chosen) < len(text.split(",")):
-        raise ConfigError(f"--policies: {text!r} is no list of {', '.join(known)}")
+        raise ConfigError(f"--policies: {text!r} is not a list of {', '.join(known)}")
     return chosen
 
 
@@ -111,27 +111,28 @@ def _long_shares(settings: CompareSettings) -> list[float]:
     except ValueError:
         shares = [inf]
     if not all(0 <= share <= 1 for share in shares):
-        raise ConfigError("--long-shares takes numbers from 0 to 1, with commas between them")
+        raise ConfigError("--long-shares takes numbers from 0 to 1, separated by commas")
     return shares
 
 
 def search_rate(settings: CompareSettings, name: PolicyName, long_share: float) -> Row:
+    """Searches the highest rate that one policy sustains on one mix."""
     settings = settings.model_copy(update={"long_share": long_share})
     search = MaxRate(settings.rate_from, settings.precision)
     best = None
     while (rate := search.next()) is not None:
         cluster = SimCluster(settings, name, make_workload(settings, rate))
-        kept = cluster.sustains(settings.good_share, rate * settings.duration)
-        search.tell(rate, kept)
-        if kept:
+        sustained = cluster.sustains(settings.good_share, rate * settings.duration)
+        search.tell(rate, sustained)
+        if sustained:
             best = cluster
-    if best is None or search.kept is None:
-        return Row(policy=name, long_share=long_share, max_rate=None, too_much=search.failed)
-    return as_row(settings, name, search.kept, best.run()).model_copy(update={"too_much": search.failed})
+    if best is None or search.met is None:
+        return Row(policy=name, long_share=long_share, max_rate=None, too_much=search.missed)
+    return as_row(settings, name, search.met, best.run()).model_copy(update={"too_much": search.missed})
 
 
 def as_row(settings: CompareSettings, name: PolicyName, rate: float, outcome: Outcome) -> Row:
-    """The figures of a run at this rate."""
+    """Returns the figures of a run at this rate."""
     summary, rows = summarise(outcome.records, start_s=settings.warmup, slo=None, offered_per_s=None)
     return Row(
         policy=name,
@@ -153,9 +154,9 @@ def as_row(settings: CompareSettings, name: PolicyName, rate: float, outcome: Ou
 
 _COLUMNS = ("Long", "Policy", "Rate", "Ratio", "TTFT p99", "ITL p99", "Cached", "Remote", "Work", "Requests", "Steps")
 _NOTE = (
-    "Rate: the highest, in requests a second; ratio: to the first policy's. The rest is of the run at that rate, times "
-    "in ms. The last three tell how uneven the load is, the most to the mean: of all workers' work (device time); of "
-    "requests, and of how long decode steps take, on average over time, of the combined ones."
+    "Rate: the highest sustained, in requests a second; ratio: to the first policy's. The other columns are from the "
+    "run at that rate, times in ms. The last three are maximum over mean: of device time, over all workers; of "
+    "requests and of decode step times, over the combined workers."
 )
 
 

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and when."""
+"""Virtual time: a queue of calls."""
 
 import gc
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Events:
-    """A queue of calls, each due at a time; those due at the same time come in the order in which they were added.
+    """Calls in the order of their times; calls at the same time in the order in which they were added.
 
     Attributes:
-        now: In seconds since the simulation began.
+        now: Seconds since the simulation began.
     """
 
     def __init__(self) -> None:
@@ -20,16 +20,19 @@ class Events:
         self._numbers = count()
 
     def at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Has `call(*args)` called when it is `time_s`, which must not have passed."""
+        """Schedules `call(*args)` for `time_s`, which must not have passed."""
         if time_s < self.now:
-            raise AssertionError(f"it is {self.now} s, so that nothing can be due at {time_s} s")
+            raise AssertionError(f"it is {self.now} s: {time_s} s has passed")
         heappush(self._heap, (time_s, next(self._numbers), call, args))
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Lets time pass until `until()` or until nothing is left to happen.
+    def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Schedules `call(*args)` in `delay_s` seconds."""
+        self.at(self.now + delay_s, call, *args)
 
-        Garbage is collected before, and none is looked for meanwhile: a cluster has millions of objects, and what goes
-        while it runs is in no cycles.
+    def run(self, until: Callable[[], bool]) -> None:
+        """Makes the calls until `until()` is true or none is left.
+
+        The garbage collector is off meanwhile: a cluster has millions of objects, and no cycles among those it drops.
         """
         heap = self._heap
         gc.collect()

@@ -1,15 +1,15 @@
-"""The policies that are compared. All run on the same engine, with the same token budget rule and the same caches.
+"""The compared policies. All run on the same engine, with the same token budget rule and caches.
 
-cpd                  router/placement/policy.py; workers with lanes beside some prefill workers
-cpd-no-lanes         the same, prompts in the decodes' batches
-cpd-no-remote        the same, all workers combined
-cpd-no-cache         the same, blind for what is cached
-cpd-no-interference  the same, blind for interference: what a prompt or one more stream does to the streams there
-cpd-no-queue         the same, blind for the prompts that a worker has still to compute
-aggregated           all workers combined, chunked prefill in the decodes' batches, routing as in SGLang's router
-cache-aware          the same, routing as in Dynamo's router
-most-cached          the same, always to the longest cached prefix: how much caching there is to be had
-static-pd            some workers only prefill, the others only decode, every prompt goes the same way
+cpd                  router/placement/policy.py; combined workers with lanes, and prefill workers
+cpd-no-lanes         the same, with prompts in the decodes' batches
+cpd-no-remote        the same, with combined workers only
+cpd-no-cache         the same, without knowing what is cached
+cpd-no-interference  the same, without interference costs (the delay to running streams)
+cpd-no-queue         the same, without knowing which prompts wait on a worker
+aggregated           combined workers only, chunked prefill in the decodes' batches, SGLang's routing
+cache-aware          the same, with Dynamo's routing
+most-cached          the same, always to the longest cached prefix: an upper bound for cached tokens
+static-pd            each worker only prefills or only decodes
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ PolicyName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a policy decides by: see `router.placement.policy.place`. There is a combined worker."""
+    """Input of a policy, with at least one combined worker. See `router.placement.policy.place`."""
 
     prompt: Prompt
     combined: Sequence[Candidate]
@@ -51,15 +51,15 @@ class Situation:
     rng: Random
 
     def cached_blocks(self, worker: Candidate) -> int:
-        """Leading blocks of the prompt that the worker has."""
+        """Returns how many leading blocks of the prompt the worker has cached."""
         return self.cached.get(worker.worker_id, 0)
 
 
 Place = Callable[[Situation], Placement | None]
-"""Where a request goes; None: nowhere yet."""
+"""Returns where a request goes, or None if no worker can take it."""
 
-# SGLang's router, cache_aware (its defaults at 0.5): the shortest queue while load is uneven, else the longest match if
-# it is long enough, else the shortest queue.
+# SGLang's router, policy cache_aware with the defaults of 0.5: the shortest queue if load is uneven, else the longest
+# match if it is long enough, else the shortest queue.
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS_THRESHOLD = 64
 BALANCE_REL_THRESHOLD = 1.5
@@ -70,9 +70,9 @@ class Policy:
     """A way to run a cluster.
 
     Attributes:
-        place: Where a request goes.
-        colocate: Where prompts go on combined workers.
-        prefill_workers: Whether some of the workers are prefill workers.
+        place: Places requests.
+        colocate: How combined workers compute prompts beside decodes.
+        prefill_workers: Whether there are prefill workers.
     """
 
     place: Place
@@ -80,47 +80,22 @@ class Policy:
     prefill_workers: bool
 
 
-def policy(name: PolicyName) -> Policy:
-    """The policy of this name."""
-    match name:
-        case "cpd":
-            return Policy(_ours, "auto", prefill_workers=True)
-        case "cpd-no-lanes":
-            return Policy(_ours, "mixed", prefill_workers=True)
-        case "cpd-no-remote":
-            return Policy(_ours, "auto", prefill_workers=False)
-        case "cpd-no-cache":
-            return Policy(_blind, "auto", prefill_workers=True)
-        case "cpd-no-interference":
-            return Policy(_without_interference, "auto", prefill_workers=True)
-        case "cpd-no-queue":
-            return Policy(_hasty, "auto", prefill_workers=True)
-        case "aggregated":
-            return Policy(_aggregated, "mixed", prefill_workers=False)
-        case "cache-aware":
-            return Policy(_least_blocks, "mixed", prefill_workers=False)
-        case "most-cached":
-            return Policy(_most_cached, "mixed", prefill_workers=False)
-        case "static-pd":
-            return Policy(_static_pd, "mixed", prefill_workers=True)
-
-
-def _ours(seen: Situation) -> Placement | None:
+def _cpd(seen: Situation) -> Placement | None:
     cached = Prefixes(seen.cached)
     return place(seen.prompt, seen.combined, seen.prefill, cached, seen.settings, now=seen.now, rng=seen.rng)
 
 
-def _blind(seen: Situation) -> Placement | None:
-    return _ours(replace(seen, cached={}))
+def _without_cache(seen: Situation) -> Placement | None:
+    return _cpd(replace(seen, cached={}))
 
 
 def _without_interference(seen: Situation) -> Placement | None:
-    streams = [replace(one, requests=0, beside=PrefillEstimator(one.beside.rule)) for one in seen.combined]
-    return _ours(replace(seen, combined=streams))
+    streams = [replace(one, requests=0, estimator=PrefillEstimator(one.estimator.colocation)) for one in seen.combined]
+    return _cpd(replace(seen, combined=streams))
 
 
-def _hasty(seen: Situation) -> Placement | None:
-    return _ours(
+def _without_queue(seen: Situation) -> Placement | None:
+    return _cpd(
         replace(
             seen,
             combined=[replace(one, idle_at=0.0) for one in seen.combined],
@@ -140,8 +115,8 @@ def _aggregated(seen: Situation) -> Placement:
     return _local(best if matched > CACHE_THRESHOLD * seen.prompt.tokens else shortest)
 
 
-def _least_blocks(seen: Situation) -> Placement:
-    """Dynamo's KV router (overlap weight 1): least of blocks to prefill plus blocks in use."""
+def _cache_aware(seen: Situation) -> Placement:
+    """Dynamo's KV router (overlap weight 1): fewest blocks to prefill plus blocks in use."""
 
     def cost(one: Candidate) -> tuple[float, float]:
         prefill_blocks = seen.prompt.tokens / BLOCK_SIZE - seen.cached_blocks(one)
@@ -155,7 +130,7 @@ def _most_cached(seen: Situation) -> Placement:
 
 
 def _static_pd(seen: Situation) -> Placement | None:
-    """The prefill worker that will be done soonest, for its cache and its queue; the least busy decode worker."""
+    """The prefill worker that finishes first, given its cache and queue, and the decode worker with fewest requests."""
     if not seen.prefill:
         return None
     decode = min(seen.combined, key=lambda one: (one.requests, seen.rng.random()))
@@ -173,3 +148,17 @@ def _best_match(seen: Situation) -> Candidate:
 
 def _local(decode: Candidate) -> Placement:
     return Placement(decode, (), None, 0, False, ())
+
+
+POLICIES: dict[PolicyName, Policy] = {
+    "cpd": Policy(_cpd, "auto", prefill_workers=True),
+    "cpd-no-lanes": Policy(_cpd, "mixed", prefill_workers=True),
+    "cpd-no-remote": Policy(_cpd, "auto", prefill_workers=False),
+    "cpd-no-cache": Policy(_without_cache, "auto", prefill_workers=True),
+    "cpd-no-interference": Policy(_without_interference, "auto", prefill_workers=True),
+    "cpd-no-queue": Policy(_without_queue, "auto", prefill_workers=True),
+    "aggregated": Policy(_aggregated, "mixed", prefill_workers=False),
+    "cache-aware": Policy(_cache_aware, "mixed", prefill_workers=False),
+    "most-cached": Policy(_most_cached, "mixed", prefill_workers=False),
+    "static-pd": Policy(_static_pd, "mixed", prefill_workers=True),
+}

@@ -1,4 +1,4 @@
-"""The router's part: what it knows of the workers, and where it sends requests."""
+"""The simulated router: follows the workers' loads and caches, and places requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,33 +12,33 @@ from router.placement.costs import PolicySettings, Prompt
 from router.placement.policy import Placement
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import PrefixIndex
+from sim.cluster.disaggregation import DecodeSide, PlacedRequest
 from sim.cluster.events import Events
-from sim.cluster.fills import DecodeSide, Order
 from sim.cluster.policies import Place, Situation
 from sim.cluster.worker import SimWorker
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
-    """A request under way.
+class RequestState:
+    """A request in flight.
 
     Attributes:
-        number: Names it.
-        on_end: Called when the last token was chosen.
-        on_refused: Called when no worker takes it.
+        number: Number of its conversation.
+        on_end: Called when the last token is sampled.
+        on_refused: Called when no worker takes the request.
         token_ids: The answer so far.
-        times_s: When the router has each of them.
-        cached_tokens: Prompt tokens that came from a cache, once it is known.
-        remote: Whether a prefill worker computed the prompt, once it is known.
-        decode, prefill: The workers that it was sent to last; the same one where it is computed locally.
-        placement, placed_at: The last one, and when that was.
-        refused_by: Workers that had no room for it.
+        times_s: When the router receives each of them.
+        cached_tokens: Prompt tokens that came from a cache, once known.
+        remote: Whether a prefill worker computed the prompt, once known.
+        decode, prefill: Workers of the last placement; equal if the prompt is computed locally.
+        placement, placed_at: The last placement and its time.
+        refused_by: Workers whose queue was full.
     """
 
     number: int
     request: Request
-    on_end: Callable[["Flight", Finish], None]
-    on_refused: Callable[["Flight"], None]
+    on_end: Callable[["RequestState", Finish], None]
+    on_refused: Callable[["RequestState"], None]
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     cached_tokens: int = 0
@@ -54,10 +54,10 @@ class SimRouter:
     """One router with sessions to all workers.
 
     Args:
-        place: Decides.
-        sides: Of the combined workers, by name.
-        network_s: Between the router and a worker.
-        on_load: Told of every load report.
+        place: The policy.
+        sides: Counterparts of the combined workers, by name.
+        network_s: Delay of a message between router and worker.
+        on_load: Called with each load report when it is sent.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class SimRouter:
         self._network_s = network_s
         self._rng = Random(seed)
         self._on_load = on_load
-        self._flights: dict[str, Flight] = {}  # by the request's id
+        self._requests: dict[str, RequestState] = {}  # by the request's id
         self._index = PrefixIndex()
         self._workers = {worker.id: worker for worker in workers}
         self._loads = {worker.id: self._follow(worker) for worker in workers}
 
-    def submit(self, flight: Flight) -> None:
+    def submit(self, state: RequestState) -> None:
         """Places a request and sends it to its worker."""
-        request, now = flight.request, self._events.now
-        self._flights[request.id] = flight
+        request, now = state.request, self._events.now
+        self._requests[request.id] = state
         cached = self._index.cached_prefixes(request.block_hashes).cached
         seen = Situation(
             Prompt(len(request.token_ids), request.params.max_tokens),
-            self._candidates("combined", flight.refused_by),
+            self._candidates("combined", state.refused_by),
             self._candidates("prefill", frozenset()),
             cached,
             self._settings,
@@ -99,63 +99,63 @@ class SimRouter:
         )
         placement = self._place(seen) if seen.combined else None
         if placement is None:
-            del self._flights[request.id]
-            flight.on_refused(flight)
+            del self._requests[request.id]
+            state.on_refused(state)
             return
-        flight.decode, flight.prefill = placement.decode.worker_id, placement.prompt_worker.worker_id
-        flight.placement, flight.placed_at = placement, now
-        self._loads[flight.decode].sequences_started(1)
-        self._loads[flight.prefill].prompt_sent(flight.number, self._prefill_ms(placement, request, cached), now)
-        order = Order(
+        state.decode, state.prefill = placement.decode.worker_id, placement.prompt_worker.worker_id
+        state.placement, state.placed_at = placement, now
+        self._loads[state.decode].sequences_started(1)
+        self._loads[state.prefill].prompt_sent(state.number, self._prefill_ms(placement, request, cached), now)
+        placed = PlacedRequest(
             request,
             prefill=tuple(self._workers[one.worker_id] for one in placement.prefill),
             prefix_source=self._workers[placement.prefix_source.worker_id] if placement.prefix_source else None,
             long_prefill_tokens=placement.long_prefill_tokens,
-            on_first=lambda output, tokens: self._first_by_other(flight, output, tokens),
-            on_refused=lambda: self._events.at(self._events.now + self._network_s, self._refused, flight),
+            on_first=lambda output, tokens: self._first_by_other(state, output, tokens),
+            on_refused=lambda: self._events.after(self._network_s, self._refused, state),
         )
-        self._events.at(now + self._network_s, self._sides[flight.decode].take, order)
+        self._events.at(now + self._network_s, self._sides[state.decode].take, placed)
 
     def output(self, output: Output) -> None:
-        """A combined worker has chosen a request's next token."""
-        flight = self._flights[output.request_id]
+        """A combined worker has sampled a request's next token."""
+        state = self._requests[output.request_id]
         if output.cached_tokens is not None:
-            flight.cached_tokens = output.cached_tokens
-            self._answered(flight, self._network_s, planned=flight.prefill == flight.decode)
-        self._chosen(flight, output, self._network_s)
+            state.cached_tokens = output.cached_tokens
+            self._answered(state, self._network_s, planned=state.prefill == state.decode)
+        self._chosen(state, output, self._network_s)
 
     def more(self, request_id: str, token_ids: Sequence[int], chosen_s: Sequence[float]) -> None:
-        """A combined worker has chosen a request's next tokens at these times, and more are to come."""
-        flight, after_s = self._flights[request_id], self._network_s
-        flight.times_s += [time_s + after_s for time_s in chosen_s]
-        flight.token_ids += token_ids
+        """A combined worker has sampled a request's next tokens at these times, and the request goes on."""
+        state, after_s = self._requests[request_id], self._network_s
+        state.times_s += [time_s + after_s for time_s in chosen_s]
+        state.token_ids += token_ids
 
-    def _first_by_other(self, flight: Flight, output: Output, cached_tokens: int) -> None:
-        flight.remote, flight.cached_tokens = True, cached_tokens
-        self._answered(flight, 2 * self._network_s, planned=True)
-        self._chosen(flight, output, 2 * self._network_s)
+    def _first_by_other(self, state: RequestState, output: Output, cached_tokens: int) -> None:
+        state.remote, state.cached_tokens = True, cached_tokens
+        self._answered(state, 2 * self._network_s, planned=True)
+        self._chosen(state, output, 2 * self._network_s)
 
-    def _chosen(self, flight: Flight, output: Output, after_s: float) -> None:
-        flight.times_s.append(self._events.now + after_s)
-        flight.token_ids += output.token_ids
+    def _chosen(self, state: RequestState, output: Output, after_s: float) -> None:
+        state.times_s.append(self._events.now + after_s)
+        state.token_ids += output.token_ids
         if output.finish is not None:
-            del self._flights[flight.request.id]
-            self._loads[flight.decode].sequences_ended(1)
-            flight.on_end(flight, output.finish)
+            del self._requests[state.request.id]
+            self._loads[state.decode].sequences_ended(1)
+            state.on_end(state, output.finish)
 
-    def _answered(self, flight: Flight, after_s: float, *, planned: bool) -> None:
-        """The first token is on its way; `planned`: it was computed where it was to be."""
-        estimate, placement, now = self._loads[flight.prefill], flight.placement, self._events.now
-        estimate.prompt_answered(flight.number)
+    def _answered(self, state: RequestState, after_s: float, *, planned: bool) -> None:
+        """The first token is on its way. `planned`: the prompt was computed where the placement said."""
+        estimate, placement, now = self._loads[state.prefill], state.placement, self._events.now
+        estimate.prompt_answered(state.number)
         if planned and placement is not None and placement.predicted:
-            actual_ms = (now + after_s - flight.placed_at) * 1e3
+            actual_ms = (now + after_s - state.placed_at) * 1e3
             estimate.ttft_errors.add(placement.chosen.ttft_ms, actual_ms, placement.prompt_worker.tardiness, now)
 
-    def _refused(self, flight: Flight) -> None:
-        self._loads[flight.prefill].prompt_answered(flight.number)
-        self._loads[flight.decode].sequences_ended(1)
-        flight.refused_by.add(flight.decode)
-        self.submit(flight)
+    def _refused(self, state: RequestState) -> None:
+        self._loads[state.prefill].prompt_answered(state.number)
+        self._loads[state.decode].sequences_ended(1)
+        state.refused_by.add(state.decode)
+        self.submit(state)
 
     def _candidates(self, role: str, but: set[str] | frozenset[str]) -> list[Candidate]:
         return [
@@ -188,15 +188,13 @@ class SimRouter:
 
         def load(report: pb.Load) -> None:
             self._on_load(worker, report)
-            self._events.at(self._events.now + self._network_s, arrived, report)
+            self._events.after(self._network_s, arrived, report)
 
         def arrived(report: pb.Load) -> None:
             estimate.on_report(report, self._events.now)
 
         worker.on_load = load
-        worker.on_events = lambda events: self._events.at(
-            self._events.now + self._network_s, self._cache_changed, worker.id, events
-        )
+        worker.on_events = lambda events: self._events.after(self._network_s, self._cache_changed, worker.id, events)
         return estimate
 
     def _cache_changed(self, worker_id: str, events: list[CacheEvent]) -> None:

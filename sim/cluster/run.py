@@ -1,4 +1,4 @@
-"""`cpd sim run`: one policy under one load."""
+"""`cpd sim run`: simulates one policy under one load."""
 
 import sys
 from datetime import UTC, datetime
@@ -18,10 +18,10 @@ from sim.cluster.workload import make_workload
 
 
 def run(settings: SimSettings) -> None:
-    """Simulates, saves and shows.
+    """Simulates, writes the files and prints the report.
 
     Raises:
-        CPDError: The settings do not fit together, or a file cannot be read or written.
+        CPDError: The settings contradict each other, or a file cannot be read or written.
     """
     outcome = SimCluster(settings, settings.policy, make_workload(settings, settings.rate)).run()
     result = as_result(settings, outcome)
@@ -33,13 +33,13 @@ def run(settings: SimSettings) -> None:
     show(result, console)
     work, requests, steps = outcome.work_imbalance, outcome.imbalance, outcome.step_imbalance
     console.print(
-        f"Load, the most to the mean: {work:.2f} of the workers' work (device time); of the combined ones "
-        f"{requests:.2f} of their requests, {steps:.2f} of how long their decode steps take"
+        f"Imbalance (maximum over mean): device time of all workers {work:.2f}; of the combined workers, requests "
+        f"{requests:.2f} and decode step times {steps:.2f}"
     )
 
 
 def as_result(settings: SimSettings, outcome: Outcome) -> Result:
-    """A result as `cpd bench` reads it."""
+    """Returns the result in the form that `cpd bench` reads."""
     slo = f"ttft={settings.slo_ttft:g},itl={settings.slo_itl:g}"
     summary, requests = summarise(outcome.records, start_s=settings.warmup, slo=Slo.parse(slo), offered_per_s=None)
     load = f"{settings.rate:g} requests/s" if settings.workload == "mix" else f"speedup {settings.speedup:g}"
@@ -72,7 +72,7 @@ def as_result(settings: SimSettings, outcome: Outcome) -> Result:
 
 
 def evidence(settings: ClusterShape) -> str:
-    """What simulated figures are worth, without a full stop."""
+    """Returns what the figures are based on, without a full stop."""
     profile = Profile.load(settings.profile)
     if profile.source == "roofline":
         return f"simulated with a profile computed from data sheets ({profile.device}): no evidence for real hardware"

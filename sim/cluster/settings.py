@@ -1,4 +1,4 @@
-"""The settings of `cpd sim`. Environment variables start with `CPD_SIM_`."""
+"""Settings of `cpd sim`. Environment variables start with `CPD_SIM_`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,73 +11,78 @@ from sim.cluster.policies import PolicyName
 
 
 class ClusterShape(Settings):
-    """What is simulated."""
+    """Settings of a simulated cluster."""
 
     model_config = SettingsConfigDict(env_prefix="CPD_SIM_")
 
-    profile: Path = Field(
-        Path("profiles/h200-qwen3-8b.json"), description="How long the workers' steps take, and what they predict with."
+    profile: str = Field(
+        "h200-qwen3-8b",
+        description="Profile that gives step times and predictions: a file, or the name of a bundled one.",
     )
-    workers: int = Field(16, ge=1, description="Workers of both roles together, one device each.")
+    workers: int = Field(16, ge=1, description="Number of workers, with one device each.")
     prefill_workers: int = Field(
-        4, ge=0, description="Of them, prefill workers, in policies that have some; the others are combined."
+        4, ge=0, description="Prefill workers among them, in policies that have some; the others are combined."
     )
-    num_pages: int = Field(0, ge=0, description="KV pages of each worker; 0 takes the profile's.")
+    num_pages: int = Field(0, ge=0, description="KV pages of each worker; 0: as many as the profile says.")
     max_model_len: int = Field(40_960, ge=32, description="Longest prompt plus output, in tokens.")
     max_num_seqs: int = Field(256, ge=1, description="Most sequences in a worker's running batch.")
     token_budget: int = Field(
         0,
         ge=0,
-        description="Most tokens of a step on the whole device; 0 takes as many as keep it within --slo-itl while "
-        "there are decodes, and what prefills at nearly full speed otherwise.",
+        description="Most tokens of a batch on the whole device; 0: as many as keep a step within --slo-itl beside "
+        "decodes, and otherwise as many as prefill at nearly full speed.",
     )
     max_queue_tokens: int = Field(
-        262_144, ge=1, description="Most prompt tokens that wait in a worker's queue before it refuses more."
+        262_144, ge=1, description="Most prompt tokens that wait in a worker's queue; it refuses more."
     )
-    network_ms: float = Field(0.5, ge=0, description="One way between router and worker, and between two workers.")
-    slo_ttft: float = Field(2000.0, gt=0, description="Target for the time to the first token, in ms.")
-    slo_itl: float = Field(50.0, gt=0, description="Target for the gap between two tokens of a stream, in ms.")
+    network_ms: float = Field(0.5, ge=0, description="Delay of a message between two processes, in ms.")
+    slo_ttft: float = Field(2000.0, gt=0, description="Target time to first token, in ms.")
+    slo_itl: float = Field(50.0, gt=0, description="Target gap between two tokens of a stream, in ms.")
     long_prefill_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        "auto", description="More uncached tokens go to a prefill worker; auto: where it is predicted to be better."
+        "auto",
+        description="Prompts with more uncached tokens go to a prefill worker; auto: wherever the predicted cost is "
+        "lowest.",
     )
     workload: Literal["mix", "trace"] = Field(
-        "mix", description="Chats, agents and long prompts, or the requests of a file."
+        "mix", description="mix: chats, agents and long prompts; trace: the requests of --file."
     )
-    file: Path | None = Field(None, description="trace: JSON Lines in Mooncake's form.")
-    speedup: float = Field(1.0, gt=0, description="trace: its time runs this many times faster.")
-    long_share: float = Field(0.1, ge=0, le=1, description="mix: part of the requests that are long, uncached prompts.")
-    agent_share: float = Field(0.5, ge=0, le=1, description="mix: part of the other sessions that are agents'.")
-    warmup: float = Field(30.0, ge=0, description="Seconds at the start whose requests are not measured.")
-    duration: float = Field(90.0, gt=0, description="Seconds after that in which measured requests come.")
-    seed: int = Field(0, ge=0, description="Of the workload, and of what is decided at random.")
+    file: Path | None = Field(None, description="trace: a file of JSON lines in Mooncake's format.")
+    speedup: float = Field(1.0, gt=0, description="trace: replay it this many times faster.")
+    long_share: float = Field(0.1, ge=0, le=1, description="mix: share of requests that are long, uncached prompts.")
+    agent_share: float = Field(0.5, ge=0, le=1, description="mix: share of agents among the other sessions.")
+    warmup: float = Field(30.0, ge=0, description="Seconds before measuring begins.")
+    duration: float = Field(90.0, gt=0, description="Seconds in which measured requests arrive.")
+    seed: int = Field(0, ge=0, description="Seed of the workload and of random choices.")
     html_file: Path | None = Field(
-        None, description="Write a report here, one self-contained page.", json_schema_extra={"flag": "--html"}
+        None, description="Write a report to this file, one self-contained page.", json_schema_extra={"flag": "--html"}
     )
 
 
 class SimSettings(ClusterShape):
-    """One run."""
+    """Settings of one run."""
 
-    policy: PolicyName = Field("cpd", description="Where requests go; docs/simulator.md says what each one does.")
+    policy: PolicyName = Field("cpd", description="Routing policy, described in docs/simulator.md.")
     rate: float = Field(50.0, gt=0, description="mix: requests a second, on average.")
     json_file: Path | None = Field(
         None,
-        description="Write the result here, as `cpd bench compare` reads it.",
+        description="Write the result to this file, for `cpd bench compare`.",
         json_schema_extra={"flag": "--json"},
     )
 
 
 class CompareSettings(ClusterShape):
-    """The highest rate that each policy sustains."""
+    """Settings of a search for the highest rate of each policy."""
 
-    policies: str = Field("cpd,aggregated,static-pd,cache-aware", description="Which, the one to compare with first.")
+    policies: str = Field(
+        "cpd,aggregated,static-pd,cache-aware", description="Policies, separated by commas; ratios are to the first."
+    )
     long_shares: str = Field("", description="mix: several values of --long-share, separated by commas.")
     good_share: float = Field(
-        0.95, gt=0, le=1, description="A rate is sustained while so many of the requests meet both targets."
+        0.95, gt=0, le=1, description="Share of requests that must meet both targets for a rate to count as sustained."
     )
-    rate_from: float = Field(10.0, gt=0, description="Lowest rate that is tried, in requests a second.")
-    precision: float = Field(0.05, gt=0, description="Rates are told apart to this part of themselves.")
-    processes: int = Field(1, ge=1, description="Simulations at a time.")
+    rate_from: float = Field(10.0, gt=0, description="Rate to begin with, in requests a second.")
+    precision: float = Field(0.05, gt=0, description="Relative precision of the rates found.")
+    processes: int = Field(1, ge=1, description="Simulations that run at the same time.")
     json_file: Path | None = Field(
-        None, description="Write the table here as JSON.", json_schema_extra={"flag": "--json"}
+        None, description="Write the table to this JSON file.", json_schema_extra={"flag": "--json"}
     )

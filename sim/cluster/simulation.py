@@ -1,4 +1,4 @@
-"""A whole cluster in virtual time: from settings to what became of each request."""
+"""A whole cluster in virtual time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from cpd.performance.model import PerfModel, Profile
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import StepOutput
 from router.placement.costs import PolicySettings
+from sim.cluster.disaggregation import DecodeSide, Links, PrefillSide
 from sim.cluster.events import Events
-from sim.cluster.fills import DecodeSide, Links, PrefillSide
-from sim.cluster.policies import PolicyName, policy
+from sim.cluster.policies import POLICIES, PolicyName
 from sim.cluster.router import SimRouter
 from sim.cluster.settings import ClusterShape
 from sim.cluster.users import Users, Window
@@ -21,20 +21,19 @@ from sim.cluster.worker import SimWorker
 from sim.cluster.workload import Workload
 
 GRACE_S = 60.0
-"""A measured request that isn't done so long after the last one came has failed."""
+"""A measured request fails if it is not done this long after the last one arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to.
+    """The result of a run. An imbalance is the maximum over the workers, divided by their mean.
 
     Attributes:
-        records: Of the measured requests.
-        good: How many of them met both targets.
-        work_imbalance: Device time of what the worker with most computed (see `sim/cluster/work.py`), to the mean of
-            all.
-        imbalance: Requests on the combined worker with most, on average over time, to their mean.
-        step_imbalance: The same of how long their decode steps take; none takes no time.
+        records: The measured requests.
+        good: Number of measured requests that met both targets.
+        work_imbalance: Imbalance of device time (see `sim/cluster/work.py`).
+        imbalance: Imbalance of the time-averaged number of requests on combined workers.
+        step_imbalance: Imbalance of the combined workers' time-averaged decode step times; no step counts as 0.
     """
 
     records: list[Record]
@@ -45,24 +44,19 @@ class Outcome:
 
 
 class SimCluster:
-    """Workers, a router and whom they serve.
-
-    Args:
-        settings: What is simulated.
-        name: The policy.
-        workload: Whom they serve.
+    """Workers, a router and users.
 
     Attributes:
-        workers: All of them.
+        workers: All workers.
 
     Raises:
-        ConfigError: The settings do not fit together, or a file is none.
+        ConfigError: The settings contradict each other, or a file is invalid.
     """
 
     def __init__(self, settings: ClusterShape, name: PolicyName, workload: Workload) -> None:
         self._events = Events()
         self._window = Window(settings.warmup, settings.warmup + settings.duration)
-        chosen = policy(name)
+        chosen = POLICIES[name]
         model = PerfModel(Profile.load(settings.profile))
         prefill_workers = settings.prefill_workers if chosen.prefill_workers else 0
         if prefill_workers >= settings.workers:
@@ -102,28 +96,28 @@ class SimCluster:
             self._loads.reported,
         )
         for one in combined:
-            one.on_output = self._see
-            one.on_run = self._see_run
+            one.on_output = self._on_output
+            one.on_run = self._on_run
         slo = Slo(ttft=settings.slo_ttft, itl=settings.slo_itl)
         self._users = Users(workload, self._events, self._router.submit, self._window, slo)
         self._users.next_session()
 
     def sustains(self, share: float, expected: float) -> bool:
-        """Simulates until it is certain whether this share of the measured requests meet both targets.
+        """Simulates until it is certain whether this share of the measured requests meets both targets.
 
-        `run` goes on from there.
+        `run` continues from there.
 
         Args:
-            expected: Measured requests to come, about.
+            expected: Expected number of measured requests.
         """
         users = self._users
 
         def passes() -> bool:
-            return self._all_came and users.good >= share * len(users.records)
+            return self._all_arrived and users.good >= share * len(users.records)
 
         def fails() -> bool:
             measured = len(users.records)
-            return users.bad > (1 - share) * (measured if self._all_came else max(measured, expected))
+            return users.bad > (1 - share) * (measured if self._all_arrived else max(measured, expected))
 
         self._events.run(lambda: passes() or fails() or self._over())
         return users.good >= share * len(users.records)
@@ -141,21 +135,21 @@ class SimCluster:
         )
 
     @property
-    def _all_came(self) -> bool:
+    def _all_arrived(self) -> bool:
         return self._events.now > self._window.end_s
 
     def _over(self) -> bool:
-        return self._all_came and (not self._users.unfinished or self._events.now > self._window.end_s + GRACE_S)
+        return self._all_arrived and (not self._users.unfinished or self._events.now > self._window.end_s + GRACE_S)
 
-    def _see(self, output: StepOutput) -> None:
-        """What a combined worker's step brought."""
+    def _on_output(self, output: StepOutput) -> None:
+        """Passes the tokens of a combined worker's step on."""
         for one in output.outputs:
             self._router.output(one)
         for request_id, reason in output.failed:
             raise AssertionError(f"request {request_id} failed: {reason}")
 
-    def _see_run(self, step: StepOutput, ends_s: Sequence[float]) -> None:
-        """What several steps of a combined worker brought."""
+    def _on_run(self, step: StepOutput, ends_s: Sequence[float]) -> None:
+        """Passes the tokens of several steps on."""
         for output in step.outputs:
             if output.finish is None:
                 self._router.more(output.request_id, output.token_ids, ends_s)
@@ -165,19 +159,19 @@ class SimCluster:
 
 
 class _Loads:
-    """What the workers do in the measured time, and what the combined ones report of it."""
+    """The workers' device time and load reports in the measured time."""
 
     def __init__(self, workers: Sequence[SimWorker], events: Events, window: Window) -> None:
         self._events = events
         self._window = window
-        self._work_s: list[list[float]] = []  # of each worker, at the measured time's start and end
+        self._work_s: list[list[float]] = []  # by worker, at start and end
         for time_s in (window.start_s, window.end_s):
             events.at(time_s, lambda: self._work_s.append([one.device_s for one in workers]))
         combined = [one for one in workers if one.role == "combined"]
         self._reports: dict[str, list[tuple[float, pb.Load]]] = {one.id: [(0.0, pb.Load())] for one in combined}
 
     def reported(self, worker: SimWorker, load: pb.Load) -> None:
-        """A worker has sent its load."""
+        """Records a load report."""
         now = self._events.now
         if worker.id in self._reports and now in self._window:
             self._reports[worker.id].append((now, load))
@@ -188,7 +182,7 @@ class _Loads:
         return _imbalance([after - before for before, after in zip(start_s, end_s, strict=True)])
 
     def imbalance(self, figure: Callable[[pb.Load], float]) -> float:
-        """The largest of a figure's averages over time, to their mean."""
+        """Returns the imbalance of a figure's time averages."""
         sums = [
             sum(
                 figure(load) * (until_s - max(since_s, self._window.start_s))

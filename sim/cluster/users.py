@@ -1,4 +1,4 @@
-"""Those who are served: their sessions under way, and what becomes of each request."""
+"""The simulated users: their conversations and the records of their requests."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from bench.slo import Slo
 from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from engine.types import Finish, Request, SamplingParams
 from sim.cluster.events import Events
-from sim.cluster.router import Flight
+from sim.cluster.router import RequestState
 from sim.cluster.workload import Session, Turn, Workload
 
 ROOT = hash_root(b"simulated")
@@ -19,7 +19,7 @@ ROOT = hash_root(b"simulated")
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """When requests must come to be measured, in seconds."""
+    """Arrival times of measured requests, in seconds."""
 
     start_s: float
     end_s: float
@@ -30,13 +30,13 @@ class Window:
 
 @dataclass(eq=False, slots=True)
 class _Conversation:
-    """A session under way.
+    """A session in progress.
 
     Attributes:
-        token_ids: Of the last prompt.
-        hashes: Of its full blocks. Before there is one: of the blocks with which others begin, too.
-        answer: What came back so far.
-        late: The first token is, so that the request counts as bad already.
+        token_ids: The last prompt.
+        hashes: Hashes of its full blocks; before the first prompt, of the blocks shared with other sessions.
+        answer: Tokens of the current answer.
+        late: True if the first token is late: the request is already counted as bad.
     """
 
     number: int
@@ -50,20 +50,20 @@ class _Conversation:
 
 
 class Users:
-    """Begins sessions when they are due, and asks their next turns when the answers are complete.
+    """Starts sessions when they are due, and sends the next turn after each complete answer.
 
     Args:
         submit: Sends a request to the cluster.
-        window: When requests must come to be measured.
-        slo: What a good request is.
+        window: Arrival times of measured requests.
+        slo: Targets of a good request.
 
     Attributes:
-        records: Of the measured requests.
-        unfinished, good, bad: How many of them are. One is bad as soon as its first token is late.
+        records: The measured requests.
+        unfinished, good, bad: Numbers of measured requests. One is bad as soon as its first token is late.
     """
 
     def __init__(
-        self, workload: Workload, events: Events, submit: Callable[[Flight], None], window: Window, slo: Slo
+        self, workload: Workload, events: Events, submit: Callable[[RequestState], None], window: Window, slo: Slo
     ) -> None:
         self.records: list[Record] = []
         self.unfinished = self.good = self.bad = 0
@@ -74,16 +74,16 @@ class Users:
         self._slo = slo
         self._numbers = count()
         self._conversations: dict[int, _Conversation] = {}
-        self._beginnings: dict[bytes, list[bytes]] = {}  # hashes of tokens that many sessions begin with
+        self._shared_prefixes: dict[bytes, list[bytes]] = {}  # packed tokens shared by sessions -> their block hashes
 
     def next_session(self) -> None:
-        """Waits for the next session of the workload, and then for the one after it."""
+        """Schedules the workload's next session, which schedules the one after it."""
         session = next(self._sessions, None)
         if session is not None:
             self._events.at(session.start_s, self._begin, session)
 
     def give_up(self) -> None:
-        """Nobody waits any longer: requests that are not done have failed."""
+        """Marks requests that are not done as failed."""
         for conversation in self._conversations.values():
             if conversation.record is not None and not conversation.record.ended_s:
                 conversation.record.ended_s, conversation.record.error = self._events.now, Failure.TIMEOUT
@@ -97,15 +97,15 @@ class Users:
             self._ask(conversation)
 
     def _shared_hashes(self, session: Session) -> list[bytes]:
-        """Of the blocks that other sessions begin with, too."""
+        """Returns hashes of the blocks that other sessions share."""
         tokens = session.turns[0].token_ids[: session.shared].tobytes()
-        known = self._beginnings.get(tokens)
+        known = self._shared_prefixes.get(tokens)
         if known is None:
-            known = self._beginnings[tokens] = extend_hashes(ROOT, tokens)
+            known = self._shared_prefixes[tokens] = extend_hashes(ROOT, tokens)
         return list(known)
 
     def _ask(self, conversation: _Conversation) -> None:
-        """The next turn is due."""
+        """Sends the next turn."""
         turn, now = conversation.turns[conversation.turn], self._events.now
         conversation.token_ids = token_ids = conversation.token_ids[:]
         token_ids.extend(conversation.answer)
@@ -124,8 +124,8 @@ class Users:
             deadline=now + self._slo.ttft / 1e3 if self._slo.ttft else float("inf"),
             number=conversation.number,
         )
-        flight = Flight(conversation.number, request, self._answered, self._refused)
-        conversation.answer = flight.token_ids
+        state = RequestState(conversation.number, request, self._answered, self._refused)
+        conversation.answer = state.token_ids
         conversation.record = Record(
             session=conversation.number,
             turn=conversation.turn,
@@ -133,7 +133,7 @@ class Users:
             output_len=turn.output_len,
             due_s=now,
             sent_s=now,
-            content_s=flight.times_s,
+            content_s=state.times_s,
             status=200,
             prompt_tokens=len(token_ids),
         )
@@ -141,29 +141,29 @@ class Users:
             self.records.append(conversation.record)
             self.unfinished += 1
             if self._slo.ttft is not None:
-                self._events.at(now + self._slo.ttft / 1e3, self._see_if_late, conversation, conversation.record)
-        self._submit(flight)
+                self._events.at(now + self._slo.ttft / 1e3, self._check_first_token, conversation, conversation.record)
+        self._submit(state)
 
-    def _see_if_late(self, conversation: _Conversation, record: Record) -> None:
+    def _check_first_token(self, conversation: _Conversation, record: Record) -> None:
         if conversation.record is record and not record.content_s and not record.ended_s:
             conversation.late = True
             self.bad += 1
 
-    def _answered(self, flight: Flight, finish: Finish) -> None:
-        conversation = self._conversations[flight.number]
+    def _answered(self, state: RequestState, finish: Finish) -> None:
+        conversation = self._conversations[state.number]
         record = conversation.record
         assert record is not None
         record.finish_reason = "stop" if finish is Finish.STOP else "length"
-        record.cached_tokens = flight.cached_tokens
+        record.cached_tokens = state.cached_tokens
         record.output_tokens = len(record.content_s)
-        record.route = "remote" if flight.remote else "local"
+        record.route = "remote" if state.remote else "local"
         self._end(conversation, record, record.content_s[-1])
 
-    def _refused(self, flight: Flight) -> None:
-        conversation = self._conversations[flight.number]
+    def _refused(self, state: RequestState) -> None:
+        conversation = self._conversations[state.number]
         assert conversation.record is not None
         conversation.record.error = "http_429"
-        conversation.turns = ()  # the user goes away
+        conversation.turns = ()  # the user leaves
         self._end(conversation, conversation.record, self._events.now)
 
     def _end(self, conversation: _Conversation, record: Record, ended_s: float) -> None:

@@ -1,6 +1,6 @@
-"""How long a device takes for prompts and decodes in large batches: what they cost, however they are put together.
+"""Device time of prompts and decodes in large batches, independent of how they are batched.
 
-What a step costs whatever is in it, such as reading the weights, is left out.
+The fixed cost of a step, such as reading the weights, is left out.
 """
 
 from cpd.performance.model import PerfModel, Work
@@ -10,12 +10,12 @@ PROMPTS, DECODES = Work.prefill(8192), Work.decode(2, 1000)
 
 
 def prompts_s(model: PerfModel, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
-    """Device time of prompts; arguments as in `PerfModel.step_ms`."""
+    """Returns the device time of prompts. Arguments as in `PerfModel.step_ms`."""
     return _more_s(model, PROMPTS, work, share, beside)
 
 
 def decodes_s(model: PerfModel, work: Work, share: float = 1.0, beside: Work | None = None) -> float:
-    """Device time of decodes, each of which counts as one with their mean context."""
+    """Returns the device time of decodes, each counted with their mean context."""
     if not work.seqs:
         return 0.0
     return work.seqs * _more_s(model, DECODES, Work.decode(1, work.context // work.seqs), share, beside)

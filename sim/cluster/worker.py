@@ -1,16 +1,16 @@
-"""One simulated worker: the real engine on a simulated runner, and passes as the engine thread makes them.
+"""One simulated worker: the real engine on a simulated runner, driven like a real worker's engine thread.
 
-    idle ──command──▶ pass: commands, one step ──the step's end──▶ its results are seen, waiting calls are tried again
+    idle ──command──▶ pass: commands, one step ──end of the step──▶ outputs, attempts again
       ▲                 ▲                                              │ commands or work
       └─ no more work ──┼──────────────────────────────────────────────┤
                         └──────────────────────────────────────────────┘
 
-Commands that come while a step runs wait for its end, as they do on a real worker (worker/engine_thread.py).
+Commands that arrive during a step wait for its end, as on a real worker (worker/async_engine.py).
 
-While streams only decode, on the whole device or beside a prompt on the prefill lane, the steps up to the next load
-report are made at once, at their end; a command that comes before it ends them with the step that runs then. Nothing is
-different from one step after the other, but that what steps on the whole device put into the cache or evict is told to
-the router at the end of the last one, or of the last one in which no stream ends.
+While there are only decodes, on the whole device or beside a prompt on the prefill lane, the steps up to the next load
+report are fast-forwarded: made together at their end. A command that arrives earlier ends them with the step that runs
+then. The result is the same, except that the router hears of cache changes in steps on the whole device only after the
+last step, or the last one in which no stream ends.
 """
 
 from bisect import bisect_left
@@ -27,16 +27,16 @@ from engine.scheduling.sequence import SequenceTable
 from engine.types import CacheEvent, StepOutput
 from sim.cluster.events import Events
 from sim.cluster.work import decodes_s, prompts_s
-from sim.device.fast_forward import FastForward, next_work
-from sim.device.runner import SimulatedRunner, VirtualTime, chooser, outline
-from worker.load import INTERVAL_S, load_from_stats
+from sim.device.fast_forward import FastForward, next_work, possible_steps
+from sim.device.runner import SimulatedRunner, VirtualTime, build_outline, chooser
+from worker.load_report import INTERVAL_S, load_from_stats
 
 Command = Callable[[Engine], object]
 Run = Callable[[StepOutput, list[float]], None]
-"""Takes the tokens of several steps, and when each of these ended."""
+"""Takes the outputs of several steps, and the end of each step."""
 
 Attempt = Callable[[Engine], bool]
-"""Returns whether it succeeded; otherwise it is made again after the next pass."""
+"""Returns True if it succeeded; otherwise it is repeated after the next pass."""
 
 VOCAB_SIZE = 150_000
 
@@ -45,20 +45,19 @@ class SimWorker:
     """A worker of either role.
 
     Args:
-        model: How long its steps take, and what it predicts with.
-        colocate: Where prompts go while it decodes.
-        token_budget: Of a step on the whole device; 0: as follows from the model.
-        itl_ms: Target for the gaps of its streams.
+        model: Gives step times and predictions.
+        colocate: How prompts are computed beside decodes.
+        token_budget: Most tokens of a step on the whole device; 0: by the model.
+        itl_ms: Target gap between tokens.
 
     Attributes:
-        id: Its name.
         role: prefill or combined.
-        engine: Its engine. Change it in commands only.
-        model, colocate, num_pages, token_budget, decode_shares: As its Hello tells routers.
-        on_begin: Called with what a step is going to bring, at its beginning.
-        on_output: Called with what a step brought, at its end.
-        on_run: Called with what several steps of decodes brought, at the last one's end.
-        on_events: Called with what changed in the cache, at a pass's end.
+        engine: Its engine; only commands may change it.
+        model, colocate, num_pages, token_budget, decode_shares: As in its Hello to routers.
+        on_begin: Called at the beginning of a step with the output that it will have.
+        on_output: Called at the end of a step with its output.
+        on_run: Called at the end of several fast-forwarded steps with their outputs.
+        on_events: Called at the end of a pass with changes of the cache.
         on_load: Called with a load report, as often as a real worker sends one.
     """
 
@@ -106,18 +105,18 @@ class SimWorker:
         self._commands: list[Command] = []
         self._attempts: list[Attempt] = []
         self._passing = False
-        self._run: FastForward | None = None  # steps that are made at once, while they run
+        self._run: FastForward | None = None  # steps being fast-forwarded
         self._starts_s = 0.0
         self._ends_s: list[float] = []  # of each step
-        self._aside_ends_s: list[float | None] = []  # of what the prefill lane computes, as of each step's end
+        self._chunk_ends_s: list[float | None] = []  # the prefill lane's, as of each step's end
         self._runs = 0
         self._idle = True
         self._reported_s = -INTERVAL_S
-        self._prompts = self._decodes = Work()  # of all steps with prompts, and with decodes alone
+        self._prompts = self._decodes = Work()  # work of all steps with prompts, and of pure decode steps
 
     @property
     def device_s(self) -> float:
-        """Device time of all that it has begun to compute (see `sim/cluster/work.py`)."""
+        """Device time of all work begun so far (see `sim/cluster/work.py`)."""
         return prompts_s(self.model, self._prompts) + decodes_s(self.model, self._decodes)
 
     def do(self, command: Command) -> None:
@@ -126,7 +125,7 @@ class SimWorker:
         self._wake()
 
     def attempt(self, attempt: Attempt) -> None:
-        """Makes an attempt now, and after every pass until it succeeds."""
+        """Makes an attempt now, and again after each pass until it succeeds."""
 
         def first(engine: Engine) -> None:
             if not attempt(engine):
@@ -140,7 +139,7 @@ class SimWorker:
             self._decodes += work
         else:
             self._prompts += work
-        return outline(plan, table)
+        return build_outline(plan, table)
 
     def _wake(self) -> None:
         if not self._passing:
@@ -165,45 +164,46 @@ class SimWorker:
     def _end_pass(self, output: StepOutput | None) -> None:
         if output is not None:
             self.on_output(output)
-        self._passed()
+        self._finish_pass()
 
     def _begin_run(self) -> bool:
-        """Starts several steps at once, if the engine has nothing to do but decodes."""
-        steps = 0 if self._attempts else self.engine.uneventful_steps
+        """Fast-forwards several steps, if the engine only decodes."""
+        steps = 0 if self._attempts else possible_steps(self.engine)
         if not steps:
             return False
-        if self._commands:  # they came from those that have just been run, and wait for the next step's end
+        if self._commands:  # they were made by the commands just run, and wait for the next step's end
             steps = 1
         now = self._clock.time_s = self._events.now
         due_s = now if self._idle else self._reported_s + INTERVAL_S
         ends_s: list[float] = []
-        aside_ends_s: list[float | None] = []
-        for end_s, aside_end_s in self._runner.ahead(next_work(self.engine), self.engine.decode_share):
-            if aside_end_s is not None and aside_end_s <= end_s:  # its results are seen at this step's end
+        chunk_ends_s: list[float | None] = []
+        share = self.engine.in_flight.main_lane.share
+        for end_s, chunk_end_s in self._runner.decode_ends(next_work(self.engine), share):
+            if chunk_end_s is not None and chunk_end_s <= end_s:  # its results are collected at this step's end
                 break
             ends_s.append(end_s)
-            aside_ends_s.append(aside_end_s)
+            chunk_ends_s.append(chunk_end_s)
             if len(ends_s) == steps or end_s >= due_s:
                 break
         if not ends_s:
             return False
-        self._starts_s, self._ends_s, self._aside_ends_s = now, ends_s, aside_ends_s
+        self._starts_s, self._ends_s, self._chunk_ends_s = now, ends_s, chunk_ends_s
         self._run = FastForward(self.engine, len(ends_s), self._choose)
-        if aside_ends_s[0] is not None:
-            self._reach_at(1)  # what the commands before it changed is told then
-        else:  # sequences may end with the last one: the router hears of those before
+        if chunk_ends_s[0] is not None:
+            self._reach_at(1)  # reports what the commands before it changed
+        else:  # sequences may end with the last step: the others are reported before
             self._reach_at(steps - 1 if len(ends_s) == steps > 1 else None)
         return True
 
     def _run_until(self, steps: int) -> None:
-        """Somebody wants something: no more of the steps than these are made."""
+        """Limits the fast-forward to this many steps, because of a new command."""
         if steps < len(self._ends_s):
             del self._ends_s[steps:]
             self._runs += 1
             self._reach_at(None)
 
     def _reach_at(self, steps: int | None) -> None:
-        """Waits for the end of a step: so many have been made then; None: all."""
+        """Schedules the moment at which this many steps have ended; None: all."""
         steps = len(self._ends_s) if steps is None else steps
         self._events.at(self._ends_s[steps - 1], self._reach, self._runs, steps)
 
@@ -212,25 +212,25 @@ class SimWorker:
             return
         assert self._run is not None
         if steps < len(self._ends_s):
-            self._run.make(steps)
-            self._tell_cache_events()
-            self._reach_at(self._run.next_change() if self._aside_ends_s[0] is not None else None)
+            self._run.advance(steps)
+            self._send_cache_events()
+            self._reach_at(self._run.next_change() if self._chunk_ends_s[0] is not None else None)
             return
         run, ends_s = self._run, self._ends_s
         self._run, self._ends_s = None, []
         self._runs += 1
         self._clock.time_s = ends_s[-1]
-        self._runner.jump(self._aside_ends_s[steps - 1])
+        self._runner.fast_forwarded(self._chunk_ends_s[steps - 1])
         seqs = steps * run.work.seqs
         self._decodes += Work.decode(seqs, steps * run.work.context + seqs * (steps - 1) // 2)
         ms = [1e3 * (end_s - start_s) for start_s, end_s in pairwise([self._starts_s, *ends_s])]
         self.on_run(run.end(ms), ends_s)
-        self._passed()
+        self._finish_pass()
 
-    def _passed(self) -> None:
+    def _finish_pass(self) -> None:
         if self._attempts:
             self._attempts = [attempt for attempt in self._attempts if not attempt(self.engine)]
-        self._tell_cache_events()
+        self._send_cache_events()
         self._report_load()
         if self._commands or self.engine.has_work:
             self._pass()
@@ -239,12 +239,12 @@ class SimWorker:
         if (alarm_s := self._clock.alarm_s) is not None:
             self._events.at(alarm_s, self._wake)
 
-    def _tell_cache_events(self) -> None:
+    def _send_cache_events(self) -> None:
         if events := self.engine.take_cache_events():
             self.on_events(events)
 
     def _report_load(self) -> None:
-        """At bounded intervals, and when work begins or ends."""
+        """Sends a load report, at bounded intervals and when work begins or ends."""
         idle = not self.engine.has_work
         if idle == self._idle and self._events.now < self._reported_s + INTERVAL_S:
             return

@@ -1,10 +1,10 @@
-"""Whom the cluster serves: sessions of token ids, without texts.
+"""Workloads: sessions of token ids, without text.
 
-    mix      short turns of chats and of agents, and a share of long prompts that no cache knows
-    trace    requests of a file in Mooncake's form, at their times
+    mix      short turns of chats and agents, and a share of long prompts without cached prefix
+    trace    requests of a file in Mooncake's format, at their times
 
-Sessions begin at random (Poisson) at an even rate; a later turn is due when the answer before it is complete and the
-user, or the agent's tool, has paused. Everything is a function of the seed.
+Sessions of a mix arrive as a Poisson process. A later turn is due when the previous answer is complete and the user or
+the agent's tool has paused. Everything follows from the seed.
 """
 
 from abc import ABC, abstractmethod
@@ -24,12 +24,12 @@ from sim.cluster.worker import VOCAB_SIZE
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What comes next.
+    """One turn of a session.
 
     Attributes:
-        token_ids: New ones, after the session's tokens so far.
-        output_len: Tokens wanted back.
-        pause_s: From the end of the last answer to this turn.
+        token_ids: New prompt tokens, after the session's tokens so far.
+        output_len: Length of the answer, in tokens.
+        pause_s: Time from the end of the last answer to this turn.
     """
 
     token_ids: "array[int]"
@@ -42,8 +42,8 @@ class Session:
     """One conversation.
 
     Attributes:
-        start_s: When its first turn is due.
-        shared: Leading tokens of that turn with which other sessions begin, too.
+        start_s: Time of its first turn.
+        shared: Number of leading tokens of that turn that other sessions share.
     """
 
     start_s: float
@@ -52,22 +52,22 @@ class Session:
 
 
 class Workload(ABC):
-    """An endless or finite row of sessions, in the order of their starts."""
+    """An endless or finite sequence of sessions, in the order of their starts."""
 
     @abstractmethod
     def sessions(self) -> Iterator[Session]:
-        """All of them."""
+        """Yields the sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of sessions. Lengths are in tokens, pauses in seconds.
+    """One kind of session. Lengths are in tokens, pauses in seconds.
 
     Attributes:
-        turns: How many there are.
-        output: Of each turn.
-        groups: Sessions of one group begin with the same `shared` tokens.
-        first, later: New tokens of the first turn, after the shared ones, and of each later one.
+        turns: Number of turns.
+        first, later: New prompt tokens of the first turn, after the shared ones, and of each later turn.
+        output: Length of each answer.
+        groups: Number of groups; sessions of a group begin with the same `shared` tokens.
     """
 
     turns: Distribution
@@ -88,7 +88,7 @@ CHAT = Kind(
     groups=4,
     shared=512,
 )
-"""People who read what they get before they go on."""
+"""People, who read each answer before they go on."""
 
 AGENT = Kind(
     turns=Distribution("uniform", 4, 12, 1),
@@ -99,7 +99,7 @@ AGENT = Kind(
     groups=16,
     shared=4096,
 )
-"""Programs: a long system prompt with its tools, and tool results that come back soon."""
+"""Programs, with a long system prompt and quick tool results."""
 
 LONG = Kind(
     turns=Distribution("constant", 1, 1, 1),
@@ -108,24 +108,24 @@ LONG = Kind(
     output=Distribution("lognormal", 250, 0.6, 1),
     pause=Distribution("constant", 0, 0, 0),
 )
-"""Documents: long prompts that nobody has seen before."""
+"""Documents: long prompts that are new each time."""
 
 
 class Mix(Workload):
     """Chats, agents and long prompts.
 
     Args:
-        rate: Requests (turns) a second, on average.
-        long_share: Part of the requests that are long prompts.
-        agent_share: Part of the other sessions that are agents'.
-        max_len: A session ends before its tokens become more.
+        rate: Average requests (turns) a second.
+        long_share: Share of long prompts among the requests.
+        agent_share: Share of agents among the other sessions.
+        max_len: Most tokens of a session; it ends before a turn that would exceed them.
     """
 
     def __init__(self, rate: float, long_share: float, agent_share: float, seed: int, max_len: int) -> None:
         self._seed = seed
         self._max_len = max_len
         turns = agent_share * AGENT.turns.mean + (1 - agent_share) * CHAT.turns.mean
-        # Of sessions, such that of requests it is `long_share`: other sessions have several turns.
+        # The share among sessions that gives `long_share` among requests, as other sessions have several turns.
         long_sessions = long_share * turns / (1 - long_share + long_share * turns)
         self._odds = (long_sessions, long_sessions + (1 - long_sessions) * agent_share)
         self._sessions_per_s = rate / (long_sessions + (1 - long_sessions) * turns)
@@ -159,14 +159,14 @@ class Mix(Workload):
 
 
 class Trace(Workload):
-    """The requests of a trace, each a session of one turn. Prompts share what the traced ones shared.
+    """The requests of a trace, each a session of one turn. Prompts share the prefixes that the trace says.
 
     Args:
-        speedup: Its time runs this many times faster.
-        max_len: Longer requests are left out.
+        speedup: Replays the trace this many times faster.
+        max_len: Requests with more tokens are left out.
 
     Raises:
-        ConfigError: That leaves none.
+        ConfigError: No request is left.
     """
 
     def __init__(self, requests: Sequence[TracedRequest], speedup: float, seed: int, max_len: int) -> None:
@@ -194,14 +194,14 @@ class Trace(Workload):
 
 
 def make_workload(settings: ClusterShape, rate: float) -> Workload:
-    """The workload that the settings ask for.
+    """Returns the workload of the settings.
 
     Args:
         rate: Requests a second of a mix; a trace has its own times.
 
     Raises:
         ConfigError: A setting is missing.
-        BenchError: The file is no trace.
+        BenchError: The file is not a trace.
     """
     if settings.workload == "mix":
         return Mix(rate, settings.long_share, settings.agent_share, settings.seed, settings.max_model_len)

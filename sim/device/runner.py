@@ -1,8 +1,7 @@
 """An executor without a model: steps take as long as the performance model says, and tokens follow from the prompt.
 
-Two lanes that run side by side slow each other down for as long as they do: when a step begins or ends on one of them,
-the end of the other's moves accordingly. What is queued on a lane begins when the step before it ends, in the middle of
-a step on the other one or not.
+Two lanes slow each other down while both run: when a step begins or ends on one of them, the end of the other's step
+moves accordingly. A step that is queued on a lane begins when the step before it ends.
 
 A lane's `collect` does not wait, but moves the virtual time to the step's end. The owner of the clock decides what that
 means: a cluster simulation goes on with the next event, a simulated worker keeps the result back until then.
@@ -28,10 +27,10 @@ from engine.types import TokenLogprobs
 from sim.device.fast_forward import Choose
 
 PAGE_BYTES = 8
-"""What a page of the pool takes: there is nothing to store in it."""
+"""Size of a page of the pool, in which nothing is stored."""
 
 _DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
-"""About what decode lanes get, as far as the device can be cut like that."""
+"""The shares of the decode lanes, rounded to what the device can be cut into."""
 
 _MIX = 0x9E3779B1
 """An odd number near 2^32 / golden ratio: multiples of it spread over 32 bits (Knuth, TAOCP 6.4)."""
@@ -51,30 +50,30 @@ class VirtualTime:
         self._left_s: Callable[[], float] | None = None
 
     def wait_until(self, time_s: float) -> None:
-        """Jumps there, unless that has passed."""
+        """Sets the time to `time_s`, unless it is later already."""
         self.time_s = max(self.time_s, time_s)
 
     def alarm(self, left_s: Callable[[], float]) -> None:
-        """Asks the owner to set the time no later than to when `left_s()`, which may grow meanwhile, comes to 0."""
+        """Asks the owner to stop at the time when `left_s()` reaches 0. It may grow meanwhile."""
         self._left_s = left_s
 
     @property
     def alarm_s(self) -> float | None:
-        """When the last `alarm` is due, as far as known now; None if there was none, or it is due already."""
+        """When the last `alarm` is due, as known now; None if there was none or it is due already."""
         left_s = self._left_s() if self._left_s else 0.0
         return self.time_s + left_s if left_s > 0 else None
 
 
 class SimulatedRunner:
-    """See `engine.execution.executor.Executor`.
+    """A simulated `engine.execution.executor.Executor`.
 
     Args:
-        model: How long steps take.
+        model: Says how long steps take.
         clock: Shows the device's time.
         vocab_size: Tokens are below it.
 
     Attributes:
-        pool: Stands for the KV pool where one must be named. [num_pages, PAGE_BYTES]
+        pool: Stands for the KV pool where one must be registered. [num_pages, PAGE_BYTES]
         num_pages, full, splits: See `engine.execution.executor.Executor`.
     """
 
@@ -90,30 +89,30 @@ class SimulatedRunner:
         ]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Nothing is in the pages."""
+        """Does nothing: the pages are empty."""
 
     def settle(self) -> None:
-        """No copy takes any time."""
+        """Returns at once: copies take no time."""
 
-    def ahead(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
-        """The ends of decode steps one after the other from now on, if nothing else begins.
+    def decode_ends(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
+        """Yields when the coming decode steps end, if they follow each other and nothing else begins.
 
         Args:
-            work: Of the first one.
-            share: Of the lane that makes them.
+            work: The work of the first step.
+            share: The share of the lane that runs them.
 
-        Returns:
-            Of each of them, and when, as of then, the step ends that runs on the other lane; None: there is none.
+        Yields:
+            For each step its end, and the end of the step on the other lane as known then (None if there is none).
         """
-        return self._device.ahead(work, share)
+        return self._device.decode_ends(work, share)
 
-    def jump(self, end_s: float | None) -> None:
-        """Steps ahead have been made; `end_s` is when the step on the other lane will end."""
-        self._device.jump(end_s)
+    def fast_forwarded(self, other_end_s: float | None) -> None:
+        """Takes over the end of the step on the other lane, as `decode_ends` gave it for the last step made."""
+        self._device.fast_forwarded(other_end_s)
 
 
 class SimulatedLane:
-    """See `engine.execution.executor.Lane`."""
+    """A simulated `engine.execution.executor.Lane`."""
 
     overlaps = False
 
@@ -126,7 +125,7 @@ class SimulatedLane:
         assert len(self._launched) < 2, "two steps were not collected"
         before = self._launched[0] if self._launched else None
         self._launched.append(self._device.start(batch, self.share, before))
-        if on_done is not None:  # never called: nothing happens between two settings of the clock
+        if on_done is not None:  # never called: nothing happens while the clock stands still
             self._device.clock.alarm(self._left_s)
 
     def done(self) -> bool:
@@ -142,11 +141,11 @@ class SimulatedLane:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step that runs, or is queued.
+    """A step that runs or is queued.
 
     Attributes:
-        start_s: When it began; until then, when it was launched.
-        end_s: When it ends, if nothing else begins before.
+        start_s: When it began or, while it is queued, was launched.
+        end_s: When it ends if nothing else begins before.
     """
 
     work: Work
@@ -157,7 +156,7 @@ class _Step:
 
 
 class _Device:
-    """What all lanes share: the steps that run now."""
+    """The steps that run now on all lanes."""
 
     def __init__(self, model: PerfModel, clock: VirtualTime, vocab_size: int) -> None:
         self.clock = clock
@@ -167,7 +166,7 @@ class _Device:
         self._queued: tuple[_Step, _Step] | None = None
 
     def start(self, batch: Batch, share: float, before: _Step | None = None) -> _Step:
-        """Begins a step now, or when the one `before` ends. At most one may run on another lane."""
+        """Begins a step now, or when the step `before` ends. At most one other lane may run."""
         step = _Step(work_of(batch), share, [self._choose(row) for row in batch.samples], self.clock.time_s)
         if before is not None:
             self._queued = before, step
@@ -177,7 +176,7 @@ class _Device:
         self._begin_queued()
         return step
 
-    def ahead(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
+    def decode_ends(self, work: Work, share: float) -> Iterator[tuple[float, float | None]]:
         """See `SimulatedRunner`."""
         other = self._running[0] if self._running else None
         now = self.clock.time_s
@@ -187,18 +186,18 @@ class _Device:
             yield now, other_end_s if other else None
             work = Work.decode(work.seqs, work.context + work.seqs)
 
-    def jump(self, end_s: float | None) -> None:
+    def fast_forwarded(self, other_end_s: float | None) -> None:
         """See `SimulatedRunner`."""
-        if end_s is not None:
+        if other_end_s is not None:
             (other,) = self._running
-            other.end_s = end_s
+            other.end_s = other_end_s
 
     def left_s(self, step: _Step) -> float:
-        """How long a step still runs."""
+        """Time until a step ends."""
         return max(0.0, step.end_s - self.clock.time_s)
 
     def finish(self, step: _Step) -> StepResult:
-        """Jumps to a step's end."""
+        """Moves the clock to a step's end, and returns the step's result."""
         self.clock.wait_until(step.end_s)
         self._begin_queued()
         self._running.remove(step)
@@ -213,7 +212,7 @@ class _Device:
         self._running.append(step)
 
     def _begin_queued(self) -> None:
-        """Begins the queued step if its start is known: nothing else begins before the other lane's step ends."""
+        """Begins the queued step if the end of the step before it is final: before that, nothing else can begin."""
         if self._queued is None:
             return
         before, step = self._queued
@@ -226,10 +225,9 @@ class _Device:
     def _ends_s(
         self, work: Work, share: float, now: float, other: _Step | None, other_end_s: float
     ) -> tuple[float, float]:
-        """When a step that begins now will end, and when the other one will, which would end at `other_end_s`.
+        """The ends of a step that begins now and of the other one, which would end at `other_end_s` alone.
 
-        Both lanes run from now on, until one of them ends. Until now the other step ran alone: the one beside it has
-        ended.
+        Both run side by side until one of them ends.
         """
         model = self._model
         alone_s = model.step_ms(work, share) / 1e3
@@ -246,7 +244,7 @@ class _Device:
         )
 
     def _choose(self, row: SampleRow) -> Sampled:
-        """The next token: the first one follows from the prompt and the choice, later ones from the one before."""
+        """Chooses a token: the first one follows from the prompt and the choice, later ones from the token before."""
         position, params = row.position, row.params
         if position == row.prompt_len:
             state = zlib.crc32(row.tokens[:position].tobytes(), row.choice)
@@ -259,7 +257,7 @@ class _Device:
 
 
 def chooser(vocab_size: int) -> Choose:
-    """The tokens that decode steps choose on this executor, without log-probabilities."""
+    """Makes a function that chooses the tokens of decode steps as this executor does, without logprobs."""
 
     def choose(token_id: int, length: int, stop: Collection[int], steps: int) -> list[int]:
         tokens = []
@@ -272,18 +270,17 @@ def chooser(vocab_size: int) -> Choose:
 
 
 def _next_token(state: int, stop: Collection[int], vocab_size: int) -> int:
-    """A token that follows from `state` and is not in `stop`."""
+    """A token that follows from `state` and is not in `stop`, if there is one."""
     token_id = (state * _MIX & 0xFFFFFFFF) * vocab_size >> 32
     while token_id in stop and len(stop) < vocab_size:
         token_id = (token_id + 1) % vocab_size
     return token_id
 
 
-def outline(plan: Plan, table: SequenceTable) -> Batch:
-    """What a simulated runner needs of `engine.scheduling.plan.build_batch`'s arrays, in half the time; the others are
-    empty.
+def build_outline(plan: Plan, table: SequenceTable) -> Batch:
+    """Builds the part of a batch that a simulated runner needs, in half the time of `build_batch`.
 
-    The tokens of a sample are a whole row of the table, which has no more than those before it when it is launched.
+    Other arrays are empty. The tokens of a sample are a whole row of the table, not only those before the sample.
     """
     chunks = plan.chunks
     context_lens = np.array([chunk.end for chunk in chunks], dtype=np.int32)
@@ -312,7 +309,7 @@ def outline(plan: Plan, table: SequenceTable) -> Batch:
 
 
 def work_of(batch: Batch) -> Work:
-    """What a batch computes, as far as its time goes."""
+    """The work of a batch, from which the performance model predicts its time."""
     contexts = batch.context_lens.tolist()
     context, seqs = sum(contexts), len(contexts)
     if batch.num_decodes == seqs:

@@ -57,7 +57,7 @@ def test_a_duration_ends_the_schedule() -> None:
     assert len(due_s) == pytest.approx(500, rel=0.2)
 
 
-def test_an_infinite_rate_sends_everything_at_once_and_has_to_be_told_how_much_that_is() -> None:
+def test_an_infinite_rate_sends_everything_at_once_and_needs_a_number_of_requests() -> None:
     assert open_loop(rate=float("inf"), num_requests=5).due_s.tolist() == [0.0] * 5
     with pytest.raises(ConfigError, match="--num-requests"):
         open_loop(rate=float("inf"), duration=5)

@@ -150,7 +150,7 @@ async def test_failures_among_others_are_counted_exactly(mock: MockServer) -> No
     assert Counter(len(record.content_s) for record in records) == {1: 20, TOKENS: 80}
 
 
-async def test_a_failure_leaves_the_next_request_unharmed(mock: MockServer) -> None:
+async def test_a_failure_does_not_affect_the_next_request(mock: MockServer) -> None:
     async with asking(mock.url, fault="garbage", fault_share=0.5) as client:
         records = [new_record() for _ in range(10)]
         for record in records:

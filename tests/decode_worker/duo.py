@@ -9,7 +9,7 @@ from typing import Any
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.remote_prefill import State
+from decode_worker.remote_prefill import RemotePrefillState
 from decode_worker.service import DecodeService
 from engine.types import Request
 from kvtransfer.local import LocalNetwork
@@ -37,17 +37,17 @@ class Side:
         """What a router says that believes so many blocks to be in this worker's cache."""
         return pb.PrefixSource(worker_id=self.worker.worker.id, address=self.worker.session, blocks=blocks)
 
-    def states(self) -> list[State]:
-        """Of the fills that it has asked for."""
+    def states(self) -> list[RemotePrefillState]:
+        """The states of its prefix fetches."""
         service = self.worker.worker._service
         assert isinstance(service, DecodeService)
-        return [fill.state for fill in service._fills]
+        return [prefill.state for prefill in service._coordinator.running]
 
     def has(self, number: int) -> bool:
         """Whether it knows the request, and somebody waits for it."""
         service = self.worker.worker._service
         assert isinstance(service, DecodeService)
-        return any(key[1] == number for key in service._live)
+        return any(key[1] == number for key in service._requests)
 
     async def serve(self, request: Request, number: int) -> None:
         """Has it answer a request by itself; it has the prompt in its cache then."""
@@ -107,12 +107,12 @@ async def duo(
 
 
 class Stage(Enum):
-    """How far the fill of a prefix has come."""
+    """How far a prefix fetch has come."""
 
-    CONNECTING = State.CONNECTING
-    QUEUED = State.QUEUED
-    RESERVING = State.RESERVING
-    LANDED = State.LANDED
+    CONNECTING = RemotePrefillState.CONNECTING
+    QUEUED = RemotePrefillState.QUEUED
+    RESERVING = RemotePrefillState.RESERVING
+    LANDED = RemotePrefillState.LANDED
 
 
 TARGET = 1
@@ -120,7 +120,7 @@ TARGET = 1
 
 @asynccontextmanager
 async def reached(redis_url: str, stage: Stage, n: int = 1) -> AsyncIterator[tuple[Duo, Answer]]:
-    """A request with number TARGET whose fill is held in `stage`."""
+    """A request with number TARGET whose prefix fetch is held in `stage`."""
     async with duo(redis_url) as d, silent_server() as silent:
         hint = d.source.hint()
         match stage:
@@ -132,7 +132,7 @@ async def reached(redis_url: str, stage: Stage, n: int = 1) -> AsyncIterator[tup
                 d.source.pushes.clear()
         answer = await d.submit(make_request("a", prompt(TOKENS), max_tokens=20, n=n), TARGET, hint)
         if stage is Stage.RESERVING:
-            await eventually(lambda: d.here.states() == [State.QUEUED])
+            await eventually(lambda: d.here.states() == [RemotePrefillState.QUEUED])
             await _hold(d.here)
             d.source.gate.open()
         await eventually(lambda: d.here.states() == [stage.value])

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.remote_prefill import State
+from decode_worker.remote_prefill import RemotePrefillState
 from decode_worker.service import DecodeService
 from engine.types import Request
 from kvtransfer.local import LocalNetwork
@@ -37,9 +37,9 @@ class Pair:
         """Submits with the prefill worker as candidate."""
         return await self.router.submit(request, number, **{"candidates": [self.prefill.candidate], **options})
 
-    def states(self) -> list[State]:
-        """Of the decode worker's fills."""
-        return [fill.state for fill in self._service._fills]
+    def states(self) -> list[RemotePrefillState]:
+        """The states of the decode worker's remote prefills."""
+        return [prefill.state for prefill in self._service._coordinator.running]
 
     @property
     def restarts_soon(self) -> bool:
@@ -88,15 +88,15 @@ def assert_right(request: Request, answer: Answer) -> None:
 
 
 class Stage(Enum):
-    """How far a request with a prefill candidate has come: the fill's state, and whether first tokens are out."""
+    """How far a request with a prefill candidate has come: the state, and whether first tokens were sent."""
 
-    CONNECTING = State.CONNECTING, False
-    QUEUED = State.QUEUED, False
-    RESERVING = State.RESERVING, False
-    RESERVING_FIRST = State.RESERVING, True
-    LANDED = State.LANDED, False
-    LANDED_FIRST = State.LANDED, True
-    DECODING = State.DECIDED, True
+    CONNECTING = RemotePrefillState.CONNECTING, False
+    QUEUED = RemotePrefillState.QUEUED, False
+    RESERVING = RemotePrefillState.RESERVING, False
+    RESERVING_FIRST = RemotePrefillState.RESERVING, True
+    LANDED = RemotePrefillState.LANDED, False
+    LANDED_FIRST = RemotePrefillState.LANDED, True
+    DECODING = RemotePrefillState.DECIDED, True
 
 
 TARGET = 1
@@ -114,7 +114,7 @@ async def reached(redis_url: str, stage: Stage, n: int = 1, num_pages: int = 66)
             case Stage.QUEUED:
                 p.prefill_gate.close()
                 await p.submit(ahead, 2)
-                await eventually(lambda: p.states() == [State.LANDED] and p.prefill_gate.held)
+                await eventually(lambda: p.states() == [RemotePrefillState.LANDED] and p.prefill_gate.held)
             case Stage.RESERVING | Stage.RESERVING_FIRST:
                 p.transfer_gate.clear()
                 await eventually_started(await p.submit(ahead, 2))

@@ -21,10 +21,10 @@ async def test_the_next_candidate_takes_over(redis_url: str) -> None:
         assert_right(request, answer)
         assert answer.prefilled[0].prefill_worker == p.prefill.worker.id
         await p.balanced()
-        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1, "failed": 1})
+        await eventually(lambda: dict(p.router.load.remote_prefills) == {"completed": 1, "failed": 1})
 
 
-async def test_without_another_candidate_the_request_is_placed_anew(redis_url: str) -> None:
+async def test_without_another_candidate_the_request_is_rerouted(redis_url: str) -> None:
     async with pair(redis_url) as p:
         dead = pb.PrefillCandidate(worker_id="dead", address="127.0.0.1:1")
         answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[dead])
@@ -34,7 +34,7 @@ async def test_without_another_candidate_the_request_is_placed_anew(redis_url: s
         assert "dead" in answer.refusal.message
         assert list(answer.refusal.failed_prefill_workers) == ["dead"]
         await p.balanced()
-        await eventually(lambda: dict(p.router.load.fills) == {"failed": 1, "rerouted": 1})
+        await eventually(lambda: dict(p.router.load.remote_prefills) == {"failed": 1, "rerouted": 1})
 
 
 async def test_other_weights_are_refused_with_a_clear_message(redis_url: str) -> None:
@@ -46,8 +46,8 @@ async def test_other_weights_are_refused_with_a_clear_message(redis_url: str) ->
         await p.balanced()
 
 
-async def test_a_silent_prefill_worker_is_given_up(redis_url: str) -> None:
-    async with pair(redis_url, fill_progress_s=0.5) as p, silent_server() as address:
+async def test_a_hanging_prefill_worker_is_given_up(redis_url: str) -> None:
+    async with pair(redis_url, prefill_progress_s=0.5) as p, silent_server() as address:
         silent = pb.PrefillCandidate(worker_id="silent", address=address)
         answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[silent])
         await p.router.done(answer)
@@ -55,37 +55,35 @@ async def test_a_silent_prefill_worker_is_given_up(redis_url: str) -> None:
         assert "no progress" in answer.refusal.message
 
 
-async def test_one_whose_process_does_not_run_is_given_up_sooner(
-    monkeypatch: pytest.MonkeyPatch, redis_url: str
-) -> None:
+async def test_a_silent_prefill_worker_is_given_up_sooner(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
     monkeypatch.setattr("decode_worker.remote_prefill.SILENT_S", 0.3)
-    async with pair(redis_url, fill_progress_s=60) as p, silent_server() as address:
+    async with pair(redis_url, prefill_progress_s=60) as p, silent_server() as address:
         silent = pb.PrefillCandidate(worker_id="silent", address=address)
         answer = await p.submit(make_request("a", prompt(200)), 1, candidates=[silent])
         await p.router.done(answer)
         assert answer.refusal is not None
-        assert "nothing was heard for 0.3 s (CONNECTING)" in answer.refusal.message
-        await eventually(lambda: dict(p.router.load.fill_failures) == {"silent": 1})
+        assert "no message for 0.3 s (CONNECTING)" in answer.refusal.message
+        await eventually(lambda: dict(p.router.load.transfer_failures) == {"silent": 1})
 
 
-async def test_a_decode_worker_that_was_stopped_itself_gives_nobody_up(
+async def test_a_decode_worker_that_was_stopped_itself_gives_no_prefill_worker_up(
     monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
-    monkeypatch.setattr("decode_worker.remote_prefill.SILENT_S", 0.5)
-    monkeypatch.setattr("worker.fills.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("decode_worker.remote_prefill.SILENT_S", 1.0)
+    monkeypatch.setattr("worker.prefill_server.HEARTBEAT_S", 0.1)
     request = make_request("a", prompt(200), max_tokens=20)
     async with pair(redis_url) as p:
         p.transfer_gate.clear()
         answer = await p.submit(request, 1)
         await eventually(lambda: answer.started)
-        time.sleep(1.0)  # noqa: ASYNC251 - nothing of this process runs
+        time.sleep(2.0)  # noqa: ASYNC251 - stops the whole process
         p.transfer_gate.set()
         await p.router.done(answer)
         assert_right(request, answer)
 
 
-async def test_a_hanging_engine_is_given_up_although_its_process_answers(redis_url: str) -> None:
-    async with pair(redis_url, fill_progress_s=1.5) as p:
+async def test_a_hanging_engine_is_given_up_although_its_process_runs(redis_url: str) -> None:
+    async with pair(redis_url, prefill_progress_s=1.5) as p:
         p.prefill_gate.close()
         answer = await p.submit(make_request("a", prompt(200)), 1)
         await p.router.done(answer)
@@ -95,9 +93,9 @@ async def test_a_hanging_engine_is_given_up_although_its_process_answers(redis_u
         await p.balanced()
 
 
-async def test_a_step_that_takes_long_is_no_hanging_engine(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+async def test_a_long_step_with_progress_is_not_given_up(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
     """As long as it gets on: here with as many layers as there were heartbeats."""
-    monkeypatch.setattr("worker.fills.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("worker.prefill_server.HEARTBEAT_S", 0.05)
     layers = 0
 
     def progress() -> int:
@@ -106,7 +104,7 @@ async def test_a_step_that_takes_long_is_no_hanging_engine(monkeypatch: pytest.M
         return layers
 
     request = make_request("a", prompt(200), max_tokens=20)
-    async with pair(redis_url, prefill={"progress": progress}, fill_progress_s=2.0) as p:
+    async with pair(redis_url, prefill={"progress": progress}, prefill_progress_s=2.0) as p:
         p.prefill_gate.close()
         answer = await p.submit(request, 1)
         await eventually(lambda: p.prefill_gate.held)
@@ -117,19 +115,19 @@ async def test_a_step_that_takes_long_is_no_hanging_engine(monkeypatch: pytest.M
         await p.balanced()
 
 
-async def test_a_fill_that_only_waits_for_its_turn_is_not_given_up(redis_url: str) -> None:
+async def test_a_queued_remote_prefill_is_not_given_up(redis_url: str) -> None:
     """Deadlines measure progress: the queue moves on, so nobody in it is forgotten."""
     requests = [make_request(f"r{i}", prompt(900, i), max_tokens=2) for i in range(12)]
-    async with pair(redis_url, fill_progress_s=3.0, decode={"num_pages": 70}) as p:
-        p.prefill_gate.slow()  # the last one waits for longer than fills without progress may
+    async with pair(redis_url, prefill_progress_s=3.0, decode={"num_pages": 70}) as p:
+        p.prefill_gate.slow()  # the last one waits longer than the limit without progress
         answers = [await p.submit(request, i) for i, request in enumerate(requests)]
         await p.router.done(*answers)
         for request, answer in zip(requests, answers, strict=True):
             assert_right(request, answer)
-        await eventually(lambda: p.router.load.fills["completed"] == 12)
+        await eventually(lambda: p.router.load.remote_prefills["completed"] == 12)
 
 
-async def test_a_full_queue_there_is_the_next_ones_turn(redis_url: str) -> None:
+async def test_after_a_full_queue_the_next_candidate_is_tried(redis_url: str) -> None:
     async with pair(redis_url, max_queue_tokens=400) as p:
         p.prefill_gate.close()
         answers = [await p.submit(make_request(f"r{i}", prompt(300, i), max_tokens=3), i) for i in range(6)]
@@ -142,7 +140,7 @@ async def test_a_full_queue_there_is_the_next_ones_turn(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_first_tokens_of_a_failed_fill_are_kept(redis_url: str, n: int) -> None:
+async def test_first_tokens_of_a_failed_remote_prefill_are_kept(redis_url: str, n: int) -> None:
     """The prefill worker ends after its first tokens: they are facts, and the rest follows from them."""
     request = make_request("a", prompt(207), max_tokens=20, n=n)
     async with pair(redis_url) as p:
@@ -158,7 +156,7 @@ async def test_first_tokens_of_a_failed_fill_are_kept(redis_url: str, n: int) ->
         await p.router.balanced()
 
 
-async def test_the_next_candidate_goes_on_after_the_first_token_of_the_one_before(redis_url: str) -> None:
+async def test_the_next_candidate_continues_after_the_first_token_of_the_last_one(redis_url: str) -> None:
     request = make_request("a", prompt(207), max_tokens=20)
     async with pair(redis_url) as p, running("prefill", redis_url, network=p.network) as second:
         p.transfer_gate.clear()
@@ -169,12 +167,12 @@ async def test_the_next_candidate_goes_on_after_the_first_token_of_the_one_befor
         assert_right(request, answer)
         assert answer.prefilled[0].prefill_worker == p.prefill.worker.id
         await p.router.balanced()
-        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1, "failed": 1})
+        await eventually(lambda: dict(p.router.load.remote_prefills) == {"completed": 1, "failed": 1})
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_what_is_short_by_now_is_computed_here(redis_url: str, n: int) -> None:
-    """While the fill waits in the prefill worker's queue, somebody else's request brings the prefix."""
+async def test_a_short_rest_is_computed_here(redis_url: str, n: int) -> None:
+    """While the job waits in the prefill worker's queue, another request computes the prefix."""
     async with reached(redis_url, Stage.QUEUED, n, num_pages=256) as (p, answer):
         await p.router.done(await p.router.submit(make_request("b", prompt(290)), 3))
         await p.prefill.stop()
@@ -182,11 +180,11 @@ async def test_what_is_short_by_now_is_computed_here(redis_url: str, n: int) -> 
         assert_right(make_request("a", prompt(300), max_tokens=20, n=n), answer)
         assert answer.prefilled[0] == pb.Prefilled(cached_tokens=288)
         await p.router.balanced()
-        await eventually(lambda: p.router.load.fills["local_fallback"] == 1)
+        await eventually(lambda: p.router.load.remote_prefills["local_fallback"] == 1)
 
 
-async def test_whoever_waits_for_a_failed_fill_goes_on_by_itself(redis_url: str) -> None:
-    """And what the fill has emitted stays right, whether it can go on here or is placed anew."""
+async def test_a_request_that_waits_for_a_failed_remote_prefill_continues_on_its_own(redis_url: str) -> None:
+    """Its first tokens stay right, whether the request continues here or is rerouted."""
     request, other = make_request("a", prompt(207), max_tokens=20, n=3), make_request("b", prompt(200))
     async with pair(redis_url) as p:
         p.transfer_gate.clear()
@@ -204,7 +202,7 @@ async def test_whoever_waits_for_a_failed_fill_goes_on_by_itself(redis_url: str)
 
 
 @pytest.mark.parametrize("stage", [Stage.RESERVING, Stage.LANDED])
-async def test_an_unexpected_error_keeps_no_pages(
+async def test_an_unexpected_error_leaks_no_pages(
     monkeypatch: pytest.MonkeyPatch, redis_url: str, stage: Stage
 ) -> None:
     def fail(*_: object) -> None:

@@ -67,7 +67,7 @@ async def test_a_flood_leaves_the_other_tenant_its_share(redis_url: str) -> None
         assert max(others) < 14, "five of each, the one that ran, and what is due by age"
 
 
-async def test_a_flood_fills_the_queue_for_itself_only(redis_url: str) -> None:
+async def test_a_flood_uses_up_only_its_own_share_of_the_queue(redis_url: str) -> None:
     async with busy_worker(redis_url, max_queue_tokens=500) as busy:
         router = busy.router
         flood = [await submit(router, number, 100, tenant="flood") for number in range(1, 9)]
@@ -85,7 +85,7 @@ async def test_a_flood_fills_the_queue_for_itself_only(redis_url: str) -> None:
         assert other.refusal is None
 
 
-async def test_priority_and_deadline_come_through(redis_url: str) -> None:
+async def test_priority_and_deadline_reach_the_prefill_worker(redis_url: str) -> None:
     async with busy_worker(redis_url) as busy:
         router = busy.router
         terms = [(0, 0), (0, 600_000), (0, 300_000), (-1, 1000), (2, 0)]
@@ -100,7 +100,7 @@ async def test_priority_and_deadline_come_through(redis_url: str) -> None:
         assert answers[3].queue_ms[0] > answers[2].queue_ms[0] > 0
 
 
-async def test_fills_are_shared_fairly_too(redis_url: str) -> None:
+async def test_remote_prefills_are_shared_fairly_too(redis_url: str) -> None:
     async with pair(redis_url) as p:
         p.prefill_gate.close()
         answers = [
@@ -119,7 +119,7 @@ async def test_fills_are_shared_fairly_too(redis_url: str) -> None:
         await p.balanced()
 
 
-async def test_a_worker_says_what_it_predicts_with(redis_url: str) -> None:
+async def test_hello_has_the_profile(redis_url: str) -> None:
     async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as router:
         assert Profile.model_validate_json(router.hello.profile) == MODEL.profile
         assert (router.hello.token_budget, router.hello.colocate) == (64, "mixed")

@@ -8,7 +8,7 @@ import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.remote_prefill import State
+from decode_worker.remote_prefill import RemotePrefillState
 from tests.decode_worker.duo import CACHED, TOKENS, Duo, duo
 from tests.decode_worker.pair import TARGET, Pair, assert_right, eventually_started, pair
 from tests.engine.fakes import FakeHostMemory, make_request, prompt, states_of
@@ -66,7 +66,7 @@ async def test_routers_know_in_which_tier_a_block_is_from_events_and_from_a_snap
 
 
 class TestFromAPrefillWorker:
-    async def test_what_host_memory_keeps_is_not_moved(self, redis_url: str) -> None:
+    async def test_blocks_in_host_memory_are_not_sent(self, redis_url: str) -> None:
         request = make_request("a", LONGER, max_tokens=20)
         async with _kept_here(redis_url) as (p, _, moved):
             answer = await p.submit(request, TARGET)
@@ -75,9 +75,9 @@ class TestFromAPrefillWorker:
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefill_worker=p.prefill.worker.id)
             assert moved == [blocks_for(len(LONGER)) - KEPT]
             await p.balanced()
-            await eventually(lambda: p.router.load.host_blocks["returned"] == KEPT)
+            await eventually(lambda: p.router.load.host_blocks["loaded"] == KEPT)
 
-    async def test_a_damaged_block_and_what_follows_it_is_moved(self, redis_url: str) -> None:
+    async def test_a_damaged_block_and_its_successors_are_sent(self, redis_url: str) -> None:
         request, good = make_request("a", LONGER, max_tokens=20), 2
         async with _kept_here(redis_url) as (p, host, moved):
             content = states_of(LONGER)[good * BLOCK_SIZE : (good + 1) * BLOCK_SIZE]
@@ -89,7 +89,7 @@ class TestFromAPrefillWorker:
             await p.balanced()
             await eventually(lambda: p.router.load.host_blocks["damaged"] == 1)
 
-    async def test_where_pages_are_short_everything_is_moved(self, redis_url: str) -> None:
+    async def test_with_too_few_pages_everything_is_sent(self, redis_url: str) -> None:
         request, ahead = make_request("a", LONGER, max_tokens=20), make_request("ahead", prompt(900, 9), max_tokens=2)
         async with _kept_here(redis_url) as (p, host, moved):
             host.by_hand = True
@@ -97,7 +97,7 @@ class TestFromAPrefillWorker:
             before = await p.submit(ahead, 2)
             await eventually_started(before)
             answer = await p.submit(request, TARGET)
-            await eventually(lambda: p.states() == [State.LANDED, State.RESERVING])
+            await eventually(lambda: p.states() == [RemotePrefillState.LANDED, RemotePrefillState.RESERVING])
             p.transfer_gate.set()
             await p.router.done(before, answer)
             assert_right(ahead, before)
@@ -106,7 +106,7 @@ class TestFromAPrefillWorker:
             assert moved == [blocks_for(900), blocks_for(len(LONGER))]
             await p.balanced()
 
-    async def test_who_waits_for_the_copy_keeps_nobody_waiting(self, redis_url: str) -> None:
+    async def test_a_request_that_waits_for_the_copy_delays_no_other(self, redis_url: str) -> None:
         request, other = make_request("a", LONGER, max_tokens=20), make_request("b", prompt(200, 9), max_tokens=20)
         async with _kept_here(redis_url, token_budget=1024) as (p, host, moved):
             host.by_hand = True
@@ -129,7 +129,7 @@ class TestFromAPrefillWorker:
             await p.submit(make_request("a", LONGER, max_tokens=20), TARGET)
             await eventually(lambda: host.copying)
             await p.router.abort(TARGET)
-            await eventually(lambda: dict(p.router.load.fills) == {"cancelled": 1})
+            await eventually(lambda: dict(p.router.load.remote_prefills) == {"cancelled": 1})
             await p.prefill_view.balanced()
             assert host.copying
             host.finish()
@@ -166,7 +166,7 @@ async def _some_kept_here(redis_url: str) -> AsyncIterator[tuple[Duo, FakeHostMe
 
 
 class TestFromAnotherCache:
-    async def test_what_host_memory_keeps_is_not_moved(self, redis_url: str) -> None:
+    async def test_blocks_in_host_memory_are_not_sent(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with _some_kept_here(redis_url) as (d, _, moved):
             answer = await d.submit(request, TARGET)
@@ -182,7 +182,7 @@ class TestFromAnotherCache:
             await d.submit(make_request("a", prompt(TOKENS), max_tokens=20), TARGET)
             await eventually(lambda: host.copying)
             await d.here.router.abort(TARGET)
-            await eventually(lambda: dict(d.here.router.load.fills) == {"prefix_cancelled": 1})
+            await eventually(lambda: dict(d.here.router.load.prefix_fetches) == {"cancelled": 1})
             await d.source.router.balanced()
             assert host.copying
             host.finish()
@@ -211,4 +211,4 @@ async def test_a_prefill_worker_computes_only_what_its_host_memory_lacks(redis_u
             await router.balanced()
             await p.balanced()
             await eventually(lambda: p.prefill_view.load.prefill_tokens == TOKENS + 1010 + TOKENS - CACHED)
-            assert p.prefill_view.load.host_blocks["returned"] == KEPT
+            assert p.prefill_view.load.host_blocks["loaded"] == KEPT

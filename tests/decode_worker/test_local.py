@@ -46,7 +46,7 @@ async def test_the_cache_is_used_and_reported(redis_url: str) -> None:
         await eventually(lambda: blocks <= client.cached.keys())
 
 
-async def test_a_replayed_request_goes_on_after_what_was_emitted(redis_url: str) -> None:
+async def test_a_replayed_request_continues_after_the_output_so_far(redis_url: str) -> None:
     want = expected(make_request("a", prompt(40), max_tokens=12), 0, MAX_MODEL_LEN)
     replay = make_request("a", prompt(40) + want.token_ids[:5], prompt_len=40, max_tokens=12)
     async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
@@ -56,7 +56,7 @@ async def test_a_replayed_request_goes_on_after_what_was_emitted(redis_url: str)
         assert answer.finish[0] is Finish.LENGTH
 
 
-async def test_what_cannot_be_computed_is_refused_with_the_reason(redis_url: str) -> None:
+async def test_invalid_requests_are_refused_with_the_reason(redis_url: str) -> None:
     async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         answer = await client.submit(make_request("a", prompt(MAX_MODEL_LEN)), 1)
         await client.done(answer)
@@ -65,7 +65,7 @@ async def test_what_cannot_be_computed_is_refused_with_the_reason(redis_url: str
         assert "context" in answer.refusal.message
 
 
-async def test_a_full_queue_is_refused_with_a_time_to_come_back(redis_url: str) -> None:
+async def test_a_full_queue_refuses_with_a_retry_time(redis_url: str) -> None:
     gate = Gate()
     async with (
         running(
@@ -85,7 +85,7 @@ async def test_a_full_queue_is_refused_with_a_time_to_come_back(redis_url: str) 
         await client.balanced()
 
 
-async def test_aborted_requests_and_choices_fall_silent_and_free_their_pages(redis_url: str) -> None:
+async def test_aborted_requests_and_choices_send_nothing_more_and_free_their_pages(redis_url: str) -> None:
     gate = Gate()
     async with (
         running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait)) as worker,
@@ -104,7 +104,7 @@ async def test_aborted_requests_and_choices_fall_silent_and_free_their_pages(red
         assert not parts.done
 
 
-async def test_an_abort_of_something_unknown_is_nothing(redis_url: str) -> None:
+async def test_an_abort_of_an_unknown_request_is_ignored(redis_url: str) -> None:
     async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         await client.abort(7)
         await client.done(await client.submit(make_request("a", prompt(20)), 7))
@@ -112,7 +112,7 @@ async def test_an_abort_of_something_unknown_is_nothing(redis_url: str) -> None:
         await client.done(await client.submit(make_request("b", prompt(20)), 8))
 
 
-async def test_an_abort_right_behind_the_submit_wins(redis_url: str) -> None:
+async def test_an_abort_directly_after_the_submit_ends_the_request(redis_url: str) -> None:
     async with running("combined", redis_url, network=LocalNetwork()) as worker, Client(worker) as client:
         for number in range(20):
             await client.submit(make_request(f"r{number}", prompt(40, number), max_tokens=900), number)
@@ -161,7 +161,7 @@ async def test_all_tokens_of_a_step_come_in_one_message(redis_url: str) -> None:
         assert max(len(step.outputs) for step in steps) >= 7
 
 
-async def test_a_draining_worker_finishes_and_takes_nothing_new(redis_url: str) -> None:
+async def test_a_draining_worker_finishes_and_accepts_nothing_new(redis_url: str) -> None:
     gate = Gate()
     loader = fake_loader(before_step=gate.wait)
     async with (
@@ -185,7 +185,7 @@ async def test_a_draining_worker_finishes_and_takes_nothing_new(redis_url: str) 
         assert await worker.task == 0
 
 
-async def test_a_stopping_worker_sends_its_requests_elsewhere(redis_url: str) -> None:
+async def test_a_stopping_worker_reroutes_its_requests(redis_url: str) -> None:
     gate = Gate()
     async with (
         running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait)) as worker,
@@ -200,7 +200,7 @@ async def test_a_stopping_worker_sends_its_requests_elsewhere(redis_url: str) ->
         assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
 
 
-async def test_a_failed_engine_sends_requests_elsewhere_and_ends_the_worker(redis_url: str) -> None:
+async def test_a_failed_engine_reroutes_requests_and_ends_the_worker(redis_url: str) -> None:
     def fail() -> None:
         raise RuntimeError("device lost")
 

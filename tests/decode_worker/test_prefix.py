@@ -6,7 +6,7 @@ import pytest
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.rpc import cpd_pb2 as pb
-from decode_worker.remote_prefill import State
+from decode_worker.remote_prefill import RemotePrefillState
 from tests.decode_worker.duo import CACHED, TARGET, TOKENS, Duo, Stage, duo, let_go, reached
 from tests.decode_worker.pair import assert_right
 from tests.decode_worker.unsafe import Unsafe
@@ -18,8 +18,8 @@ from tests.worker.client import Client
 from tests.worker.fakes import MAX_MODEL_LEN
 
 
-class TestFill:
-    async def test_what_another_worker_has_cached_is_not_computed(self, redis_url: str) -> None:
+class TestPrefixFetch:
+    async def test_blocks_cached_by_another_worker_are_not_computed(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with duo(redis_url) as d:
             answer = await d.submit(request, 1)
@@ -28,11 +28,11 @@ class TestFill:
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefix_worker=d.source.worker.worker.id)
             await d.balanced()
             await eventually(lambda: d.here.router.load.prefill_tokens == TOKENS - CACHED)
-            await eventually(lambda: dict(d.here.router.load.fills) == {"prefix_completed": 1})
-            await eventually(lambda: dict(d.source.router.load.fills) == {"prefix_served": 1})
+            await eventually(lambda: dict(d.here.router.load.prefix_fetches) == {"completed": 1})
+            await eventually(lambda: dict(d.source.router.load.prefix_fetches) == {"served": 1})
             assert d.source.router.load.prefill_tokens == TOKENS
 
-    async def test_it_is_in_the_own_cache_then(self, redis_url: str) -> None:
+    async def test_fetched_blocks_are_in_this_workers_cache(self, redis_url: str) -> None:
         async with duo(redis_url) as d:
             await d.here.router.done(await d.submit(make_request("a", prompt(TOKENS)), 1))
             request = make_request("b", prompt(TOKENS), seed=3, max_tokens=20)
@@ -40,9 +40,9 @@ class TestFill:
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED)
-            assert dict(d.here.router.load.fills) == {"prefix_completed": 1}
+            assert dict(d.here.router.load.prefix_fetches) == {"completed": 1}
 
-    async def test_only_what_is_missing_here_is_sent(self, redis_url: str) -> None:
+    async def test_only_missing_blocks_are_sent(self, redis_url: str) -> None:
         sent: list[int] = []
         async with duo(redis_url) as d:
             await d.here.serve(make_request("short", prompt(100)), 1)
@@ -60,7 +60,7 @@ class TestFill:
             assert sent == [CACHED // BLOCK_SIZE - 100 // BLOCK_SIZE]
             await d.balanced()
 
-    async def test_a_prompt_that_is_all_cached_there_recomputes_one_token(self, redis_url: str) -> None:
+    async def test_a_completely_cached_prompt_recomputes_one_token(self, redis_url: str) -> None:
         request = make_request("a", prompt(CACHED), max_tokens=20)
         async with duo(redis_url) as d:
             answer = await d.submit(request, 1)
@@ -69,7 +69,7 @@ class TestFill:
             assert answer.prefilled[0].cached_tokens == CACHED - 1
             await d.balanced()
 
-    async def test_what_was_evicted_there_comes_from_its_host_memory(self, redis_url: str) -> None:
+    async def test_blocks_evicted_there_come_from_its_host_memory(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with duo(redis_url, source={"num_pages": 64, "host_pages": 100}) as d:
             await d.source.serve(make_request("evicts", prompt(1010, 5), max_tokens=8), 1)
@@ -78,18 +78,18 @@ class TestFill:
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefix_worker=d.source.worker.worker.id)
             await d.balanced()
-            await eventually(lambda: d.source.router.load.host_blocks["returned"] == CACHED // BLOCK_SIZE)
+            await eventually(lambda: d.source.router.load.host_blocks["loaded"] == CACHED // BLOCK_SIZE)
 
-    async def test_several_choices_share_one_fill(self, redis_url: str) -> None:
+    async def test_several_choices_share_one_fetch(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20, n=3)
         async with duo(redis_url) as d:
             answer = await d.submit(request, 1)
             await d.here.router.done(answer)
             assert_right(request, answer)
             await d.balanced()
-            assert dict(d.here.router.load.fills) == {"prefix_completed": 1}
+            assert dict(d.here.router.load.prefix_fetches) == {"completed": 1}
 
-    async def test_equal_prefixes_at_once_are_filled_once(self, redis_url: str) -> None:
+    async def test_equal_prefixes_at_once_are_fetched_once(self, redis_url: str) -> None:
         requests = [make_request(f"r{i}", prompt(TOKENS), seed=i, max_tokens=20) for i in range(5)]
         async with duo(redis_url) as d:
             answers = [await d.submit(request, i) for i, request in enumerate(requests)]
@@ -97,9 +97,9 @@ class TestFill:
             for request, answer in zip(requests, answers, strict=True):
                 assert_right(request, answer)
             await d.balanced()
-            assert dict(d.here.router.load.fills) == {"prefix_completed": 1}
+            assert dict(d.here.router.load.prefix_fetches) == {"completed": 1}
 
-    async def test_who_has_a_prefix_without_a_hint_waits_for_its_fill(self, redis_url: str) -> None:
+    async def test_a_request_without_a_hint_waits_for_a_fetch_of_its_prefix(self, redis_url: str) -> None:
         async with reached(redis_url, Stage.LANDED) as (d, answer):
             request = make_request("b", prompt(TOKENS), seed=3, max_tokens=20)
             other = await d.here.router.submit(request, 2)
@@ -111,7 +111,7 @@ class TestFill:
             await d.balanced()
 
     @pytest.mark.parametrize("num_pages", [256, 44, 40])
-    async def test_two_workers_fill_from_each_other_at_once(self, redis_url: str, num_pages: int) -> None:
+    async def test_two_workers_fetch_from_each_other_at_once(self, redis_url: str, num_pages: int) -> None:
         """Also where neither has pages for more than that."""
         async with duo(redis_url, here={"num_pages": num_pages}, source={"num_pages": num_pages}) as d:
             await d.here.serve(make_request("there", prompt(TOKENS, 5)), 1)
@@ -122,7 +122,7 @@ class TestFill:
             answer = await d.submit(ours, 2)
             other = await d.source.router.submit(theirs, 2, prefix_source=d.here.hint())
             if num_pages == 256:
-                await eventually(lambda: d.here.states() == d.source.states() == [State.LANDED])
+                await eventually(lambda: d.here.states() == d.source.states() == [RemotePrefillState.LANDED])
             let_go(d)
             await d.here.router.done(answer)
             await d.source.router.done(other)
@@ -131,19 +131,19 @@ class TestFill:
             await d.balanced()
 
 
-class TestWithout:
+class TestWithoutPrefixFetch:
     """The prefix does not come, or not all of it: the rest is computed."""
 
-    async def test_little_is_computed_rather_than_fetched(self, redis_url: str) -> None:
+    async def test_a_short_prefix_is_computed_and_not_fetched(self, redis_url: str) -> None:
         request = make_request("a", prompt(32), max_tokens=20)
         async with duo(redis_url) as d:
             answer = await d.submit(request, 1, d.source.hint(2))
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled()
-            assert dict(d.here.router.load.fills) == {}
+            assert dict(d.here.router.load.prefix_fetches) == {}
 
-    async def test_nobody_is_asked_for_what_is_here(self, redis_url: str) -> None:
+    async def test_a_cached_prefix_is_not_fetched(self, redis_url: str) -> None:
         async with duo(redis_url) as d:
             await d.here.serve(make_request("short", prompt(100)), 1)
             request = make_request("a", prompt(TOKENS), max_tokens=20)
@@ -151,7 +151,7 @@ class TestWithout:
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=96)
-            assert dict(d.here.router.load.fills) == {}
+            assert dict(d.here.router.load.prefix_fetches) == {}
 
     async def test_it_was_evicted(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
@@ -162,8 +162,8 @@ class TestWithout:
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled()
             await d.balanced()
-            await eventually(lambda: dict(d.here.router.load.fill_failures) == {"refused": 1})
-            assert dict(d.here.router.load.fills) == {"prefix_failed": 1}
+            await eventually(lambda: dict(d.here.router.load.transfer_failures) == {"refused": 1})
+            assert dict(d.here.router.load.prefix_fetches) == {"failed": 1}
 
     async def test_a_part_of_it_was_evicted(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
@@ -176,15 +176,15 @@ class TestWithout:
             assert 0 < cached < CACHED
             await d.balanced()
             await eventually(lambda: d.here.router.load.prefill_tokens == TOKENS - cached)
-            assert dict(d.here.router.load.fills) == {"prefix_completed": 1}
+            assert dict(d.here.router.load.prefix_fetches) == {"completed": 1}
 
-    async def test_what_is_pinned_is_not_evicted(self, redis_url: str) -> None:
+    async def test_pinned_blocks_are_not_evicted(self, redis_url: str) -> None:
         """The pool of the other worker is full of other things as soon as it may be."""
         async with duo(redis_url, source={"num_pages": 66}) as d:
             d.source.pushes.clear()
             request = make_request("a", prompt(TOKENS), max_tokens=20)
             answer = await d.submit(request, 1)
-            await eventually(lambda: d.here.states() == [State.LANDED])
+            await eventually(lambda: d.here.states() == [RemotePrefillState.LANDED])
             evicts = await d.source.router.submit(make_request("evicts", prompt(1000, 5)), 2)
             await eventually(lambda: d.source.router.load.waiting == 1)
             d.source.pushes.set()
@@ -202,7 +202,7 @@ class TestWithout:
             busy = await d.here.router.submit(make_request("busy", prompt(300, 5), max_tokens=230), 1)
             await eventually(lambda: busy.started)
             answer = await d.submit(request, 2)
-            await eventually(lambda: dict(d.here.router.load.fills) == {"prefix_cancelled": 1})
+            await eventually(lambda: dict(d.here.router.load.prefix_fetches) == {"cancelled": 1})
             await d.source.router.balanced()
             d.here.gate.open()
             await d.here.router.done(busy, answer)
@@ -215,7 +215,7 @@ class TestWithout:
             answer = await d.submit(request, 1)
             await d.here.router.done(answer)
             assert_right(request, answer)
-            assert dict(d.here.router.load.fills) == {"prefix_failed": 1}
+            assert dict(d.here.router.load.prefix_fetches) == {"failed": 1}
             await d.balanced()
 
     async def test_the_other_worker_drains(self, redis_url: str) -> None:
@@ -229,7 +229,7 @@ class TestWithout:
             assert answer.prefilled[0] == pb.Prefilled()
             d.source.gate.open()
 
-    async def test_a_worker_that_drains_finishes_what_others_have_begun_to_fetch(self, redis_url: str) -> None:
+    async def test_a_draining_worker_finishes_fetches_under_way(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with reached(redis_url, Stage.LANDED) as (d, answer):
             await d.source.router.drain()
@@ -242,13 +242,13 @@ class TestWithout:
 
     async def test_it_takes_too_long(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
-        async with duo(redis_url, fill_progress_s=0.5) as d:
+        async with duo(redis_url, prefill_progress_s=0.5) as d:
             d.source.pushes.clear()
             answer = await d.submit(request, 1)
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled()
-            await eventually(lambda: dict(d.here.router.load.fills) in ({"prefix_cancelled": 1}, {"prefix_failed": 1}))
+            await eventually(lambda: dict(d.here.router.load.prefix_fetches) in ({"cancelled": 1}, {"failed": 1}))
             await d.balanced()
 
     @pytest.mark.parametrize(
@@ -261,27 +261,27 @@ class TestWithout:
             (Point.LANDED, 0, Action.CORRUPT, "damaged"),
         ],
     )
-    async def test_a_fault_on_the_way_is_counted_and_nothing_of_it_is_used(
+    async def test_a_transfer_fault_is_counted_and_its_pages_are_not_used(
         self, redis_url: str, point: Point, k: int, action: Action, reason: str
     ) -> None:
         request, network = make_request("a", prompt(TOKENS), max_tokens=20), FaultyNetwork()
         async with duo(redis_url, network=network) as d:
-            network.points.order(point, action, k)
+            network.points.arm(point, action, k)
             answer = await d.submit(request, 1)
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled()
             await d.balanced()
-            await eventually(lambda: dict(d.here.router.load.fill_failures) == {reason: 1})
-            assert dict(d.here.router.load.fills) == {"prefix_failed": 1}
+            await eventually(lambda: dict(d.here.router.load.transfer_failures) == {reason: 1})
+            assert dict(d.here.router.load.prefix_fetches) == {"failed": 1}
 
-    async def test_pages_that_may_still_be_written_wait_in_quarantine(self, redis_url: str) -> None:
+    async def test_pages_that_may_still_be_written_are_quarantined(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with duo(redis_url) as d:
             unsafe = Unsafe(d.here.worker)
             d.source.pushes.clear()
             answer = await d.submit(request, 1)
-            await eventually(lambda: d.here.states() == [State.LANDED])
+            await eventually(lambda: d.here.states() == [RemotePrefillState.LANDED])
             await d.source.worker.stop()
             await d.here.router.done(answer)
             assert_right(request, answer)
@@ -324,7 +324,7 @@ class TestEnds:
     @pytest.mark.parametrize("stage", Stage)
     async def test_the_other_worker_ends(self, monkeypatch: pytest.MonkeyPatch, redis_url: str, stage: Stage) -> None:
         monkeypatch.setattr("decode_worker.remote_prefill.SILENT_S", 0.5)
-        monkeypatch.setattr("worker.fills.HEARTBEAT_S", 0.1)
+        monkeypatch.setattr("worker.prefill_server.HEARTBEAT_S", 0.1)
         async with reached(redis_url, stage) as (d, answer):
             stopping = asyncio.create_task(d.source.worker.stop())
             d.source.gate.open()
@@ -333,8 +333,8 @@ class TestEnds:
             await d.here.router.done(answer)
             assert_right(make_request("a", prompt(TOKENS), max_tokens=20), answer)
             await d.here.router.balanced()
-            ended = dict(d.here.router.load.fills)
-            assert ended == {"prefix_failed": 1} or (stage is Stage.QUEUED and ended == {"prefix_completed": 1})
+            ended = dict(d.here.router.load.prefix_fetches)
+            assert ended == {"failed": 1} or (stage is Stage.QUEUED and ended == {"completed": 1})
 
     @pytest.mark.parametrize("stage", Stage)
     async def test_this_worker_ends(self, redis_url: str, stage: Stage) -> None:

@@ -20,12 +20,12 @@ from engine.types import Request, SamplingParams
 from tests.conftest import MakeCheckpoint
 from tests.waiting import eventually
 from tests.worker.client import Answer, Client
-from tests.worker.processes import ROOT, TOKEN, WorkerProcess, command, worker_process
+from tests.worker.processes import ROOT, START_S, TOKEN, WorkerProcess, command, worker_process
 
 pytestmark = pytest.mark.e2e
 
 ROLES: tuple[Role, ...] = ("prefill", "combined")
-FLAGS = {"kv_memory": "32MiB", "lease_s": 1, "fill_progress_s": 3, "kv_checksum": True}
+FLAGS = {"kv_memory": "32MiB", "lease_s": 1, "prefill_progress_s": 3, "kv_checksum": True}
 TENANT = hash_root(b"one tenant")
 
 
@@ -91,7 +91,7 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
         request(f"r{i}", length, seed=seed, salt=i, n=1 + i % 2)
         for i, (length, seed) in enumerate([(40, 0), (100, 7), (511, 0), (512, 3), (513, 0), (900, 5), (1500, 0)])
     ]
-    async with cluster(model, redis_url, tmp_path, dtype="float32") as c:
+    async with cluster(model, redis_url, tmp_path, dtype="float32", prefill_progress_s=60) as c:
         remote = [await c.submit(r, i) for i, r in enumerate(requests)]
         await c.router.done(*remote)
         local = [await c.router.submit(with_own_cache(r), 100 + i) for i, r in enumerate(requests)]
@@ -103,15 +103,16 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
             assert there.finish == here.finish
         await c.router.balanced()
         await c.prefill_view.balanced()
-        await eventually(lambda: c.router.load.fills == {"completed": len(requests)})
+        await eventually(lambda: c.router.load.remote_prefills == {"completed": len(requests)})
 
 
 async def test_workers_that_choose_their_transport_take_nixl_and_say_why_and_what_it_costs(
     model: Path, redis_url: str, tmp_path: Path
 ) -> None:
-    async with cluster(model, redis_url, tmp_path, transport="auto", dtype="float32") as c:
+    flags = {"transport": "auto", "dtype": "float32", "prefill_progress_s": 60}
+    async with cluster(model, redis_url, tmp_path, **flags) as c:
         for hello in (c.router.hello, c.prefill_view.hello):
-            assert hello.transport == "nixl"
+            assert hello.transport == "nixl", hello.transport_reason
             assert "through memory between processes of one machine" in hello.transport_reason
             assert Profile.model_validate_json(hello.profile).transfer != TransferProfile()
         wanted = request("r", 900)
@@ -131,7 +132,7 @@ async def test_a_prefix_from_another_decode_workers_cache_changes_no_answer(
     """Whether the other worker works, is stopped, goes on, or is dead."""
     length, cached = 900, 900 // BLOCK_SIZE * BLOCK_SIZE
     given: dict[str, Any] = {**FLAGS, "model": model, "cluster": tmp_path.name, "transport": transport}
-    given["fill_progress_s"] = 60
+    given["prefill_progress_s"] = 60
     async with AsyncExitStack() as stack:
         workers = (
             worker_process("combined", redis_url, tmp_path, worker_id=name, dtype="float32", **given)
@@ -262,7 +263,7 @@ async def test_a_draining_process_ends_when_its_work_is_done(model: Path, redis_
 
 def test_a_worker_that_cannot_start_says_why_in_one_sentence(model: Path, redis_url: str) -> None:
     given = {"model": model, "redis_url": redis_url, "max_model_len": 1_000_000, "log_level": "error"}
-    result = subprocess.run(command("combined", **given), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command("combined", **given), cwd=ROOT, capture_output=True, text=True, timeout=START_S)
     assert result.returncode == 1
     assert result.stdout == ""
     (line,) = result.stderr.strip().splitlines()

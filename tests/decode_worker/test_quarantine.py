@@ -5,7 +5,7 @@ from tests.decode_worker.pair import assert_right, pair
 from tests.decode_worker.unsafe import Unsafe
 from tests.engine.fakes import make_request, prompt
 from tests.waiting import eventually
-from worker.node import EXIT_RESTART
+from worker.context import EXIT_RESTART
 
 
 async def test_pages_come_back_when_the_landing_is_safe(redis_url: str) -> None:
@@ -27,8 +27,8 @@ async def test_pages_come_back_when_the_landing_is_safe(redis_url: str) -> None:
         await p.balanced()
 
 
-async def test_too_much_of_it_for_too_long_starts_the_worker_anew(redis_url: str) -> None:
-    async with pair(redis_url, decode={"num_pages": 66}, fill_progress_s=0.5) as p:
+async def test_too_many_quarantined_pages_for_too_long_restart_the_worker(redis_url: str) -> None:
+    async with pair(redis_url, decode={"num_pages": 66}, prefill_progress_s=0.5) as p:
         p.transfer_gate.clear()
         Unsafe(p.decode)
         answer = await p.submit(make_request("a", prompt(300)), 1)
@@ -37,7 +37,7 @@ async def test_too_much_of_it_for_too_long_starts_the_worker_anew(redis_url: str
         assert await p.decode.task == EXIT_RESTART
 
 
-async def test_a_moment_of_it_does_not(redis_url: str) -> None:
+async def test_a_short_quarantine_does_not_restart_the_worker(redis_url: str) -> None:
     async with pair(redis_url, decode={"num_pages": 66}) as p:
         p.transfer_gate.clear()
         unsafe = Unsafe(p.decode)

@@ -22,21 +22,21 @@ async def test_a_long_prompt_is_computed_there_and_decoded_here(redis_url: str) 
         await p.balanced()
         assert p.router.load.prefill_tokens == 0
         await eventually(lambda: p.prefill_view.load.prefill_tokens == 300)
-        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1})
-        await eventually(lambda: dict(p.prefill_view.load.fills) == {"completed": 1})
+        await eventually(lambda: dict(p.router.load.remote_prefills) == {"completed": 1})
+        await eventually(lambda: dict(p.prefill_view.load.remote_prefills) == {"completed": 1})
 
 
-async def test_a_short_prompt_stays_here(redis_url: str) -> None:
+async def test_a_short_prompt_is_computed_here(redis_url: str) -> None:
     request = make_request("a", prompt(32))
     async with pair(redis_url) as p:
         answer = await p.submit(request, 1, long_prefill_tokens=32)
         await p.router.done(answer)
         assert_right(request, answer)
         assert answer.prefilled[0].prefill_worker == ""
-        assert p.router.load.fills == {}
+        assert p.router.load.remote_prefills == {}
 
 
-async def test_a_prompt_that_is_mostly_cached_here_stays_here(redis_url: str) -> None:
+async def test_a_prompt_that_is_mostly_cached_is_computed_here(redis_url: str) -> None:
     async with pair(redis_url) as p:
         await p.router.done(await p.submit(make_request("a", prompt(300)), 1))
         request = make_request("b", prompt(310), max_tokens=20)
@@ -46,7 +46,7 @@ async def test_a_prompt_that_is_mostly_cached_here_stays_here(redis_url: str) ->
         assert answer.prefilled[0] == pb.Prefilled(cached_tokens=288)
 
 
-async def test_only_what_is_missing_here_is_moved(redis_url: str) -> None:
+async def test_only_missing_blocks_are_sent(redis_url: str) -> None:
     async with pair(redis_url) as p:
         await p.router.done(await p.submit(make_request("a", prompt(300)), 1))
         request = make_request("b", prompt(300) + prompt(200, 3), max_tokens=20)
@@ -58,7 +58,7 @@ async def test_only_what_is_missing_here_is_moved(redis_url: str) -> None:
         await eventually(lambda: p.prefill_view.load.prefill_tokens == 300 + 500 - 288)
 
 
-async def test_what_only_the_prefill_worker_has_cached_is_moved_too(redis_url: str) -> None:
+async def test_blocks_cached_by_the_prefill_worker_are_sent_too(redis_url: str) -> None:
     async with pair(redis_url) as p:
         await p.router.done(await p.submit(make_request("a", prompt(300)), 1))
         async with running("combined", redis_url, network=p.network) as other, Client(other) as router:
@@ -70,7 +70,7 @@ async def test_what_only_the_prefill_worker_has_cached_is_moved_too(redis_url: s
             await router.balanced()
 
 
-async def test_several_choices_share_one_fill(redis_url: str) -> None:
+async def test_several_choices_share_one_remote_prefill(redis_url: str) -> None:
     request = make_request("a", prompt(200), max_tokens=20, n=4)
     async with pair(redis_url) as p:
         answer = await p.submit(request, 1)
@@ -88,7 +88,7 @@ async def test_first_tokens_that_are_the_last_cancel_the_push(redis_url: str, n:
         await p.router.done(answer)
         assert_right(request, answer)
         await p.balanced()
-        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1})
+        await eventually(lambda: dict(p.router.load.remote_prefills) == {"completed": 1})
 
 
 async def test_a_choice_that_ends_with_its_first_token_does_not_stop_the_others(redis_url: str) -> None:
@@ -104,7 +104,7 @@ async def test_a_choice_that_ends_with_its_first_token_does_not_stop_the_others(
         await p.balanced()
 
 
-async def test_a_replayed_request_is_filled_with_its_output(redis_url: str) -> None:
+async def test_a_replayed_request_is_prefilled_with_its_output(redis_url: str) -> None:
     want = expected(make_request("a", prompt(200), max_tokens=30), 0, MAX_MODEL_LEN)
     request = make_request("a", prompt(200) + want.token_ids[:13], prompt_len=200, max_tokens=30)
     async with pair(redis_url) as p:
@@ -114,7 +114,7 @@ async def test_a_replayed_request_is_filled_with_its_output(redis_url: str) -> N
         assert answer.prefilled[0].prefill_worker == p.prefill.worker.id
 
 
-async def test_equal_prompts_at_once_are_filled_once(redis_url: str) -> None:
+async def test_equal_prompts_at_once_are_prefilled_once(redis_url: str) -> None:
     requests = [make_request(f"r{i}", [*prompt(300), i], seed=i, max_tokens=20) for i in range(10)]
     async with pair(redis_url) as p:
         answers = [await p.submit(request, i) for i, request in enumerate(requests)]
@@ -123,10 +123,10 @@ async def test_equal_prompts_at_once_are_filled_once(redis_url: str) -> None:
             assert_right(request, answer)
         await p.balanced()
         await eventually(lambda: p.prefill_view.load.prefill_tokens == 301)
-        await eventually(lambda: dict(p.router.load.fills) == {"completed": 1})
+        await eventually(lambda: dict(p.router.load.remote_prefills) == {"completed": 1})
 
 
-async def test_many_prompts_take_turns_when_pages_are_few(redis_url: str) -> None:
+async def test_many_prompts_are_served_with_few_pages(redis_url: str) -> None:
     requests = [make_request(f"r{i}", prompt(200 + i, i), max_tokens=30, n=1 + i % 2) for i in range(20)]
     async with pair(redis_url, prefill={"num_pages": 40}, decode={"num_pages": 70}) as p:
         answers = [await p.submit(request, i) for i, request in enumerate(requests)]
@@ -134,7 +134,7 @@ async def test_many_prompts_take_turns_when_pages_are_few(redis_url: str) -> Non
         for request, answer in zip(requests, answers, strict=True):
             assert_right(request, answer)
         await p.balanced()
-        await eventually(lambda: dict(p.router.load.fills) == {"completed": 20})
+        await eventually(lambda: dict(p.router.load.remote_prefills) == {"completed": 20})
 
 
 async def test_the_prefill_worker_tells_routers_which_of_their_requests_it_has(redis_url: str) -> None:

@@ -1,4 +1,4 @@
-"""Aborts and ends in every state of a fill: nothing hangs, and every page comes back."""
+"""Aborts and ends in every state of a remote prefill: nothing hangs, and every page comes back."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ class TestAbort:
             if stage is not Stage.DECODING:
                 # where the pages were on their way, they may be there before the abort is
                 ends = {"cancelled", "completed"} if stage is Stage.LANDED_FIRST else {"cancelled"}
-                await eventually(lambda: sum(p.router.load.fills[end] for end in ends) == 1)
+                await eventually(lambda: sum(p.router.load.remote_prefills[end] for end in ends) == 1)
 
     @pytest.mark.parametrize("stage", Stage)
     async def test_choices_can_be_aborted_one_by_one(self, redis_url: str, stage: Stage) -> None:

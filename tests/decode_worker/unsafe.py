@@ -14,7 +14,7 @@ class Unsafe:
         self.gone = asyncio.Event()
         self._transport = worker.worker._transport
         self._expect = self._transport.expect
-        self._transport.expect = self._unsafe  # type: ignore[method-assign]
+        self._transport.expect = self._unsafe  # type: ignore[method-assign, assignment]
 
     def _unsafe(self, reservation: int, generation: int, pages: Sequence[int]) -> Landing:
         return UnsafeLanding(self._expect(reservation, generation, pages), self.gone)

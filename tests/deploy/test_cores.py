@@ -7,7 +7,7 @@ from deploy.cores import split_cores, usable_cores
 
 
 @given(cores=st.lists(st.integers(0, 500), min_size=1, max_size=64, unique=True), workers=st.integers(1, 64))
-def test_every_core_is_used_and_none_twice_while_there_are_enough(cores: list[int], workers: int) -> None:
+def test_each_core_has_one_worker_while_there_are_enough(cores: list[int], workers: int) -> None:
     parts = split_cores(cores, workers)
     assert len(parts) == workers
     assert all(parts)
@@ -17,7 +17,7 @@ def test_every_core_is_used_and_none_twice_while_there_are_enough(cores: list[in
         assert list(map(len, parts)) == sorted(map(len, parts), reverse=True)
 
 
-def test_neighbours_stay_together() -> None:
+def test_workers_get_adjacent_cores() -> None:
     assert split_cores([0, 4, 1, 5], 2) == [{0, 4}, {1, 5}]
 
 

@@ -52,8 +52,8 @@ def test_a_port_in_use_is_refused() -> None:
             pick_port("127.0.0.1", port)
 
 
-@pytest.mark.parametrize(("host", "message"), [("no.such.host.invalid", "no known address"), ("192.0.2.77", "cannot")])
-def test_an_address_of_somewhere_else_is_refused(host: str, message: str) -> None:
+@pytest.mark.parametrize(("host", "message"), [("no.such.host.invalid", "not a known"), ("192.0.2.77", "cannot")])
+def test_an_address_of_another_machine_is_refused(host: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pick_port(host, 0)
 
@@ -62,7 +62,7 @@ def test_an_address_of_somewhere_else_is_refused(host: str, message: str) -> Non
     ("host", "url"),
     [("0.0.0.0", "http://127.0.0.1:1"), ("10.1.2.3", "http://10.1.2.3:1"), ("::1", "http://[::1]:1")],
 )
-def test_the_url_can_be_reached_from_here(host: str, url: str) -> None:
+def test_the_url_is_reachable_from_this_machine(host: str, url: str) -> None:
     assert url_of(host, 1) == url
 
 
@@ -72,13 +72,13 @@ def test_the_cluster_is_read_with_the_key(url: str) -> None:
         read_cluster(url, "")
 
 
-def test_a_proxy_of_the_environment_is_not_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_variables_are_ignored(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     assert read_cluster(url, "key")["workers"]
 
 
-def test_a_cluster_is_whole_when_all_routers_can_use_all_workers(url: str) -> None:
+def test_a_cluster_is_ready_when_all_routers_can_use_all_workers(url: str) -> None:
     assert has_workers(url, "key", {"a": 1}, ["r", "s"])
     assert has_workers(url, "key", {"a": 1, "b": 2}, ["r"])
     assert not has_workers(url, "key", {"a": 1, "b": 2}, ["r", "s"])
@@ -88,7 +88,7 @@ def test_a_cluster_is_whole_when_all_routers_can_use_all_workers(url: str) -> No
     assert not has_workers(url, "wrong", {"a": 1}, ["r"])
 
 
-def test_an_endpoint_that_is_away_is_said_to_be() -> None:
+def test_an_endpoint_that_does_not_answer_is_an_error() -> None:
     url = url_of("127.0.0.1", pick_port("127.0.0.1", 0))
     assert not has_workers(url, "", {}, [])
     with pytest.raises(CPDError, match=f"{url} does not answer: .*refused"):

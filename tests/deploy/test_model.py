@@ -17,19 +17,19 @@ def checkpoint(tmp_path: Path) -> Path:
     return Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
 
 
-def test_a_directory_is_taken_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_used_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoint.parent)
     assert resolve_model("model") == checkpoint
     check_model(checkpoint, ClusterSettings.load({}))
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nothing", "a/b/c", "~/nothing-here"])
-def test_a_path_that_leads_nowhere_is_no_model_id(model: str) -> None:
+def test_a_missing_path_is_not_taken_for_a_model_id(model: str) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint directory"):
         resolve_model(model)
 
 
-def test_a_name_that_can_be_nothing_is_refused() -> None:
+def test_a_name_that_is_neither_path_nor_id_is_refused() -> None:
     with pytest.raises(CheckpointError, match="neither a directory nor the id"):
         resolve_model("what is this?")
 
@@ -49,7 +49,7 @@ def test_broken_checkpoints_are_named_in_one_sentence(checkpoint: Path) -> None:
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated") as caught:
-        check_model(checkpoint, ClusterSettings.load({}))  # the others in this process, which is quicker
+        check_model(checkpoint, ClusterSettings.load({}))  # other tests call inspect_model here, which is faster
     assert "\n" not in str(caught.value)
 
     weights.write_bytes(content)
@@ -110,7 +110,7 @@ def test_workers_of_one_gpu_share_its_memory(checkpoint: Path, monkeypatch: pyte
     ):
         inspect(checkpoint, kv_memory=4 << 30, prefill=1, combined=4)
     assert inspect(checkpoint, gpu_memory=0.5, prefill=0, combined=4) == "cuda"
-    monkeypatch.setattr("engine.execution.memory_limits._MOST_PAGES", 1 << 40)
+    monkeypatch.setattr("engine.execution.memory_limits._MAX_PAGES", 1 << 40)
     with pytest.raises(CPDError, match=r"a KV pool of 5.2 GiB for each of 2 workers .* lower --gpu-memory"):
         inspect(checkpoint, prefill=0, combined=4)
 
@@ -126,9 +126,7 @@ def test_a_gpu_that_does_not_work_is_refused_in_one_sentence(checkpoint: Path, m
         inspect(checkpoint)
 
 
-def test_all_workers_of_one_machine_share_what_it_has_beside_its_gpus(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_workers_of_one_machine_share_its_host_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10 << 30, 16 << 30))
@@ -143,7 +141,7 @@ def test_without_gpus_workers_are_on_the_cpu(checkpoint: Path, monkeypatch: pyte
     assert inspect(checkpoint) == check_model(checkpoint, ClusterSettings.load({})) == "cpu"
 
 
-def test_what_other_machines_have_is_not_known_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_other_machines_is_not_checked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert inspect(checkpoint, device="cuda", kv_memory=1 << 60, ray_address="10.0.0.5:6379") == "cuda"
     assert inspect(checkpoint, ray_address="10.0.0.5:6379") == "auto"
@@ -154,7 +152,7 @@ def test_simulated_workers_need_no_weights(checkpoint: Path) -> None:
     assert check_model(checkpoint, ClusterSettings.load({"simulate": "instant", "device": "cuda"})) == "cpu"
 
 
-def test_a_sliding_window_in_effect_is_refused(checkpoint: Path) -> None:
+def test_an_active_sliding_window_is_refused(checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}))

@@ -19,7 +19,7 @@ def test_a_local_ray_has_exactly_what_the_cluster_takes() -> None:
     ]
 
 
-def test_where_nobody_declares_roles_workers_take_a_cpu_each() -> None:
+def test_without_declared_roles_workers_take_a_cpu_each() -> None:
     assert bundles(SPECS, {"CPU": 8}, 0) == [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 0.01}]
 
 
@@ -47,6 +47,6 @@ def test_workers_share_gpus_only_when_there_are_too_few(device: str, workers: in
     assert gpu_share(device, workers, gpus) == share
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         gpu_share("cuda", 1, 0)

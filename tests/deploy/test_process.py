@@ -60,8 +60,8 @@ def supervise() -> Iterator[Callable[..., Supervised]]:
         child.stop()
 
 
-def test_what_the_child_had_started_ends_with_it(supervise: Callable[..., Supervised]) -> None:
-    """Such as compilers."""
+def test_processes_started_by_the_child_end_with_it(supervise: Callable[..., Supervised]) -> None:
+    """As a compiler would be."""
     compiler = "subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
     child = supervise(
         f"import subprocess, sys, time; print({compiler}.pid, file=sys.stderr, flush=True); time.sleep(300)"
@@ -73,7 +73,7 @@ def test_what_the_child_had_started_ends_with_it(supervise: Callable[..., Superv
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "it has ended")
 
 
-def test_a_child_is_started_again_also_while_what_it_had_started_could_still_write_to_its_log(
+def test_a_child_restarts_even_if_its_own_children_hold_its_log_open(
     supervise: Callable[..., Supervised],
 ) -> None:
     child = supervise(
@@ -87,7 +87,7 @@ def test_a_child_is_started_again_also_while_what_it_had_started_could_still_wri
     wait_for(lambda: child.state().starts == 2, "it is started again")
 
 
-def test_a_killed_child_is_started_again(supervise: Callable[..., Supervised]) -> None:
+def test_a_killed_child_is_restarted(supervise: Callable[..., Supervised]) -> None:
     child = supervise(CHILD)
     wait_for(lambda: "ready" in child.state().lines, "started")
     first = child.state()
@@ -99,7 +99,7 @@ def test_a_killed_child_is_started_again(supervise: Callable[..., Supervised]) -
     assert second.pid != first.pid
 
 
-def test_stop_ends_the_child_and_starts_no_other(supervise: Callable[..., Supervised]) -> None:
+def test_stop_ends_the_child_without_a_restart(supervise: Callable[..., Supervised]) -> None:
     child = supervise(CHILD)
     wait_for(lambda: bool(child.state().lines), "started")
     pid = child.state().pid
@@ -124,7 +124,7 @@ def test_a_child_that_ignores_sigterm_is_killed(
     assert child.state().exit_code == -signal.SIGKILL
 
 
-def test_the_sentence_of_a_child_that_refuses_to_start_is_kept(supervise: Callable[..., Supervised]) -> None:
+def test_the_error_of_a_child_that_refuses_to_start_is_reported(supervise: Callable[..., Supervised]) -> None:
     child = supervise("import sys; print('a log line', file=sys.stderr); sys.exit('error: no such model')")
     states: list[ProcessState] = []
 
@@ -137,7 +137,7 @@ def test_the_sentence_of_a_child_that_refuses_to_start_is_kept(supervise: Callab
     assert "a log line" in states[-1].lines
 
 
-def test_a_program_that_is_missing_is_reported() -> None:
+def test_a_missing_program_is_reported() -> None:
     child = Supervised("child", lambda: ["/nonexistent/program"], {})
     try:
         wait_for(lambda: child.state().error is not None, "reported")
@@ -146,7 +146,7 @@ def test_a_program_that_is_missing_is_reported() -> None:
         child.stop()
 
 
-def test_a_command_that_cannot_be_made_counts_as_a_failed_start() -> None:
+def test_an_error_while_making_the_command_counts_as_a_failed_start() -> None:
     def no_model() -> list[str]:
         raise CheckpointError("no such model")
 
@@ -157,7 +157,9 @@ def test_a_command_that_cannot_be_made_counts_as_a_failed_start() -> None:
         child.stop()
 
 
-def test_lines_are_given_once_and_all_to_who_counted_another_supervisors(supervise: Callable[..., Supervised]) -> None:
+def test_log_lines_are_reported_once_and_all_to_a_caller_of_another_supervisor(
+    supervise: Callable[..., Supervised],
+) -> None:
     child = supervise("import sys; sys.stderr.write('a\\nb\\n'); sys.stderr.flush(); sys.stdin.read()")
     wait_for(lambda: len(child.state().lines) == 2, "two lines")
     assert child.state(from_line=1).lines == ["b"]

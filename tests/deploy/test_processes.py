@@ -27,7 +27,7 @@ def specs() -> dict[str, ProcessSpec]:
 
 
 def parse(spec: ProcessSpec, settings: type[Settings], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """What the process makes of its arguments and environment."""
+    """Parses the process's arguments and environment as the process does."""
     for name, value in spec.secrets.items():
         monkeypatch.setenv(name, value)
     arguments = spec.command("/here/m")[4:]
@@ -82,14 +82,14 @@ def test_a_process_is_ready_when_it_holds_all_its_leases() -> None:
     assert not workers.has_leases(None, {})
 
 
-def test_secrets_are_on_no_command_line(specs: dict[str, ProcessSpec]) -> None:
+def test_secrets_are_not_on_command_lines(specs: dict[str, ProcessSpec]) -> None:
     for spec in specs.values():
         shown = " ".join(spec.command("m")) + repr(spec)
         assert "secret" not in shown
         assert "key-1" not in shown
 
 
-def test_the_childs_environment_is_free_of_ours(specs: dict[str, ProcessSpec]) -> None:
+def test_the_child_does_not_inherit_our_variables(specs: dict[str, ProcessSpec]) -> None:
     inherited = {"PATH": "/bin", "CPD_PORT": "1", "RAY_AUTH_TOKEN": "t", "OMP_NUM_THREADS": "1"}
     environment = specs["combined-0"].environment(inherited)
     assert environment["PATH"] == "/bin"

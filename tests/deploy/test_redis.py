@@ -12,7 +12,7 @@ from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.deploy.test_process import alive, wait_for
 
 
-def test_it_serves_on_its_socket_only_and_leaves_nothing(tmp_path: Path) -> None:
+def test_redis_serves_only_on_its_socket_and_leaves_nothing_behind(tmp_path: Path) -> None:
     socket = tmp_path / "redis.sock"
     with embedded_redis(socket) as redis:
         with Redis.from_url(redis.url) as client:
@@ -26,7 +26,7 @@ def test_it_serves_on_its_socket_only_and_leaves_nothing(tmp_path: Path) -> None
     assert not socket.exists()
 
 
-def test_it_can_be_started_again_after_its_death(tmp_path: Path) -> None:
+def test_redis_can_be_restarted_after_its_death(tmp_path: Path) -> None:
     with embedded_redis(tmp_path / "redis.sock") as redis:
         os.kill(redis.pid, signal.SIGKILL)
         wait_for(lambda: not redis.running, "dead")
@@ -35,7 +35,7 @@ def test_it_can_be_started_again_after_its_death(tmp_path: Path) -> None:
             assert client.ping()
 
 
-def test_it_dies_with_a_killed_owner(tmp_path: Path) -> None:
+def test_redis_dies_with_a_killed_owner(tmp_path: Path) -> None:
     owner = (
         "import sys, signal; from pathlib import Path; from deploy.redis import EmbeddedRedis;"
         f"redis = EmbeddedRedis(Path({str(tmp_path / 'redis.sock')!r})); redis.start();"
@@ -56,6 +56,6 @@ def test_a_failed_start_says_why(tmp_path: Path) -> None:
     assert not redis.running
 
 
-def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
+def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CPDError, match="too long"):
         EmbeddedRedis(tmp_path / ("long" * 40)).start()

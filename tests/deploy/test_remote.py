@@ -22,7 +22,7 @@ def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
     assert "another [model]" in " ".join(output.getvalue().split())
 
 
-def test_a_worker_that_computes_otherwise_than_the_others_is_seen() -> None:
+def test_different_devices_are_listed() -> None:
     fast, slow = {"device": "GPU, kernels of FlashInfer"}, {"device": "GPU, kernels of torch"}
     workers = [worker("combined-0", info=slow), worker("combined-1", info=None)]
     workers += [worker(f"combined-{number}", info=fast) for number in (2, 3, 4)]

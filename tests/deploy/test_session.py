@@ -6,12 +6,12 @@ from deploy.session import joined_ray
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "somewhere", "127.0.0.1:", ":6379", "127.0.0.1:x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="must be host:port or auto"), joined_ray("test", address):
         pass
 
 
-def test_a_ray_that_is_not_there_is_said_to_be() -> None:
+def test_a_missing_ray_cluster_is_an_error() -> None:
     port = pick_port("127.0.0.1", 0)
-    with pytest.raises(ConfigError, match="nobody answers there"), joined_ray("test", f"127.0.0.1:{port}"):
+    with pytest.raises(ConfigError, match="nothing answers there"), joined_ray("test", f"127.0.0.1:{port}"):
         pass

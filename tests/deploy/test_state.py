@@ -8,6 +8,7 @@ import pytest
 from cpd.common.errors import ConfigError
 from deploy.state import ClusterDir, ClusterState
 from tests.deploy.test_process import wait_for
+from tests.waiting import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def test_a_held_cluster_can_be_found_and_is_gone_afterwards(runtime_dir: Path) -
     cluster = ClusterDir("c")
     assert cluster.read() is None
     with cluster.hold():
-        assert ClusterDir("c").read() is None  # it has not said anything yet
+        assert ClusterDir("c").read() is None  # it has written no state yet
         cluster.write(state())
         assert ClusterDir("c").read() == state()
         assert ClusterDir("other").read() is None
@@ -43,7 +44,7 @@ def test_the_same_cluster_is_not_started_twice() -> None:
         pass
 
 
-def test_what_a_killed_owner_left_is_cleared_away(tmp_path: Path) -> None:
+def test_files_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
     ray_dir = tmp_path / "ray"
     ray_dir.mkdir()
     owner = (
@@ -63,13 +64,13 @@ def test_what_a_killed_owner_left_is_cleared_away(tmp_path: Path) -> None:
         assert agent.stdout is not None
         assert agent.stdout.readline()
         with cluster.hold():
-            assert agent.wait(10) == -9
+            assert agent.wait(DEADLINE_S) == -9
             assert not ray_dir.exists()
             assert not cluster.redis_socket.exists()
             assert cluster.read() is None
 
 
-def test_what_another_version_wrote_is_told_while_it_runs_and_cleared_away_after() -> None:
+def test_state_of_another_version_is_an_error_while_it_runs_and_removed_after() -> None:
     cluster = ClusterDir("c")
     with cluster.hold():
         (cluster.path / "state.json").write_text('{"cluster": "c", "pid": 1, "colour": "red"}')
@@ -82,7 +83,7 @@ def test_what_another_version_wrote_is_told_while_it_runs_and_cleared_away_after
         assert ClusterDir("c").read() is None
 
 
-def test_many_that_start_at_once_run_one_after_the_other() -> None:
+def test_clusters_that_start_at_once_run_one_after_the_other() -> None:
     owner = (
         "from cpd.common.errors import ConfigError; from deploy.state import ClusterDir\n"
         "for _ in range(50):\n"
@@ -103,7 +104,7 @@ def test_a_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
         ClusterDir(name)
 
 
-def test_a_directory_that_others_can_read_is_refused(runtime_dir: Path) -> None:
+def test_a_directory_that_other_users_can_read_is_refused(runtime_dir: Path) -> None:
     (runtime_dir / "cpd").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="only you can access"), ClusterDir("c").hold():
         pass

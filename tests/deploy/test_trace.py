@@ -9,7 +9,7 @@ def step(lane: str, start_s: float, ms: float, **counts: int) -> dict[str, Any]:
     return {"worker": "combined-0", "lane": lane, "share": 0.5, "start_s": start_s, "ms": ms, **zeros, **counts}
 
 
-def test_steps_side_by_side_are_events_side_by_side() -> None:
+def test_steps_on_two_lanes_are_events_on_two_threads() -> None:
     trace = chrome_trace(
         [
             step("prefill", 1000.0, 90.0, prefill_tokens=512, prefills=1),

@@ -1,4 +1,4 @@
-"""A small HTTP client for tests: tokens in, tokens out."""
+"""An HTTP client for tests: token ids in, token ids out."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ MODEL = "test"
 
 @dataclass(slots=True)
 class Answer:
-    """A whole completion of one choice.
+    """A completion with one choice.
 
     Attributes:
         route: `local` or `remote`.
@@ -28,7 +28,7 @@ class Answer:
 
 
 def client(url: str) -> httpx.AsyncClient:
-    """For `complete`."""
+    """An HTTP client for `complete`, with a new connection for each request."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, headers={"connection": "close"})
 
@@ -41,7 +41,7 @@ async def complete(
     headers: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Answer:
-    """Asks for a completion of `prompt` (greedy and without stop tokens, unless `fields` say otherwise).
+    """Requests a completion of `prompt`, greedy and without stop tokens unless `fields` override it.
 
     Raises:
         httpx.HTTPError: The request failed.
@@ -56,7 +56,7 @@ async def complete(
         **fields,
     }
     if stream:
-        return await _streamed(http, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers)
+        return await _stream(http, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers)
     response = await http.post("/v1/completions", json=body, headers=headers)
     _check(response, response.text)
     whole = response.json()
@@ -70,7 +70,7 @@ async def complete(
     )
 
 
-async def _streamed(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None) -> Answer:
+async def _stream(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None) -> Answer:
     answer = Answer()
     done = False
     async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
@@ -85,14 +85,14 @@ async def _streamed(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapp
                 done = True
                 continue
             assert not done, f"after [DONE]: {line}"
-            _take(answer, json.loads(line.removeprefix("data: ")))
+            _append(answer, json.loads(line.removeprefix("data: ")))
     if not done:
         raise httpx.RemoteProtocolError("the stream ended without [DONE]")
     return answer
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Lines as server-sent events have them: `aiter_lines` ends some at characters that JSON need not escape."""
+    """Yields lines ending in "\\n". `aiter_lines` also splits at characters that JSON need not escape."""
     rest = ""
     async for text in response.aiter_text():
         *lines, rest = (rest + text).split("\n")
@@ -102,7 +102,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
         yield rest
 
 
-def _take(answer: Answer, chunk: dict[str, Any]) -> None:
+def _append(answer: Answer, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         raise httpx.RemoteProtocolError(str(chunk["error"]))
     if chunk.get("usage"):
@@ -121,11 +121,11 @@ def _check(response: httpx.Response, text: str) -> None:
 
 
 async def complete_all(url: str, prompts: Sequence[Sequence[int]], at_once: int, **fields: Any) -> list[Answer]:
-    """Completions of all prompts, `at_once` at a time, every second one streamed."""
-    turns = asyncio.Semaphore(at_once)
+    """Requests completions of all prompts, `at_once` at a time, every second one streamed."""
+    slots = asyncio.Semaphore(at_once)
 
     async def one(http: httpx.AsyncClient, index: int) -> Answer:
-        async with turns:
+        async with slots:
             return await complete(http, prompts[index], stream=index % 2 == 1, **fields)
 
     async with client(url) as http:

@@ -1,4 +1,4 @@
-"""A cluster of real processes without Ray, for tests: Redis, routers and workers, each of which can be harmed."""
+"""A cluster of real processes without Ray: Redis, routers and workers, which tests can kill or stop."""
 
 import asyncio
 import os
@@ -17,31 +17,33 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from cpd.common.config import ClusterSettings
+from cpd.common.errors import CPDError
 from cpd.common.membership import Member, members
 from deploy.cores import split_cores, usable_cores
-from deploy.endpoint import has_workers, pick_port, read_cluster, url_of
+from deploy.endpoint import has_workers, read_cluster, url_of
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
+from tests.ports import free_port
 
 START_S = 120.0
-MANY_STARTS = 10
+MAX_STARTS = 10
 HOST = "127.0.0.1"
 TOKEN = "internal"
 
 
 class Cluster:
-    """Runs while the context is open; the processes are supervised as under Ray.
+    """A cluster that runs while the context is open. Its processes are supervised as under Ray.
 
     Args:
-        settings: As `cpd up` takes them (`model=…, prefill=1, …`). The port is a free one.
+        settings: Settings of `cpd up` (`model=…, prefill=1, …`). The port is chosen.
     """
 
     def __init__(self, **settings: Any) -> None:
         given = {"dtype": "float32", "kv_memory": 64 << 20, "log_level": "warning", "lease_s": 2.0, **settings}
         self._directory = Path(tempfile.mkdtemp(prefix="cpd-e2e-", dir="/tmp"))  # sockets need short names
         self._redis = EmbeddedRedis(self._directory / "redis.sock")
-        fixed = {"port": pick_port(HOST, 0), "redis_url": self._redis.url, "cluster_token": SecretStr(TOKEN)}
+        fixed = {"port": free_port(), "redis_url": self._redis.url, "cluster_token": SecretStr(TOKEN)}
         self.settings = ClusterSettings.load({**given, **fixed})
         self.url = url_of(HOST, self.settings.port)
         self._more_urls: list[str] = []
@@ -55,7 +57,7 @@ class Cluster:
         for spec in self._specs:
             self._supervised[spec.name] = self._supervise(spec, cores.get(spec.name, frozenset()))
         try:
-            self.wait_until_whole()
+            self.wait_until_healthy()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -66,7 +68,7 @@ class Cluster:
     ) -> None:
         if error:
             for name, supervised in self._supervised.items():
-                print(f"--- {name}", *supervised.state().lines[-40:], sep="\n")  # pytest shows it with the failure
+                print(f"--- {name}", *supervised.state().lines[-40:], sep="\n")  # pytest shows it if the test fails
         for supervised in self._supervised.values():
             supervised.stop()
         self._redis.stop()
@@ -74,12 +76,12 @@ class Cluster:
 
     @property
     def redis(self) -> EmbeddedRedis:
-        """The cluster's Redis, to be stopped and started."""
+        """The cluster's Redis, which a test may stop and start."""
         return self._redis
 
     def add_router(self, **settings: Any) -> str:
-        """Starts one more router on a port of its own, with `settings` in place of the cluster's; returns its URL."""
-        port = pick_port(HOST, 0)
+        """Starts another router on a port of its own, with `settings` over the cluster's; returns its URL."""
+        port = free_port()
         changed = self.settings.model_copy(update={"routers": 1, "port": port, **settings})
         router = processes(changed, HOST)[-1]
         name = f"extra-{port}"
@@ -87,11 +89,11 @@ class Cluster:
         self._specs.append(spec)
         self._supervised[name] = self._supervise(spec, frozenset())
         self._more_urls.append(url_of(HOST, port))
-        self.wait_until_whole()
+        self.wait_until_healthy()
         return self._more_urls[-1]
 
     def pid(self, name: str) -> int:
-        """Process id of the named process (`combined-0`, `prefill-0`, `router-0`)."""
+        """Process id of the process with this name (`combined-0`, `prefill-0`, `router-0`)."""
         pid = self._supervised[name].state().pid
         assert pid is not None, f"{name} is not running"
         return pid
@@ -101,7 +103,7 @@ class Cluster:
         os.kill(self.pid(name), number)
 
     def kill(self, name: str) -> None:
-        """Kills the named process (it is started again, as under Ray) and returns when it is gone."""
+        """Kills the named process and returns when the supervisor has started it again."""
         starts, pid = self._supervised[name].state().starts, self.pid(name)
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: self._supervised[name].state().starts > starts, f"{name} was started again")
@@ -111,27 +113,34 @@ class Cluster:
         return self._supervised[name].state().lines
 
     def state(self) -> dict[str, Any]:
-        """The router's `/cluster`."""
-        return read_cluster(self.url, TOKEN)
+        """A router's `/cluster`. Asks again while no router answers."""
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return read_cluster(self.url, TOKEN)
+            except CPDError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
-    def wait_until_whole(self) -> None:
-        """Returns when every process runs, holds a lease, and every router has a session with every worker."""
-        eventually(self._is_whole, "the cluster is whole")
+    def wait_until_healthy(self) -> None:
+        """Waits until every process runs, holds a lease, and every router has a session with every worker."""
+        eventually(self._is_healthy, "the cluster is healthy")
 
     def wait_until_idle(self) -> dict[str, Any]:
-        """Returns `/cluster` when no request is left anywhere and every page is free or cached."""
+        """Waits until no request is left and every page is free or cached; returns `/cluster`."""
         eventually(self._is_idle, "every page is free or cached")
         return self.state()
 
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
         return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores)
 
-    def _is_whole(self) -> bool:
+    def _is_healthy(self) -> bool:
         states = {name: supervised.state() for name, supervised in self._supervised.items()}
         for name, state in states.items():
             assert state.error is None, f"{name} does not start: {state.error}"
-            assert state.starts < MANY_STARTS, f"{name} keeps dying"
-        with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop of its own
+            assert state.starts < MAX_STARTS, f"{name} keeps dying"
+        with ThreadPoolExecutor(1) as thread:  # the caller may run an event loop already
             leases = thread.submit(asyncio.run, self._members()).result()
         pids = {member.id: member.pid for member in leases}
         if not all(spec.has_leases(states[spec.name].pid, pids) for spec in self._specs):
@@ -154,10 +163,10 @@ class Cluster:
 
 
 def eventually(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
-    """Waits until `condition` holds.
+    """Waits until `condition` is true.
 
     Raises:
-        AssertionError: It does not within `seconds`.
+        AssertionError: It is still false after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not condition():

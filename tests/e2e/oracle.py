@@ -1,4 +1,4 @@
-"""What transformers makes of the same prompt: the judge over every answer."""
+"""transformers as the oracle: it checks every answer of a cluster."""
 
 import random
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-from engine.execution.sampling.sampler import gumbel_noise
 from tests.checkpoints import load_oracle
+from tests.gumbel import gumbel_noise
 
 MARGIN = 1e-4
-"""Where the two best choices are closer than this, either is right."""
+"""Logits closer than this count as equal: either token is right."""
 
 
 class Oracle:
-    """A checkpoint in transformers, in float32.
+    """A checkpoint loaded into transformers in float32.
 
     Attributes:
         vocab_size: Token ids are below this.
@@ -25,12 +25,12 @@ class Oracle:
         self.vocab_size: int = self._model.config.vocab_size
 
     def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
-        """Random prompts of these lengths."""
+        """Random prompts with these numbers of tokens."""
         rng = random.Random(seed)
         return [[rng.randrange(3, self.vocab_size) for _ in range(length)] for length in lengths]
 
     @torch.inference_mode()
-    def judge(
+    def check(
         self,
         prompt: Sequence[int],
         output: Sequence[int],
@@ -40,10 +40,10 @@ class Oracle:
         choice: int = 0,
         margin: float = MARGIN,
     ) -> None:
-        """Checks every token of `output` against the model's choice after the tokens before it.
+        """Checks that every token of `output` is the model's choice after the tokens before it.
 
         Raises:
-            AssertionError: One is not the best choice within `margin`.
+            AssertionError: A token's score is below the best one by `margin` or more.
         """
         tokens = torch.tensor([[*prompt, *output]])
         logits = self._model(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()

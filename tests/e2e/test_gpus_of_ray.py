@@ -1,4 +1,4 @@
-"""Which GPU a worker gets from a real Ray that is told of GPUs that there are not."""
+"""How a real Ray assigns GPUs to workers. It is told of GPUs that the machine does not have."""
 
 import json
 import os
@@ -20,24 +20,25 @@ from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import ProcessSpec
 
 WORKERS, GPUS = 4, 2
-TELL = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr, flush=True); sys.stdin.read()"
+REPORT = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr, flush=True); sys.stdin.read()"
 
-class Telling(ProcessSpec):
+class Reporting(ProcessSpec):
     def command(self, model, **flags):
-        return [sys.executable, "-c", TELL]
+        return [sys.executable, "-c", REPORT]
 
 connected = session._connected
 session._connected = lambda namespace, **options: connected(namespace, num_gpus=GPUS, **options)
-workers = [Telling(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
-specs = [*workers, Telling("router-0", "router", ".", ())]
+workers = [Reporting(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
+specs = [*workers, Reporting("router-0", "router", ".", ())]
 with session.local_ray("gpus", sys.argv[1], local_resources(specs)) as here:
     demands = bundles(specs, here.resources, gpu_share("cuda", WORKERS, here.gpus))
     with launched(specs, demands, cores_apart=False) as cluster:
-        told = [None] * len(specs)
-        while not all(told):
-            told = [state.lines[0] if state and state.lines else seen for state, seen in zip(cluster.states(), told)]
+        reported = [None] * len(specs)
+        while not all(reported):
+            lines = [state.lines[0] if state and state.lines else None for state in cluster.states()]
+            reported = [line or seen for line, seen in zip(lines, reported)]
             time.sleep(0.05)
-        print(json.dumps(told))
+        print(json.dumps(reported))
 """
 
 
@@ -48,12 +49,12 @@ def ray_dir() -> Iterator[str]:
     clear_ray_dir(directory)
 
 
-def test_workers_share_the_gpus_evenly_and_see_no_other(ray_dir: str) -> None:
-    """Also where the environment tells Ray to leave that to its users."""
-    told = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2,5"}
+def test_workers_share_gpus_evenly_and_see_only_their_own(ray_dir: str) -> None:
+    """Even if the environment tells Ray not to set CUDA_VISIBLE_DEVICES."""
+    environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2,5"}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, ray_dir],
-        env={**os.environ, **told},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=100,

@@ -1,4 +1,4 @@
-"""`cpd up` in a Ray that somebody else has started, such as one of several machines."""
+"""`cpd up` in a Ray cluster that is running already, for instance one of several machines."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from deploy.endpoint import pick_port
 from deploy.raydir import clear_ray_dir, make_ray_dir
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -20,8 +20,8 @@ PROGRAM = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
 
 @pytest.fixture
 def ray_address() -> Iterator[str]:
-    """A Ray of one node, with room for a worker and a router."""
-    directory, port = make_ray_dir(), pick_port("127.0.0.1", 0)
+    """A Ray cluster of one node, with room for a worker and a router."""
+    directory, port = make_ray_dir(), free_port()
     flags = [f"--port={port}", f"--temp-dir={directory}/ray", "--num-cpus=2", "--include-dashboard=false"]
     with subprocess.Popen(
         [*RAY, "start", "--head", "--block", *flags],
@@ -31,22 +31,26 @@ def ray_address() -> Iterator[str]:
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
     ) as ray:
         assert ray.stdout is not None
-        assert any("Ray runtime started" in line for line in ray.stdout)
-        yield f"127.0.0.1:{port}"
-        ray.terminate()
+        try:
+            assert any("Ray runtime started" in line for line in ray.stdout)
+            yield f"127.0.0.1:{port}"
+        finally:
+            ray.terminate()
     clear_ray_dir(directory)
 
 
-def test_workers_of_the_first_node_can_be_reached_from_those_that_join_later(ray_address: str, tmp_path: Path) -> None:
+def test_workers_on_the_first_node_can_be_reached_from_nodes_that_join_later(ray_address: str, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     flags = ["--port=0", "--host=0.0.0.0", "--simulate=instant", "--prefill=0", "--log-level=warning"]
     with subprocess.Popen(
         [*PROGRAM, "up", "--ray-address", ray_address, *flags], stdout=subprocess.PIPE, env=environment, text=True
     ) as up:
         assert up.stdout is not None
-        assert up.stdout.readline().startswith("Serving")
-        status = subprocess.run([*PROGRAM, "status", "--json"], capture_output=True, env=environment, check=True)
-        up.terminate()
+        try:
+            assert up.stdout.readline().startswith("Serving")
+            status = subprocess.run([*PROGRAM, "status", "--json"], capture_output=True, env=environment, check=True)
+        finally:
+            up.terminate()
     (worker,) = orjson.loads(status.stdout)["workers"]
     assert worker["state"] == "ready"
     assert not worker["address"].startswith("127.")

@@ -1,4 +1,4 @@
-"""The official client against a cluster of the bundled model."""
+"""OpenAI's official client against a cluster that serves the bundled model."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.parametrize("length", [3, 150])
-def test_a_chat_is_the_same_streamed_and_whole(client: openai.OpenAI, length: int) -> None:
+def test_a_streamed_chat_equals_the_same_chat_unstreamed(client: openai.OpenAI, length: int) -> None:
     messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "tell " * length}]
     whole = client.chat.completions.create(model=tiny.NAME, messages=messages, max_tokens=24, temperature=0)
     chunks = list(
@@ -53,7 +53,7 @@ def test_a_chat_is_the_same_streamed_and_whole(client: openai.OpenAI, length: in
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
 
 
-def test_long_prompts_are_prefilled_elsewhere(client: openai.OpenAI) -> None:
+def test_long_prompts_are_prefilled_remotely(client: openai.OpenAI) -> None:
     answer = client.completions.with_raw_response.create(model=tiny.NAME, prompt="copper " * 200, max_tokens=4)
     assert answer.headers["x-cpd-route"] == "remote"
     assert answer.headers["x-cpd-prefill-worker"] == "prefill-0"
@@ -65,7 +65,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [tiny.NAME]
 
 
-def test_errors_are_those_the_client_knows(client: openai.OpenAI, cluster: Cluster) -> None:
+def test_errors_have_the_types_of_the_official_client(client: openai.OpenAI, cluster: Cluster) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
@@ -75,6 +75,6 @@ def test_errors_are_those_the_client_knows(client: openai.OpenAI, cluster: Clust
         client.with_options(api_key="wrong").models.list()
 
 
-def test_health_needs_no_key_and_the_rest_does(cluster: Cluster) -> None:
+def test_health_checks_need_no_key_and_everything_else_does(cluster: Cluster) -> None:
     for path, status in (("/livez", 200), ("/readyz", 200), ("/metrics", 401), ("/cluster", 401), ("/v1/models", 401)):
-        assert httpx.get(cluster.url + path).status_code == status, path
+        assert httpx.get(cluster.url + path, timeout=60).status_code == status, path

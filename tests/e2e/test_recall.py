@@ -1,4 +1,4 @@
-"""The bundled model remembers what it was told, on every route: a wrong page, position or mask is a wrong answer."""
+"""The bundled model recalls facts from its prompt on every route. A wrong page, position or mask changes its answer."""
 
 from collections.abc import Iterator
 from random import Random
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.e2e
 
 LONG = 256
 CASES = 20
-SHORT_RIGHT, LONG_RIGHT = 19, 18
-"""So many must be right: of fresh cases the model gets 99 % and more."""
+MIN_SHORT_RIGHT, MIN_LONG_RIGHT = 19, 18
+"""Minimum number of right answers. The model gets at least 99 % of fresh cases right."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, case: Case) -> tuple[bool, str, int]:
-    """Whether the answer is right, the route, and how many tokens came from the cache."""
+    """Returns whether the answer is right, the route, and the number of cached tokens."""
     messages: Any = list(case.messages)
     response = client.chat.completions.with_raw_response.create(
         model=tiny.NAME,
@@ -50,19 +50,21 @@ def ask(client: openai.OpenAI, case: Case) -> tuple[bool, str, int]:
     return is_right, response.headers["x-cpd-route"], answer.usage.prompt_tokens_details.cached_tokens or 0
 
 
-def cases(least: int, most: int) -> list[Case]:
+def cases(min_tokens: int, max_tokens: int) -> list[Case]:
     tokenizer = Tokenizer.from_file(str(tiny.CHECKPOINT / "tokenizer.json"))
-    rng = Random(f"end to end {least}")
-    return [recall_case(rng, least, most, lambda text: len(tokenizer.encode(text).ids)) for _ in range(CASES)]
+    rng = Random(f"end to end {min_tokens}")
+    return [
+        recall_case(rng, min_tokens, max_tokens, lambda text: len(tokenizer.encode(text).ids)) for _ in range(CASES)
+    ]
 
 
-def test_short_prompts_are_remembered(client: openai.OpenAI) -> None:
+def test_facts_in_short_prompts_are_recalled(client: openai.OpenAI) -> None:
     answers = [ask(client, case) for case in cases(20, 99)]
     assert {route for _, route, _ in answers} == {"local"}
-    assert sum(right for right, _, _ in answers) >= SHORT_RIGHT
+    assert sum(right for right, _, _ in answers) >= MIN_SHORT_RIGHT
 
 
-def test_long_prompts_are_remembered_whether_prefilled_elsewhere_or_cached(client: openai.OpenAI) -> None:
+def test_facts_in_long_prompts_are_recalled_after_remote_prefill_and_from_the_cache(client: openai.OpenAI) -> None:
     asked = cases(2000, 3960)
     first = [ask(client, case) for case in asked]
     assert {route for _, route, _ in first} == {"remote"}
@@ -70,4 +72,4 @@ def test_long_prompts_are_remembered_whether_prefilled_elsewhere_or_cached(clien
     assert {route for _, route, _ in again} == {"local"}
     assert all(cached > 1900 for _, _, cached in again)
     for answers in (first, again):
-        assert sum(right for right, _, _ in answers) >= LONG_RIGHT
+        assert sum(right for right, _, _ in answers) >= MIN_LONG_RIGHT

@@ -1,37 +1,35 @@
-"""Two routers on one port, one of which is killed under load and starts again."""
+"""Two routers share one port; one is killed under load and starts again."""
 
 import asyncio
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from models import tiny
-from tests.e2e.client import MODEL, client, complete
+from tests.e2e.client import MODEL, TIMEOUT_S, client, complete
 from tests.e2e.cluster import START_S, TOKEN, Cluster
 
 pytestmark = pytest.mark.e2e
 
-PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "h200-qwen3-8b.json"
 AT_ONCE = 6
 CACHED = list(range(100, 420))
-"""A prompt of 20 blocks, that all workers have cached."""
+"""A prompt of 20 blocks, which every worker has cached."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    settings: dict[str, Any] = {"simulate": str(PROFILE), "prefill": 1, "combined": 3, "routers": 2}
+    settings: dict[str, Any] = {"simulate": "h200-qwen3-8b", "prefill": 1, "combined": 3, "routers": 2}
     with Cluster(model=str(tiny.CHECKPOINT), served_model_name=MODEL, kv_memory="1GiB", **settings) as running:
         yield running
 
 
 class Load:
-    """What became of the requests, by their ids."""
+    """Outcomes of the requests, by request id."""
 
     def __init__(self) -> None:
         self.answered: list[str] = []
@@ -40,9 +38,9 @@ class Load:
 
 @asynccontextmanager
 async def load(url: str) -> AsyncIterator[Load]:
-    """AT_ONCE requests at a time, each on a connection of its own, while the context is open."""
-    seen, numbers, over = Load(), itertools.count(), asyncio.Event()
-    ids = uuid.uuid4().hex  # routers know the requests of an earlier try of the test
+    """Sends AT_ONCE requests at a time, each on a new connection, while the context is open."""
+    outcomes, numbers, over = Load(), itertools.count(), asyncio.Event()
+    ids = uuid.uuid4().hex
 
     async def ask(http: httpx.AsyncClient) -> None:
         while not over.is_set():
@@ -52,43 +50,43 @@ async def load(url: str) -> AsyncIterator[Load]:
             try:
                 await complete(http, [*CACHED, number], stream=number % 2 == 1, max_tokens=20, headers=http_headers)
             except (httpx.HTTPError, AssertionError) as error:
-                seen.failed[request_id] = error
+                outcomes.failed[request_id] = error
             else:
-                seen.answered.append(request_id)
+                outcomes.answered.append(request_id)
 
     async with client(url) as http, asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(ask(http))
         try:
-            yield seen
+            yield outcomes
         finally:
             over.set()
 
 
-async def _more(seen: Load, count: int) -> None:
-    """Returns when `count` more requests have been answered."""
-    enough = len(seen.answered) + count
+async def _more(outcomes: Load, count: int) -> None:
+    """Waits until `count` more requests have been answered."""
+    enough = len(outcomes.answered) + count
     async with asyncio.timeout(START_S):
-        while len(seen.answered) < enough:  # noqa: ASYNC110 - nothing tells
+        while len(outcomes.answered) < enough:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
 
 
-async def test_a_router_that_dies_and_comes_back_costs_nobody_else_a_request(cluster: Cluster) -> None:
+async def test_a_router_that_dies_and_restarts_fails_only_its_own_requests(cluster: Cluster) -> None:
     admin = await _admin_ports(cluster)
     headers = {"authorization": f"Bearer {TOKEN}"}
-    async with load(cluster.url) as seen, httpx.AsyncClient(headers=headers) as operator:
-        await _more(seen, 40)
+    async with load(cluster.url) as outcomes, httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as operator:
+        await _more(outcomes, 40)
         before = _cached_blocks((await operator.get(f"http://{admin['router-0']}/cluster")).json())
         await asyncio.to_thread(cluster.kill, "router-0")
-        # its admin port is there before it is ready, and its index is whole when it is
+        # The admin port opens before the router is ready; the index is complete once it is.
         at_ready = await _state_when_ready(operator, cluster, admin["router-0"])
-        await _more(seen, 40)
+        await _more(outcomes, 40)
         other = f"http://{admin['router-1']}"
-        for request_id, error in seen.failed.items():
+        for request_id, error in outcomes.failed.items():
             assert isinstance(error, httpx.TransportError), error
             known = await operator.get(f"{other}/requests/{request_id}")
             assert known.status_code == 404, f"router-1 lost a request ({error!r}): {known.text}"
-    assert len(seen.failed) <= AT_ONCE, "more failed than were under way when the router died"
+    assert len(outcomes.failed) <= AT_ONCE, "more requests failed than were in flight when the router died"
     assert [worker["state"] for worker in at_ready["workers"]] == ["ready"] * 4
     assert max(before.values()) >= len(CACHED) // 16
     for worker, blocks in _cached_blocks(at_ready).items():
@@ -107,7 +105,7 @@ def _cached_blocks(state: dict[str, Any]) -> dict[str, int]:
 
 
 async def _admin_ports(cluster: Cluster) -> dict[str, str]:
-    """By router, when each has found the other."""
+    """Admin addresses by router, once the routers have found each other."""
     async with asyncio.timeout(START_S):
         while True:
             routers = (await asyncio.to_thread(cluster.state))["routers"]
@@ -117,7 +115,7 @@ async def _admin_ports(cluster: Cluster) -> dict[str, str]:
 
 
 async def _state_when_ready(operator: httpx.AsyncClient, cluster: Cluster, old_admin: str) -> dict[str, Any]:
-    """What a router that has just become ready says of the workers."""
+    """`/cluster` of the restarted router, as soon as it is ready."""
     async with asyncio.timeout(START_S):
         while True:
             routers = {one["id"]: one for one in (await asyncio.to_thread(cluster.state))["routers"]}

@@ -1,8 +1,7 @@
-"""A cluster of simulated workers: the whole control plane, without a model."""
+"""A cluster of simulated workers: the complete control plane without a model."""
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from tests.e2e.cluster import START_S, Cluster
 pytestmark = pytest.mark.e2e
 
 LONG = 64
-PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 PROMPTS = [[random.Random(seed).randrange(5, 2000) for _ in range(length)] for seed, length in enumerate([5, 40, 300])]
 
 
-def test_a_simulated_cluster_answers_the_same_by_both_routes() -> None:
+def test_local_and_remote_prefill_give_the_same_answers() -> None:
     with Cluster(
         model=str(tiny.CHECKPOINT),
         served_model_name=MODEL,
@@ -41,11 +39,11 @@ def test_a_simulated_cluster_answers_the_same_by_both_routes() -> None:
         cluster.wait_until_idle()
 
 
-def test_streams_go_on_with_the_same_tokens_after_the_workers_died() -> None:
+def test_streams_continue_with_the_same_tokens_after_all_workers_die() -> None:
     with Cluster(
         model=str(tiny.CHECKPOINT),
         served_model_name=MODEL,
-        simulate=str(PROFILES / "h200-qwen3-8b.json"),
+        simulate="h200-qwen3-8b",
         prefill=1,
         combined=2,
         long_prefill_tokens=LONG,
@@ -53,25 +51,25 @@ def test_streams_go_on_with_the_same_tokens_after_the_workers_died() -> None:
     ) as cluster:
         before = asyncio.run(ask(cluster.url, max_tokens=200))
 
-        async def harmed() -> list[Answer]:
+        async def ask_and_kill() -> list[Answer]:
             asking = asyncio.create_task(ask(cluster.url, max_tokens=200))
             async with asyncio.timeout(START_S):
-                while not await asyncio.to_thread(is_busy, cluster):  # noqa: ASYNC110 - it is asked for
+                while not await asyncio.to_thread(is_busy, cluster):  # noqa: ASYNC110 - polls another process
                     await asyncio.sleep(0.01)
             await asyncio.to_thread(cluster.kill, "simulated")
             return await asking
 
-        assert [answer.token_ids for answer in asyncio.run(harmed())] == [answer.token_ids for answer in before]
+        assert [answer.token_ids for answer in asyncio.run(ask_and_kill())] == [answer.token_ids for answer in before]
         cluster.wait_until_idle()
 
 
-def test_a_crowded_workers_cache_is_fetched_by_another_one() -> None:
+def test_an_idle_worker_fetches_the_cached_prefix_of_a_busy_one() -> None:
     shared = [random.Random(9).randrange(5, 2000) for _ in range(3200)]
     prompts = [shared + [5 + number] * 20 for number in range(40)]
     with Cluster(
         model=str(tiny.CHECKPOINT),
         served_model_name=MODEL,
-        simulate=str(PROFILES / "h200-qwen3-8b.json"),
+        simulate="h200-qwen3-8b",
         prefill=0,
         combined=2,
         kv_memory="4GiB",
@@ -80,17 +78,17 @@ def test_a_crowded_workers_cache_is_fetched_by_another_one() -> None:
         answers = asyncio.run(complete_all(cluster.url, prompts, len(prompts), max_tokens=200))
         assert (first.cached_tokens, {answer.cached_tokens for answer in answers}) == (0, {3200})
         cluster.wait_until_idle()
-        fills = [worker["load"]["fills"] for worker in cluster.state()["workers"]]
-        assert sorted(fills, key=str) == [{"prefix_completed": 1}, {"prefix_served": 1}]
+        fetches = [worker["load"]["prefix_fetches"] for worker in cluster.state()["workers"]]
+        assert sorted(fetches, key=str) == [{"completed": 1}, {"served": 1}]
 
 
 def is_busy(cluster: Cluster) -> bool:
-    """Whether something runs on a worker."""
+    """True if a worker reports running requests."""
     return any(worker["load"] and worker["load"]["running"] for worker in cluster.state()["workers"])
 
 
 async def ask(url: str, **fields: Any) -> list[Answer]:
-    """Completions, all at once and then all at once as streams."""
+    """Requests all completions at once, then again streamed; returns the first ones."""
     async with client(url) as http:
         answers, streamed = [
             await asyncio.gather(*(complete(http, prompt, stream=stream, **fields) for prompt in PROMPTS))

@@ -1,5 +1,6 @@
-"""The `cpd` command with a real Ray: up, harmed, down. Ray takes seconds to start, so one cluster sees most of it."""
+"""The `cpd` command with a real Ray. Ray takes seconds to start, so one cluster serves most of the checks."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from deploy.endpoint import pick_port
 from deploy.raydir import clear_ray_dir
 from models import tiny
 from tests.e2e.cluster import eventually
+from tests.ports import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -28,14 +30,14 @@ UP_S, DOWN_S = 100.0, 60.0
 
 
 class Command:
-    """Runs `cpd` with a runtime directory of its own, and finds every process that comes of it."""
+    """Runs `cpd` with its own runtime directory, and finds every process that it starts."""
 
     def __init__(self, directory: Path) -> None:
         self._mark = f"STARTED_BY_TEST={uuid4().hex}"
         name, value = self._mark.split("=")
         self._environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), name: value}
         self._errors = directory / "errors"
-        self._before = _leftovers()
+        self._before = _shared_files()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Starts `cpd up`."""
@@ -46,45 +48,64 @@ class Command:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                start_new_session=True,  # of which it is the one process group, as in a terminal
+                start_new_session=True,  # a process group of its own, as in a terminal
             )
 
     def run(self, *arguments: str) -> tuple[int, str]:
-        """Exit code and output."""
-        done = subprocess.run([*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=60)
+        """Runs a `cpd` command; returns its exit code and output."""
+        done = subprocess.run(
+            [*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=UP_S
+        )
         return done.returncode, done.stdout + done.stderr
 
     def errors(self) -> str:
-        """What `cpd up` has printed beside its result."""
+        """Standard error of `cpd up`."""
         return self._errors.read_text()
 
     def processes(self) -> dict[int, str]:
-        """Command lines of everything that was started."""
+        """Command lines of all processes that were started, by process id."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if self._mark.encode() in (process / "environ").read_bytes():
                     found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 pass
         return found
 
     def find(self, program: str) -> int:
-        """The process whose command line begins with a program of this name."""
+        """Process id of the process whose program has this name."""
         (pid,) = (pid for pid, line in self.processes().items() if program in line[: line.find(" ") + 1])
         return pid
 
     def assert_nothing_is_left(self, port: int | None = None) -> None:
-        """No process, port, shared memory or directory."""
+        """Checks that no process, port, shared memory or directory is left."""
         eventually(lambda: not self.processes(), f"nothing is left of {self.processes()}", DOWN_S)
-        assert _leftovers() <= self._before
+        eventually(lambda: not self._leftovers(), f"{self._leftovers()} is deleted", DOWN_S)
         assert not (self._errors.parent / "cpd").exists()
         if port:
             assert pick_port("127.0.0.1", port) == port
 
+    def _leftovers(self) -> set[str]:
+        """New shared memory and Ray directories, except those that a process uses: another cluster of this machine."""
+        if not (new := _shared_files() - self._before):
+            return set()
+        in_use = _files_in_use()
+        return {path for path in new if path not in in_use}
 
-def _leftovers() -> set[str]:
-    return {*os.listdir("/dev/shm"), *(name for name in os.listdir("/tmp") if name.startswith("cpd-ray-"))}
+
+def _shared_files() -> set[str]:
+    return {str(path) for path in (*Path("/dev/shm").iterdir(), *Path("/tmp").glob("cpd-ray-*"))}
+
+
+def _files_in_use() -> str:
+    """The paths of all files that processes have open or mapped, one a line."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has just ended
+            found.append((process / "maps").read_text())
+            found += [os.readlink(link) for link in (process / "fd").iterdir()]
+    return "\n".join(found)
 
 
 @pytest.fixture
@@ -99,7 +120,7 @@ def command() -> Iterator[Command]:
     shutil.rmtree(directory)
 
 
-def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
+def test_up_serves_and_restarts_dead_processes_and_down_ends_everything(command: Command) -> None:
     up = command.start("--long-prefill-tokens", "64", "--served-model-name", "tiny", "--log-level", "warning")
     assert up.stdout is not None
     banner = [up.stdout.readline() for _ in range(6)]
@@ -138,11 +159,11 @@ def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
             pid = before["pid"] if victim == "worker" else parent(before["pid"])
             os.kill(pid, signal.SIGKILL)
 
-            def healed(old: int = before["pid"]) -> bool:
+            def is_healthy(old: int = before["pid"]) -> bool:
                 now = combined_worker(command)
                 return bool(now and now["pid"] != old and now["state"] == "ready")
 
-            eventually(healed, f"the cluster is whole after its {victim} was killed")
+            eventually(is_healthy, f"the cluster is healthy after its {victim} was killed")
             assert ask(3) == short
             assert ask(150) == long
 
@@ -154,7 +175,7 @@ def test_a_cluster_comes_up_heals_and_goes_down(command: Command) -> None:
     assert command.run("status")[0] == 1
 
 
-def test_a_simulated_cluster_comes_up_says_so_and_ends_with_its_terminal(command: Command, tmp_path: Path) -> None:
+def test_up_with_simulated_workers_says_so_and_ends_with_its_terminal(command: Command, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny.CHECKPOINT, tmp_path / "model"))
     (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 20}')
     flags = ("--simulate", "instant", "--prefill", "2", "--combined", "4", "--log-level", "warning")
@@ -165,17 +186,17 @@ def test_a_simulated_cluster_comes_up_says_so_and_ends_with_its_terminal(command
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         name = client.models.list().data[0].id
         assert client.completions.create(model=name, prompt="fox " * 9, max_tokens=8).usage
-    assert "generation_config.json says: temperature 0.5, top_k 20" in command.errors()
+    assert "generation_config.json: temperature 0.5, top_k 20" in command.errors()
     code, output = command.run("status")
     assert (code, "combined-3" in output, "prefill-1" in output, "simulated" in output) == (0, True, True, True)
     assert "simulated" in command.errors()
-    os.killpg(up.pid, signal.SIGHUP)  # as a closed terminal and some service managers do, not to the process alone
+    os.killpg(up.pid, signal.SIGHUP)  # to the group, as a closed terminal and some service managers do
     assert up.wait(DOWN_S) == 0
     up.stdout.close()
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 
 
-def test_requests_outlive_rays_gcs_and_the_command_ends_with_its_raylet(command: Command) -> None:
+def test_requests_are_served_after_rays_gcs_dies_and_up_ends_when_its_raylet_dies(command: Command) -> None:
     up = command.start("--simulate", "instant", "--prefill", "0", "--log-level", "warning")
     assert up.stdout is not None
     url = up.stdout.readline().split()[-1]
@@ -183,7 +204,7 @@ def test_requests_outlive_rays_gcs_and_the_command_ends_with_its_raylet(command:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         model = client.models.list().data[0].id
         os.kill(command.find("/gcs_server "), signal.SIGKILL)
-        eventually(lambda: "gcs_server died. The cluster goes on" in command.errors(), "it is said")
+        eventually(lambda: "gcs_server died. The cluster goes on" in command.errors(), "the message about gcs_server")
         assert client.completions.create(model=model, prompt="fox " * 9, max_tokens=8).usage
     assert up.poll() is None
     os.kill(command.find("/raylet/raylet "), signal.SIGKILL)
@@ -194,12 +215,12 @@ def test_requests_outlive_rays_gcs_and_the_command_ends_with_its_raylet(command:
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 
 
-def test_a_process_that_refuses_to_start_ends_the_command_with_its_sentence(command: Command) -> None:
-    port = pick_port("127.0.0.1", 0)
+def test_up_ends_with_the_error_of_a_process_that_cannot_start(command: Command) -> None:
+    port = free_port()
     with command.start("--prefill", "0", "--port", str(port)) as up, socket.socket() as other:
         eventually(lambda: any("raylet" in line for line in command.processes().values()), "Ray is starting")
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", port))  # somebody takes the port after it was found to be free
+        other.bind(("127.0.0.1", port))  # takes the port after `cpd up` has found it free
         other.listen()
         assert up.wait(UP_S) == 1
     last = command.errors().strip().splitlines()[-1]
@@ -209,7 +230,7 @@ def test_a_process_that_refuses_to_start_ends_the_command_with_its_sentence(comm
     command.assert_nothing_is_left()
 
 
-def test_ctrl_c_while_it_starts_takes_everything_down(command: Command) -> None:
+def test_ctrl_c_during_start_ends_everything(command: Command) -> None:
     with command.start() as up:
         eventually(lambda: any("raylet" in line for line in command.processes().values()), "Ray is starting")
         os.killpg(up.pid, signal.SIGINT)
@@ -218,7 +239,7 @@ def test_ctrl_c_while_it_starts_takes_everything_down(command: Command) -> None:
 
 
 def combined_worker(command: Command) -> dict[str, Any]:
-    """The combined worker in `cpd status --json`; empty while there is none."""
+    """The combined worker in `cpd status --json`; empty if there is none."""
     code, output = command.run("status", "--json")
     assert code == 0, output
     workers: dict[str, dict[str, Any]] = {worker["id"]: worker for worker in json.loads(output)["workers"]}
@@ -226,5 +247,5 @@ def combined_worker(command: Command) -> dict[str, Any]:
 
 
 def parent(pid: int) -> int:
-    """Process id of the supervisor."""
+    """Process id of the parent process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

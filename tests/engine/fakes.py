@@ -1,8 +1,8 @@
-"""A runner without a model, whose tokens depend on the content of every page that it is led to.
+"""A runner without a model, whose tokens depend on the content of every page that a batch names.
 
-The "key and value" of a token is a number that chains on from the token before it, read from the page where the batch
-says that it is; the next token depends on the numbers of the whole context. So a wrong page, slot, position or chunk
-border, or a page that was reused too early, shows as a wrong token.
+The "key and value" of a token is a number computed from that of the token before it, which is read from the page in the
+batch; the next token depends on the numbers of the whole context. So a wrong page, slot, position or chunk border, or a
+page that was reused too early, shows as a wrong token.
 """
 
 import time
@@ -28,12 +28,12 @@ _PRIME = (1 << 61) - 1
 
 
 def next_state(before: int, token_id: int, position: int) -> int:
-    """The content of a token's slot."""
+    """Content of a token's slot."""
     return (before * 1_000_003 + token_id * 7_919 + position * 104_729 + 12_345) % _PRIME
 
 
 def states_of(token_ids: Sequence[int]) -> list[int]:
-    """The content of the slots of a whole sequence."""
+    """Content of the slots of a whole sequence."""
     states, state = [], 0
     for position, token_id in enumerate(token_ids):
         state = next_state(state, token_id, position)
@@ -42,21 +42,21 @@ def states_of(token_ids: Sequence[int]) -> list[int]:
 
 
 def digest(numbers: Iterable[int], start: int = 0) -> int:
-    """Depends on every number and its place."""
+    """A hash of the numbers and their order."""
     for number in numbers:
         start = (start * 1_000_003 + number) % _PRIME
     return start
 
 
 def choose(states: int, token_ids: int, params: SamplingParams, choice: int, prompt_len: int) -> int:
-    """The next token after a context, of which the digests are given."""
+    """Chooses the next token after a context with these digests."""
     mixed = digest((states, token_ids, params.seed, choice, prompt_len))
     return mixed * 0x9E3779B97F4A7C15 % _PRIME // 1_000 % VOCAB
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a choice must come to."""
+    """The expected output of a choice."""
 
     token_ids: list[int]
     finish: Finish
@@ -82,11 +82,11 @@ def expected(request: Request, choice: int, max_model_len: int) -> Expected:
 
 @dataclass(eq=False)
 class FakeStep:
-    """A step on a lane: what it reads must stay as it is, what it writes appears when it ends.
+    """A step on a lane. What it reads must not change; what it writes appears when it ends.
 
     Attributes:
-        pages, written: That it uses, and those of them that it writes to.
-        reads, writes: Contents of slots.
+        pages, written: Pages that it uses, and those that it writes to.
+        reads, writes: Content of slots.
     """
 
     batch: Batch
@@ -103,8 +103,8 @@ class FakeLane:
     """A lane of a FakeRunner.
 
     Args:
-        by_hand: It computes until `finish` is called, and then goes on with what is queued.
-        overlaps: It computes later: when `get_on` is called, at the latest when somebody waits for it.
+        by_hand: A step runs until `finish` is called; then the queued one begins.
+        overlaps: A step is computed when `compute_next` is called, at the latest in `collect`.
     """
 
     def __init__(self, runner: "FakeRunner", share: float, *, by_hand: bool = False, overlaps: bool = False) -> None:
@@ -129,9 +129,9 @@ class FakeLane:
         self._queued.append(step)
         self._on_done = on_done
         if self._by_hand:
-            self._go_on()
+            self._begin_queued()
         elif not self.overlaps:
-            self.get_on()
+            self.compute_next()
 
     @property
     def running(self) -> bool:
@@ -139,22 +139,22 @@ class FakeLane:
 
     @property
     def waiting(self) -> int:
-        """Steps that have not begun."""
+        """Number of steps that have not begun."""
         return len(self._queued)
 
-    def get_on(self) -> None:
+    def compute_next(self) -> None:
         """Computes the next step that has not begun."""
         self._compute()
         self.finish()
 
     def finish(self) -> None:
-        """The step has been computed."""
+        """Ends the step that runs."""
         step, self._step = self._step, None
         assert step is not None
         self._runner.end(step)
         self._ended.append(step)
         if self._by_hand:
-            self._go_on()
+            self._begin_queued()
         if self._on_done is not None:
             self._on_done()
 
@@ -163,11 +163,11 @@ class FakeLane:
 
     def collect(self) -> StepResult:
         if self.overlaps and not self._ended:
-            self.get_on()
+            self.compute_next()
         assert self._ended, "no step was launched, or it would wait"
         return StepResult(self._ended.pop(0).sampled, time.perf_counter(), 1.0)
 
-    def _go_on(self) -> None:
+    def _begin_queued(self) -> None:
         if self._step is None and self._queued:
             self._compute()
 
@@ -178,14 +178,14 @@ class FakeLane:
 
 
 class FakeRunner:
-    """See the module. `pages[page][offset]` is what a slot holds.
+    """A runner as the module describes. `pages[page][offset]` is the content of a slot.
 
     Args:
-        lanes: Whether there are prefill lanes, which run by hand.
-        overlaps: Whether the other lanes compute later.
+        lanes: True if there are prefill lanes, which run by hand.
+        overlaps: True if the other lanes compute in the background.
 
     Attributes:
-        settled: Whether nothing was copied since `settle`.
+        settled: True if nothing was copied since `settle`.
     """
 
     def __init__(self, num_pages: int, lanes: bool = False, overlaps: bool = False) -> None:
@@ -202,7 +202,7 @@ class FakeRunner:
         self._launched: list[FakeStep] = []
 
     def begin(self, batch: Batch) -> FakeStep:
-        """A step is launched."""
+        """Launches a step."""
         self.batches.append(batch)
         check_batch(batch, self.num_pages)
         written = {int(slot) // BLOCK_SIZE for slot in batch.slots}
@@ -210,7 +210,7 @@ class FakeRunner:
         return FakeStep(batch, [row.tokens.tolist() for row in batch.samples], used, written)
 
     def enter(self, step: FakeStep, lane: FakeLane) -> None:
-        """A step belongs to a lane. What is on other lanes leaves its pages alone; what is on its own comes before."""
+        """Puts a step on a lane. Steps on other lanes must not touch its pages; steps on its own lane come before."""
         step.lane = lane
         for other in self._launched:
             if other.lane is not lane:
@@ -220,7 +220,7 @@ class FakeRunner:
         self._launched.append(step)
 
     def compute(self, step: FakeStep, before: FakeStep | None) -> None:
-        """Reads only what was there before the step, and what the same sequence computes in it.
+        """Computes a step, from the pages' content before it and what the same sequence computes in it.
 
         Args:
             before: The step before on its lane.
@@ -254,7 +254,7 @@ class FakeRunner:
         ]
 
     def end(self, step: FakeStep) -> None:
-        """What a step has computed appears in the pages."""
+        """Ends a step: what it has computed appears in the pages."""
         self._launched.remove(step)
         for slot, state in step.reads.items():
             assert self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] == state, "a page changed under a running step"
@@ -262,12 +262,12 @@ class FakeRunner:
             self.pages[slot // BLOCK_SIZE][slot % BLOCK_SIZE] = state
 
     def read(self, page: int) -> list[int]:
-        """What a copy out finds in a page."""
+        """Reads a page for a copy out."""
         assert not any(page in step.written for step in self._launched), "a page is copied while it is written"
         return list(self.pages[page])
 
     def write(self, page: int, content: list[int]) -> None:
-        """A copy back changes a page."""
+        """Writes a page for a copy back."""
         assert not any(page in step.pages for step in self._launched), "a page changes where a lane works"
         self.pages[page] = list(content)
 
@@ -301,10 +301,10 @@ class FakeHostMemory:
     """Host memory beside a FakeRunner's pages. See `engine.kv.host_tier.HostMemory`.
 
     Args:
-        by_hand: Copies back take until `finish` is called.
+        by_hand: A copy back lasts until `finish` is called.
 
     Attributes:
-        damaged: Slots whose content is not what was copied out.
+        damaged: Slots whose content is damaged.
     """
 
     def __init__(self, runner: FakeRunner, num_slots: int, slot_ms: float = 0.001, *, by_hand: bool = False) -> None:
@@ -338,7 +338,7 @@ class FakeHostMemory:
         return copy.future
 
     def finish(self) -> None:
-        """The first copy that is under way ends."""
+        """Ends the first copy under way."""
         copy = self._copies.pop(0)
         good = 0
         for slot, page in zip(copy.slots, copy.pages, strict=True):
@@ -351,20 +351,20 @@ class FakeHostMemory:
 
 
 class Cache(Protocol):
-    """Whose blocks can be asked for."""
+    """Something with cached blocks."""
 
     def cached_hashes(self, tier: Tier) -> list[bytes]: ...
 
 
 def cached(cache: Cache) -> dict[bytes, Tier]:
-    """Where each block is that is cached."""
+    """The tier of each cached block."""
     hashes = [(block_hash, tier) for tier in (Tier.PAGES, Tier.HOST) for block_hash in cache.cached_hashes(tier)]
     assert len(dict(hashes)) == len(hashes), "a block is in two tiers"
     return dict(hashes)
 
 
 def follow(known: dict[bytes, Tier], events: Iterable[CacheEvent]) -> None:
-    """What was known of a cache after some events, each of which changes something."""
+    """Applies cache events to the known blocks of a cache. Each event must change something."""
     for event in events:
         assert event.hashes
         for block_hash in event.hashes:
@@ -382,7 +382,7 @@ def _tables(batch: Batch) -> list[list[int]]:
 
 
 def check_batch(batch: Batch, num_pages: int) -> None:
-    """Asserts what engine/batch.py promises."""
+    """Asserts that a batch is as `engine/batch.py` says."""
     counts = np.diff(batch.query_start)
     size = len(batch.context_lens)
     assert batch.query_start[0] == 0
@@ -410,7 +410,7 @@ def make_request(
     n: int = 1,
     prefill_only: bool = False,
 ) -> Request:
-    """A request; stop tokens are off unless given."""
+    """Makes a request, without stop tokens unless given."""
     return Request(
         id=name,
         token_ids=list(token_ids),
@@ -424,13 +424,13 @@ def make_request(
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
-    """Tokens of a prompt; prompts with different starts share no block."""
+    """Makes the tokens of a prompt. Prompts with different starts share no block."""
     return [(start * 13 + i * 7 + i // 5) % VOCAB for i in range(length)]
 
 
 @dataclass
 class Served:
-    """What came out of an engine, by (request, choice)."""
+    """The outputs of an engine, by (request, choice)."""
 
     token_ids: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finish: dict[tuple[str, int], Finish] = field(default_factory=dict)
@@ -444,7 +444,7 @@ class Served:
         self.failed.update(step.failed)
 
     def take_output(self, output: Output) -> None:
-        """Adds one output; nothing may follow the last one, and only the first says what was cached."""
+        """Adds one output. None may follow the last one, and only the first one may have `cached_tokens`."""
         key = (output.request_id, output.choice)
         assert key not in self.finish, "an output after the last one"
         assert (output.cached_tokens is not None) == (key not in self.token_ids)
@@ -467,7 +467,7 @@ def drain(engine: Engine, served: Served | None = None, max_steps: int = 10_000)
 
 
 def arrive(engine: Engine, runner: FakeRunner, reservation: Reservation, request: Request, served: Served) -> None:
-    """What a prefill worker does: the prompt's content appears in the reserved pages, and each choice's first token."""
+    """Acts as a prefill worker: fills the reserved pages, and hands over each choice's first token."""
     _write(runner, reservation, request)
     first = []
     for choice in range(request.first_choice, request.first_choice + request.n):
@@ -475,13 +475,13 @@ def arrive(engine: Engine, runner: FakeRunner, reservation: Reservation, request
         finish = want.finish if len(want.token_ids) == 1 else None
         first.append(Output(request.id, choice, want.token_ids[:1], [], finish, cached_tokens=0))
         served.take_output(first[-1])
-    assert engine.activate(reservation, request, first) == []
+    assert engine.landings.activate(reservation, request, first) == []
 
 
 def arrive_first_blocks(engine: Engine, runner: FakeRunner, reservation: Reservation, request: Request) -> None:
-    """What another worker's cache does: the content of some first blocks appears in the reserved pages."""
+    """Acts as another worker's cache: fills the reserved pages with the first blocks."""
     _write(runner, reservation, request)
-    engine.fill_cache(reservation, request)
+    engine.landings.fill_cache(reservation, request)
 
 
 def _write(runner: FakeRunner, reservation: Reservation, request: Request) -> None:
@@ -516,7 +516,7 @@ def engine_of(
     colocate: Mode = "mixed",
     host: FakeHostMemory | None = None,
 ) -> Engine:
-    """A small engine."""
+    """Makes a small engine."""
     return Engine(
         runner,
         max_model_len=max_model_len,
@@ -536,7 +536,7 @@ def engine_of(
 def make_engine(
     num_pages: int = 64, *, colocate: Mode = "mixed", overlaps: bool = False, host_pages: int = 0, **options: int
 ) -> tuple[Engine, FakeRunner]:
-    """A small engine and its runner; options as in `engine_of`."""
+    """Makes a small engine and its runner. Options as in `engine_of`."""
     runner = FakeRunner(num_pages, lanes=colocate != "mixed", overlaps=overlaps)
     if host_pages:
         runner.host = FakeHostMemory(runner, host_pages)
@@ -544,7 +544,7 @@ def make_engine(
 
 
 def assert_as_expected(served: Served, engine: Engine, *requests: Request) -> None:
-    """Every choice of these requests came out as the oracle says."""
+    """Asserts that every choice of these requests has the expected output."""
     for request in requests:
         for choice in range(request.first_choice, request.first_choice + request.n):
             want = expected(request, choice, engine.max_model_len)
@@ -553,7 +553,7 @@ def assert_as_expected(served: Served, engine: Engine, *requests: Request) -> No
 
 
 def assert_all_released(engine: Engine) -> None:
-    """Every page is free or cached."""
+    """Asserts that every page is free or cached."""
     engine.check_integrity()
     pages = engine.stats().pages
     assert (pages.used, pages.reserved, pages.quarantined) == (0, 0, 0)

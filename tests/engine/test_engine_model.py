@@ -1,4 +1,4 @@
-"""The engine with a real model: whatever is cached, chunked, shared or preempted, transformers agrees."""
+"""The engine with a real model agrees with transformers, with caching, chunks, shared prefixes and preemption."""
 
 import random
 from pathlib import Path
@@ -10,19 +10,19 @@ from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from cpd.performance.colocation import Colocation
 from engine.engine import Engine
 from engine.execution.runner import TorchRunner
-from engine.execution.sampling.sampler import gumbel_noise
 from engine.model.config import load_config
 from engine.types import Request, SamplingParams
 from tests.checkpoints import load_oracle
 from tests.conftest import MakeCheckpoint
 from tests.engine.fakes import MODEL, Served, assert_all_released, drain
+from tests.gumbel import gumbel_noise
 
 MARGIN = 1e-4
-"""The promise holds where the oracle's two best choices, noise included, are further apart than this."""
+"""Tokens must agree where the oracle's two best choices, noise included, are further apart than this."""
 
 
 def make_engine(directory: Path, num_pages: int, token_budget: int = 64) -> Engine:
-    """Float32, on the back end that this machine would choose."""
+    """A float32 runner on this machine's default back end."""
     kv_bytes = num_pages * load_config(directory).page_bytes("float32")
     runner = TorchRunner(directory, dtype="float32", device="cpu", kv_bytes=kv_bytes, max_model_len=300)
     return Engine(
@@ -41,7 +41,7 @@ def make_request(name: str, token_ids: list[int], params: SamplingParams, n: int
 
 @torch.inference_mode()
 def assert_chosen_as_by_transformers(directory: Path, served: Served, requests: list[Request]) -> None:
-    """Every token is the best one after those before it, or closer to it than MARGIN."""
+    """Asserts that every token is the oracle's best choice, or within MARGIN of it."""
     model = load_oracle(directory)
     for request in requests:
         for choice in range(request.n):
@@ -59,7 +59,7 @@ def assert_chosen_as_by_transformers(directory: Path, served: Served, requests: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_tokens_are_those_of_transformers(checkpoint: MakeCheckpoint, family: str, temperature: float) -> None:
-    """16 at once in a pool for a few of them, with shared beginnings, choices, and a second round from the cache."""
+    """16 requests at once in a small pool, with shared prefixes, choices, and a second round from the cache."""
     directory = checkpoint(family)
     engine = make_engine(directory, num_pages=24)
     numbers = random.Random(5)

@@ -1,4 +1,4 @@
-"""The engine under any order of events: whatever happens, the tokens are right and no page is lost."""
+"""The engine under random orders of events: the tokens are right and no page is lost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ from tests.engine.fakes import (
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """A few pages, short prompts that share beginnings, and everything that can happen to a request."""
+    """Few pages, short prompts with shared prefixes, and everything that can happen to a request."""
 
     modes: Sequence[Mode] = ("mixed",)
     num_pages = st.integers(6, 14)
@@ -118,15 +118,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.runner.full.waiting + self.runner.decode_lane.waiting)
     @rule(data=st.data())
-    def device_gets_on(self, data: st.DataObject) -> None:
-        """With steps that were launched, in their order."""
+    def device_computes(self, data: st.DataObject) -> None:
+        """Lets lanes compute launched steps, in order."""
         lane = self.runner.full if self.runner.full.waiting else self.runner.decode_lane
         for _ in range(data.draw(st.integers(1, lane.waiting))):
-            lane.get_on()
+            lane.compute_next()
 
     @precondition(lambda self: self.copying)
     @rule()
-    def blocks_come_back(self) -> None:
+    def blocks_are_loaded(self) -> None:
         assert self.host is not None
         self.host.finish()
         assert self.engine.has_work
@@ -160,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         request = self.new_request(data)
-        reservation = self.engine.reserve(request)
+        reservation = self.engine.landings.reserve(request)
         if reservation is None:
             del self.requests[request.id]
         else:
@@ -170,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
     def reserve_first_blocks(self, data: st.DataObject) -> None:
         request = self.new_request(data)
         blocks = len(request.block_hashes)
-        reservation = self.engine.reserve(request, data.draw(st.integers(1, blocks))) if blocks else None
+        reservation = self.engine.landings.reserve(request, data.draw(st.integers(1, blocks))) if blocks else None
         if reservation is None:
             del self.requests[request.id]
         else:
@@ -206,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
         elif how == "arrives":
             arrive(self.engine, self.runner, reservation, self.requests[name], self.served)
         else:
-            self.engine.cancel(reservation, quarantine=how == "quarantined")
+            self.engine.landings.cancel(reservation, quarantine=how == "quarantined")
             if how == "quarantined":
                 self.quarantined.append(reservation)
             del self.requests[name]
@@ -214,7 +214,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.quarantined)
     @rule()
     def end_quarantine(self) -> None:
-        self.engine.end_quarantine(self.quarantined.pop())
+        self.engine.landings.end_quarantine(self.quarantined.pop())
 
     @precondition(lambda self: self.pinned)
     @rule()
@@ -244,13 +244,15 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.queued_tokens <= sum(len(request.token_ids) for request in self.requests.values())
         assert (stats.prefill_ms > 0) == (stats.waiting_tokens > 0)
         if stats.running + stats.waiting and not self.engine.has_work:
-            assert self.landings or self.pinned or self.lane.running or self.copying, "waits for nobody"
+            assert self.landings or self.pinned or self.lane.running or self.copying, (
+                "has no work, and waits for nothing"
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
         for reservation in self.landings.values():
-            self.engine.cancel(reservation, quarantine=False)
+            self.engine.landings.cancel(reservation, quarantine=False)
         while self.quarantined:
             self.end_quarantine()
         if self.host is not None:
@@ -287,7 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert self.served.finish[key] is want.finish
 
     def check_what_is_cached(self) -> None:
-        """Every prompt once more, from whatever is in the cache by now."""
+        """Serves every prompt once more, from the cache as it is by now."""
         for request in self.requests.values():
             again = make_request("again", request.token_ids, seed=9, max_tokens=3)
             if len(again.token_ids) < self.engine.max_model_len:
@@ -297,7 +299,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class LaneMachine(EngineMachine):
-    """The same beside a prefill lane, which is done whenever it likes; some prompts take it several chunks."""
+    """The same beside a prefill lane whose chunks end at random times. Some prompts take several chunks."""
 
     modes = ("lanes", "auto")
     num_pages = st.integers(8, 30)
@@ -312,7 +314,7 @@ class LaneMachine(EngineMachine):
 
     @rule(data=st.data(), ended=st.booleans())
     def added_and_gets_going(self, data: st.DataObject, ended: bool) -> None:
-        """A request that may be aside when some of it is ended."""
+        """A request that may be on the prefill lane when some of its choices are ended."""
         request = self.new_request(data)
         self.engine.add(request)
         self.step(2)

@@ -1,4 +1,4 @@
-"""Decodes beside a prefill lane that computes for as long as the test says."""
+"""Decodes beside a prefill lane whose chunks end when the test says."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.engine.fakes import (
 
 
 def decoding(engine: Engine, count: int = 2, max_tokens: int = 40) -> Served:
-    """Has this many streams decode."""
+    """Serves this many requests until they decode."""
     served = Served()
     for i in range(count):
         engine.add(make_request(f"d{i}", prompt(8, i + 5), max_tokens=max_tokens))
@@ -30,14 +30,14 @@ def decoding(engine: Engine, count: int = 2, max_tokens: int = 40) -> Served:
 
 
 def finish(engine: Engine, runner: FakeRunner, served: Served) -> None:
-    """Lets every chunk be done as soon as nothing else is to do."""
+    """Serves all requests, ending each chunk when there is no other work."""
     while engine.has_work or runner.prefill_lane.running:
         drain(engine, served)
         if runner.prefill_lane.running:
             runner.prefill_lane.finish()
 
 
-def test_a_prefill_is_computed_aside_and_joins_the_decodes_when_it_is_done() -> None:
+def test_a_prefill_runs_on_the_prefill_lane_and_then_joins_the_decodes() -> None:
     engine, runner = make_engine(colocate="lanes")
     served = decoding(engine)
     request = make_request("long", prompt(60, 1))
@@ -58,7 +58,7 @@ def test_a_prefill_is_computed_aside_and_joins_the_decodes_when_it_is_done() -> 
     assert runner.batches[-1].num_decodes == 3
 
 
-def test_while_nothing_decodes_everything_runs_on_the_whole_device() -> None:
+def test_without_decodes_everything_runs_on_the_full_lane() -> None:
     engine, runner = make_engine(colocate="lanes", token_budget=32)
     request = make_request("a", prompt(100))
     engine.add(request)
@@ -67,7 +67,7 @@ def test_while_nothing_decodes_everything_runs_on_the_whole_device() -> None:
     assert [len(batch.token_ids) for batch in runner.batches][:4] == [32, 32, 32, 4]
 
 
-def test_a_long_prompt_goes_back_to_the_whole_device_when_the_decodes_end() -> None:
+def test_a_long_prompt_goes_back_to_the_full_lane_when_the_decodes_end() -> None:
     engine, runner = make_engine(colocate="lanes", token_budget=48)
     served = decoding(engine, max_tokens=3)
     request = make_request("long", prompt(300, 1))
@@ -93,7 +93,7 @@ def test_the_lane_goes_on_with_the_prompt_without_waiting_for_a_step() -> None:
         runner.prefill_lane.finish()
         chunks.append(engine.stats().waiting_tokens)
         known = set(engine.cached_hashes(Tier.PAGES))
-        assert not set(request.block_hashes[4 * len(chunks) - 4 :]) & known  # not before somebody has looked
+        assert not set(request.block_hashes[4 * len(chunks) - 4 :]) & known  # not before the chunk is collected
         assert runner.prefill_lane.running == (engine.stats().waiting_tokens > 64)
         served.take(engine.step())
     assert chunks == [300, 236, 172, 108, 44]
@@ -101,7 +101,7 @@ def test_the_lane_goes_on_with_the_prompt_without_waiting_for_a_step() -> None:
     assert_as_expected(served, engine, request)
 
 
-def test_what_is_queued_on_the_lane_may_be_done_as_soon_as_what_runs() -> None:
+def test_a_queued_chunk_may_be_done_as_soon_as_the_one_before() -> None:
     engine, runner = make_engine(num_pages=128, colocate="lanes")
     served = decoding(engine)
     request = make_request("long", prompt(100, 1))
@@ -115,16 +115,16 @@ def test_what_is_queued_on_the_lane_may_be_done_as_soon_as_what_runs() -> None:
     assert_as_expected(served, engine, request)
 
 
-def test_somebody_is_told_when_the_lane_is_done() -> None:
-    told: list[bool] = []
+def test_on_work_is_called_when_the_lane_is_done() -> None:
+    has_work: list[bool] = []
     engine, runner = make_engine(colocate="lanes")
-    engine.on_work(lambda: told.append(engine.has_work))
+    engine.on_work(lambda: has_work.append(engine.has_work))
     decoding(engine)
     engine.add(make_request("long", prompt(60, 1)))
     engine.step()
-    assert told == []
+    assert has_work == []
     runner.prefill_lane.finish()
-    assert told == [True]
+    assert has_work == [True]
 
 
 def test_pages_of_an_aborted_prompt_stay_until_its_chunks_are_computed() -> None:
@@ -159,7 +159,7 @@ def test_a_request_may_come_again_while_its_aborted_chunk_runs() -> None:
     assert_as_expected(served, engine, request)
 
 
-def one_waits_for_the_lane_that_was_parked(max_num_seqs: int = 8) -> Engine:
+def woken_prompt_waits_for_the_lane(max_num_seqs: int = 8) -> Engine:
     """Two prompts begin with the same 64 tokens, and the lane goes on with the first one."""
     engine, runner = make_engine(num_pages=80, colocate="lanes", max_num_seqs=max_num_seqs)
     decoding(engine)
@@ -172,21 +172,21 @@ def one_waits_for_the_lane_that_was_parked(max_num_seqs: int = 8) -> Engine:
     return engine
 
 
-def test_landings_do_not_wait_for_the_lane_because_a_woken_prompt_does() -> None:
-    engine = one_waits_for_the_lane_that_was_parked()
-    assert engine.reserve(make_request("remote", prompt(64, 7))) is not None
+def test_landings_do_not_wait_for_a_woken_prompt_that_waits_for_the_lane() -> None:
+    engine = woken_prompt_waits_for_the_lane()
+    assert engine.landings.reserve(make_request("remote", prompt(64, 7))) is not None
 
 
 def test_a_landing_leaves_a_woken_prompt_its_pages() -> None:
-    engine = one_waits_for_the_lane_that_was_parked()
+    engine = woken_prompt_waits_for_the_lane()
     spared = engine.stats().pages.free - (464 // 16) - (3 + 1)  # and a page for each to grow by
-    assert engine.reserve(make_request("remote", prompt(spared * 16 + 1, 7))) is None
-    assert engine.reserve(make_request("remote", prompt(spared * 16, 7))) is not None
+    assert engine.landings.reserve(make_request("remote", prompt(spared * 16 + 1, 7))) is None
+    assert engine.landings.reserve(make_request("remote", prompt(spared * 16, 7))) is not None
 
 
 def test_a_landing_leaves_a_woken_prompt_its_row() -> None:
-    engine = one_waits_for_the_lane_that_was_parked(max_num_seqs=4)
-    assert engine.reserve(make_request("remote", prompt(64, 7))) is None
+    engine = woken_prompt_waits_for_the_lane(max_num_seqs=4)
+    assert engine.landings.reserve(make_request("remote", prompt(64, 7))) is None
 
 
 @pytest.mark.parametrize("ended", [[0], [1, 2], [3]])
@@ -204,7 +204,7 @@ def test_some_choices_are_ended_while_the_prompt_is_computed(ended: list[int]) -
     assert_all_released(engine)
 
 
-def test_a_stream_that_needs_a_page_of_the_prompt_aside_waits_for_its_chunk() -> None:
+def test_a_stream_that_needs_a_page_of_the_prompt_on_the_lane_waits_for_its_chunk() -> None:
     engine, runner = make_engine(num_pages=12, colocate="lanes")
     served = decoding(engine, count=2, max_tokens=60)
     request = make_request("long", prompt(100, 1), max_tokens=3)  # 7 pages, and 3 for the others to grow
@@ -222,7 +222,7 @@ def test_a_stream_that_needs_a_page_of_the_prompt_aside_waits_for_its_chunk() ->
     assert_all_released(engine)
 
 
-def test_a_prompt_that_is_cached_whole_waits_for_no_lane() -> None:
+def test_a_fully_cached_prompt_does_not_wait_for_the_lane() -> None:
     engine, _ = make_engine(colocate="lanes")
     known = make_request("known", prompt(64, 3), max_tokens=1)
     engine.add(known)
@@ -234,7 +234,7 @@ def test_a_prompt_that_is_cached_whole_waits_for_no_lane() -> None:
     assert "again" in {output.request_id for output in engine.step().outputs}
 
 
-def test_what_is_aside_is_not_computed_in_a_step_as_well() -> None:
+def test_a_sequence_on_the_prefill_lane_is_not_in_a_step_as_well() -> None:
     engine, runner = make_engine(colocate="lanes")
     known = make_request("known", prompt(64, 3), max_tokens=1)
     engine.add(known)
@@ -243,7 +243,7 @@ def test_what_is_aside_is_not_computed_in_a_step_as_well() -> None:
     requests = [make_request(f"again {i}", prompt(64, 3), seed=i) for i in range(2)]
     for request in requests:
         engine.add(request)
-    for _ in range(3):  # one token is left of each; the first goes along, the second aside
+    for _ in range(3):  # each lacks one token: the first joins the decodes, the second goes to the lane
         served.take(engine.step())
     assert runner.prefill_lane.running
     assert set(served.token_ids) == {("d0", 0), ("d1", 0), ("again 0", 0)}
@@ -251,7 +251,7 @@ def test_what_is_aside_is_not_computed_in_a_step_as_well() -> None:
     assert_as_expected(served, engine, *requests)
 
 
-def test_pages_of_a_prefill_only_request_can_be_pinned_when_it_was_computed_aside() -> None:
+def test_pages_of_a_prefill_only_request_on_the_prefill_lane_can_be_pinned() -> None:
     engine, runner = make_engine(colocate="lanes")
     decoding(engine)
     request = make_request("p", prompt(60, 1), prefill_only=True)
@@ -267,7 +267,7 @@ def test_pages_of_a_prefill_only_request_can_be_pinned_when_it_was_computed_asid
 
 
 class TestAuto:
-    def test_a_short_prompt_rides_along(self) -> None:
+    def test_a_short_prompt_joins_the_decodes_batch(self) -> None:
         engine, runner = make_engine(colocate="auto")
         served = decoding(engine)
         engine.add(make_request("short", prompt(6, 1)))
@@ -275,7 +275,7 @@ class TestAuto:
         assert ("short", 0) in served.token_ids
         assert not runner.prefill_lane.running
 
-    def test_a_long_prompt_goes_aside_and_a_short_one_passes_it(self) -> None:
+    def test_a_long_prompt_goes_to_the_lane_and_a_short_one_passes_it(self) -> None:
         engine, runner = make_engine(colocate="auto")
         served = decoding(engine)
         engine.add(make_request("long", prompt(60, 1)))
@@ -309,7 +309,7 @@ class TestAuto:
         assert len(runner.batches[-1].token_ids) == 32
 
 
-def test_what_fails_on_the_lane_fails_the_engine_and_frees_nothing() -> None:
+def test_a_failure_on_the_lane_fails_the_engine_and_frees_nothing() -> None:
     runner = FakeRunner(64, lanes=True)
 
     def fail() -> StepResult:
@@ -336,7 +336,7 @@ def test_without_splits_every_mode_is_mixed() -> None:
     assert len(runner.batches[-1].token_ids) == 32
 
 
-def test_a_stream_that_needs_a_page_of_a_prompt_aside_waits_for_two_chunks_at_most() -> None:
+def test_a_stream_that_needs_a_page_of_the_prompt_on_the_lane_waits_for_at_most_two_chunks() -> None:
     engine, runner = make_engine(num_pages=30, colocate="lanes")
     served = decoding(engine, count=2, max_tokens=60)
     request = make_request("long", prompt(400, 1), max_tokens=3)

@@ -1,4 +1,4 @@
-"""Lanes with a real model on real threads: whatever comes when, the tokens are those of mixed batches."""
+"""Lanes with a real model on real threads give the same tokens as mixed batches."""
 
 import threading
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ LONGEST = 300
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, the step before which it comes, and the step before which choices of it are ended (-1: never)."""
+    """A request, the step before which it arrives, and the step before which choices are ended (-1: never)."""
 
     request: Request
     step: int
@@ -35,7 +35,7 @@ class Arrival:
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: MakeCheckpoint) -> Iterator[TorchRunner]:
-    """One whose lanes have one core each, however many there are."""
+    """A runner whose lanes have one core each."""
     use_threads(2)
     directory = checkpoint("qwen3")
     kv_bytes = NUM_PAGES * load_config(directory).page_bytes("float32")
@@ -45,7 +45,7 @@ def runner(checkpoint: MakeCheckpoint) -> Iterator[TorchRunner]:
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> list[Arrival]:
-    """Prompts that share beginnings, in all sizes; everything that sampling can be asked for."""
+    """Prompts of all sizes with shared prefixes, and all sampling parameters."""
     root = hash_root(b"model")
     result = []
     for number in range(draw(st.integers(4, 9))):
@@ -121,7 +121,7 @@ def serve(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(comings=arrivals())
 def test_tokens_are_the_same_in_every_mode(runner: TorchRunner, mode: Mode, comings: list[Arrival]) -> None:
-    """Exactly, with logprobs: the compiled kernels compute the same bits in every batch and on any number of cores."""
+    """Exactly the same, logprobs too: the kernels compute the same bits in every batch and on any number of cores."""
     assert runner.splits
     want, got = serve(runner, "mixed", comings), serve(runner, mode, comings)
     partly = {

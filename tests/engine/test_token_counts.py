@@ -8,7 +8,7 @@ TOKENS = st.lists(st.integers(0, 9), max_size=60)
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=6), st.integers(0, 20))
-def test_however_a_sequence_grows_each_token_is_counted_once(pieces: list[list[int]], begin: int) -> None:
+def test_each_token_is_counted_once_however_a_sequence_grows(pieces: list[list[int]], begin: int) -> None:
     token_counts = TokenCounts()
     tokens: list[int] = []
     for piece in pieces:
@@ -19,7 +19,7 @@ def test_however_a_sequence_grows_each_token_is_counted_once(pieces: list[list[i
 
 
 @given(TOKENS, TOKENS)
-def test_a_sequence_that_became_shorter_is_counted_anew(longer: list[int], shorter: list[int]) -> None:
+def test_a_sequence_that_became_shorter_is_counted_again(longer: list[int], shorter: list[int]) -> None:
     token_counts = TokenCounts()
     token_counts.of(np.array(longer + shorter + [1], np.int32))
     ids, counts = token_counts.of(np.array(longer, np.int32))

@@ -1,7 +1,7 @@
 from tests.engine.fakes import drain, make_engine, make_request, prompt
 
 
-def test_every_step_is_recorded_with_what_it_consisted_of() -> None:
+def test_every_step_is_recorded() -> None:
     engine, _ = make_engine(token_budget=32, max_num_seqs=2)
     engine.add(make_request("a", prompt(40), max_tokens=3))
     engine.add(make_request("b", prompt(20, 1), max_tokens=1))
@@ -20,7 +20,7 @@ def test_every_step_is_recorded_with_what_it_consisted_of() -> None:
     assert {(step.lane, step.share) for step in engine.trace.records()} == {("full", 1.0)}
 
 
-def test_lanes_are_told_apart() -> None:
+def test_the_lane_is_recorded() -> None:
     engine, runner = make_engine(colocate="lanes")
     for i in range(2):
         engine.add(make_request(f"d{i}", prompt(8, i + 5), max_tokens=30))

@@ -1,12 +1,13 @@
-"""Faults at chosen moments: every request ends right or with a proper error, nothing hangs, nothing leaks.
+"""Fault injection: every request gets the right tokens or a proper error, nothing hangs, nothing leaks.
 
-points.py      moments of a transfer or a step at which something can be made to happen
-transport.py   a transport with such points
-nursery.py     starts processes quickly
-network.py     machines that are none: links can be cut
-cluster.py     a cluster of processes on such machines
-matrix.py      what happens to whom, and when
-fetches.py     the same while a decode worker has a prefix from another one's cache
-soak.py        the same at random, under load
-worker.py      a worker process with such points, told over a socket what is to happen
+points.py         injection points: where a worker can be held, delayed or made to fail
+transport.py      a transport with injection points
+worker.py         a worker process with injection points, controlled over a socket
+fork_server.py    starts worker and router processes quickly
+network.py        a network namespace per process, whose links can be cut or slowed down
+redis_proxy.py    a proxy to Redis, which can be cut or slowed down
+cluster.py        a cluster of such processes
+matrix.py         each fault, to each part of the cluster, in each phase of a remote prefill
+fetch_matrix.py   each fault, to either worker of a prefix fetch, in each phase of the fetch
+soak.py           random faults under load
 """

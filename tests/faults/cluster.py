@@ -1,4 +1,4 @@
-"""A cluster of real processes, each on a machine of its own, to which everything can happen."""
+"""A cluster of real processes, each in its own network namespace, for fault injection."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,101 +16,101 @@ from typing import Any, Self
 
 import httpx
 
-from deploy.endpoint import pick_port
 from deploy.redis import EmbeddedRedis
+from tests.faults.fork_server import ForkServer
 from tests.faults.network import Network, available
-from tests.faults.nursery import Nursery
 from tests.faults.points import Action, Point
 from tests.faults.redis_proxy import RedisProxy
+from tests.ports import free_port
 from tests.worker.processes import ROOT
 
 NAMES = ("prefill-0", "combined-0", "prefill-1", "combined-1", "router-0", "router-1")
 MODEL, TOKEN = "test", "internal"
-START_S, IDLE_S = 120.0, 30.0
-RUNS_S, RESTS_S = 0.02, 0.08
-"""A slow process runs and rests that long in turn."""
+START_S, IDLE_S, TELL_S = 120.0, 60.0, 30.0
+RUN_S, PAUSE_S = 0.02, 0.08
+"""A throttled process alternates between running and pausing."""
 
 
 class Process:
-    """One process of the cluster: always the same command, so that it comes back at the same address."""
+    """One process of the cluster. It always starts with the same command, so it comes back at the same address."""
 
     def __init__(self, start: Callable[[], int], log: Path) -> None:
         self.pid = 0
         self._start = start
         self._log = log
         self._throttle: threading.Thread | None = None
-        self._fast = threading.Event()
+        self._unthrottled = threading.Event()
 
     @property
     def running(self) -> bool:
-        """Whether it lives, stopped or not."""
+        """True while the process exists, stopped or not."""
         return bool(self.pid) and Path(f"/proc/{self.pid}").exists()
 
     @property
-    def resends(self) -> bool:
-        """Whether a connection of its machine still sends something again: after a cut, for up to as long again."""
+    def retransmits(self) -> bool:
+        """True while a TCP connection of its machine retransmits: after a cut, for up to as long as the cut lasted."""
         connections = Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]
         return any(int(connection.split()[6], 16) for connection in connections)
 
     def start(self) -> None:
-        """Returns before it is ready."""
+        """Starts the process, without waiting until it is ready."""
         self.pid = self._start()
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal, if it runs."""
+        """Sends a signal if the process is running."""
         if self.running:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Sends SIGKILL and waits until the process is gone."""
         self.signal(signal.SIGKILL)
         while self.running:
             time.sleep(0.005)
 
-    def slow(self) -> None:
-        """It gets a part of the time only, until `fast`."""
-        self._fast.clear()
+    def throttle(self) -> None:
+        """Lets the process run only a fifth of the time, until `unthrottle`."""
+        self._unthrottled.clear()
         self._throttle = threading.Thread(target=self._stop_and_go, daemon=True)
         self._throttle.start()
 
-    def fast(self) -> None:
-        """Undoes `slow`."""
-        self._fast.set()
+    def unthrottle(self) -> None:
+        """Undoes `throttle`."""
+        self._unthrottled.set()
         if self._throttle is not None:
             self._throttle.join()
 
     def _stop_and_go(self) -> None:
-        while not self._fast.is_set():
+        while not self._unthrottled.is_set():
             self.signal(signal.SIGSTOP)
-            self._fast.wait(RESTS_S)
+            self._unthrottled.wait(PAUSE_S)
             self.signal(signal.SIGCONT)
-            self._fast.wait(RUNS_S)
+            self._unthrottled.wait(RUN_S)
 
     def log_tail(self) -> str:
-        """Its last lines."""
+        """The last lines of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:]) if self._log.exists() else ""
 
 
 class FaultCluster:
     """Two routers, two prefill workers, two combined workers and Redis.
 
-    Without the right to make namespaces all of them are on one machine, and no link can be cut.
+    Each has a network namespace of its own if this process may create them; otherwise no link can be cut.
 
     Attributes:
-        network: None there.
-        redis: Reached by the others through `proxy`.
+        network: The namespaces; None without that right.
+        redis: The Redis server, which the processes reach through `proxy`.
     """
 
     def __init__(
-        self, model: Path, *, transport: str = "ucx", fill_progress_s: float = 4.0, host_kv_memory: str = "0"
+        self, model: Path, *, transport: str = "ucx", prefill_progress_s: float = 4.0, host_kv_memory: str = "0"
     ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="cpd-faults-", dir="/tmp"))  # sockets need short names
         self.network = Network() if available() else None
         self.redis = EmbeddedRedis(self.directory / "redis.sock")
         self.proxy = RedisProxy(self.directory / "proxy.sock", self.directory / "redis.sock")
         self.processes: dict[str, Process] = {}
-        self._nursery = Nursery(ROOT)
+        self._fork_server = ForkServer(ROOT)
         self.urls: dict[str, str] = {}
         self._model = model
         self._worker_flags = {
@@ -121,7 +121,7 @@ class FaultCluster:
             "colocate": "mixed",
             "transport": transport,
             "lease-s": 2,
-            "fill-progress-s": fill_progress_s,
+            "prefill-progress-s": prefill_progress_s,
         }
 
     @property
@@ -136,7 +136,7 @@ class FaultCluster:
         try:
             for number, name in enumerate(NAMES):
                 self._add(name, core=number % (os.cpu_count() or 1))
-            await self.whole()
+            await self.wait_until_healthy()
         except BaseException:
             self.print_logs()
             await self.__aexit__()
@@ -145,9 +145,9 @@ class FaultCluster:
 
     async def __aexit__(self, *_: object) -> None:
         for process in self.processes.values():
-            process.fast()
+            process.unthrottle()
             process.kill()
-        self._nursery.close()
+        self._fork_server.close()
         self.proxy.stop()
         self.redis.stop()
         if self.network is not None:
@@ -155,13 +155,13 @@ class FaultCluster:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def print_logs(self) -> None:
-        """pytest shows them with a failure."""
+        """Prints the end of every log; pytest shows it if the test fails."""
         for name, process in self.processes.items():
             print(f"--- {name}", process.log_tail(), sep="\n")
 
     def _add(self, name: str, core: int) -> None:
         host = self.network.add(name) if self.network is not None else "127.0.0.1"
-        port = pick_port("127.0.0.1", 0)
+        port = free_port()
         flags: dict[str, Any] = {
             "model": self._model,
             "cluster": "faults",
@@ -182,33 +182,42 @@ class FaultCluster:
             arguments += [f"--{flag}", str(value)]
         log = self.directory / f"{name}.log"
         namespace = self.network.namespace(name) if self.network is not None else ""
-        start = partial(self._nursery.start, program, arguments, namespace=namespace, log=log, core=core)
+        start = partial(self._fork_server.start, program, arguments, namespace=namespace, log=log, core=core)
         self.processes[name] = Process(start, log)
         self.processes[name].start()
 
-    # ---- orders ----
+    # ---- injection points ----
 
-    async def order(self, worker: str, point: Point, action: Action, k: int = 0, value: float = 0.0) -> None:
-        """See `tests.faults.points.Points.order`."""
-        await self._tell(worker, {"order": point.value, "action": action.value, "k": k, "value": value})
+    async def arm(self, worker: str, point: Point, action: Action, k: int = 0, delay_s: float = 0.0) -> None:
+        """Arms an injection point of a worker: see `tests.faults.points.InjectionPoints.arm`."""
+        await self._tell(worker, {"arm": point.value, "action": action.value, "k": k, "delay_s": delay_s})
 
-    async def reached(self, worker: str) -> bool:
-        """Whether something that was ordered happens."""
-        return bool((await self._tell(worker, {}))["reached"])
+    async def triggered(self, worker: str) -> bool:
+        """True if an action at one of the worker's injection points has begun."""
+        return bool((await self._tell(worker, {}))["triggered"])
 
-    async def used(self, worker: str) -> bool:
-        """Whether the worker has come to any point since all orders were taken back."""
-        return bool((await self._tell(worker, {}))["used"])
+    async def any_reached(self, worker: str) -> bool:
+        """True if the worker has reached an injection point, armed or not, since all were disarmed."""
+        return bool((await self._tell(worker, {}))["any_reached"])
 
-    async def release(self, worker: str) -> None:
-        """Takes all orders back."""
-        await self._tell(worker, {"release": True})
+    async def disarm(self, *workers: str, patience_s: float = TELL_S) -> None:
+        """Disarms all injection points of these workers, or of all workers.
 
-    async def _tell(self, worker: str, order: dict[str, Any]) -> dict[str, Any]:
-        async with asyncio.timeout(10):
+        Gives up on a worker after `patience_s`: one that is stopped does not answer, and one that is killed has none.
+        """
+
+        async def disarm(worker: str) -> None:
+            with suppress(OSError, TimeoutError, ValueError):
+                async with asyncio.timeout(patience_s):
+                    await self._tell(worker, {"disarm": True})
+
+        await asyncio.gather(*map(disarm, workers or self.workers))
+
+    async def _tell(self, worker: str, command: dict[str, Any]) -> dict[str, Any]:
+        async with asyncio.timeout(TELL_S):
             reader, writer = await asyncio.open_unix_connection(self._socket(worker))
             try:
-                writer.write(json.dumps(order).encode() + b"\n")
+                writer.write(json.dumps(command).encode() + b"\n")
                 answer: dict[str, Any] = json.loads(await reader.readline())
             finally:
                 writer.transport.abort()
@@ -217,7 +226,7 @@ class FaultCluster:
     def _socket(self, worker: str) -> Path:
         return self.directory / f"{worker}.sock"
 
-    # ---- what it says ----
+    # ---- state ----
 
     async def state(self, router: str = "router-1") -> dict[str, Any]:
         """A router's `/cluster`; empty if it does not answer."""
@@ -229,33 +238,33 @@ class FaultCluster:
                     return state
         return {}
 
-    async def whole(self) -> None:
-        """Returns when every process runs, and every router has a live session with every worker's process."""
+    async def wait_until_healthy(self) -> None:
+        """Waits until every process runs and every router has a session with every worker. Starts dead processes."""
 
-        async def is_whole(router: str) -> bool:
+        async def is_healthy(router: str) -> bool:
             for process in self.processes.values():
                 if not process.running:
                     process.start()
             workers = (await self.state(router)).get("workers", [])
-            # The answer is of both routers: what a worker is to this one stands there by its name.
-            seen = [(worker, worker["routers"].get(router, {})) for worker in workers]
-            ready = {worker["id"]: worker["pid"] for worker, own in seen if own.get("state") == "ready"}
+            # `/cluster` merges the views of all routers; this takes the view of the one that was asked.
+            views = [(worker, worker["routers"].get(router, {})) for worker in workers]
+            ready = {worker["id"]: worker["pid"] for worker, view in views if view.get("state") == "ready"}
             return ready == {name: self.processes[name].pid for name in self.workers}
 
         for router in self.urls:
-            await self._until(lambda router=router: is_whole(router), START_S, "the cluster is whole")
+            await self._wait_until(partial(is_healthy, router), START_S, "the cluster is healthy")
 
-    async def busy(self, role: str) -> list[str]:
-        """The workers of a role that have requests, as far as they have reported."""
+    async def busy_workers(self, role: str) -> list[str]:
+        """The workers of a role whose last report shows requests."""
         workers = (await self.state()).get("workers", [])
         loads = {one["id"]: one["load"] for one in workers if one["role"] == role and one["load"]}
         return [name for name, load in loads.items() if load["running"] + load["waiting"]]
 
-    async def idle(self) -> None:
-        """Returns when no request is left anywhere, also on the network, and every page is free or cached."""
+    async def wait_until_idle(self) -> None:
+        """Waits until no request is left, no connection retransmits, and every page is free or cached."""
 
         async def is_idle() -> bool:
-            if self.network is not None and any(process.resends for process in self.processes.values()):
+            if self.network is not None and any(process.retransmits for process in self.processes.values()):
                 return False
             workers = (await self.state()).get("workers", [])
             return len(workers) == len(self.workers) and all(
@@ -265,12 +274,12 @@ class FaultCluster:
                 for worker in workers
             )
 
-        await self._until(is_idle, IDLE_S, "every page is free or cached")
+        await self._wait_until(is_idle, IDLE_S, "every page is free or cached")
 
-    async def _until(self, condition: Any, seconds: float, what: str) -> None:
+    async def _wait_until(self, condition: Callable[[], Awaitable[bool]], seconds: float, what: str) -> None:
         try:
             async with asyncio.timeout(seconds):
-                while not await condition():  # noqa: ASYNC110 - of other processes
+                while not await condition():  # noqa: ASYNC110 - polls other processes
                     await asyncio.sleep(0.1)
         except TimeoutError:
             workers = (await self.state()).get("workers", [])

@@ -1,7 +1,11 @@
-"""Every fault to every subject in every phase of a request with a remote prefill.
+"""Each fault, to each part of the cluster, in each phase of a request with a remote prefill.
 
-A request is held in a phase, the fault happens, the request goes on. Meanwhile others are served. Then the fault is
-healed, and nothing may be left of it.
+A cell of the matrix holds a request in the phase, injects the fault, and lets the request go on. Meanwhile the other
+router serves other requests. Then the cell ends the fault and checks that every answer was right and nothing leaked.
+
+To add a fault, add a value to `Fault` and say in `inject`, `_inject_into_redis` and `_inject_into_network` how it
+begins and how it ends; mypy reports a missing case, and the tests run it for each `Subject` in each `Phase`. To add a
+phase, add a value to `Phase` and to `_HOLD_AT`, if necessary with a new injection point in `points.py`.
 """
 
 import asyncio
@@ -9,7 +13,6 @@ import os
 import random
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,19 +20,18 @@ import httpx
 
 from tests.e2e.client import Answer, client, complete
 from tests.e2e.oracle import Oracle
-from tests.faults.cluster import FaultCluster
+from tests.faults.cluster import TELL_S, FaultCluster
 from tests.faults.points import Action, Point
 
 DEADLINE_S = 45.0
-"""A request has ended by then: noticing takes up to 8 s, and a lost request waits up to 30 s for a worker."""
+"""Time for a request to end: a loss is noticed within 8 s, and a lost request waits up to 30 s for a worker."""
 
 PROMPT_TOKENS, MAX_TOKENS = 600, 24
-OTHERS = (20, 300, 300)
-"""Lengths of the others' prompts."""
+OTHER_PROMPT_TOKENS = (20, 300, 300)
 
 
 class Subject(Enum):
-    """To whom it happens: those that have the request."""
+    """The part of the cluster that the fault hits. Of the processes, it hits the one that handles the request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -39,15 +41,19 @@ class Subject(Enum):
 
     @property
     def is_process(self) -> bool:
-        """Whether it is one process of the cluster, on a machine of its own."""
+        """True for a process with a network namespace of its own."""
         return self in (Subject.PREFILL, Subject.DECODE, Subject.ROUTER)
 
 
 class Fault(Enum):
-    """What happens; until the request has ended, where it can end meanwhile.
+    """What happens to the subject.
 
-    To the network: KILLED is no link at all for longer than sessions last, STOPPED for a moment, RESTARTED new links
-    with the old addresses, CUT_OFF the two workers from each other, SLOW both workers' links.
+               a process or Redis                            the network
+    KILLED     SIGKILL, started again after the request      all links cut for LONG_CUT_S
+    STOPPED    SIGSTOP, SIGCONT later                        all links cut for SHORT_CUT_S
+    RESTARTED  SIGKILL, started again at once                all links cut and reconnected at once
+    CUT_OFF    its link (Redis: its proxy) passes nothing    the prefill and the decode worker can't reach each other
+    SLOW       runs a fifth of the time (Redis: late data)   the links of both workers are slow
     """
 
     KILLED = "killed"
@@ -58,7 +64,7 @@ class Fault(Enum):
 
 
 class Phase(Enum):
-    """Where the request is when it happens."""
+    """How far the request has come when the fault happens."""
 
     BEFORE_RESERVE = "before_reserve"
     DURING_PREFILL = "during_prefill"
@@ -67,20 +73,22 @@ class Phase(Enum):
     WHILE_DECODING = "while_decoding"
 
 
-_HOLDS = {
+_HOLD_AT = {
     Phase.BEFORE_RESERVE: ("prefill", Point.CONNECT, 0),
     Phase.DURING_PREFILL: ("prefill", Point.STEP, 3),
     Phase.DURING_PUSH: ("prefill", Point.PAGE, 10),
     Phase.AFTER_LAST_PAGE: ("combined", Point.LANDED, 0),
     Phase.WHILE_DECODING: ("combined", Point.STEP, 6),
 }
+"""Where the request is held in each phase: at an injection point of workers of this role, reached for the k-th time."""
 
 LONG_CUT_S, SHORT_CUT_S = 10.0, 2.0
+"""Longer than sessions survive, and shorter."""
 
 
 @dataclass(frozen=True)
-class Victims:
-    """Who has the request, by name."""
+class Handlers:
+    """The processes that handle the held request, by name."""
 
     prefill: str
     decode: str
@@ -88,187 +96,185 @@ class Victims:
 
 
 async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, fault: Fault, phase: Phase) -> str:
-    """One cell of the matrix.
+    """Runs one cell of the matrix.
 
     Returns:
-        How the request ended: `right`, or the error.
+        `right` if the request was answered with the right tokens, otherwise its error.
 
     Raises:
-        AssertionError: Not as it should.
+        AssertionError: A token was wrong, a request hung or failed in another way, or something leaked.
     """
-    seed = random.randrange(1 << 30)  # a prompt that was here before is cached, and takes another route
-    await release(cluster)
-    prompt, *others = oracle.prompts([PROMPT_TOKENS, *OTHERS], seed)
+    seed = random.randrange(1 << 30)  # the prompt must not be cached yet, or it would not be prefilled remotely
+    await cluster.disarm()
+    prompt, *other_prompts = oracle.prompts([PROMPT_TOKENS, *OTHER_PROMPT_TOKENS], seed)
     async with client(cluster.urls["router-0"]) as http, client(cluster.urls["router-1"]) as other_http:
-        request, victims = await _held(cluster, http, prompt, phase)
-        heal = await begin(cluster, subject, fault, victims)
+        request, handlers = await _hold(cluster, http, prompt, phase)
+        end_fault = await inject(cluster, subject, fault, handlers)
         try:
-            await release(cluster)
-            alone = subject is Subject.NETWORK and fault in (Fault.KILLED, Fault.STOPPED)
-            if not alone:
-                await _serve_others(oracle, other_http, others)
-            if not alone and not (subject is Subject.ROUTER and fault in (Fault.STOPPED, Fault.CUT_OFF)):
+            await cluster.disarm(patience_s=1.0 if fault is Fault.STOPPED else TELL_S)
+            all_links_cut = subject is Subject.NETWORK and fault in (Fault.KILLED, Fault.STOPPED)
+            router_hangs = subject is Subject.ROUTER and fault in (Fault.STOPPED, Fault.CUT_OFF)
+            if not all_links_cut:
+                await _check_other_requests(oracle, other_http, other_prompts)
+            if not all_links_cut and not router_hangs:
                 await asyncio.wait([request], timeout=DEADLINE_S)
                 assert request.done(), f"the request has not ended within {DEADLINE_S:g} s"
         finally:
-            await heal()
-        await release(cluster)
+            await end_fault()
+        await cluster.disarm()
         await asyncio.wait([request], timeout=DEADLINE_S)
         assert request.done(), f"the request has not ended within {DEADLINE_S:g} s of the end of the fault"
-        ended = _judge(oracle, prompt, request)
-        await cluster.whole()
-        if alone:
-            await _serve_others(oracle, other_http, others)
-    await cluster.idle()
-    return ended
+        outcome = _check(oracle, prompt, request)
+        await cluster.wait_until_healthy()
+        if all_links_cut:
+            await _check_other_requests(oracle, other_http, other_prompts)
+    await cluster.wait_until_idle()
+    return outcome
 
 
-async def release(cluster: FaultCluster) -> None:
-    """Takes all orders back. Those that can hear it go on; who can't is to be told again."""
-
-    async def tell(worker: str) -> None:
-        with suppress(OSError, TimeoutError, ValueError):
-            async with asyncio.timeout(1):
-                await cluster.release(worker)
-
-    await asyncio.gather(*(tell(worker) for worker in cluster.workers))
-
-
-async def _held(
+async def _hold(
     cluster: FaultCluster, http: httpx.AsyncClient, prompt: list[int], phase: Phase
-) -> tuple[asyncio.Task[Answer], Victims]:
-    """A request that is held in the phase, and who has it."""
-    role, point, k = _HOLDS[phase]
-    able = [worker for worker in cluster.workers if worker.startswith(role)]
-    for worker in able:
-        await cluster.order(worker, point, Action.HOLD, k)
+) -> tuple[asyncio.Task[Answer], Handlers]:
+    """Sends a request and returns it when it is held in the phase, with the processes that handle it."""
+    role, point, k = _HOLD_AT[phase]
+    candidates = [worker for worker in cluster.workers if worker.startswith(role)]
+    for worker in candidates:
+        await cluster.arm(worker, point, Action.HOLD, k)
     request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=MAX_TOKENS))
-    request.add_done_callback(_see)
+    request.add_done_callback(_retrieve_error)
     async with asyncio.timeout(DEADLINE_S):
-        while not (held := [worker for worker in able if await cluster.reached(worker)]):
+        while not (holding := [worker for worker in candidates if await cluster.triggered(worker)]):
             assert not request.done(), f"the request ended before it was held: {request}"
-    prefill = [worker for worker in cluster.workers if worker.startswith("prefill") and await cluster.used(worker)]
-    decode = held if role == "combined" else []
+    prefill = [name for name in cluster.workers if name.startswith("prefill") and await cluster.any_reached(name)]
+    decode = holding if role == "combined" else []
     async with asyncio.timeout(DEADLINE_S):
-        while not decode:  # what it reports comes a moment later
-            decode = await cluster.busy("combined")
+        while not decode:  # it reports the request a moment later
+            decode = await cluster.busy_workers("combined")
     assert len(prefill) == len(decode) == 1, (prefill, decode)
-    return request, Victims(prefill[0], decode[0])
+    return request, Handlers(prefill[0], decode[0])
 
 
-def _see(request: asyncio.Task[Answer]) -> None:
-    """Nobody logs its error where the cell fails before: in Python 3.11 that can break pytest's report (gh-106905)."""
+def _retrieve_error(request: asyncio.Task[Answer]) -> None:
+    """Keeps asyncio from logging the error of a request whose cell failed earlier.
+
+    That log can break pytest's report in Python 3.11 (gh-106905).
+    """
     if not request.cancelled():
         request.exception()
 
 
-Heal = Callable[[], Awaitable[None]]
+EndFault = Callable[[], Awaitable[None]]
 
 
-async def begin(cluster: FaultCluster, subject: Subject, fault: Fault, victims: Victims) -> Heal:
-    """Has the fault happen; returns what ends it."""
+async def inject(cluster: FaultCluster, subject: Subject, fault: Fault, handlers: Handlers) -> EndFault:
+    """Begins the fault; returns a function that ends it."""
     match subject:
         case Subject.REDIS:
-            return await _harm_redis(cluster, fault)
+            return await _inject_into_redis(cluster, fault)
         case Subject.NETWORK:
-            return await _harm_network(cluster, fault, victims)
-    name = {Subject.PREFILL: victims.prefill, Subject.DECODE: victims.decode, Subject.ROUTER: victims.router}[subject]
+            return await _inject_into_network(cluster, fault, handlers)
+        case Subject.PREFILL:
+            name = handlers.prefill
+        case Subject.DECODE:
+            name = handlers.decode
+        case Subject.ROUTER:
+            name = handlers.router
     process = cluster.processes[name]
     match fault:
         case Fault.KILLED:
             process.kill()
-            return _calling(process.start)
+            return _calls(process.start)
         case Fault.STOPPED:
             process.signal(signal.SIGSTOP)
-            return _calling(lambda: process.signal(signal.SIGCONT))
+            return _calls(lambda: process.signal(signal.SIGCONT))
         case Fault.RESTARTED:
             process.kill()
             process.start()
-            return _calling()
+            return _calls()
         case Fault.CUT_OFF:
             assert cluster.network is not None
             network = cluster.network
-            network.cut(name)
-            return _calling(lambda: network.join(name))
+            network.disconnect(name)
+            return _calls(lambda: network.reconnect(name))
         case Fault.SLOW:
-            process.slow()
-            return _calling(process.fast)
+            process.throttle()
+            return _calls(process.unthrottle)
 
 
-async def _harm_redis(cluster: FaultCluster, fault: Fault) -> Heal:
+async def _inject_into_redis(cluster: FaultCluster, fault: Fault) -> EndFault:
     redis, proxy = cluster.redis, cluster.proxy
     match fault:
         case Fault.KILLED | Fault.RESTARTED:
             os.kill(redis.pid, signal.SIGKILL)
             redis.stop()
             if fault is Fault.KILLED:
-                return _calling(redis.start)
+                return _calls(redis.start)
             redis.start()
-            return _calling()
+            return _calls()
         case Fault.STOPPED:
             os.kill(redis.pid, signal.SIGSTOP)
-            return _calling(lambda: os.kill(redis.pid, signal.SIGCONT))
+            return _calls(lambda: os.kill(redis.pid, signal.SIGCONT))
         case Fault.CUT_OFF:
             proxy.flowing.clear()
-            return _calling(proxy.flowing.set)
+            return _calls(proxy.flowing.set)
         case Fault.SLOW:
             proxy.slow = True
-            return _calling(lambda: setattr(proxy, "slow", False))
+            return _calls(lambda: setattr(proxy, "slow", False))
 
 
-async def _harm_network(cluster: FaultCluster, fault: Fault, victims: Victims) -> Heal:
+async def _inject_into_network(cluster: FaultCluster, fault: Fault, handlers: Handlers) -> EndFault:
     assert cluster.network is not None
-    network, pair = cluster.network, (victims.prefill, victims.decode)
+    network, pair = cluster.network, (handlers.prefill, handlers.decode)
     machines = list(cluster.processes)
     match fault:
         case Fault.KILLED | Fault.STOPPED:
             for name in machines:
-                network.cut(name)
+                network.disconnect(name)
 
-            async def join() -> None:
+            async def reconnect() -> None:
                 await asyncio.sleep(LONG_CUT_S if fault is Fault.KILLED else SHORT_CUT_S)
                 for name in machines:
-                    network.join(name)
+                    network.reconnect(name)
 
-            return join
+            return reconnect
         case Fault.RESTARTED:
             for name in machines:
-                network.cut(name)
-                network.join(name)
-            return _calling()
+                network.disconnect(name)
+                network.reconnect(name)
+            return _calls()
         case Fault.CUT_OFF:
-            network.part(*pair)
-            return _calling(lambda: network.unite(*pair))
+            network.partition(*pair)
+            return _calls(lambda: network.end_partition(*pair))
         case Fault.SLOW:
             for name in pair:
-                network.slow(name)
-            return _calling(*(lambda name=name: network.fast(name) for name in pair))
+                network.throttle(name)
+            return _calls(*(lambda name=name: network.unthrottle(name) for name in pair))
 
 
-def _calling(*actions: Callable[[], object]) -> Heal:
-    async def heal() -> None:
+def _calls(*actions: Callable[[], object]) -> EndFault:
+    async def end_fault() -> None:
         for action in actions:
             action()
 
-    return heal
+    return end_fault
 
 
-async def _serve_others(oracle: Oracle, http: httpx.AsyncClient, prompts: list[list[int]]) -> None:
-    """Requests of others, by the other router: all must be answered, and right."""
+async def _check_other_requests(oracle: Oracle, http: httpx.AsyncClient, prompts: list[list[int]]) -> None:
+    """Sends requests through the other router; all must be answered with the right tokens."""
     async with asyncio.timeout(DEADLINE_S):
         answers = await asyncio.gather(*(complete(http, prompt, max_tokens=MAX_TOKENS) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer.token_ids) == MAX_TOKENS
-        oracle.judge(prompt, answer.token_ids)
+        oracle.check(prompt, answer.token_ids)
 
 
-def _judge(oracle: Oracle, prompt: list[int], request: asyncio.Task[Answer]) -> str:
-    """Right tokens, or an error that says what happened: in HTTP, in the stream, or by the connection's end."""
+def _check(oracle: Oracle, prompt: list[int], request: asyncio.Task[Answer]) -> str:
+    """Checks that the request got the right tokens, an HTTP error, an error in the stream, or a closed connection."""
     error = request.exception()
     if error is None:
         answer = request.result()
         assert len(answer.token_ids) == MAX_TOKENS
-        oracle.judge(prompt, answer.token_ids)
+        oracle.check(prompt, answer.token_ids)
         return "right"
     assert isinstance(error, httpx.HTTPStatusError | httpx.TransportError), error
     assert not isinstance(error, httpx.TimeoutException), error

@@ -1,4 +1,4 @@
-"""Machines that are none: network namespaces on one bridge, whose links can be cut or made slow. Needs root."""
+"""Simulated machines: network namespaces on one bridge, whose links can be cut or slowed down. Needs root."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ def tc(*arguments: str) -> None:
 
 
 def available() -> bool:
-    """Whether this process may make namespaces."""
+    """True if this process may create network namespaces."""
     probe = f"cpd-probe-{os.getpid()}"
     try:
         ip("netns", "add", probe)
@@ -31,7 +31,7 @@ def available() -> bool:
 
 
 class Network:
-    """A bridge, to which machines are linked. This process is at `host(0)`."""
+    """A bridge with one link to each machine. This process has the address `host(0)`."""
 
     def __init__(self) -> None:
         number = os.getpid()
@@ -45,24 +45,24 @@ class Network:
         return f"{self._prefix}.{number + 1}"
 
     def start(self) -> None:
-        """Makes the bridge."""
-        # Without an address of its own it takes a link's, and another one when that link is cut: who spoke with this
-        # process would go on speaking to the old one.
+        """Creates the bridge."""
+        # A bridge without its own MAC address takes that of a link, and another one when that link is cut; peers would
+        # keep sending to the old one.
         ip("link", "add", self._bridge, "address", _BRIDGE_ADDRESS, "type", "bridge")
         ip("addr", "add", f"{self.host(0)}/24", "dev", self._bridge)
         ip("link", "set", self._bridge, "up")
 
     def stop(self) -> None:
-        """Leaves nothing behind. The machines' processes must have ended."""
-        # a link is gone at once; one that ends with its namespace, some time later, and its name is taken till then
+        """Deletes everything. The processes on the machines must have ended."""
+        # Links first: a link that is deleted along with its namespace keeps its name for a while.
         links = [("link", self._link(name)) for name in self._machines]
         namespaces = [("netns", self.namespace(name)) for name in self._machines]
         for kind, name in [*links, *namespaces, ("link", self._bridge)]:
-            with suppress(subprocess.CalledProcessError):  # a machine that came only half into being
+            with suppress(subprocess.CalledProcessError):  # `add` may have failed halfway
                 ip(kind, "del", name)
 
     def add(self, name: str) -> str:
-        """A new machine; returns its address."""
+        """Adds a machine and returns its address."""
         self._machines.append(name)
         number, namespace = len(self._machines), self.namespace(name)
         ip("netns", "add", namespace)
@@ -74,38 +74,38 @@ class Network:
         return self.host(number)
 
     def namespace(self, name: str) -> str:
-        """The machine's namespace."""
+        """The name of the machine's network namespace."""
         return f"cpd{self._tag}-{name}"
 
-    def cut(self, name: str) -> None:
-        """Nothing reaches the machine or leaves it; nobody is told."""
+    def disconnect(self, name: str) -> None:
+        """Drops everything to and from the machine; connections are not reset."""
         ip("link", "set", self._link(name), "nomaster")
 
-    def join(self, name: str) -> None:
-        """Undoes `cut`."""
+    def reconnect(self, name: str) -> None:
+        """Undoes `disconnect`."""
         ip("link", "set", self._link(name), "master", self._bridge)
 
-    def part(self, one: str, other: str) -> None:
-        """Two machines do not reach each other any more; all others do."""
+    def partition(self, one: str, other: str) -> None:
+        """Drops everything between two machines; both still reach all others."""
         for here, there in ((one, other), (other, one)):
             address = self.host(1 + self._machines.index(there))
             nowhere = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
             ip("-n", self.namespace(here), "neigh", "replace", address, *nowhere)
 
-    def unite(self, one: str, other: str) -> None:
-        """Undoes `part`."""
+    def end_partition(self, one: str, other: str) -> None:
+        """Undoes `partition`."""
         for here, there in ((one, other), (other, one)):
             address = self.host(1 + self._machines.index(there))
             ip("-n", self.namespace(here), "neigh", "del", address, "dev", "eth0")
 
-    def slow(self, name: str) -> None:
-        """What the machine sends and gets takes long."""
+    def throttle(self, name: str) -> None:
+        """Limits the machine's link to SLOW_RATE in both directions."""
         shape = ("root", "tbf", "rate", SLOW_RATE, "burst", "16kb", "latency", "400ms")
         tc("qdisc", "replace", "dev", self._link(name), *shape)
         tc("-n", self.namespace(name), "qdisc", "replace", "dev", "eth0", *shape)
 
-    def fast(self, name: str) -> None:
-        """Undoes `slow`."""
+    def unthrottle(self, name: str) -> None:
+        """Undoes `throttle`."""
         tc("qdisc", "del", "dev", self._link(name), "root")
         tc("-n", self.namespace(name), "qdisc", "del", "dev", "eth0", "root")
 

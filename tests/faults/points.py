@@ -1,15 +1,17 @@
-"""Moments at which something can be made to happen: at the k-th time from when that was ordered.
+"""Injection points: where a test can hold, delay or break what a worker does.
+
+A test arms a point with an action. The action triggers when the worker reaches the point for the k-th time after that,
+counted from 0.
 
 CONNECT    a sender is about to connect to a receiver's pool
 PAGE       a sender is about to send a page
-SENT       a sender has sent the last page of a push, and is about to say so
-LANDED     all pages of a landing have arrived, and the receiver is about to hear of it
+SENT       a sender has sent the last page of a push, and has not reported it yet
+LANDED     all pages of a landing have arrived, and the receiver has not been told yet
 STEP       the engine is about to compute a step
 """
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,7 +19,7 @@ from cpd.common.errors import TransferError
 
 
 class Point(Enum):
-    """See the module's table."""
+    """An injection point: see the table above."""
 
     CONNECT = "connect"
     PAGE = "page"
@@ -27,11 +29,13 @@ class Point(Enum):
 
 
 class Action(Enum):
-    """What happens at a point.
+    """What happens when an armed point is reached.
 
-    HOLD waits until released. FAIL raises TransferError. DROP has the sender leave a page out (PAGE), CORRUPT changes
-    a byte of what arrived (LANDED): these two are for the transport to do. DELAY waits `value` seconds, then and ever
-    after.
+    HOLD       waits until the point is disarmed
+    FAIL       raises TransferError
+    DROP       the sender leaves the page out (PAGE only)
+    CORRUPT    one byte of the landing changes (LANDED only)
+    DELAY      waits `delay_s` seconds, this time and every time after
     """
 
     HOLD = "hold"
@@ -42,86 +46,88 @@ class Action(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class _Order:
+class _Armed:
     action: Action
-    left: int
-    value: float
-    reached: bool = False
-    released: threading.Event = field(default_factory=threading.Event)
+    remaining: int
+    delay_s: float
+    triggered: bool = False
+    disarmed: threading.Event = field(default_factory=threading.Event)
 
 
-class Points:
-    """What was ordered for the points of one worker. Any thread.
+class InjectionPoints:
+    """The injection points of one worker. Thread-safe.
 
     Attributes:
-        used: Whether some point was reached since all orders were taken back.
+        any_reached: True if the worker has reached a point, armed or not, since all were disarmed.
     """
 
     def __init__(self) -> None:
-        self.used = False
-        self._orders: dict[Point, _Order] = {}
+        self.any_reached = False
+        self._armed: dict[Point, _Armed] = {}
 
-    def order(self, point: Point, action: Action, k: int = 0, value: float = 0.0) -> None:
-        """At the k-th time from now (counted from 0), `action` happens at `point`; earlier orders for it are void."""
-        self.release(point)
-        self._orders[point] = _Order(action, k, value)
+    def arm(self, point: Point, action: Action, k: int = 0, delay_s: float = 0.0) -> None:
+        """`action` triggers when `point` is reached for the k-th time from now, counted from 0.
 
-    def release(self, *points: Point) -> None:
-        """Takes back what was ordered, at all points unless some are given; who is held goes on."""
-        self.used = self.used and bool(points)
+        Replaces what the point was armed with before.
+        """
+        self.disarm(point)
+        self._armed[point] = _Armed(action, k, delay_s)
+
+    def disarm(self, *points: Point) -> None:
+        """Disarms these points, or all if none are given. Whatever is held there goes on."""
+        if not points:
+            self.any_reached = False
         for point in points or tuple(Point):
-            if (order := self._orders.pop(point, None)) is not None:
-                order.released.set()
+            if (armed := self._armed.pop(point, None)) is not None:
+                armed.disarmed.set()
 
-    def ordered(self, point: Point) -> bool:
-        """Whether something is to happen, or happens, at `point`."""
-        return point in self._orders
+    def is_armed(self, point: Point) -> bool:
+        """True from `arm` to `disarm`, triggered or not."""
+        return point in self._armed
 
-    def reached(self, point: Point) -> bool:
-        """Whether what was ordered has begun to happen."""
-        order = self._orders.get(point)
-        return order is not None and order.reached
+    def triggered(self, point: Point) -> bool:
+        """True if the action at `point` has begun."""
+        armed = self._armed.get(point)
+        return armed is not None and armed.triggered
 
-    async def passed(self, point: Point) -> Action | None:
-        """To be called on the event loop whenever the point is reached. Returns what is left to be done.
+    async def reach(self, point: Point) -> Action | None:
+        """The transport calls this on the event loop each time it reaches `point`.
+
+        Returns DROP or CORRUPT if the caller must carry it out.
 
         Raises:
-            TransferError: That was ordered.
+            TransferError: The action is FAIL.
         """
-        order = self._take(point)
-        if order is None:
+        armed = self._trigger(point)
+        if armed is None:
             return None
-        match order.action:
+        match armed.action:
             case Action.HOLD:
-                while not order.released.is_set():  # noqa: ASYNC110 - shared with another thread
+                while not armed.disarmed.is_set():  # noqa: ASYNC110 - shared with another thread
                     await asyncio.sleep(0.005)
             case Action.DELAY:
-                await asyncio.sleep(order.value)
+                await asyncio.sleep(armed.delay_s)
             case Action.FAIL:
-                raise TransferError(f"failed by order at {point.value}")
+                raise TransferError(f"injected failure at {point.value}")
             case Action.DROP | Action.CORRUPT:
-                return order.action
+                return armed.action
         return None
 
-    def passed_by_thread(self, point: Point) -> None:
-        """The same for another thread, which may be held or delayed."""
-        order = self._take(point)
-        if order is not None:
-            order.released.wait(order.value if order.action is Action.DELAY else None)
+    def reach_on_thread(self, point: Point) -> None:
+        """Like `reach`, for the engine thread: it can be held or delayed."""
+        armed = self._trigger(point)
+        if armed is not None:
+            armed.disarmed.wait(armed.delay_s if armed.action is Action.DELAY else None)
 
-    def state(self) -> Iterator[str]:
-        """The points whose order has begun to happen."""
-        return (point.value for point in Point if self.reached(point))
-
-    def _take(self, point: Point) -> _Order | None:
-        self.used = True
-        order = self._orders.get(point)
-        if order is None:
+    def _trigger(self, point: Point) -> _Armed | None:
+        self.any_reached = True
+        armed = self._armed.get(point)
+        if armed is None:
             return None
-        if order.left:
-            order.left -= 1
+        if armed.remaining:
+            armed.remaining -= 1
             return None
-        if order.reached and order.action is not Action.DELAY:
-            return None if order.action is not Action.HOLD else order
-        order.reached = True
-        return order
+        if armed.triggered and armed.action not in (Action.DELAY, Action.HOLD):
+            return None
+        armed.triggered = True
+        return armed

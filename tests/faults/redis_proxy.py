@@ -1,4 +1,4 @@
-"""A proxy between processes and Redis, that can be cut off or slow."""
+"""A proxy between processes and Redis, which can be cut off or slowed down."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ SLOW_S = 0.3
 
 
 class RedisProxy:
-    """Forwards connections of one Unix socket to another, on a thread of its own.
+    """Forwards connections from one Unix socket to another, on its own thread.
 
     Attributes:
-        flowing: While it is cleared, nothing passes; nobody is told.
-        slow: Each piece of data takes SLOW_S.
+        flowing: While cleared, no data passes, and connections stay open.
+        slow: If true, each read is forwarded SLOW_S seconds late.
     """
 
     def __init__(self, socket: Path, target: Path) -> None:
@@ -29,12 +29,12 @@ class RedisProxy:
         self._thread = threading.Thread(target=self._run, name="redis-proxy", daemon=True)
 
     def start(self) -> None:
-        """Listens from here on."""
+        """Returns when the proxy listens."""
         self._thread.start()
         self._ready.wait()
 
     def stop(self) -> None:
-        """Ends it, and all connections."""
+        """Ends the proxy and all its connections."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -48,7 +48,7 @@ class RedisProxy:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0))  # transports close in their turn
+        self._loop.run_until_complete(asyncio.sleep(0))  # lets the transports close
         self._loop.close()
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
@@ -68,4 +68,4 @@ class RedisProxy:
                 await asyncio.sleep(0.02)
             writer.write(data)
             await writer.drain()
-        raise ConnectionResetError("the other end is gone: so is this one")
+        raise ConnectionResetError("the other end is closed")

@@ -1,8 +1,7 @@
-"""{prefill worker, decode worker, router, Redis, network} x {what happens} x {when}, with real processes; and the same
-of fetches from another decode worker's cache.
+"""The fault matrix, with real processes: each fault, to each part of the cluster, in each phase.
 
-A few cells run always; `pytest -m faults tests/faults` (or `make faults`) runs all of them in about a quarter of an
-hour. Only a router takes its requests with it.
+Every test run includes a few cells; `pytest -m faults tests/faults` and `make acceptance` run all of them in about a
+quarter of an hour. Only a fault of the request's router may fail the request.
 """
 
 from collections.abc import AsyncIterator
@@ -14,28 +13,28 @@ import pytest_asyncio
 from tests.conftest import MakeCheckpoint
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import FaultCluster
-from tests.faults.fetches import FetchPhase, Side, run_fetch_cell
+from tests.faults.fetch_matrix import FetchPhase, Side, run_fetch_cell
 from tests.faults.matrix import Fault, Phase, Subject, run_cell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
-ALWAYS = [
+IN_EVERY_RUN = [
     (Subject.PREFILL, Fault.KILLED, Phase.DURING_PUSH),
     (Subject.PREFILL, Fault.STOPPED, Phase.DURING_PREFILL),
     (Subject.DECODE, Fault.KILLED, Phase.WHILE_DECODING),
     (Subject.REDIS, Fault.RESTARTED, Phase.BEFORE_RESERVE),
     (Subject.NETWORK, Fault.CUT_OFF, Phase.DURING_PUSH),
 ]
-"""At least one for each subject but the router, which tests/e2e kills."""
+"""At least one cell for each subject except the router, which tests/e2e kills."""
 
-FETCHED_ALWAYS = (Side.SOURCE, Fault.KILLED, FetchPhase.DURING_PUSH)
+FETCH_IN_EVERY_RUN = (Side.SOURCE, Fault.KILLED, FetchPhase.DURING_PUSH)
 
 CELLS = [
     pytest.param(
         "ucx",
         *cell,
         id="-".join(["ucx", *(part.value for part in cell)]),
-        marks=() if cell in ALWAYS else pytest.mark.faults,
+        marks=() if cell in IN_EVERY_RUN else pytest.mark.faults,
     )
     for cell in product(Subject, Fault, Phase)
 ] + [
@@ -44,14 +43,14 @@ CELLS = [
         (Subject.PREFILL, Subject.DECODE, Subject.NETWORK), Fault, (Phase.DURING_PUSH, Phase.AFTER_LAST_PAGE)
     )
 ]
-"""With nixl, where it matters how pages move."""
+"""All cells with ucx, and with nixl those in which pages move."""
 
 FETCH_CELLS = [
     pytest.param(
         "ucx",
         *cell,
         id="-".join(["ucx-fetch", *(part.value for part in cell)]),
-        marks=() if cell == FETCHED_ALWAYS else pytest.mark.faults,
+        marks=() if cell == FETCH_IN_EVERY_RUN else pytest.mark.faults,
     )
     for cell in product(Side, Fault, FetchPhase)
 ]
@@ -69,22 +68,22 @@ async def cluster(checkpoint: MakeCheckpoint, transport: str) -> AsyncIterator[F
 
 
 @pytest.mark.parametrize(("transport", "subject", "fault", "phase"), CELLS, scope="module")
-async def test_every_request_ends_right_and_nothing_is_left(
+async def test_requests_end_correctly_and_nothing_leaks(
     transport: str, cluster: FaultCluster, oracle: Oracle, subject: Subject, fault: Fault, phase: Phase
 ) -> None:
     if cluster.network is None and (subject is Subject.NETWORK or (fault is Fault.CUT_OFF and subject.is_process)):
         pytest.skip("cutting links takes root: network namespaces")
     try:
-        ended = await run_cell(cluster, oracle, subject, fault, phase)
+        outcome = await run_cell(cluster, oracle, subject, fault, phase)
     except BaseException:
         cluster.print_logs()
         raise
-    if subject is not Subject.ROUTER:  # with whom the connection goes
-        assert ended == "right"
+    if subject is not Subject.ROUTER:  # the client's connection ends with its router
+        assert outcome == "right"
 
 
 @pytest.mark.parametrize(("transport", "side", "fault", "phase"), FETCH_CELLS, scope="module")
-async def test_a_fetch_ends_right_and_nothing_is_left(
+async def test_fetches_end_correctly_and_nothing_leaks(
     transport: str, cluster: FaultCluster, oracle: Oracle, side: Side, fault: Fault, phase: FetchPhase
 ) -> None:
     if cluster.network is None and fault is Fault.CUT_OFF:

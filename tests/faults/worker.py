@@ -1,7 +1,7 @@
-"""`python -m tests.faults.worker ROLE SOCKET FLAGS…`: a worker with points at which faults happen, by order.
+"""`python -m tests.faults.worker ROLE SOCKET FLAGS…`: a worker with injection points, controlled over a Unix socket.
 
-Orders come over the Unix socket, one JSON object a line: {"order": point, "action": …, "k": …, "value": …} or
-{"release": true}; each is answered with {"reached": […], "used": …}.
+Commands are JSON objects, one a line: {"arm": point, "action": …, "k": …, "delay_s": …}, {"disarm": true}, or {} to
+ask for the state. Each is answered with {"triggered": …, "any_reached": …}.
 """
 
 import asyncio
@@ -24,33 +24,33 @@ from cpd.common.options import command
 from decode_worker.service import DecodeService
 from kvtransfer.base import PoolMemory, Transport
 from prefill_worker.service import PrefillService
-from tests.faults.points import Action, Point, Points
+from tests.faults.points import Action, InjectionPoints, Point
 from tests.faults.transport import FaultyTransport
-from worker.loading import load_engine
-from worker.node import Loaded
+from worker.context import LoadedEngine
+from worker.engine_loader import load_engine
 from worker.process import on_failed_threads, on_stop_signals, run_process
 from worker.worker import Worker
 
 
-def loader(role: Role, points: Points) -> Callable[[WorkerSettings], Loaded]:
-    """Loads the real engine, with a point before its steps."""
+def loader(role: Role, points: InjectionPoints) -> Callable[[WorkerSettings], LoadedEngine]:
+    """Loads the real engine, with an injection point before each step."""
 
-    def load(settings: WorkerSettings) -> Loaded:
+    def load(settings: WorkerSettings) -> LoadedEngine:
         loaded = load_engine(settings, role)
         step = loaded.engine.step
 
-        def held_step(now: float = 0.0) -> Any:
-            points.passed_by_thread(Point.STEP)
+        def step_with_point(now: float = 0.0) -> Any:
+            points.reach_on_thread(Point.STEP)
             return step(now)
 
-        loaded.engine.step = held_step  # type: ignore[method-assign]
+        loaded.engine.step = step_with_point  # type: ignore[method-assign]
         return loaded
 
     return load
 
 
-def opener(points: Points) -> Callable[..., Any]:
-    """Opens the real transport, with its points."""
+def opener(points: InjectionPoints) -> Callable[..., Any]:
+    """Opens the real transport, with injection points."""
 
     async def open_transport(name: str | None, memory: PoolMemory, **arguments: Any) -> Transport:
         return FaultyTransport(await kvtransfer.create(name, memory, **arguments), memory, points)
@@ -58,24 +58,25 @@ def opener(points: Points) -> Callable[..., Any]:
     return open_transport
 
 
-async def obey(points: Points, reader: StreamReader, writer: StreamWriter) -> None:
-    """Serves one connection of the test's."""
+async def serve_commands(points: InjectionPoints, reader: StreamReader, writer: StreamWriter) -> None:
+    """Serves one connection from the test."""
     while line := await reader.readline():
-        order = json.loads(line)
-        if "order" in order:
-            points.order(Point(order["order"]), Action(order["action"]), order["k"], order["value"])
-        elif "release" in order:
-            points.release()
-        writer.write(json.dumps({"reached": list(points.state()), "used": points.used}).encode() + b"\n")
+        received = json.loads(line)
+        if "arm" in received:
+            points.arm(Point(received["arm"]), Action(received["action"]), received["k"], received["delay_s"])
+        elif "disarm" in received:
+            points.disarm()
+        state = {"triggered": any(map(points.triggered, Point)), "any_reached": points.any_reached}
+        writer.write(json.dumps(state).encode() + b"\n")
     writer.close()
 
 
 def run(role: Role, socket: str, settings: WorkerSettings) -> None:
     """Runs the worker."""
-    points = Points()
+    points = InjectionPoints()
 
     async def serve() -> int:
-        server = await asyncio.start_unix_server(functools.partial(obey, points), socket)
+        server = await asyncio.start_unix_server(functools.partial(serve_commands, points), socket)
         service = PrefillService if role == "prefill" else DecodeService
         worker = Worker(settings, role, service, load=loader(role, points), open_transport=opener(points))
         on_stop_signals(worker.lifecycle.stop)
@@ -87,7 +88,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
 
 
 def main() -> None:
-    """Runs what `sys.argv` says."""
+    """Parses the command line and runs the worker."""
     role: Any = sys.argv.pop(1)
     socket = sys.argv.pop(1)
     typer.run(command(WorkerSettings, functools.partial(run, role, socket)))

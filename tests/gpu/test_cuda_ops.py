@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LAYERS, LAYER = 3, 1
 SHAPES = [Heads(32, 8, 128), Heads(8, 8, 64), Heads(14, 2, 64), Heads(32, 1, 128)]
-"""Of the two head sizes whose kernels `scripts.gpu.carry` brings along: others would be compiled first."""
+"""The two head sizes for which `scripts.gpu.carry` has compiled kernels."""
 
 STEPS: Sequence[Lens] = [
     [(1, context) for context in (1, 2, 15, 16, 17, 600, 3000)],
@@ -57,7 +57,7 @@ def make(heads: Heads, dtype: torch.dtype) -> FlashInferOps:
 
 
 def step(lens: Lens, heads: Heads, dtype: torch.dtype, seed: int) -> tuple[DeviceBatch, torch.Tensor, torch.Tensor]:
-    """A step on the GPU, its queries, and a pool with NaN wherever no context is."""
+    """Returns a step on the GPU, its queries, and a pool with NaN outside the context."""
     torch.manual_seed(seed)
     pages, num_pages = lay_out(lens, np.random.default_rng(seed))
     batch = DeviceBatch.of(step_of(lens, pages).host, torch.device("cuda"))
@@ -72,14 +72,14 @@ def step(lens: Lens, heads: Heads, dtype: torch.dtype, seed: int) -> tuple[Devic
 
 
 def expected(batch: DeviceBatch, q: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """In float32, by torch."""
+    """Computes attention with torch in float32."""
     reference = TorchOps()
     reference.prepare(batch)
     return reference.attention(q.float(), pool.float()[:, LAYER], batch, 0.3)
 
 
 def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
-    """‖out − ref‖ / ‖ref‖ of 16-bit operands."""
+    """Asserts ‖actual − wanted‖ / ‖wanted‖ < 0.006, for 16-bit operands."""
     error = (actual.float() - wanted).norm() / wanted.norm()
     assert error < 6e-3, error
 
@@ -97,7 +97,7 @@ def test_attention_over_strided_pages_equals_torch(heads: Heads) -> None:
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_a_captured_attention_serves_every_step_of_its_size(heads: Heads) -> None:
-    """Also from short to long contexts, whose work FlashInfer divides otherwise."""
+    """Covers short and long contexts, whose work FlashInfer divides differently."""
     flashinfer, device = make(heads, torch.bfloat16), torch.device("cuda")
     generator = np.random.default_rng(0)
     buffer = PageBuffer(128, 400, device)
@@ -122,7 +122,7 @@ def test_a_captured_attention_serves_every_step_of_its_size(heads: Heads) -> Non
             assert_close(out, expected(batch, captured_q, pool))
 
 
-def test_what_flashinfer_cannot_do_is_left_to_torch() -> None:
+def test_torch_computes_what_flashinfer_does_not_support() -> None:
     importlib.import_module("triton")
     for dtype, dim in ((torch.float32, 128), (torch.bfloat16, 40)):
         made = make_ops(torch.device("cuda"), dtype, Heads(4, 2, dim))
@@ -130,7 +130,7 @@ def test_what_flashinfer_cannot_do_is_left_to_torch() -> None:
 
 
 def test_the_device_chooses_the_tokens_that_a_cpu_does() -> None:
-    """Also after a migration from one to the other: the noise is the same numbers on both."""
+    """A request can move from one to the other: both compute the same noise."""
     kinds = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.0),

@@ -16,7 +16,7 @@ import kvtransfer
 from cpd.common.errors import TransferError
 from kvtransfer.base import PoolMemory, Ticket
 from kvtransfer.checksums import page_checksums
-from kvtransfer.landings import BookedLanding
+from kvtransfer.landings import LandingEntry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ EMPTY = 255
 
 
 def pool(filled: bool, device: int) -> tuple[torch.Tensor, PoolMemory]:
-    """Pages of the engine's size, in memory of torch's: [PAGES, PAGE_BYTES], all EMPTY or random."""
+    """Allocates pages of the engine's size with torch: [PAGES, PAGE_BYTES], all EMPTY or random."""
     pages = torch.full((PAGES, PAGE_BYTES), EMPTY, dtype=torch.uint8, device=f"cuda:{device}")
     if filled:
         pages.random_(0, EMPTY)
@@ -40,7 +40,7 @@ def pool(filled: bool, device: int) -> tuple[torch.Tensor, PoolMemory]:
 
 
 def sender(pipe: Connection) -> None:
-    """Another process: pushes what it is told, and says which checksums its pages have, until it is killed."""
+    """Runs in another process: pushes the pages it is told to, and sends their checksums, until it is killed."""
 
     async def serve() -> None:
         _, memory = pool(True, torch.cuda.device_count() - 1)
@@ -56,7 +56,7 @@ def sender(pipe: Connection) -> None:
 
 
 class Sender:
-    """The other process, from this one."""
+    """Controls the other process."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ class Sender:
         self._pipe.send(address)
 
     async def push(self, ticket: Ticket, pages: Sequence[int]) -> bytes:
-        """Returns the checksums of the sender's pages when the push has begun."""
+        """Starts a push. Returns the checksums of the sender's pages."""
         self._pipe.send((ticket, list(pages)))
         checksums: bytes = await self.answer()
         return checksums
@@ -113,10 +113,10 @@ def test_a_killed_sender_writes_nothing_after_its_landing_settled() -> None:
         other.connect(transport.address)
         everything = list(range(PAGES))
         landing = transport.expect(1, 1, everything)  # one page more than is pushed
-        assert isinstance(landing, BookedLanding)
+        assert isinstance(landing, LandingEntry)
         await other.push(Ticket(1, 1, 1, tuple(everything)), everything[1:])
         async with asyncio.timeout(DEADLINE_S):
-            while not landing.begun:  # noqa: ASYNC110 - it tells nobody, and does not last
+            while not landing.begun:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0)
             other.kill()
             assert not landing.revoke()
@@ -125,7 +125,7 @@ def test_a_killed_sender_writes_nothing_after_its_landing_settled() -> None:
             await landing.peer_gone()
         pages.fill_(EMPTY)
         torch.cuda.synchronize()
-        await asyncio.sleep(0.5)  # a copy that outlived its process would have come by then
+        await asyncio.sleep(0.5)  # a copy that outlived its process would have arrived by then
         assert bool((pages == EMPTY).all())
         await transport.close()
 

@@ -46,7 +46,7 @@ def test_both_parts_compute_what_the_whole_device_does() -> None:
 
 
 def test_the_engines_own_kernels_run_on_both_parts() -> None:
-    """Triton loads them into the device's own context, and only their stream is a part's."""
+    """Triton loads kernels into the device's own context; only their stream is the partition's."""
     pytest.importorskip("triton")
     x, weight = torch.randn(300, 512, device="cuda"), torch.randn(512, device="cuda")
     wanted, ops = TorchOps().rms_norm(x, weight, 1e-5), TritonOps()

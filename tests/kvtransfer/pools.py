@@ -1,4 +1,4 @@
-"""Page pools of plain memory, and transports over them, for the tests of every transport."""
+"""Page pools in plain memory, and transports over them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -26,13 +26,13 @@ class Pool:
         self.memory = PoolMemory(self.pages.ctypes.data, num_pages, page_bytes, device)
 
     def untouched(self, pages: Sequence[int] | None = None) -> bool:
-        """Whether these pages, or all, are still EMPTY."""
+        """True if these pages, or all, are still EMPTY."""
         chosen = self.pages if pages is None else self.pages[list(pages)]
         return bool((chosen == EMPTY).all())
 
 
 class Network(Protocol):
-    """Opens transports of one kind and closes them in the end."""
+    """Opens transports of one kind, and closes them after the test."""
 
     async def open(self, pool: Pool, epoch: int = 1) -> Transport: ...
 
@@ -54,14 +54,14 @@ class Local:
 
 
 class Simulated(Local):
-    """As between simulated workers: pages take their time."""
+    """Like the network between simulated workers: pages take some time."""
 
     def __init__(self) -> None:
         super().__init__(LocalNetwork("simulated", lambda pages: 1.0 + 0.02 * pages))
 
 
 class Real:
-    """Transports that move pages between processes; here all of them are in one."""
+    """Transports for several processes; here all of them are in one."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Processes with a transport of their own, for tests that kill, stop or restart them."""
+"""Child processes with a transport, for tests that kill, stop or restart them."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ START_S = 60.0
 
 
 class Remote:
-    """A process of tests/kvtransfer/child.py."""
+    """A process of tests/kvtransfer/child_process.py."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -30,8 +30,8 @@ class Remote:
     async def start(
         cls, transport: str, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES, *, gpu: bool = False
     ) -> "Remote":
-        """One that is up."""
-        command = [sys.executable, "-m", "tests.kvtransfer.child", transport]
+        """Starts a process and waits until it answers."""
+        command = [sys.executable, "-m", "tests.kvtransfer.child_process", transport]
         command += [str(num_pages), str(page_bytes), str(seed), *(["gpu"] if gpu else [])]
         pipe = asyncio.subprocess.PIPE
         remote = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
@@ -40,7 +40,7 @@ class Remote:
         return remote
 
     def order(self, do: str, **arguments: Any) -> "asyncio.Future[dict[str, Any]]":
-        """The child's answer, when it comes."""
+        """Sends an order. The future resolves to the child's answer."""
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         assert self._process.stdin is not None
@@ -75,12 +75,12 @@ class Remote:
 
     @property
     def state(self) -> str:
-        """As /proc has it: "T" once SIGSTOP has taken effect."""
+        """State in /proc: "T" once SIGSTOP has taken effect."""
         with open(f"/proc/{self._process.pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0]
 
     def stop(self) -> None:
-        """Stops it; returns when that has taken effect. On any thread."""
+        """Stops the process, and returns when that has taken effect. May be called from any thread."""
         self.signal(signal.SIGSTOP)
         deadline = time.monotonic() + DEADLINE_S
         while self.state != "T":
@@ -100,7 +100,7 @@ class Remote:
         await self.ended()
 
     async def ended(self) -> None:
-        """Waits until it has."""
+        """Waits until the process has ended."""
         await within(self._process.wait())
         await within(self._reader)
 

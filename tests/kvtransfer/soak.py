@@ -1,9 +1,9 @@
-"""Kills peers in the middle of pushes, many times: `python -m tests.kvtransfer.soak nixl --rounds 200`.
+"""Kills peers during pushes, many times: `python -m tests.kvtransfer.soak nixl --rounds 200`.
 
 This process keeps one transport. In each round another process connects, or is connected to, pushes or is pushed to,
-and is killed after a random time. Then this side must notice, its pages must be left alone, and a push between two
-transports that live must still work; in the end it must hold no more threads, files and memory than early on.
-Prints a line a round and exits with 1 if something was wrong; a crash shows in the exit code.
+and is killed after a random time. Then this side must notice, its pages must be left alone, and a push between two live
+transports must still work. In the end the process must hold no more threads, files and memory than early on.
+Prints a line every ten rounds and exits with 1 if something was wrong; a crash shows in the exit code.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from tests.waiting import eventually
 
 _SETTLED_AFTER = 20  # rounds, after which nothing may grow
 _PAGES, _PAGE_BYTES = 96, 1 << 18
-_LONGEST_S = 0.02  # a push takes about as long
+_LONGEST_S = 0.02  # about the duration of a push
 _GROWTH_BYTES = 32 << 20
 
 
 class WrongError(Exception):
-    """Something that must hold does not."""
+    """A check failed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """What this process holds."""
+    """Resources that this process holds."""
 
     files: int
     threads: int
@@ -48,7 +48,7 @@ class Held:
 
 
 async def killed_sender(transport: Transport, pool: Pool, remote: Remote, number: int) -> str:
-    """A sender is killed; its landing must fail, or be complete, and its pages be safe."""
+    """Kills a sender; its landing must fail or be complete, and its pages be safe."""
     await remote.connect(transport.address)
     landing = transport.expect(number, 1, range(_PAGES))
     remote.push(ticket(transport, number, 1, range(_PAGES)), [(k, k) for k in range(_PAGES)])
@@ -56,7 +56,7 @@ async def killed_sender(transport: Transport, pool: Pool, remote: Remote, number
     await remote.kill()
     outcome = "complete"
     if pool.untouched():
-        landing.revoke()  # perhaps it never offered anything: then the landing knows no sender that could fail
+        landing.revoke()  # perhaps the sender offered nothing: then the landing knows no sender that could fail
     try:
         await within(landing.done())
     except TransferError:
@@ -69,7 +69,7 @@ async def killed_sender(transport: Transport, pool: Pool, remote: Remote, number
 
 
 async def killed_receiver(transport: Transport, pool: Pool, remote: Remote, number: int) -> str:
-    """A receiver is killed; the push must fail, or be complete."""
+    """Kills a receiver; the push must fail or be complete."""
     peer = await within(transport.connect(await remote.address()))
     pushed = peer.push(await remote.expect(range(_PAGES)), [(k, k) for k in range(_PAGES)])
     await asyncio.sleep(random.random() * _LONGEST_S)
@@ -89,11 +89,11 @@ async def works(transport: Transport, pool: Pool, other: Transport, source: Pool
     await within(peer.push(ticket(transport, number, 2, [7, 80]), [(3, 0), (2, 1)]).done())
     await within(landing.done())
     if not (pool.pages[[7, 80]] == source.pages[[3, 2]]).all():
-        raise WrongError("pages between transports that live arrived wrong")
+        raise WrongError("pages between live transports arrived damaged")
     pool.pages[[7, 80]] = EMPTY
     await within(peer.close())
     if not pool.untouched():
-        raise WrongError("a page was written that nobody had a right to")
+        raise WrongError("a page outside the landing was written")
 
 
 async def soak(name: str, rounds: int, network: bool) -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpd.common.errors import TransferError
-from kvtransfer.nixl.details import Address
+from kvtransfer.nixl.handshake import Address
 
 
 @given(st.from_regex(r"[a-z0-9.-]{1,80}", fullmatch=True), st.integers(0, 65535), st.binary(min_size=16, max_size=16))
@@ -13,7 +13,7 @@ def test_addresses_survive_the_wire(host: str, port: int, key: bytes) -> None:
 
 
 @given(st.binary(max_size=64))
-def test_whatever_is_no_address_is_a_transfer_error(data: bytes) -> None:
+def test_random_bytes_are_not_an_address(data: bytes) -> None:
     with pytest.raises(TransferError, match="not the address"):
         Address.decode(data)
 

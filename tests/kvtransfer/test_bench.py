@@ -1,4 +1,4 @@
-"""What `cpd bench transfer` measures, between real processes."""
+"""`cpd bench transfer`, between real processes."""
 
 import asyncio
 import sys
@@ -11,12 +11,12 @@ from pydantic import ByteSize
 
 from cpd.common.errors import TransferError
 from kvtransfer.base import Cost
-from kvtransfer.bench import far
+from kvtransfer.bench import receiver
 from kvtransfer.bench.measure import measure
 from kvtransfer.bench.pool import BenchPool, choose
 from kvtransfer.bench.result import Cell, Push, TransferResult
 from kvtransfer.bench.settings import TransferBenchSettings
-from tests.kvtransfer import no_gpu
+from tests.kvtransfer import fake_gpu
 from tests.kvtransfer.remote import START_S
 
 
@@ -47,34 +47,33 @@ async def test_every_kind_of_push_is_measured() -> None:
 
 
 @asynccontextmanager
-async def far_end(*command: str) -> AsyncIterator[str]:
-    """Where it listens. It ends with its caller, and in order."""
+async def receiver_process(*command: str) -> AsyncIterator[str]:
+    """Starts a receiver and yields where it listens. It must end with code 0 when the sender disconnects."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *command, "127.0.0.1", "0", stdout=pipe)
     assert process.stdout is not None
     try:
-        yield (await process.stdout.readline()).decode().partition(far.READY)[2].strip()
+        yield (await process.stdout.readline()).decode().partition(receiver.READY)[2].strip()
     finally:
         assert await process.wait() == 0
 
 
-def far_end_with_gpus() -> AbstractAsyncContextManager[str]:
-    setup = (
-        "import pytest, kvtransfer.bench.far, tests.kvtransfer.no_gpu as no_gpu; no_gpu.install(pytest.MonkeyPatch())"
-    )
-    return far_end("-c", f"{setup}; kvtransfer.bench.far.main()")
+def receiver_with_gpus() -> AbstractAsyncContextManager[str]:
+    serve = "asyncio.run(kvtransfer.bench.receiver.serve(sys.argv[1], int(sys.argv[2])))"
+    setup = "import pytest, asyncio, sys, kvtransfer.bench.receiver, tests.kvtransfer.fake_gpu as fake_gpu"
+    return receiver_process("-c", f"{setup}; fake_gpu.install(pytest.MonkeyPatch()); {serve}")
 
 
-async def test_a_far_end_of_another_host_is_the_same_far_end() -> None:
-    async with asyncio.timeout(START_S), far_end("-m", "kvtransfer.bench.far") as where:
+async def test_a_receiver_on_another_host_is_used() -> None:
+    async with asyncio.timeout(START_S), receiver_process("-m", "kvtransfer.bench.receiver") as where:
         found = await measure(settings(pages=[2], connect=where), lambda *_: None)
-    assert "far end: " in found.machine
+    assert "receiver: " in found.machine
 
 
 @pytest.mark.nixl
 async def test_pages_of_one_gpu_go_to_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_gpu.install(monkeypatch)
-    async with asyncio.timeout(START_S), far_end_with_gpus() as where:
+    fake_gpu.install(monkeypatch)
+    async with asyncio.timeout(START_S), receiver_with_gpus() as where:
         found = await measure(settings(transport="auto", device="cuda", connect=where), lambda *_: None)
     assert [one.pages for one in found.cells] == [1, 8]
     assert (found.transport, found.route) == ("nixl", "memory")
@@ -82,8 +81,8 @@ async def test_pages_of_one_gpu_go_to_those_of_another(monkeypatch: pytest.Monke
 
 @pytest.mark.nixl
 async def test_a_route_that_pages_do_not_take_is_not_measured_as_if_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_gpu.install(monkeypatch)
-    async with asyncio.timeout(START_S), far_end_with_gpus() as where:
+    fake_gpu.install(monkeypatch)
+    async with asyncio.timeout(START_S), receiver_with_gpus() as where:
         with pytest.raises(TransferError, match="by another route"):
             await measure(settings(transport="nixl", device="cuda", route="network", connect=where), lambda *_: None)
 
@@ -93,29 +92,29 @@ async def test_without_a_gpu_the_error_says_so() -> None:
         await measure(settings(transport="auto", device="cuda"), lambda *_: None)
 
 
-async def test_a_far_end_that_is_not_there_is_an_error() -> None:
+async def test_a_receiver_that_is_not_there_is_an_error() -> None:
     with pytest.raises(TransferError, match="--listen"):
         await measure(settings(connect="127.0.0.1:1"), lambda *_: None)
 
 
-async def test_a_far_end_that_does_not_start_is_an_error_and_leaves_no_process(
+async def test_a_receiver_that_does_not_start_is_an_error_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtransfer.bench.measure._START_S", 0.01)
-    before = psutil.Process().children()  # of other tests
+    before = set(psutil.Process().children())  # of other tests
     with pytest.raises(TransferError, match="did not start"):
         await measure(settings(), lambda *_: None)
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= before
 
 
 def test_pages_that_arrived_wrong_are_noticed() -> None:
     pool = BenchPool(4, 4096)
     with pytest.raises(TransferError, match="damaged"):
-        pool.take([1, 2], filling=1)
-    BenchPool(4, 4096, filling=1).take([1, 2], filling=1)
+        pool.check_and_clear([1, 2], content=1)
+    BenchPool(4, 4096, content=1).check_and_clear([1, 2], content=1)
 
 
-def test_neighbours_lie_side_by_side() -> None:
+def test_contiguous_pages_are_chosen_side_by_side() -> None:
     pages = choose(64, 8, scattered=False)
     assert pages == list(range(pages[0], pages[0] + 8))
     assert len(set(choose(64, 64, scattered=True))) == 64
@@ -127,7 +126,7 @@ def test_a_share_compares_medians_and_bests() -> None:
     assert one.median_share == pytest.approx(0.5)
     assert one.best_share == pytest.approx(0.5)
     assert cell(1, 1.0).median_share is None
-    assert one.cpu_us_a_page == (2000.0, 1000.0)
+    assert one.cpu_us_per_page == (2000.0, 1000.0)
 
 
 def test_the_cost_of_a_transfer_is_a_line_through_the_medians() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvtransfer import cuda
 from kvtransfer.checksums import CHECKSUM_BYTES, page_checksums
-from tests.kvtransfer import no_gpu
+from tests.kvtransfer import fake_gpu
 from tests.kvtransfer.pools import Pool
 
 PAGES, PAGE_BYTES = 8, 4096
@@ -23,9 +23,9 @@ def test_equal_pages_have_equal_checksums_wherever_they_are() -> None:
 
 
 def test_a_gpus_pages_are_summed_as_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "read", no_gpu.Memory().read)
+    monkeypatch.setattr(cuda, "read", fake_gpu.Memory().read)
     pool = Pool(PAGES, PAGE_BYTES, seed=1)
-    on_device = dataclasses.replace(pool.memory, device=no_gpu.DEVICE)
+    on_device = dataclasses.replace(pool.memory, device=fake_gpu.DEVICE)
     assert page_checksums(on_device, [5, 2]) == page_checksums(pool.memory, [5, 2])
 
 

@@ -1,20 +1,21 @@
-"""What every transport promises (kvtransfer/base.py), tested on all of them."""
+"""The contract of kvtransfer/base.py, tested on all transports."""
 
 import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from cpd.common.errors import StaleTransferError, TransferError
-from kvtransfer.base import Peer, Ticket, Transport
-from kvtransfer.landings import BookedLanding
-from kvtransfer.session.frames import Offer, Refuse
+from kvtransfer.base import Landing, Peer, Segment, Ticket, Transfer, Transport
+from kvtransfer.session.frames import Grant, Offer, Refuse
 from kvtransfer.session.limits import WINDOW
 from kvtransfer.session.receiving import Receiving
 from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Real, Simulated, ticket
@@ -56,7 +57,7 @@ class Pair:
         return bool((self.target.pages[list(pages)] == self.source.pages[list(own)]).all())
 
     async def begun(self) -> None:
-        """Returns as soon as the first page has begun to change, which leaves the rest of a push under way."""
+        """Returns when the first page has begun to change: the rest of the push is still in flight."""
         async with asyncio.timeout(DEADLINE_S):
             while self.target.untouched([0]):  # noqa: ASYNC110 - a pause would let a fast push end meanwhile
                 await asyncio.sleep(0)
@@ -65,7 +66,7 @@ class Pair:
         return self.target.untouched(sorted(set(range(len(self.target.pages))) - set(pages)))
 
     async def send(self, reservation: int, own: Sequence[int], pages: Sequence[int]) -> None:
-        """A whole landing in one push, checked."""
+        """Fills a landing in one push, and checks it."""
         landing = self.receiver.expect(reservation, 1, pages)
         transfer = self.peer.push(ticket(self.receiver, reservation, 1, pages), pairs(own))
         await within(landing.done())
@@ -85,25 +86,25 @@ async def pair(network: Network) -> Pair:
 
 
 async def within(awaitable: Awaitable[T]) -> T:
-    """The result, in bounded time."""
+    """Awaits with a time limit."""
     async with asyncio.timeout(DEADLINE_S):
         return await awaitable
 
 
 def pairs(own: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
-    """Own pages for the indices from `first` on."""
+    """Pairs of own pages and the indices from `first` on."""
     return [(page, first + k) for k, page in enumerate(own)]
 
 
 @pytest.fixture
 def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until it is set, a receiver takes the first batches of a push and no more: a late test still finds it under way.
+    """Until it is set, a receiver admits only the first batches of a push: a slow test still finds it in flight.
 
-    One that is driven by the test's own event loop needs no such pause: nothing goes on while the test acts.
+    A receiver on the test's own event loop is not held up: it makes no progress while the test acts.
     """
     admit, own, event = Receiving.admit, threading.get_ident(), threading.Event()
 
-    def admitted(receiving: Receiving, offer: Offer) -> BookedLanding | Refuse:
+    def admitted(receiving: Receiving, offer: Offer) -> Grant | Refuse:
         if offer.batch >= WINDOW and threading.get_ident() != own:
             event.wait(DEADLINE_S)
         return admit(receiving, offer)
@@ -134,7 +135,7 @@ async def test_every_page_size_lands(network: Network, page_bytes: int) -> None:
     assert pair.untouched_but([5, 6, 7, 8, 0, 11])
 
 
-async def test_neighbouring_pages_land(network: Network) -> None:
+async def test_contiguous_pages_land(network: Network) -> None:
     pair = await connected(network, num_pages=3000, page_bytes=512)
     await pair.send(1, range(100, 2900), range(50, 2850))
     assert pair.untouched_but(range(50, 2850))
@@ -235,6 +236,130 @@ async def test_an_empty_push_and_an_empty_landing_are_done_at_once(pair: Pair) -
     await within(landing.done())
     await within(landing.peer_gone())
     assert landing.revoke()
+
+
+# ---- parts of pages: pages [layers, 2, heads, bytes of a head] of two workers that hold other ranges of heads
+
+LAYERS, HEAD_BYTES = 3, 96
+
+
+def heads(pool: Pool, num_heads: int) -> NDArray[np.uint8]:
+    """The pool's pages as [pages, layers, 2, heads, bytes]."""
+    return pool.pages.reshape(len(pool.pages), LAYERS, 2, num_heads, HEAD_BYTES)
+
+
+def segments(first: int, count: int, num_heads: int, target: int = 0, num_targets: int = 2) -> tuple[Segment, ...]:
+    """`count` heads from `first` on, of pages of `num_heads`, to the heads from `target` on, of `num_targets`."""
+    return tuple(
+        Segment((part * num_heads + first) * HEAD_BYTES, (part * num_targets + target) * HEAD_BYTES, count * HEAD_BYTES)
+        for part in range(LAYERS * 2)
+    )
+
+
+async def head_pools(network: Network, sender_heads: int, receiver_heads: int) -> Pair:
+    size = LAYERS * 2 * HEAD_BYTES
+    target, source = Pool(16, receiver_heads * size), Pool(16, sender_heads * size, seed=7)
+    receiver, sender = await network.open(target, epoch=11), await network.open(source, epoch=22)
+    return Pair(target, source, receiver, sender, await sender.connect(receiver.address, target.memory.page_bytes))
+
+
+def part_ticket(transport: Transport, reservation: int, pages: Sequence[int], parts: tuple[Segment, ...]) -> Ticket:
+    return replace(ticket(transport, reservation, 1, pages), segments=parts)
+
+
+async def test_heads_of_a_page_land_in_smaller_pages_and_nothing_else_is_written(network: Network) -> None:
+    pair = await head_pools(network, 4, 2)
+    parts, own, pages = segments(2, 2, 4), [3, 4, 5, 9, 9], [10, 11, 12, 2, 7]
+    landing = pair.receiver.expect(1, 1, pages, parts)
+    transfer = pair.peer.push(part_ticket(pair.receiver, 1, pages, parts), pairs(own))
+    await within(asyncio.gather(landing.done(), transfer.done()))
+    assert (heads(pair.target, 2)[pages] == heads(pair.source, 4)[own][:, :, :, 2:4]).all()
+    assert pair.untouched_but(pages)
+
+
+async def test_a_head_lands_in_its_place_in_a_larger_page_and_the_other_heads_stay(network: Network) -> None:
+    pair = await head_pools(network, 1, 4)
+    parts = segments(0, 1, 1, target=2, num_targets=4)
+    landing = pair.receiver.expect(1, 1, [5, 6], parts)
+    await within(pair.peer.push(part_ticket(pair.receiver, 1, [5, 6], parts), pairs([0, 1])).done())
+    await within(landing.done())
+    there = heads(pair.target, 4)
+    assert (there[[5, 6], :, :, 2:3] == heads(pair.source, 1)[[0, 1]]).all()
+    assert (there[[5, 6]][:, :, :, [0, 1, 3]] == EMPTY).all()
+    assert pair.untouched_but([5, 6])
+
+
+async def test_several_senders_fill_the_same_pages_each_with_its_heads(network: Network) -> None:
+    first = await head_pools(network, 2, 4)
+    source = Pool(16, first.source.memory.page_bytes, seed=8)
+    second = await (await network.open(source)).connect(first.receiver.address, first.target.memory.page_bytes)
+    ends: list[Landing | Transfer] = []
+    pages = [3, 8, 9]
+    for rank, peer in enumerate((first.peer, second)):
+        parts = segments(0, 2, 2, target=2 * rank, num_targets=4)
+        ends.append(first.receiver.expect(rank, 1, pages, parts))
+        ends.append(peer.push(part_ticket(first.receiver, rank, pages, parts), pairs([1, 2, 3])))
+    await within(asyncio.gather(*(each.done() for each in ends)))
+    there = heads(first.target, 4)[pages]
+    assert (there[:, :, :, :2] == heads(first.source, 2)[1:4]).all()
+    assert (there[:, :, :, 2:] == heads(source, 2)[1:4]).all()
+    assert first.untouched_but(pages)
+    assert first.receiver.expect(5, 1, pages).revoke()
+
+
+async def test_landings_may_share_a_page_only_if_their_segments_do_not_overlap(network: Network) -> None:
+    pair = await head_pools(network, 2, 4)
+    low, high = (segments(0, 2, 2, target=first, num_targets=4) for first in (0, 2))
+    landings = [pair.receiver.expect(1, 1, [3, 4], low), pair.receiver.expect(2, 1, [4, 5], high)]
+    for parts in ((), low, segments(0, 2, 2, target=1, num_targets=4)):
+        with pytest.raises(ValueError, match="page 4"):
+            pair.receiver.expect(3, 1, [4], parts)
+    assert landings[0].revoke()
+    with pytest.raises(ValueError, match="page 4"):
+        pair.receiver.expect(3, 1, [3, 4])
+    landings.append(pair.receiver.expect(3, 1, [3, 4], low))
+    assert all(landing.revoke() for landing in landings)
+    assert pair.receiver.expect(4, 1, [3, 4, 5]).revoke()
+
+
+OUTSIDE = [Segment(0, 0, 1153), Segment(0, 1100, 100), Segment(0, -1, 5), Segment(0, 0, 0), Segment(0, 8, -4)]
+
+
+@pytest.mark.parametrize("segment", OUTSIDE)
+async def test_a_segment_that_leaves_the_page_is_the_callers_error(network: Network, segment: Segment) -> None:
+    pair = await head_pools(network, 4, 2)
+    assert pair.target.memory.page_bytes == 1152
+    with pytest.raises(ValueError, match=r"reservation 1 .* not inside"):
+        pair.receiver.expect(1, 1, [1], [segment])
+    with pytest.raises(ValueError, match=r"push .* not inside"):
+        pair.peer.push(part_ticket(pair.receiver, 1, [1], (segment,)), [(0, 0)])
+
+
+async def test_segments_that_overlap_or_leave_the_senders_page_are_the_callers_error(network: Network) -> None:
+    pair = await head_pools(network, 4, 2)
+    overlapping = (Segment(0, 0, 10), Segment(20, 9, 10))
+    with pytest.raises(ValueError, match="overlap"):
+        pair.receiver.expect(1, 1, [1], overlapping)
+    for parts in (overlapping, (Segment(-1, 0, 5),), (Segment(2300, 0, 5),)):
+        with pytest.raises(ValueError, match="push"):
+            pair.peer.push(part_ticket(pair.receiver, 1, [1], parts), [(0, 0)])
+
+
+async def test_whole_pages_do_not_go_into_pages_of_another_size(network: Network) -> None:
+    pair = await head_pools(network, 4, 2)
+    landing = pair.receiver.expect(1, 1, [1])
+    with pytest.raises(ValueError, match="whole page"):
+        pair.peer.push(ticket(pair.receiver, 1, 1, [1]), [(0, 0)])
+    assert landing.revoke()
+
+
+async def test_a_sender_that_would_write_other_segments_than_the_landing_expects_is_refused(network: Network) -> None:
+    pair = await head_pools(network, 4, 2)
+    landing = pair.receiver.expect(1, 1, [1], segments(2, 2, 4))
+    with pytest.raises(TransferError, match="other segments"):
+        await within(pair.peer.push(part_ticket(pair.receiver, 1, [1], segments(0, 2, 4)), [(0, 0)]).done())
+    assert landing.revoke()
+    assert pair.target.untouched()
 
 
 # ---- what is refused
@@ -373,7 +498,7 @@ async def test_a_reservation_can_be_used_again_after_it_ended(pair: Pair) -> Non
     assert pair.arrived([0, 1], [3, 4])
 
 
-# ---- cancelling and revoking in mid-air
+# ---- cancelling and revoking in flight
 
 
 async def test_a_cancelled_transfer_ends_in_an_error_and_reads_its_pages_no_more(
@@ -418,7 +543,7 @@ async def test_a_cancelled_transfer_leaves_the_others_alone(network: Network, go
     assert first.revoke()
 
 
-async def test_a_landing_revoked_in_mid_air_settles_and_then_stays_as_it_is(
+async def test_a_landing_revoked_in_flight_settles_and_then_stays_as_it_is(
     network: Network, go_on: threading.Event
 ) -> None:
     pair = await connected(network, num_pages=128, page_bytes=1 << 20)
@@ -505,13 +630,13 @@ async def test_a_closed_transport_refuses_everything(pair: Pair) -> None:
         await within(pair.peer.push(ticket(pair.receiver, 1, 1, [1]), pairs([1])).done())
 
 
-async def test_an_address_nobody_has_any_more_is_an_error_soon(pair: Pair) -> None:
+async def test_the_address_of_a_closed_transport_is_an_error_soon(pair: Pair) -> None:
     await pair.receiver.close()
     with pytest.raises(TransferError, match="no connection"):
         await within(pair.sender.connect(pair.receiver.address))
 
 
-async def test_what_is_no_address_is_an_error(pair: Pair) -> None:
+async def test_an_invalid_address_is_an_error(pair: Pair) -> None:
     with pytest.raises(TransferError):
         await within(pair.sender.connect(b"nonsense"))
 
@@ -523,7 +648,7 @@ async def test_pages_of_another_size_are_refused_at_connect(network: Network, pa
     await pair.send(1, [1], [1])
 
 
-async def test_waiting_may_be_given_up(pair: Pair) -> None:
+async def test_waiting_can_be_cancelled(pair: Pair) -> None:
     landing = pair.receiver.expect(1, 1, [1])
     waiting = asyncio.create_task(landing.done())
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Which transport a worker gets."""
+"""Choice of a transport."""
 
 import sys
 from pathlib import Path
@@ -11,28 +11,28 @@ from tests.kvtransfer.pools import Pool
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("content", "expected"),
     [
-        ("import os; os.abort()", "the far end ended with code -6"),
+        ("import os; os.abort()", "the receiver ended with code -6"),
         ("raise ImportError('libgone.so')", "nixl_cu13 does not load: libgone.so"),
     ],
     ids=["crashes", "does not load"],
 )
 async def test_auto_takes_ucx_and_says_why_where_nixl_does_not_work(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, expected: str
 ) -> None:
     package = tmp_path / "nixl_cu13"
     package.mkdir()
-    (package / "__init__.py").write_text(does)
+    (package / "__init__.py").write_text(content)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     transport = await kvtransfer.create("auto", Pool(4).memory, epoch=1, host="127.0.0.1")
     assert (transport.name, transport.cost) == ("ucx", None)
-    assert said in transport.reason
+    assert expected in transport.reason
     assert "nixl_cu13" not in sys.modules
     await transport.close()
 
 
-async def test_what_was_asked_for_needs_no_reason() -> None:
+async def test_a_requested_transport_has_no_reason() -> None:
     transport = await kvtransfer.create("ucx", Pool(4).memory, epoch=1, host="127.0.0.1")
     assert (transport.reason, transport.cost) == ("", None)
     await transport.close()
@@ -41,7 +41,7 @@ async def test_what_was_asked_for_needs_no_reason() -> None:
 @pytest.mark.parametrize(
     ("device", "name", "reason"), [(None, "ucx", ""), (0, "nixl", "pages are in a GPU's memory")], ids=["host", "GPU"]
 )
-async def test_who_is_not_told_takes_what_the_memory_needs(device: int | None, name: str, reason: str) -> None:
+async def test_the_default_depends_on_the_memory(device: int | None, name: str, reason: str) -> None:
     transport = await kvtransfer.create(None, Pool(4, device=device).memory, epoch=1, host="127.0.0.1")
     assert (transport.name, transport.reason) == (name, reason)
     await transport.close()

@@ -1,4 +1,4 @@
-"""How long pages are under way between pools of one process. The rules are in test_contract.py."""
+"""Duration of transfers between pools of one process. test_contract.py has the rules."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ import pytest
 
 from kvtransfer.base import Transport
 from kvtransfer.local import BATCH_PAGES, LocalNetwork
-from tests.jumping import LATE_S, run_jumping
 from tests.kvtransfer.pools import Pool, ticket
+from tests.virtual_time import TIMER_LATENESS_S, run_in_virtual_time
 
 FIXED_MS, PAGE_MS = 2.0, 0.5
 PAGES = 3 * BATCH_PAGES + 1
@@ -32,7 +32,7 @@ def test_a_transfer_takes_as_long_as_the_network_says_however_many_batches_it_ha
         sender, receiver = (network.create(pool.memory, epoch=1) for pool in pools)
         await push(sender, receiver, 1, 0)
 
-    assert run_jumping(main())[1] == pytest.approx(pages_ms(PAGES), abs=2 * LATE_S * 1e3)
+    assert run_in_virtual_time(main())[1] == pytest.approx(pages_ms(PAGES), abs=2 * TIMER_LATENESS_S * 1e3)
 
 
 def test_a_senders_transfers_share_one_link_and_two_senders_do_not() -> None:
@@ -44,7 +44,7 @@ def test_a_senders_transfers_share_one_link_and_two_senders_do_not() -> None:
             push(one, receiver, 1, 0), push(one, receiver, 2, PAGES), push(other, receiver, 3, 2 * PAGES)
         )
 
-    assert run_jumping(main())[1] == pytest.approx(2 * pages_ms(PAGES), abs=2 * LATE_S * 1e3)
+    assert run_in_virtual_time(main())[1] == pytest.approx(2 * pages_ms(PAGES), abs=2 * TIMER_LATENESS_S * 1e3)
 
 
 def test_by_default_pages_take_no_time() -> None:
@@ -54,4 +54,4 @@ def test_by_default_pages_take_no_time() -> None:
         sender, receiver = (network.create(pool.memory, epoch=1) for pool in pools)
         await push(sender, receiver, 1, 0)
 
-    assert run_jumping(main())[1] == 0
+    assert run_in_virtual_time(main())[1] == 0

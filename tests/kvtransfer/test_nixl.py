@@ -1,4 +1,4 @@
-"""What only the NIXL transport does; see test_contract.py for what all do."""
+"""Behaviour of the NIXL transport only; test_contract.py has what all transports share."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ import kvtransfer
 from cpd.common.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer import addresses, cuda
 from kvtransfer.nixl import agent
-from kvtransfer.nixl.details import Address, ReceiversPool, Sender, decode_process
-from kvtransfer.nixl.neighbour import ForbiddenError, Neighbour
-from kvtransfer.nixl.process import ProcessIdentity, gone
-from tests.kvtransfer import no_gpu
+from kvtransfer.nixl.handshake import Address, ReceiverPool, SenderDetails
+from kvtransfer.nixl.process import ProcessIdentity, wait_until_ended
+from kvtransfer.nixl.same_host import ForbiddenError, SameHostBackend
+from tests.kvtransfer import fake_gpu
 from tests.kvtransfer.pools import Pool, Real, ticket
 from tests.waiting import DEADLINE_S, eventually
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.nixl
 
 @pytest.fixture
 async def network(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Real]:
-    """Closed while what a test has patched still is."""
+    """Closed before the patches of a test are undone."""
     network = Real("nixl")
     yield network
     await network.close()
@@ -43,7 +43,7 @@ processes = st.builds(ProcessIdentity, keys, u64, st.integers(1, 2**31 - 1), u64
 
 
 pools = st.builds(
-    ReceiversPool,
+    ReceiverPool,
     u64,
     st.integers(1, 1 << 24),
     st.none() | st.integers(0, 64),
@@ -52,30 +52,30 @@ pools = st.builds(
 )
 
 
-@given(pools, st.builds(Sender, keys, processes, st.booleans(), st.booleans()))
-def test_what_the_two_ends_add_survives_the_wire(pool: ReceiversPool, sender: Sender) -> None:
-    assert ReceiversPool.decode(pool.encode()) == pool
-    assert Sender.decode(sender.encode()) == sender
+@given(pools, st.builds(SenderDetails, keys, processes, st.booleans(), st.booleans()))
+def test_handshake_details_survive_the_wire(pool: ReceiverPool, sender: SenderDetails) -> None:
+    assert ReceiverPool.decode(pool.encode()) == pool
+    assert SenderDetails.decode(sender.encode()) == sender
 
 
 @pytest.mark.parametrize(
     "pool",
     [
-        ReceiversPool(0, 1 << 62, None, None, b"agent"),
-        ReceiversPool(0, 1, None, ProcessIdentity(bytes(16), 1, 0, 1), b""),
-        ReceiversPool(0, 1, None, ProcessIdentity(bytes(16), 1, 1 << 31, 1), b""),
-        ReceiversPool(0, 1, 0, None, b""),
+        ReceiverPool(0, 1 << 62, None, None, b"agent"),
+        ReceiverPool(0, 1, None, ProcessIdentity(bytes(16), 1, 0, 1), b""),
+        ReceiverPool(0, 1, None, ProcessIdentity(bytes(16), 1, 1 << 31, 1), b""),
+        ReceiverPool(0, 1, 0, None, b""),
     ],
     ids=["no pool", "no process", "no process's number", "no way to write"],
 )
-def test_impossible_numbers_are_a_transfer_error(pool: ReceiversPool) -> None:
+def test_impossible_numbers_are_a_transfer_error(pool: ReceiverPool) -> None:
     with pytest.raises(TransferError, match="the peer"):
-        ReceiversPool.decode(pool.encode())
+        ReceiverPool.decode(pool.encode())
 
 
 @given(st.binary(max_size=100))
-def test_what_no_receiver_adds_is_a_transfer_error(data: bytes) -> None:
-    for decode in (ReceiversPool.decode, Sender.decode, decode_process):
+def test_random_details_are_decoded_or_a_transfer_error(data: bytes) -> None:
+    for decode in (ReceiverPool.decode, SenderDetails.decode):
         with contextlib.suppress(TransferError):
             decode(data)
 
@@ -83,20 +83,20 @@ def test_what_no_receiver_adds_is_a_transfer_error(data: bytes) -> None:
 async def test_a_process_that_has_ended_is_gone() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
     child = ProcessIdentity.of(process.pid)
-    waiting = asyncio.create_task(gone(child))
+    waiting = asyncio.create_task(wait_until_ended(child))
     await asyncio.sleep(0)
     assert not waiting.done()
     process.kill()
     async with asyncio.timeout(DEADLINE_S):
         await waiting
         await process.wait()
-        await gone(child)
+        await wait_until_ended(child)
 
 
-async def test_another_process_of_the_same_number_is_not_waited_for() -> None:
+async def test_another_process_with_the_same_id_is_not_waited_for() -> None:
     own = ProcessIdentity.own()
     async with asyncio.timeout(DEADLINE_S):
-        await gone(ProcessIdentity(own.boot, own.pid_namespace, own.pid, own.started - 1))
+        await wait_until_ended(ProcessIdentity(own.boot, own.pid_namespace, own.pid, own.started - 1))
 
 
 async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Real) -> None:
@@ -106,7 +106,7 @@ async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Real
         await sender.connect(Address(where.host, where.port, bytes(16)).encode())
 
 
-async def test_what_speaks_no_protocol_of_ours_is_turned_away(network: Real) -> None:
+async def test_another_protocol_is_refused(network: Real) -> None:
     receiver = await network.open(Pool(4))
     where = Address.decode(receiver.address)
     reader, writer = await asyncio.open_connection(where.host, where.port)
@@ -143,13 +143,13 @@ async def test_a_missing_nixl_is_an_error_that_says_what_to_do_once_it_is_needed
     monkeypatch.setattr(agent, "MODULES", ("nixl_of_nobody",))
     receiver, sender = await network.open(Pool(4)), await network.open(Pool(4))
     assert (await sender.connect(receiver.address)).route == "memory"
-    distant = await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="127.0.0.1", neighbours=False)
+    distant = await kvtransfer.create("nixl", Pool(4).memory, epoch=1, host="127.0.0.1", same_host=False)
     with pytest.raises(TransferError, match="pip install nixl-cu13"):
         await distant.connect(receiver.address)
     await distant.close()
 
 
-async def test_auto_takes_nixl_where_it_works_and_says_how() -> None:
+async def test_auto_takes_nixl_where_it_works_and_says_why() -> None:
     transport = await kvtransfer.create("auto", Pool(4).memory, epoch=1, host="127.0.0.1")
     assert transport.name == "nixl"
     assert transport.reason.startswith("pages go through memory between processes of one machine")
@@ -165,7 +165,7 @@ async def test_without_permission_pages_of_one_machine_go_over_the_network(netwo
     target, source = Pool(4), Pool(4, seed=1)
     receiver, sender = await network.open(target), await network.open(source)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Neighbour, "_may_write", forbidden)
+        patch.setattr(SameHostBackend, "_check_permission", forbidden)
         peer = await sender.connect(receiver.address)
     assert peer.route == "network"
     assert (await sender.connect(receiver.address)).route == "memory"  # each process is asked for
@@ -177,18 +177,18 @@ async def test_without_permission_pages_of_one_machine_go_over_the_network(netwo
 
 
 async def test_a_gpus_pages_and_a_hosts_do_not_mix(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_gpu.install(monkeypatch)
-    host, gpu = await network.open(Pool(4)), await network.open(Pool(4, device=no_gpu.DEVICE))
+    fake_gpu.install(monkeypatch)
+    host, gpu = await network.open(Pool(4)), await network.open(Pool(4, device=fake_gpu.DEVICE))
     for sender, receiver in ((host, gpu), (gpu, host)):
         with pytest.raises(TransferError, match="give both the same --device"):
             await sender.connect(receiver.address)
 
 
-async def test_gpus_of_one_machine_exchange_pages_only_if_they_can_see_each_other_end(
+async def test_gpus_of_one_machine_exchange_pages_only_within_one_pid_namespace(
     network: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_gpu.install(monkeypatch)
-    pools = [Pool(4, device=no_gpu.DEVICE) for _ in range(2)]
+    fake_gpu.install(monkeypatch)
+    pools = [Pool(4, device=fake_gpu.DEVICE) for _ in range(2)]
     receiver, sender = [await network.open(pool) for pool in pools]
     assert (await sender.connect(receiver.address)).route == "memory"
     own = ProcessIdentity.own()
@@ -198,16 +198,16 @@ async def test_gpus_of_one_machine_exchange_pages_only_if_they_can_see_each_othe
         await sender.connect(receiver.address)
 
 
-async def test_a_connection_is_closed_when_the_gpu_has_ended_what_its_agent_began(
+async def test_a_connection_is_closed_when_the_gpu_has_finished_the_agents_copies(
     network: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_gpu.install(monkeypatch)
-    receiver, sender = [await network.open(Pool(4, device=no_gpu.DEVICE)) for _ in range(2)]
+    fake_gpu.install(monkeypatch)
+    receiver, sender = [await network.open(Pool(4, device=fake_gpu.DEVICE)) for _ in range(2)]
     peer = await sender.connect(receiver.address)
     asked, copied = threading.Event(), threading.Event()
 
     def wait(device: int) -> None:
-        assert device == no_gpu.DEVICE
+        assert device == fake_gpu.DEVICE
         asked.set()
         assert copied.wait(DEADLINE_S)
 
@@ -220,11 +220,11 @@ async def test_a_connection_is_closed_when_the_gpu_has_ended_what_its_agent_bega
         await closing
 
 
-async def test_an_agent_that_reaches_nobody_is_destroyed_on_its_thread(
+async def test_an_agent_that_cannot_connect_is_destroyed_on_its_thread(
     network: Real, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_gpu.install(monkeypatch)
-    receiver, sender = [await network.open(Pool(4, device=no_gpu.DEVICE)) for _ in range(2)]
+    fake_gpu.install(monkeypatch)
+    receiver, sender = [await network.open(Pool(4, device=fake_gpu.DEVICE)) for _ in range(2)]
     threads: list[str] = []
     close = agent.Agent.close
 
@@ -240,16 +240,16 @@ async def test_an_agent_that_reaches_nobody_is_destroyed_on_its_thread(
 
 
 async def test_an_agent_may_take_its_time_on_either_side(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
+    monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.5)
     real = agent.Agent.__init__
 
     def slow(self: agent.Agent, *arguments: Any, **named: Any) -> None:
-        time.sleep(1.0)
+        time.sleep(1.5)
         real(self, *arguments, **named)
 
     monkeypatch.setattr(agent.Agent, "__init__", slow)
-    no_gpu.install(monkeypatch)
-    receiver, sender = [await network.open(Pool(4, device=no_gpu.DEVICE)) for _ in range(2)]
+    fake_gpu.install(monkeypatch)
+    receiver, sender = [await network.open(Pool(4, device=fake_gpu.DEVICE)) for _ in range(2)]
     async with asyncio.timeout(DEADLINE_S):
         assert (await sender.connect(receiver.address)).alive
 
@@ -257,7 +257,7 @@ async def test_an_agent_may_take_its_time_on_either_side(network: Real, monkeypa
 async def test_rdma_ports_with_a_link_are_used_beside_the_hosts_interface(
     network: Real, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("UCX_NET_DEVICES", "")  # so that it is put back
+    monkeypatch.setenv("UCX_NET_DEVICES", "")  # so that it is restored
     monkeypatch.delenv("UCX_NET_DEVICES")
     for port, state in (
         ("mlx5_0/ports/1", "4: ACTIVE"),

@@ -14,26 +14,26 @@ from _pytest.mark import ParameterSet
 import kvtransfer
 from cpd.common.errors import TransferError
 from kvtransfer.base import Landing, Transport
-from kvtransfer.landings import BookedLanding
+from kvtransfer.landings import LandingEntry
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 from kvtransfer.session.sending import Sending
-from tests.kvtransfer import no_gpu
+from tests.kvtransfer import fake_gpu
+from tests.kvtransfer.breaking_proxy import BreakingProxy
 from tests.kvtransfer.pools import EMPTY, Pool, ticket
 from tests.kvtransfer.remote import PAGE_BYTES, PAGES, Remote, within
-from tests.kvtransfer.wire import Wire
 from tests.waiting import eventually
 
 
 @dataclass(frozen=True)
-class Way:
-    """How pages go.
+class Setup:
+    """Which transport moves pages, and between what.
 
     Attributes:
-        name: The transport's.
-        elsewhere: To another machine: this process calls itself one of another boot.
-        gpu: From a GPU's memory to that of another, if not this one.
+        name: Name of the transport.
+        elsewhere: True if the two processes believe that they run on different machines.
+        gpu: True if the pools are in (fake) GPU memory.
     """
 
     name: str
@@ -41,40 +41,40 @@ class Way:
     gpu: bool = False
 
     def pool(self, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> Pool:
-        """An empty one for this process."""
-        return Pool(num_pages, page_bytes, device=no_gpu.DEVICE if self.gpu else None)
+        """An empty pool for this process."""
+        return Pool(num_pages, page_bytes, device=fake_gpu.DEVICE if self.gpu else None)
 
     async def start(self, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> Remote:
-        """Another process."""
+        """Starts another process."""
         return await Remote.start(self.name, seed, num_pages, page_bytes, gpu=self.gpu)
 
 
 def _nixl(id: str, **how: bool) -> ParameterSet:
-    return pytest.param(Way("nixl", **how), id=id, marks=pytest.mark.nixl)
+    return pytest.param(Setup("nixl", **how), id=id, marks=pytest.mark.nixl)
 
 
-UCX = pytest.param(Way("ucx"), id="ucx")
-NEIGHBOURS = [_nixl("nixl, one machine"), _nixl("nixl, one machine, GPUs", gpu=True)]
+UCX = pytest.param(Setup("ucx"), id="ucx")
+SAME_HOST = [_nixl("nixl, one machine"), _nixl("nixl, one machine, GPUs", gpu=True)]
 NETWORK = [_nixl("nixl, two machines", elsewhere=True), _nixl("nixl, two machines, GPUs", elsewhere=True, gpu=True)]
 
-cut_off = pytest.mark.parametrize("way", [UCX, *NETWORK], indirect=True)
-in_quarantine = pytest.mark.parametrize("way", NEIGHBOURS, indirect=True)
+cut_off = pytest.mark.parametrize("setup", [UCX, *NETWORK], indirect=True)
+in_quarantine = pytest.mark.parametrize("setup", SAME_HOST, indirect=True)
 
 
-@pytest.fixture(params=[UCX, *NEIGHBOURS, *NETWORK])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    way: Way = request.param
-    if way.elsewhere:
+@pytest.fixture(params=[UCX, *SAME_HOST, *NETWORK])
+def setup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    setup: Setup = request.param
+    if setup.elsewhere:
         identity = dataclasses.replace(ProcessIdentity.own(), boot=bytes(16))
         monkeypatch.setattr(ProcessIdentity, "own", lambda: identity)
-    if way.gpu:
-        no_gpu.install(monkeypatch)
-    return way
+    if setup.gpu:
+        fake_gpu.install(monkeypatch)
+    return setup
 
 
 @pytest.fixture
 async def remotes() -> AsyncIterator[list[Remote]]:
-    """Processes put here are killed in the end."""
+    """Processes in this list are killed after the test."""
     remotes: list[Remote] = []
     yield remotes
     for remote in remotes:
@@ -82,27 +82,27 @@ async def remotes() -> AsyncIterator[list[Remote]]:
 
 
 @pytest.fixture
-async def remote(way: Way, remotes: list[Remote]) -> Remote:
-    remotes.append(await way.start(seed=5))
+async def remote(setup: Setup, remotes: list[Remote]) -> Remote:
+    remotes.append(await setup.start(seed=5))
     return remotes[-1]
 
 
 @pytest.fixture
-def pool(way: Way) -> Pool:
-    return way.pool()
+def pool(setup: Setup) -> Pool:
+    return setup.pool()
 
 
 @pytest.fixture
-async def transport(way: Way, pool: Pool, remotes: list[Remote]) -> AsyncIterator[Transport]:
-    transport = await kvtransfer.create(way.name, pool.memory, epoch=77, host="127.0.0.1")
+async def transport(setup: Setup, pool: Pool, remotes: list[Remote]) -> AsyncIterator[Transport]:
+    transport = await kvtransfer.create(setup.name, pool.memory, epoch=77, host="127.0.0.1")
     yield transport
-    for remote in remotes:  # a stopped one would be waited for
+    for remote in remotes:  # closing would wait for a stopped one
         await remote.kill()
     await within(transport.close())
 
 
 async def works(transport: Transport, pool: Pool) -> None:
-    """The transport still receives from others."""
+    """Checks that the transport still receives from others."""
     source = Pool(4, PAGE_BYTES, seed=6, device=pool.memory.device)
     other = await kvtransfer.create(transport.name, source.memory, epoch=1, host="127.0.0.1")
     peer = await within(other.connect(transport.address))
@@ -116,21 +116,21 @@ async def works(transport: Transport, pool: Pool) -> None:
 async def stopped_amid_a_push(
     transport: Transport, pool: Pool, remote: Remote
 ) -> "tuple[Landing, asyncio.Future[dict[str, Any]]]":
-    """A landing whose sender stands still with batches that were granted to it; and the sender's answer to come."""
+    """A landing whose sender is stopped with granted batches, and the sender's answer, which is still to come."""
     await remote.connect(transport.address)
     landing = transport.expect(1, 1, range(PAGES))
     with at_batch(2, Receiving, "admit", remote.stop):
         answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
         await eventually(lambda: remote.state == "T")
-    await asyncio.sleep(0.05)  # what it has sent is taken in
-    assert isinstance(landing, BookedLanding)
+    await asyncio.sleep(0.05)  # time to read what it has sent
+    assert isinstance(landing, LandingEntry)
     assert landing.begun
     return landing, answer
 
 
 @contextmanager
 def at_batch(number: int, kind: type, method: str, act: Callable[[], None]) -> Iterator[None]:
-    """Acts just before this side handles an offer or a grant of a connection's batch: amid the push, however quick."""
+    """Acts just before this side handles an offer or grant of this batch: during the push, however fast it is."""
     handle = getattr(kind, method)
 
     def handled(self: Any, frame: frames.Offer | frames.Grant) -> Any:
@@ -140,6 +140,14 @@ def at_batch(number: int, kind: type, method: str, act: Callable[[], None]) -> I
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, method, handled)
+        yield
+
+
+@contextmanager
+def limit(name: str, seconds: float) -> Iterator[None]:
+    """Shortens a limit of `kvtransfer.session.limits`, while a peer is stopped: one that runs may be slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"kvtransfer.session.limits.{name}", seconds)
         yield
 
 
@@ -158,7 +166,7 @@ async def test_a_killed_sender_fails_its_landing_within_seconds(
     transport: Transport, pool: Pool, remote: Remote, when: str
 ) -> None:
     await remote.connect(transport.address)
-    landing = transport.expect(1, 1, range(PAGES))  # one page more than is ever pushed
+    landing = transport.expect(1, 1, range(PAGES))  # one page more than is pushed
     current = ticket(transport, 1, 1, range(PAGES))
     if when == "amid its push":
         remote.push(current, [(0, k) for k in range(PAGES - 1)])
@@ -203,14 +211,14 @@ async def test_a_killed_receiver_fails_the_push_within_seconds(
 
 
 async def test_a_restarted_peer_is_found_at_its_new_address_and_not_at_the_old(
-    way: Way, transport: Transport, remote: Remote, remotes: list[Remote]
+    setup: Setup, transport: Transport, remote: Remote, remotes: list[Remote]
 ) -> None:
     old = await remote.address()
     await transport.connect(old)
     await remote.kill()
     with pytest.raises(TransferError, match="no connection"):
         await within(transport.connect(old))
-    remotes.append(await way.start(seed=8))
+    remotes.append(await setup.start(seed=8))
     new = await remotes[-1].address()
     peer = await within(transport.connect(new))
     await within(peer.push(await remotes[-1].expect([3]), [(0, 0)]).done())
@@ -219,13 +227,12 @@ async def test_a_restarted_peer_is_found_at_its_new_address_and_not_at_the_old(
 
 @cut_off
 async def test_a_stopped_sender_is_cut_off_and_writes_nothing_after_its_landing_settled(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
+    transport: Transport, pool: Pool, remote: Remote
 ) -> None:
-    monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.5)
     landing, answer = await stopped_amid_a_push(transport, pool, remote)
     with pytest.raises(ValueError, match="still open"):
         transport.expect(2, 1, [0])
-    with pytest.raises(TransferError, match="did nothing"):
+    with limit("STALL_S", 0.5), pytest.raises(TransferError, match="did nothing"):
         await within(landing.done())
     await within(landing.peer_gone())
     assert landing.revoke()
@@ -238,15 +245,15 @@ async def test_a_stopped_sender_is_cut_off_and_writes_nothing_after_its_landing_
 
 
 async def test_a_revoked_landing_of_a_stopped_sender_is_given_up_sooner(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
+    transport: Transport, pool: Pool, remote: Remote
 ) -> None:
-    monkeypatch.setattr("kvtransfer.session.limits.GRACE_S", 0.5)
     landing, answer = await stopped_amid_a_push(transport, pool, remote)
-    assert not landing.revoke()
-    with pytest.raises(TransferError, match="revoked"):
-        await within(landing.done())
-    remote.signal(signal.SIGCONT)
-    await within(landing.peer_gone())
+    with limit("GRACE_S", 0.5):
+        assert not landing.revoke()
+        with pytest.raises(TransferError, match="revoked"):
+            await within(landing.done())
+        remote.signal(signal.SIGCONT)
+        await within(landing.peer_gone())
     pool.pages[:] = EMPTY
     assert not (await within(answer))["ok"]
     assert pool.untouched()
@@ -254,16 +261,15 @@ async def test_a_revoked_landing_of_a_stopped_sender_is_given_up_sooner(
 
 @in_quarantine
 @pytest.mark.parametrize("end", ["it continues", "it is killed"])
-async def test_a_stopped_senders_pages_stay_in_quarantine_until_it_says_that_it_is_over_or_is_gone(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote, end: str
+async def test_a_stopped_senders_pages_stay_in_quarantine_until_its_close_notice_or_its_end(
+    transport: Transport, pool: Pool, remote: Remote, end: str
 ) -> None:
-    monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.5)
     landing, answer = await stopped_amid_a_push(transport, pool, remote)
-    with pytest.raises(TransferError, match="did nothing"):
+    with limit("STALL_S", 0.5), pytest.raises(TransferError, match="did nothing"):
         await within(landing.done())
     assert not landing.revoke()
     gone = asyncio.create_task(landing.peer_gone())
-    await works_beside(transport)  # a while in which nothing ends the quarantine
+    await works_beside(transport)  # takes a while in which nothing ends the quarantine
     assert not gone.done()
     with pytest.raises(ValueError, match="still open"):
         transport.expect(2, 1, [0])
@@ -284,23 +290,23 @@ async def test_a_stopped_senders_pages_stay_in_quarantine_until_it_says_that_it_
 async def test_a_stopped_senders_pages_stay_in_quarantine_also_if_its_connection_breaks(
     transport: Transport, pool: Pool, remote: Remote, end: str
 ) -> None:
-    wire = await Wire.to(transport.address)
+    proxy = await BreakingProxy.to(transport.address)
 
     async def stops(frame: frames.Frame) -> bool:
-        """It stops with one batch written that it could not say it has sent, and others granted."""
+        """The sender stops with one batch written but not reported as sent, and others granted."""
         if not isinstance(frame, frames.Sent):
             return False
         remote.stop()
         return True
 
-    wire.breaks = stops
-    await remote.connect(wire.address)
+    proxy.breaks = stops
+    await remote.connect(proxy.address)
     landing = transport.expect(1, 1, range(PAGES))
     answer = remote.push(ticket(transport, 1, 1, range(PAGES)), [(0, k) for k in range(PAGES)])
     with pytest.raises(TransferError, match="reset"):
         await within(landing.done())
     gone = asyncio.create_task(landing.peer_gone())
-    await works_beside(transport)  # a while in which nothing ends the quarantine
+    await works_beside(transport)  # takes a while in which nothing ends the quarantine
     assert not gone.done()
     assert not landing.revoke()
     if end == "it continues":
@@ -313,11 +319,11 @@ async def test_a_stopped_senders_pages_stay_in_quarantine_also_if_its_connection
     pool.pages[:] = EMPTY
     await works(transport, pool)
     assert pool.untouched(range(8, 150))
-    wire.close()
+    proxy.close()
 
 
 async def works_beside(transport: Transport) -> None:
-    """The transport still connects to itself, which takes some time."""
+    """Checks that the transport still connects to itself, which takes some time."""
     for _ in range(10):
         peer = await within(transport.connect(transport.address))
         await within(peer.close())
@@ -350,29 +356,26 @@ async def test_a_stopped_sender_that_continues_in_time_completes_its_landing(
 
 
 async def test_a_transfer_to_a_stopped_receiver_can_be_cancelled(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport, pool: Pool, remote: Remote
+    transport: Transport, pool: Pool, remote: Remote
 ) -> None:
-    monkeypatch.setattr("kvtransfer.session.limits.GRACE_S", 0.5)
     address = await remote.address()
     peer = await transport.connect(address)
     current = await remote.expect(range(PAGES))
     remote.stop()
-    transfer = peer.push(current, [(0, k) for k in range(PAGES)])
-    transfer.cancel()
-    with pytest.raises(TransferError, match="cancelled"):
-        await within(transfer.done())
+    with limit("GRACE_S", 0.5):
+        transfer = peer.push(current, [(0, k) for k in range(PAGES)])
+        transfer.cancel()
+        with pytest.raises(TransferError, match="cancelled"):
+            await within(transfer.done())
     await works(transport, pool)
 
 
-async def test_a_receiver_that_stays_stopped_fails_the_push_by_itself(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport, remote: Remote
-) -> None:
-    monkeypatch.setattr("kvtransfer.session.limits.STALL_S", 0.5)
+async def test_a_receiver_that_stays_stopped_fails_the_push_by_itself(transport: Transport, remote: Remote) -> None:
     address = await remote.address()
     peer = await transport.connect(address)
     current = await remote.expect([1, 2])
     remote.stop()
-    with pytest.raises(TransferError, match="did nothing"):
+    with limit("STALL_S", 0.5), pytest.raises(TransferError, match="did nothing"):
         await within(peer.push(current, [(0, 0)]).done())
     assert not peer.alive
 
@@ -384,13 +387,13 @@ async def test_a_process_that_never_closes_its_transport_ends_cleanly(transport:
 
 @pytest.mark.parametrize("page_bytes", [16 << 10, 2_359_296])
 async def test_senders_killed_at_any_moment_never_harm_the_receiver(
-    way: Way, page_bytes: int, remotes: list[Remote]
+    setup: Setup, page_bytes: int, remotes: list[Remote]
 ) -> None:
-    pool = way.pool((128 << 20) // page_bytes, page_bytes)
+    pool = setup.pool((128 << 20) // page_bytes, page_bytes)
     pages = range(len(pool.pages))
-    transport = await kvtransfer.create(way.name, pool.memory, epoch=78, host="127.0.0.1")
+    transport = await kvtransfer.create(setup.name, pool.memory, epoch=78, host="127.0.0.1")
     for reservation in range(3):
-        remote = await way.start(seed=reservation, num_pages=8, page_bytes=page_bytes)
+        remote = await setup.start(seed=reservation, num_pages=8, page_bytes=page_bytes)
         remotes.append(remote)
         await remote.connect(transport.address)
         landing = transport.expect(reservation, 1, pages)

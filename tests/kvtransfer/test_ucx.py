@@ -1,4 +1,4 @@
-"""What is particular to UCX: who may connect, what listens where, what is left behind, peers that misbehave."""
+"""Behaviour of the UCX transport only: addresses, permissions, leaks, peers that break the protocol."""
 
 import asyncio
 import gc
@@ -17,12 +17,11 @@ import pytest
 import kvtransfer
 from cpd.common.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer.base import Transport
-from kvtransfer.landings import BookedLanding
+from kvtransfer.landings import LandingEntry
 from kvtransfer.session import frames
 from kvtransfer.session.limits import WINDOW
+from kvtransfer.session.receiving import Receiving
 from kvtransfer.ucx.connection import FRAME_BYTES, Connection
-from kvtransfer.ucx.incoming import Incoming
-from kvtransfer.ucx.memory import seal
 from kvtransfer.ucx.reactor import Reactor
 from kvtransfer.ucx.transport import Address, ucx_options
 from tests.kvtransfer.pools import Pool, Real, ticket
@@ -37,7 +36,7 @@ async def network() -> AsyncIterator[Real]:
 
 
 async def lands(network: Real, receiver: Transport, target: Pool) -> None:
-    """The receiver still receives."""
+    """Checks that the receiver still receives."""
     source = Pool(4, seed=1)
     peer = await (await network.open(source)).connect(receiver.address)
     landing = receiver.expect(900, 1, [1, 3])
@@ -159,7 +158,7 @@ async def test_a_host_of_another_machine_is_an_error() -> None:
         await kvtransfer.create("ucx", pool.memory, epoch=1, host="no-such-host.invalid")
 
 
-async def test_what_cannot_be_meant_is_a_configuration_error() -> None:
+async def test_impossible_settings_are_a_configuration_error() -> None:
     pool = Pool(4)
     with pytest.raises(ConfigError, match="carrier-pigeon"):
         await kvtransfer.create("carrier-pigeon", pool.memory, epoch=1, host="127.0.0.1")
@@ -178,13 +177,13 @@ def test_operators_may_choose_ucx_transports(monkeypatch: pytest.MonkeyPatch) ->
 # ---- peers that break the protocol
 
 
-class Rude(Connection):
-    """An end of a connection that sends what it likes and only notes what it gets."""
+class MisbehavingPeer(Connection):
+    """An end of a connection that sends given bytes and records what it gets."""
 
-    def __init__(self, reactor: Reactor, endpoint: Any, said: list[bytes]) -> None:
+    def __init__(self, reactor: Reactor, endpoint: Any, sent: list[bytes]) -> None:
         super().__init__(reactor, endpoint)
         self.got: list[frames.Frame] = []
-        for frame in said:
+        for frame in sent:
             data = bytearray(frame)
             self._outbox.append((endpoint.stream_send(reactor.array(data)), data))
 
@@ -205,11 +204,11 @@ class Rude(Connection):
 
 
 @asynccontextmanager
-async def reactor_that_says(*said: frames.Frame) -> AsyncIterator[Reactor]:
-    """For connections of the test's own; it says this to whoever connects, and grants nothing."""
+async def reactor_that_sends(*sent: frames.Frame) -> AsyncIterator[Reactor]:
+    """A reactor for the test's own connections. It sends these frames to every peer and grants nothing."""
 
     def accept(endpoint: Any) -> None:
-        Rude(made, endpoint, [padded(frame) for frame in said])
+        MisbehavingPeer(made, endpoint, [padded(frame) for frame in sent])
 
     pool = Pool(4)
     made = Reactor(ucx_options("127.0.0.1"), "127.0.0.1", pool.memory, accept=accept, ended=lambda _: None)
@@ -220,35 +219,35 @@ async def reactor_that_says(*said: frames.Frame) -> AsyncIterator[Reactor]:
 
 @pytest.fixture
 async def reactor() -> AsyncIterator[Reactor]:
-    """It greets nobody."""
-    async with reactor_that_says() as made:
+    """A reactor that never greets."""
+    async with reactor_that_sends() as made:
         yield made
 
 
-async def be_rude(reactor: Reactor, address: Address, said: list[bytes]) -> Rude:
-    return await reactor.run(lambda: Rude(reactor, reactor.connect(address.host, address.port), said))
+async def misbehave(reactor: Reactor, address: Address, sent: list[bytes]) -> MisbehavingPeer:
+    return await reactor.run(lambda: MisbehavingPeer(reactor, reactor.connect(address.host, address.port), sent))
 
 
 def padded(frame: frames.Frame) -> bytes:
     return frames.encode(frame).ljust(FRAME_BYTES, b"\0")
 
 
-def rude_frames(address: Address, page_bytes: int) -> dict[str, list[bytes]]:
+def wrong_frames(address: Address, page_bytes: int) -> dict[str, list[bytes]]:
     hello = padded(frames.Hello(address.key, page_bytes))
     return {
         "noise": [bytes(range(256)) * 4],
-        "a page before the greeting": [padded(frames.Offer(1, 1, 900, 1, ((0, 1),)))],
+        "an offer before the greeting": [padded(frames.Offer(1, 1, 900, 1, ((0, 1),)))],
         "two greetings": [hello, hello],
-        "what only a receiver says": [hello, padded(frames.Grant(1, (1,)))],
-        "that pages are there which nobody granted": [hello, padded(frames.Sent(1))],
-        "more offers than may be": [
+        "a frame of a receiver": [hello, padded(frames.Grant(1, (1,)))],
+        "Sent of a batch that was not granted": [hello, padded(frames.Sent(1))],
+        "too many offers": [
             hello,
             *[padded(frames.Offer(n, 1, 1, 1, ((n, 1),))) for n in range(WINDOW + 1)],
         ],
     }
 
 
-@pytest.mark.parametrize("what", list(rude_frames(Address("x", 0, bytes(16)), 0)))
+@pytest.mark.parametrize("what", list(wrong_frames(Address("x", 0, bytes(16)), 0)))
 async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(
     network: Real, reactor: Reactor, what: str
 ) -> None:
@@ -256,9 +255,9 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_
     receiver = await network.open(target, epoch=1)
     landing = receiver.expect(1, 1, range(8, 16))
     address = Address.decode(receiver.address)
-    rude = await be_rude(reactor, address, rude_frames(address, target.memory.page_bytes)[what])
-    await eventually(lambda: rude.failed)
-    if isinstance(landing, BookedLanding) and landing.sender:
+    peer = await misbehave(reactor, address, wrong_frames(address, target.memory.page_bytes)[what])
+    await eventually(lambda: peer.failed)
+    if isinstance(landing, LandingEntry) and landing.sender:
         with pytest.raises(TransferError):
             await landing.done()
     assert landing.revoke()
@@ -266,14 +265,13 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_
     await lands(network, receiver, target)
 
 
-async def test_a_peer_that_never_greets_is_dropped(
-    network: Real, reactor: Reactor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
+async def test_a_peer_that_never_greets_is_dropped(network: Real, reactor: Reactor) -> None:
     target = Pool(4)
     receiver = await network.open(target)
-    rude = await be_rude(reactor, Address.decode(receiver.address), [])
-    await eventually(lambda: rude.failed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
+        peer = await misbehave(reactor, Address.decode(receiver.address), [])
+        await eventually(lambda: peer.failed)
     await lands(network, receiver, target)
 
 
@@ -293,11 +291,11 @@ async def test_a_receiver_naps_while_much_is_under_way_but_not_for_a_sender_that
     receiver = await network.open(target)
     landing = receiver.expect(1, 1, range(8, 8 + pages))
     address = Address.decode(receiver.address)
-    said = (frames.Hello(address.key, target.memory.page_bytes), frames.Offer(1, 1, 1, 1, ((0, pages),)))
-    rude = await be_rude(reactor, address, [padded(frame) for frame in said])
+    sent = (frames.Hello(address.key, target.memory.page_bytes), frames.Offer(1, 1, 1, 1, ((0, pages),)))
+    peer = await misbehave(reactor, address, [padded(frame) for frame in sent])
     with pytest.raises(TransferError, match="did nothing"):
         await landing.done()
-    assert any(isinstance(frame, frames.Grant) for frame in rude.got)
+    assert any(isinstance(frame, frames.Grant) for frame in peer.got)
     assert bool(naps) is (pages == 8)
     assert len(naps) < 100
 
@@ -311,14 +309,6 @@ async def test_a_receiver_that_never_greets_is_an_error_soon(
         await sender.connect(Address("127.0.0.1", reactor.port, bytes(16)).encode())
 
 
-@pytest.mark.parametrize("key", [b"", bytes(8), bytes(range(200)), seal(bytes(17), b"another secret")])
-async def test_a_receiver_that_sends_no_key_of_its_pool_is_refused(network: Real, key: bytes) -> None:
-    sender = await network.open(Pool(4))
-    async with reactor_that_says(frames.Welcome(key)) as reactor:
-        with pytest.raises(TransferError, match="no key of its pool"):
-            await sender.connect(Address("127.0.0.1", reactor.port, bytes(16)).encode())
-
-
 async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Real, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.session.limits.GREETING_S", 0.2)
     sender = await network.open(Pool(4))
@@ -328,7 +318,7 @@ async def test_a_port_where_no_ucx_answers_is_an_error_soon(network: Real, monke
             await sender.connect(address.encode())
 
 
-async def test_giving_up_a_connection_attempt_leaves_none(network: Real, reactor: Reactor) -> None:
+async def test_a_cancelled_connection_attempt_leaves_no_connection(network: Real, reactor: Reactor) -> None:
     sender = await network.open(Pool(4))
     attempt = asyncio.create_task(sender.connect(Address("127.0.0.1", reactor.port, bytes(16)).encode()))
     await eventually(lambda: bool(reactor.channels))
@@ -338,7 +328,7 @@ async def test_giving_up_a_connection_attempt_leaves_none(network: Real, reactor
     await eventually(lambda: not reactor.channels)
 
 
-async def test_connecting_may_be_given_up_at_any_moment(network: Real) -> None:
+async def test_connecting_can_be_cancelled_at_any_moment(network: Real) -> None:
     target = Pool(4)
     receiver, sender = await network.open(target), await network.open(Pool(4))
     for turns in range(30):
@@ -361,7 +351,7 @@ async def test_a_fault_in_the_thread_fails_everything_instead_of_hanging(
     receiver, sender = await network.open(Pool(4)), await network.open(Pool(4))
     peer = await sender.connect(receiver.address)
     landing = receiver.expect(1, 1, [1])
-    monkeypatch.setattr(Incoming, "_admit", fault)
+    monkeypatch.setattr(Receiving, "admit", fault)
     transfer = peer.push(ticket(receiver, 1, 1, [1]), [(0, 0)])
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(TransferError, match="a bug"):

@@ -1,4 +1,4 @@
-"""The thread on which a nixl connection writes, without NIXL."""
+"""The writer thread of a nixl connection, without NIXL."""
 
 import asyncio
 
@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 
 from cpd.common.errors import TransferError
-from kvtransfer.nixl.writer import Door, Pages, Writer
+from kvtransfer.nixl.writer import Writer, WriterBackend
+from kvtransfer.segments import Addresses
 
-PAGES = np.array([0], np.int64)
+PIECE = np.array([1], np.uint64)
 
 
-class BrokenDoor:
-    """Raises what no door should, at one of its methods."""
+class BrokenBackend:
+    """Raises an error that no back end should, in one of its methods."""
 
     def __init__(self, broken: str) -> None:
         self._broken = broken
         self.closed = False
         self._at("make")
 
-    def write(self, own: Pages, theirs: Pages, counts: Pages) -> int:
+    def write(self, sources: Addresses, targets: Addresses, num_bytes: Addresses) -> int:
         self._at("write")
         return 1
 
@@ -36,23 +37,23 @@ class BrokenDoor:
 
 
 @pytest.mark.parametrize("broken", ["make", "write", "written"])
-async def test_whatever_a_door_raises_is_told_and_it_can_still_be_closed(broken: str) -> None:
-    told: asyncio.Queue[TransferError | None] = asyncio.Queue()
-    doors: list[BrokenDoor] = []
+async def test_any_error_of_a_back_end_is_reported_and_it_can_still_be_closed(broken: str) -> None:
+    reported: asyncio.Queue[TransferError | None] = asyncio.Queue()
+    backends: list[BrokenBackend] = []
 
-    def make() -> Door:
-        doors.append(BrokenDoor(broken))
-        return doors[-1]
+    def make() -> WriterBackend:
+        backends.append(BrokenBackend(broken))
+        return backends[-1]
 
     writer = Writer("test-writer")
-    writer.open(make, told.put_nowait)
+    writer.open(make, reported.put_nowait)
     async with asyncio.timeout(20):
-        error = await told.get()
+        error = await reported.get()
         if broken != "make":
             assert error is None
-            writer.write(PAGES, PAGES, PAGES + 1, told.put_nowait)
-            error = await told.get()
+            writer.write(PIECE, PIECE, PIECE, reported.put_nowait)
+            error = await reported.get()
         assert error is not None
         assert "out of order" in str(error)
         await writer.close()
-    assert all(door.closed for door in doors)
+    assert all(backend.closed for backend in backends)

@@ -1,4 +1,4 @@
-"""The prefill worker as a decode worker sees it: fills by hand, over real streams."""
+"""The prefill worker as a decode worker sees it: prefill requests over real streams."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for, pack_tokens
-from cpd.common.stream import Stream, connect
+from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, connect
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import Request, StepOutput
@@ -22,16 +22,15 @@ from tests.waiting import DEADLINE_S, eventually
 from tests.worker.client import Client
 from tests.worker.cluster import Running, running
 from tests.worker.fakes import FINGERPRINT, MAX_MODEL_LEN, Gate, fake_loader
-from worker.channels import MAX_MESSAGE_BYTES
-from worker.convert import sampling_to_wire
-from worker.engine_bridge import Update
+from worker.async_engine import Update
+from worker.wire_format import sampling_to_wire
 
 NUM_PAGES = 64
 EPOCH = 77
 
 
 class Receiver:
-    """A decode worker's pool, and fills called by hand."""
+    """A decode worker's pool, and its prefill requests."""
 
     def __init__(self, network: LocalNetwork, address: str) -> None:
         self.memory = np.full((NUM_PAGES, BLOCK_SIZE), -7, np.int64)
@@ -40,11 +39,11 @@ class Receiver:
         self.wires: list[Stream[pb.WorkerMessage]] = []
         self._address = address
 
-    def fill(self) -> "Call":
+    def request(self) -> "Call":
         return Call(self)
 
     async def open(self) -> Stream[pb.WorkerMessage]:
-        """A stream on which the worker takes fills."""
+        """A stream for prefill requests."""
         wire = await connect(self._address, pb.WorkerMessage, MAX_MESSAGE_BYTES)
         self.wires.append(wire)
         wire.send(pb.RouterMessage(hello=pb.RouterHello(worker_id="by hand")))
@@ -53,7 +52,7 @@ class Receiver:
         assert answer.WhichOneof("kind") == "hello"
         return wire
 
-    def start(self, request: Request, **overrides: Any) -> pb.FillStart:
+    def start(self, request: Request, **overrides: Any) -> pb.PrefillStart:
         fields: dict[str, Any] = {
             "decode_worker_id": "by hand",
             "fingerprint": FINGERPRINT,
@@ -67,7 +66,7 @@ class Receiver:
             "transport": "local",
             "transport_address": self.transport.address,
         }
-        return pb.FillStart(**(fields | overrides))
+        return pb.PrefillStart(**(fields | overrides))
 
     async def close(self) -> None:
         for wire in self.wires:
@@ -76,11 +75,11 @@ class Receiver:
 
 
 class Call:
-    """One fill, on a stream of its own or on one that others were on before."""
+    """One prefill request, on a new or a reused stream."""
 
     def __init__(self, receiver: Receiver, wire: Stream[pb.WorkerMessage] | None = None) -> None:
         self.progress: list[int] = []
-        self.pages: list[pb.FillPages] = []
+        self.pages: list[pb.PrefillPages] = []
         self.over = False
         self._receiver = receiver
         self._wire = wire
@@ -88,14 +87,14 @@ class Call:
     async def send(self, **kind: Any) -> None:
         if self._wire is None:
             self._wire = await self._receiver.open()
-        self._wire.send(pb.RouterMessage(fill=pb.FillRequest(**kind)))
+        self._wire.send(pb.RouterMessage(prefill=pb.PrefillRequest(**kind)))
 
-    async def next(self) -> pb.FillEvent | None:
+    async def next(self) -> pb.PrefillEvent | None:
         """The next event that is neither a heartbeat, progress nor pages; None at the end."""
         assert self._wire is not None
         async with asyncio.timeout(20):
             while not self.over and (message := await self._wire.receive()) is not None:
-                event = message.fill
+                event = message.prefill
                 kind = event.WhichOneof("kind")
                 self.over = kind in ("released", "refused")
                 match kind:
@@ -132,16 +131,18 @@ class Setup:
     gate: Gate
     transfer_gate: asyncio.Event
 
-    def waits(self, fills: int) -> bool:
-        return self.view.load.waiting == fills
+    def waits(self, jobs: int) -> bool:
+        return self.view.load.waiting == jobs
 
-    def landing(self, request: Request, first_block: int = 0) -> tuple[pb.FillLanding, Landing]:
+    def landing(self, request: Request, first_block: int = 0) -> tuple[pb.PrefillLanding, Landing]:
         """Every second page of the receiver, and its landing."""
         pages = list(range(1, 2 * (blocks_for(len(request.token_ids)) - first_block), 2))
         landing = self.receiver.transport.expect(5, 9, pages)
-        return pb.FillLanding(reservation=5, generation=9, epoch=EPOCH, first_block=first_block, pages=pages), landing
+        return pb.PrefillLanding(
+            reservation=5, generation=9, epoch=EPOCH, first_block=first_block, pages=pages
+        ), landing
 
-    def assert_landed(self, request: Request, landing: pb.FillLanding) -> None:
+    def assert_landed(self, request: Request, landing: pb.PrefillLanding) -> None:
         states = states_of(request.token_ids)[landing.first_block * BLOCK_SIZE :]
         landed = self.receiver.memory[list(landing.pages)].flatten()[: len(states)]
         assert landed.tolist() == states
@@ -168,7 +169,7 @@ async def setup(redis_url: str, **settings: Any) -> AsyncIterator[Setup]:
 async def test_pages_land_bit_for_bit_and_first_tokens_come_before_the_end(redis_url: str, length: int, n: int) -> None:
     request = make_request("a", prompt(length), n=n)
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         message, landing = s.landing(request)
@@ -178,7 +179,7 @@ async def test_pages_land_bit_for_bit_and_first_tokens_come_before_the_end(redis
             expected(request, choice, MAX_MODEL_LEN).token_ids[0] for choice in range(n)
         ]
         released = await call.expect("released")
-        assert released == pb.FillReleased(pages=len(message.pages))
+        assert released == pb.PrefillReleased(pages=len(message.pages))
         assert await call.next() is None
         await landing.done()
         s.assert_landed(request, message)
@@ -186,13 +187,13 @@ async def test_pages_land_bit_for_bit_and_first_tokens_come_before_the_end(redis
         await s.view.balanced()
 
 
-async def test_first_tokens_go_out_before_the_last_pages_also_where_the_event_loop_is_a_step_behind(
+async def test_first_tokens_are_sent_before_the_last_pages_even_if_the_event_loop_is_late(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
-        service, bridge, loop = s.worker.worker._service, s.worker.worker._engine, asyncio.get_running_loop()
-        report = bridge._report
+        service, engine, loop = s.worker.worker._service, s.worker.worker._engine, asyncio.get_running_loop()
+        report = engine._report
 
         async def take_last() -> None:
             service.update(Update(StepOutput(), None, 0, None))
@@ -201,8 +202,8 @@ async def test_first_tokens_go_out_before_the_last_pages_also_where_the_event_lo
             asyncio.run_coroutine_threadsafe(take_last(), loop).result(DEADLINE_S)
             report(engine, output)
 
-        monkeypatch.setattr(bridge, "_report", report_late)
-        call = s.receiver.fill()
+        monkeypatch.setattr(engine, "_report", report_late)
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         message, landing = s.landing(request)
@@ -217,7 +218,7 @@ async def test_first_tokens_go_out_before_the_last_pages_also_where_the_event_lo
 async def test_only_blocks_that_the_caller_lacks_are_sent(redis_url: str) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         message, landing = s.landing(request, first_block=7)
@@ -232,7 +233,7 @@ async def test_pages_leave_after_each_chunk_while_the_next_one_computes(redis_ur
     request = make_request("a", prompt(250))
     async with setup(redis_url) as s:
         s.gate.close()
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         message, landing = s.landing(request)
@@ -250,7 +251,7 @@ async def test_pages_leave_after_each_chunk_while_the_next_one_computes(redis_ur
 async def test_in_a_small_pool_computing_waits_for_the_landing(redis_url: str) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url, num_pages=32) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         waiting = asyncio.create_task(call.next())
@@ -269,7 +270,7 @@ async def test_a_cached_prompt_is_sent_from_the_cache(redis_url: str) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
         for _ in range(2):
-            call = s.receiver.fill()
+            call = s.receiver.request()
             await call.send(start=s.receiver.start(request))
             await call.expect("ready")
             message, landing = s.landing(request)
@@ -289,7 +290,7 @@ async def test_a_prompt_that_is_computed_twice_is_sent_once(redis_url: str) -> N
         requests = [make_request(f"r{i}", prompt(250, 3 * i)) for i in range(3)]
         calls = []
         for i, request in enumerate(requests):
-            call = s.receiver.fill()
+            call = s.receiver.request()
             await call.send(start=s.receiver.start(request, decode_worker_id=f"d{i}"))
             await call.expect("ready")
             calls.append(call)
@@ -297,12 +298,12 @@ async def test_a_prompt_that_is_computed_twice_is_sent_once(redis_url: str) -> N
         for i, call in enumerate(calls):
             pages = list(range(20 * i, 20 * i + 16))
             landings.append(s.receiver.transport.expect(i, 1, pages))
-            await call.send(landing=pb.FillLanding(reservation=i, generation=1, epoch=EPOCH, pages=pages))
+            await call.send(landing=pb.PrefillLanding(reservation=i, generation=1, epoch=EPOCH, pages=pages))
         for i, (call, request) in enumerate(zip(calls, requests, strict=True)):
             await call.expect("first_tokens")
-            assert (await call.expect("released")) == pb.FillReleased(pages=16)
+            assert (await call.expect("released")) == pb.PrefillReleased(pages=16)
             await landings[i].done()
-            s.assert_landed(request, pb.FillLanding(pages=list(range(20 * i, 20 * i + 16))))
+            s.assert_landed(request, pb.PrefillLanding(pages=list(range(20 * i, 20 * i + 16))))
         await s.view.balanced()
 
 
@@ -316,11 +317,11 @@ async def test_a_prompt_that_is_computed_twice_is_sent_once(redis_url: str) -> N
         ({"tokens": pack_tokens([10**6])}, "vocabulary"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_with_the_reason(
+async def test_invalid_requests_are_refused_with_the_reason(
     redis_url: str, overrides: dict[str, Any], named: str
 ) -> None:
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(make_request("a", prompt(1)), **overrides))
         assert named in (await call.expect("refused")).message
         assert await call.next() is None
@@ -328,11 +329,11 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(
 
 async def test_a_landing_that_does_not_fit_is_refused(redis_url: str) -> None:
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(make_request("a", prompt(100))))
         await call.expect("ready")
         await call.expect("first_tokens")
-        await call.send(landing=pb.FillLanding(epoch=EPOCH, pages=[1, 2, 3]))
+        await call.send(landing=pb.PrefillLanding(epoch=EPOCH, pages=[1, 2, 3]))
         assert "3 pages" in (await call.expect("released")).error
         await s.view.balanced()
 
@@ -340,7 +341,7 @@ async def test_a_landing_that_does_not_fit_is_refused(redis_url: str) -> None:
 async def test_computing_does_not_wait_for_the_landing(redis_url: str) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         first = await call.expect("first_tokens")
@@ -358,7 +359,7 @@ async def test_computing_does_not_wait_for_the_landing(redis_url: str) -> None:
 async def test_a_landing_that_is_not_current_is_refused_and_nothing_is_written(redis_url: str, wrong: str) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         message, _ = s.landing(request)
@@ -374,13 +375,13 @@ async def test_a_landing_that_is_not_current_is_refused_and_nothing_is_written(r
         await s.view.balanced()
 
 
-async def test_a_landing_that_names_a_page_twice_ends_only_its_fill(redis_url: str) -> None:
+async def test_a_landing_that_names_a_page_twice_ends_only_its_request(redis_url: str) -> None:
     request = make_request("a", prompt(40))
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
-        await call.send(landing=pb.FillLanding(reservation=5, generation=9, epoch=EPOCH, pages=[1, 1, 1]))
+        await call.send(landing=pb.PrefillLanding(reservation=5, generation=9, epoch=EPOCH, pages=[1, 1, 1]))
         while (event := await call.next()) is not None:
             last = event
         assert last.released.error
@@ -389,20 +390,20 @@ async def test_a_landing_that_names_a_page_twice_ends_only_its_fill(redis_url: s
 
 @pytest.mark.parametrize("how", ["cancel", "end", "break", "landing twice"])
 @pytest.mark.parametrize("state", ["queued", "computing", "computed", "pushing"])
-async def test_a_fill_can_be_ended_in_every_state(redis_url: str, state: str, how: str) -> None:
+async def test_a_request_can_be_ended_in_every_state(redis_url: str, state: str, how: str) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
         if state in ("queued", "computing"):
             s.gate.close()
         if state == "queued":
-            ahead = s.receiver.fill()
+            ahead = s.receiver.request()
             await ahead.send(start=s.receiver.start(make_request("ahead", prompt(300, 5)), decode_worker_id="other"))
             await ahead.expect("ready")
             pages = list(range(40, 40 + 19))
             s.receiver.transport.expect(6, 1, pages)
-            await ahead.send(landing=pb.FillLanding(reservation=6, generation=1, epoch=EPOCH, pages=pages))
+            await ahead.send(landing=pb.PrefillLanding(reservation=6, generation=1, epoch=EPOCH, pages=pages))
             await eventually(lambda: s.gate.held)
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         message, landing = s.landing(request)
         if state != "queued":
@@ -417,7 +418,7 @@ async def test_a_fill_can_be_ended_in_every_state(redis_url: str, state: str, ho
             await call.expect("first_tokens")
         match how:
             case "cancel":
-                await call.send(cancel=pb.FillCancel())
+                await call.send(cancel=pb.PrefillCancel())
             case "end":
                 call.end()
             case "break":
@@ -437,22 +438,22 @@ async def test_a_fill_can_be_ended_in_every_state(redis_url: str, state: str, ho
         assert (s.receiver.memory[list(message.pages)] == -7).all() or state in ("computing", "computed")
 
 
-async def test_whose_pool_cannot_be_reached_holds_nobody_back(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+async def test_an_unreachable_pool_delays_no_other_request(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
     connect_to = LocalTransport.connect
 
-    async def connect(self: LocalTransport, address: bytes) -> LocalPeer:
+    async def connect(self: LocalTransport, address: bytes, page_bytes: int | None = None) -> LocalPeer:
         if address == b"silent":
             await asyncio.Event().wait()
-        return await connect_to(self, address)
+        return await connect_to(self, address, page_bytes)
 
     monkeypatch.setattr(LocalTransport, "connect", connect)
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
-        silent = s.receiver.fill()
+        silent = s.receiver.request()
         start = s.receiver.start(make_request("b", prompt(900)), decode_worker_id="silent", transport_address=b"silent")
         await silent.send(start=start)
         await eventually(lambda: s.worker.worker._service.busy)
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         message, landing = s.landing(request)
@@ -461,36 +462,36 @@ async def test_whose_pool_cannot_be_reached_holds_nobody_back(monkeypatch: pytes
         await call.expect("released")
         await landing.done()
         silent.cancel()
-        await eventually(lambda: dict(s.view.load.fills) == {"completed": 1, "cancelled": 1})
+        await eventually(lambda: dict(s.view.load.remote_prefills) == {"completed": 1, "cancelled": 1})
         await s.view.balanced()
 
 
-async def test_an_unexpected_error_ends_one_fill_and_keeps_no_pages(
+async def test_an_unexpected_error_ends_one_request_and_leaks_no_pages(
     monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("prefill_worker.prefill_job.Fill._land", fail)
+    monkeypatch.setattr("prefill_worker.prefill_job.PrefillJob._land", fail)
     async with setup(redis_url) as s:
         s.gate.close()
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(make_request("a", prompt(200))))
         await call.expect("ready")
         for _ in range(2):
             await eventually(lambda: s.gate.held)
             s.gate.open_once()
         await eventually(lambda: s.gate.held)
-        await call.send(landing=pb.FillLanding())
+        await call.send(landing=pb.PrefillLanding())
         assert await call.next() is None
         s.gate.open()
         async with asyncio.timeout(DEADLINE_S):
             await s.worker.worker._engine.poll(lambda engine: engine.stats().pages.used == 0 or None)
 
 
-async def test_those_who_wait_hear_that_they_are_not_forgotten(redis_url: str) -> None:
+async def test_waiting_requests_get_progress(redis_url: str) -> None:
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(make_request("a", prompt(100))))
         await call.expect("ready")
         waiting = asyncio.create_task(call.next())
@@ -500,7 +501,7 @@ async def test_those_who_wait_hear_that_they_are_not_forgotten(redis_url: str) -
 
 async def test_the_queue_and_its_bound_show_in_the_load(redis_url: str) -> None:
     async with setup(redis_url, max_queue_tokens=300) as s:
-        calls = [s.receiver.fill() for _ in range(3)]
+        calls = [s.receiver.request() for _ in range(3)]
         for i, call in enumerate(calls):
             await call.send(start=s.receiver.start(replace(make_request(f"r{i}", prompt(200, i)), number=10 + i)))
             await eventually(partial(s.waits, min(i, 1)))
@@ -509,16 +510,16 @@ async def test_the_queue_and_its_bound_show_in_the_load(redis_url: str) -> None:
         await eventually(lambda: list(s.view.load.awaiting_first_token) in ([10], [11]))  # either may have come first
 
 
-async def test_a_fill_must_start_with_its_start(redis_url: str) -> None:
+async def test_a_request_must_begin_with_start(redis_url: str) -> None:
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
-        await call.send(landing=pb.FillLanding())
+        call = s.receiver.request()
+        await call.send(landing=pb.PrefillLanding())
         assert await call.next() is None
         assert not call.over
 
 
-async def test_a_stream_carries_one_fill_after_the_other(redis_url: str) -> None:
-    """What crossed the end of a fill on its way is nothing to the next one."""
+async def test_a_stream_carries_one_request_after_the_other(redis_url: str) -> None:
+    """A message that crosses the end of a request does not affect the next one."""
     async with setup(redis_url) as s:
         wire = await s.receiver.open()
         for salt in range(3):
@@ -529,21 +530,21 @@ async def test_a_stream_carries_one_fill_after_the_other(redis_url: str) -> None
             message, landing = s.landing(request)
             await call.send(landing=message)
             await call.expect("first_tokens")
-            assert await call.expect("released") == pb.FillReleased(pages=len(message.pages))
-            await call.send(landing=pb.FillLanding(epoch=EPOCH, pages=[1, 2, 3]))
-            await call.send(cancel=pb.FillCancel())
+            assert await call.expect("released") == pb.PrefillReleased(pages=len(message.pages))
+            await call.send(landing=pb.PrefillLanding(epoch=EPOCH, pages=[1, 2, 3]))
+            await call.send(cancel=pb.PrefillCancel())
             await landing.done()
             s.assert_landed(request, message)
             refused = Call(s.receiver, wire)
             await refused.send(start=s.receiver.start(request, fingerprint=b"another"))
-            await refused.send(cancel=pb.FillCancel())
+            await refused.send(cancel=pb.PrefillCancel())
             await refused.expect("refused")
         await s.view.balanced()
 
 
-async def test_a_fill_that_begins_within_another_one_ends_it(redis_url: str) -> None:
+async def test_a_start_within_a_request_ends_it(redis_url: str) -> None:
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         for _ in range(2):
             await call.send(start=s.receiver.start(make_request("a", prompt(100))))
         while (event := await call.next()) is not None:
@@ -552,7 +553,7 @@ async def test_a_fill_that_begins_within_another_one_ends_it(redis_url: str) -> 
         await s.view.balanced()
 
 
-async def test_requests_are_sent_elsewhere(redis_url: str) -> None:
+async def test_requests_of_routers_are_rerouted(redis_url: str) -> None:
     async with setup(redis_url) as s:
         answer = await s.view.submit(make_request("a", prompt(20)), 1)
         await s.view.done(answer)
@@ -562,14 +563,14 @@ async def test_requests_are_sent_elsewhere(redis_url: str) -> None:
         assert s.view.hello.role == pb.ROLE_PREFILL
 
 
-async def test_a_draining_worker_ends_its_fills_and_takes_no_new_ones(redis_url: str) -> None:
+async def test_a_draining_worker_finishes_its_jobs_and_accepts_no_new_ones(redis_url: str) -> None:
     request = make_request("a", prompt(200))
     async with setup(redis_url) as s:
-        call = s.receiver.fill()
+        call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
         await s.view.drain()
-        other = s.receiver.fill()
+        other = s.receiver.request()
         await other.send(start=s.receiver.start(request))
         assert "drains" in (await other.expect("refused")).message
         message, landing = s.landing(request)

@@ -1,4 +1,4 @@
-"""Messages and profiles with anything in them."""
+"""Messages and profiles with arbitrary values."""
 
 import json
 from collections.abc import Callable, Container, Iterator
@@ -17,7 +17,7 @@ TEXTS = ["", "x", "x\r\ny: z", "x" * 1_000]
 
 
 def anything(usual: Message, rng: Random, *, but: Container[str] = ()) -> Any:
-    """A message like `usual`, but for up to three fields with any value; those named stay."""
+    """A message like `usual` with arbitrary values in up to three fields, except those named."""
     message = type(usual)()
     message.CopyFrom(usual)
     fields = [field for field in usual.DESCRIPTOR.fields if field.name not in but]
@@ -30,14 +30,14 @@ def anything(usual: Message, rng: Random, *, but: Container[str] = ()) -> Any:
 
 
 def corrupt(profile: Profile, rng: Random) -> bytes:
-    """A profile's JSON with another value in a place."""
+    """A profile's JSON with one value replaced."""
     document = profile.model_dump(mode="json", by_alias=True)
     rng.choice(list(_places(document)))(rng.choice(JSON_VALUES))
     return json.dumps(document).encode()
 
 
 def _places(value: Any) -> Iterator[Callable[[Any], None]]:
-    """Setters of everything within a document."""
+    """Setters of all values in a document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield lambda new, key=key: value.__setitem__(key, new)  # type: ignore[misc]

@@ -33,7 +33,7 @@ _clusters = itertools.count()
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the router needs of a checkpoint: a byte-level tokenizer, a chat template, EOS."""
+    """A checkpoint for the router: a byte-level tokenizer, a chat template, EOS."""
     directory = tmp_path_factory.mktemp("model") / "small-model"
     directory.mkdir()
     tokenizer = Tokenizer(models.BPE())
@@ -61,7 +61,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripted workers say nothing by themselves, and routers that run answer, however busy the machine is."""
+    """Raises time limits: scripted workers send nothing by themselves, and the machine may be busy."""
     monkeypatch.setattr(sessions, "SILENT_S", 60.0)
     monkeypatch.setattr(peer_routers, "ANSWER_S", 10.0)
 
@@ -91,7 +91,7 @@ class Router:
         return next((worker for worker in (await self.cluster())["workers"] if worker["id"] == worker_id), None)
 
     async def knows(self, *workers: FakeWorker) -> None:
-        """Waits until the sessions with these workers are up."""
+        """Waits until these workers are live."""
         for worker in workers:
             await eventually(lambda worker=worker: self._ready(worker.id))  # type: ignore[misc]
 
@@ -106,7 +106,7 @@ StartWorker = Callable[..., Awaitable[FakeWorker]]
 
 @pytest.fixture
 def cluster() -> str:
-    """A cluster name of the test's own."""
+    """A cluster name for this test alone."""
     return f"router-test-{next(_clusters)}"
 
 
@@ -157,7 +157,7 @@ Says = Callable[..., Script]
 
 @pytest.fixture(scope="session")
 def says(tokenizer: Tokenizer) -> Says:
-    """`says("text", ...)`: a script that answers choice i with the i-th text, a token a step, then EOS."""
+    """`says("text", ...)`: a script that answers choice i with the i-th text, one token per step, then EOS."""
 
     def make(*texts: str, prefill_worker: str = "", after: Callable[[int], Awaitable[None]] | None = None) -> Script:
         end = tokenizer.encode("<|end|>").ids[0]

@@ -1,4 +1,4 @@
-"""A worker without an engine: real streams and a real lease, with answers that a test writes."""
+"""A worker without an engine: real streams and a real lease, with scripted answers."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ Script = Callable[[pb.Submit], AsyncIterator[Answer]]
 
 
 def outputs(submit: pb.Submit, replies: Sequence[Sequence[int]], *, prefill_worker: str = "") -> Iterator[pb.Output]:
-    """The tokens that a real worker would send for a request whose choices are answered with `replies`.
+    """Yields the outputs that a real worker would send for a request whose choices have the text `replies`.
 
     It goes on after what was already emitted, and ends with the stop token or at max_tokens.
     """

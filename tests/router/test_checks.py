@@ -1,4 +1,4 @@
-"""Whatever figures a worker sends: they are a protocol error, or all predictions from them are finite."""
+"""Any figures from a worker are a protocol error, or give finite predictions."""
 
 import math
 from random import Random
@@ -34,7 +34,7 @@ prompts = st.builds(
 
 
 def _place(hello: pb.Hello, load: pb.Load, prompt: Prompt) -> None:
-    """What a router does with a worker that says this, beside an honest one."""
+    """Predicts for a worker that reports these figures, and a usual one."""
     try:
         check_hello(hello)
         estimate = WorkerLoad(hello, "bad:1", itl_ms=50.0)
@@ -54,13 +54,13 @@ def _place(hello: pb.Hello, load: pb.Load, prompt: Prompt) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(randoms, prompts)
-def test_any_hello_and_any_load(rng: Random, prompt: Prompt) -> None:
+def test_any_hello_and_load_give_finite_predictions_or_a_protocol_error(rng: Random, prompt: Prompt) -> None:
     _place(anything(HELLO, rng, but=["worker_id"]), anything(LOAD, rng), prompt)
 
 
 @settings(max_examples=300, deadline=None)
 @given(randoms, st.sampled_from(["mixed", "lanes", "auto"]), st.integers(0, (1 << 32) - 1), prompts)
-def test_any_profile_of_a_worker_with_as_much_as_may_be(
+def test_any_profile_with_maximum_load_gives_finite_predictions_or_a_protocol_error(
     rng: Random, colocate: str, token_budget: int, prompt: Prompt
 ) -> None:
     hello = pb.Hello(
@@ -97,6 +97,6 @@ def test_a_load_out_of_range_is_a_protocol_error(load: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("host_page_ms", [-1.0, math.nan, math.inf])
-def test_a_load_from_host_memory_takes_some_time(host_page_ms: float) -> None:
+def test_an_impossible_host_memory_load_time_is_a_protocol_error(host_page_ms: float) -> None:
     with pytest.raises(ProtocolError, match="loading a page from host memory takes"):
         check_hello(pb.Hello(state=pb.STATE_READY, host_page_ms=host_page_ms))

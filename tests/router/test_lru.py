@@ -1,7 +1,7 @@
 from router.lru import LRU
 
 
-def test_forgets_what_was_not_used_for_longest() -> None:
+def test_drops_the_least_recently_used_entries() -> None:
     lru: LRU[str, int] = LRU(3)
     for number, key in enumerate("abc"):
         lru.put(key, number, 1)
@@ -10,7 +10,7 @@ def test_forgets_what_was_not_used_for_longest() -> None:
     assert [lru.get(key) for key in "abcd"] == [0, None, 2, 3]
 
 
-def test_is_bounded_by_the_sizes() -> None:
+def test_the_total_size_has_a_limit() -> None:
     lru: LRU[str, int] = LRU(10)
     lru.put("a", 0, 6)
     lru.put("a", 1, 4)

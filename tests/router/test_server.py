@@ -48,7 +48,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that routers may listen on, and that nobody else is given before they do: it is bound, as theirs are."""
+    """A port for several routers. It is bound, as theirs are, so that no other process gets it."""
     with listen("127.0.0.1", 0) as held:
         number: int = held.getsockname()[1]
         yield number
@@ -56,14 +56,14 @@ def port() -> Iterator[int]:
 
 async def _is_ready(url: str) -> bool:
     try:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=START_S) as client:
             return (await client.get(f"{url}/readyz")).status_code == 200
     except httpx.TransportError:
         return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_it_serves_and_ends_in_order_when_told(
+async def test_it_serves_and_shuts_down_on_a_signal(
     start_process: StartProcess, start_worker: StartWorker, says: Says, number: signal.Signals, cluster: str, port: int
 ) -> None:
     await start_worker(says("the fox"))
@@ -71,7 +71,7 @@ async def test_it_serves_and_ends_in_order_when_told(
     process = await start_process("--port", str(port), "--router-id", "router-x")
     await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "messages": [{"role": "user", "content": "Hi"}]}
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
         response = await client.post("/v1/chat/completions", json=body)
         assert response.json()["choices"][0]["message"]["content"] == "the fox"
 
@@ -85,7 +85,7 @@ async def test_it_serves_and_ends_in_order_when_told(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_running_request_is_told_that_the_router_ends(
+async def test_a_running_request_fails_when_the_router_shuts_down(
     start_process: StartProcess, start_worker: StartWorker, stream: bool, port: int
 ) -> None:
     worker = await start_worker()
@@ -93,8 +93,8 @@ async def test_a_running_request_is_told_that_the_router_ends(
     process = await start_process("--port", str(port))
     await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "prompt": "x", "stream": stream}
-    async with httpx.AsyncClient(base_url=url) as client:
-        call = asyncio.create_task(client.post("/v1/completions", json=body, timeout=60))
+    async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=body))
 
         async def submitted() -> bool:
             return bool(worker.submits)
@@ -117,14 +117,16 @@ async def test_routers_share_a_port(
     async def both() -> bool:
         if not await _is_ready(url):
             return False
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
             return len((await client.get("/cluster")).json()["routers"]) == 2
 
     await eventually(both, START_S)
     processes[0].kill()
     await processes[0].wait()
     for _ in range(5):
-        async with httpx.AsyncClient(base_url=url) as client:  # a new connection each: the survivor takes them all
+        async with httpx.AsyncClient(
+            base_url=url, timeout=START_S
+        ) as client:  # a new connection each: the survivor takes them all
             answer = await client.post("/v1/completions", json={"model": "small-model", "prompt": "x"})
             assert answer.json()["choices"][0]["text"] == "the fox"
 
@@ -138,12 +140,12 @@ async def test_routers_share_a_port(
         (("--host", "no.such.host.invalid"), "can't listen on no.such.host.invalid"),
     ],
 )
-async def test_what_is_wrong_at_the_start_is_one_sentence(
+async def test_an_error_at_startup_is_one_sentence(
     start_process: StartProcess, flags: tuple[str, str], message: str
 ) -> None:
     process = await start_process("--port", "0", *flags)
     started = time.monotonic()
-    _, stderr = await asyncio.wait_for(process.communicate(), 60)
+    _, stderr = await asyncio.wait_for(process.communicate(), START_S)
     assert process.returncode == 1, time.monotonic() - started
     last = stderr.decode().strip().splitlines()
     assert len(last) == 1

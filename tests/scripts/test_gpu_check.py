@@ -12,6 +12,7 @@ import torch
 from scripts import gpu_check
 from scripts.gpu.parts import Outcome, Part
 from scripts.gpu.results import Exit, Figure, Target
+from scripts.gpu.run import find_experiment
 from tests.scripts.gpu.test_results import ENVIRONMENT
 
 DEVICE = {"device": "a device", "capability": "9.0", "driver": "580", "packages": {"torch": "2"}, "commit": "abc"}
@@ -48,10 +49,12 @@ def test_the_most_valuable_parts_come_first_and_compiling_before_them_if_nothing
 
 
 def test_every_experiment_is_a_module_with_a_question() -> None:
-    for experiment in gpu_check.PARTS:
-        module, *_ = experiment.command[1:]
-        if module.startswith("scripts."):
-            assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+    experiments = [part.name for part in gpu_check.PARTS if part.command[:2] == ("-m", "scripts.gpu.run")]
+    assert len(experiments) == 13
+    for name in experiments:
+        question, run = find_experiment(name)
+        assert question.endswith("?"), name
+        assert callable(run)
 
 
 @pytest.mark.usefixtures("pretend_device")
@@ -79,11 +82,13 @@ def test_a_run_hands_in_one_summary_and_one_archive(
     assert any(line.startswith("on one a device; targets were set for one NVIDIA H200") for line in printed)
 
 
-def test_parts_compile_their_kernels_whatever_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_compile_their_kernels_in_any_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     environment = gpu_check.child_environment(tmp_path / "site", tmp_path)
     assert environment["TRITON_INTERPRET"] == "0"
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert environment["PYTHONPATH"] == f"{tmp_path}/site:{ROOT}:/elsewhere"
 
 
@@ -167,7 +172,7 @@ def test_a_dry_run_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> No
     assert gpu_check.main(["--dry-run", "--only", "decode_floor"]) == Exit.OK
     printed = capsys.readouterr().out
     assert "decode_floor" in printed
-    assert "scripts.gpu.decode_floor" in printed
+    assert "scripts.gpu.run decode_floor" in printed
     assert "mixed_regime" not in printed
 
 

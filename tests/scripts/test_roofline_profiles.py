@@ -3,7 +3,8 @@
 import pytest
 
 from cpd.performance.model import PerfModel, Profile, Work
-from scripts.roofline_profiles import BANDWIDTH, MATMUL_FLOPS, PROFILES, SHAPES, SMS, file_of, profile
+from cpd.performance.profiles import PROFILES
+from scripts.roofline_profiles import BANDWIDTH, MATMUL_FLOPS, SHAPES, SMS, file_of, profile
 
 QWEN = SHAPES["Qwen3-8B"]
 

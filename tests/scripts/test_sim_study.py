@@ -4,7 +4,7 @@ from scripts.sim_study import Cell, compute
 from sim.cluster.settings import CompareSettings
 
 
-def test_a_burst_stretches_gaps_less_than_with_chunked_prefill() -> None:
+def test_a_burst_lengthens_gaps_less_than_with_chunked_prefill() -> None:
     base = CompareSettings(workers=8)
     ours, theirs = (compute(Cell("burst", name, {}), base) for name in ("cpd-no-remote", "aggregated"))
     assert ours["mean"]["without"] > 0

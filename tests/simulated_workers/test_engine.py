@@ -1,4 +1,4 @@
-"""What a simulated worker says of its engine."""
+"""The engines of simulated workers, as they describe themselves."""
 
 from pathlib import Path
 
@@ -11,8 +11,7 @@ from engine.model.config import ModelConfig, load_config
 from models import tiny
 from sim.device.runner import VirtualTime
 from simulated_workers.engine import CONTEXT, Load, make_loader
-from simulated_workers.simulation import absolute, read_profile
-from worker.node import Loaded
+from worker.context import LoadedEngine
 
 PAGE = 1 << 20
 
@@ -22,12 +21,12 @@ def config() -> ModelConfig:
     return load_config(tiny.CHECKPOINT)
 
 
-def load(make: Load, settings: WorkerSettings) -> Loaded:
+def load(make: Load, settings: WorkerSettings) -> LoadedEngine:
     return make(settings, VirtualTime())
 
 
 def profile(**changes: int) -> Profile:
-    return Profile.instant().model_copy(update={"page_bytes": PAGE, **changes})
+    return Profile.load("instant").model_copy(update={"page_bytes": PAGE, **changes})
 
 
 def test_pages_are_as_many_as_fit_into_the_kv_memory(config: ModelConfig) -> None:
@@ -47,7 +46,7 @@ def test_without_a_kv_memory_they_are_as_many_as_the_device_has(config: ModelCon
 
 
 def test_a_profile_that_knows_no_page_size_has_pages_of_the_checkpoint(config: ModelConfig) -> None:
-    loaded = load(make_loader(Profile.instant(), config), WorkerSettings.load({}))
+    loaded = load(make_loader(Profile.load("instant"), config), WorkerSettings.load({}))
     assert loaded.page_bytes == config.page_bytes("bfloat16")
     assert loaded.limits.vocab_size == config.vocab_size
 
@@ -77,13 +76,3 @@ def test_workers_exchange_pages_where_pages_have_one_size(config: ModelConfig) -
     )
     assert one == same != other
     assert len(one) == 16
-
-
-def test_a_simulation_is_a_file_or_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    profile().save(Path("p.json"))
-    assert read_profile(absolute("p.json")) == profile()
-    assert read_profile(absolute("instant")) == Profile.instant()
-    assert absolute("") == ""
-    with pytest.raises(ConfigError, match="cannot read the profile"):
-        read_profile("instantly")

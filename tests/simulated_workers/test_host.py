@@ -1,4 +1,4 @@
-"""Several workers in one process: real gRPC, leases and engines; simulated devices and pages."""
+"""Several workers in one process, with real gRPC, leases and engines, and simulated devices and pages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,9 +27,9 @@ _clusters = count()
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Returns once `holds` does."""
+    """Waits until `holds` returns True."""
     async with asyncio.timeout(DEADLINE_S):
-        while not await holds():  # noqa: ASYNC110 - Redis tells nobody
+        while not await holds():  # noqa: ASYNC110 - Redis sends no event
             await asyncio.sleep(0.01)
 
 
@@ -38,14 +38,14 @@ class Running:
 
     def __init__(self, redis: Redis, url: str, kv_memory: str = "64MiB") -> None:
         self.cluster = f"simulated-{next(_clusters)}"
-        self.host = Host(make_loader(Profile.instant(), load_config(tiny.CHECKPOINT)), LocalNetwork("simulated"))
+        self.host = Host(make_loader(Profile.load("instant"), load_config(tiny.CHECKPOINT)), LocalNetwork("simulated"))
         self.tasks: list[asyncio.Task[None]] = []
         self._redis = redis
         self._given = {"cluster": self.cluster, "redis_url": url, "kv_memory": kv_memory}
 
     def start(self, role: Role, name: str) -> None:
         settings = WorkerSettings.load({**self._given, "worker_id": name})
-        self.tasks.append(asyncio.create_task(self.host.keep(settings, role)))
+        self.tasks.append(asyncio.create_task(self.host.run(settings, role)))
 
     async def has(self, workers: int) -> bool:
         return len(await self.members()) == workers
@@ -61,7 +61,7 @@ class Running:
 
 @asynccontextmanager
 async def running(url: str) -> AsyncIterator[Running]:
-    """A host with two combined workers and a prefill worker that hold their leases."""
+    """Runs two combined workers and a prefill worker, which have their leases."""
     async with Redis.from_url(url) as redis:
         it = Running(redis, url)
         for role, name in WORKERS:
@@ -97,7 +97,7 @@ async def test_every_worker_has_a_lease_and_a_port_of_its_own(redis_url: str) ->
         assert len({member.address for member in found.values()}) == len(WORKERS)
 
 
-async def test_a_worker_that_ends_is_started_anew_and_the_others_go_on(redis_url: str) -> None:
+async def test_a_worker_that_ends_is_restarted_and_the_others_go_on(redis_url: str) -> None:
     async with running(redis_url) as it:
         before = await it.members()
         async with Client(before["combined-0"]) as drained, Client(before["combined-1"]) as other:

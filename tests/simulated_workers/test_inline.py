@@ -1,4 +1,4 @@
-"""Simulated engines on the event loop, in a loop whose time jumps."""
+"""Simulated engines on an event loop in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,18 +14,19 @@ from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost
 from engine.engine import Engine
 from engine.types import StepOutput
 from sim.device.fast_forward import Choose
-from sim.device.runner import SimulatedRunner, VirtualTime, chooser, outline
+from sim.device.runner import SimulatedRunner, VirtualTime, build_outline, chooser
 from simulated_workers.inline import InlineEngine
 from tests.engine.fakes import make_request, prompt
-from tests.jumping import run_jumping
-from worker.engine_bridge import CHECK_INTERVAL_S, EngineDiedError, Update
+from tests.virtual_time import run_in_virtual_time
+from tests.waiting import DEADLINE_S
+from worker.async_engine import CHECK_INTERVAL_S, EngineDiedError, Update
 
 STEP_MS = 10.0
 VOCAB = 1000
 
 
 def profile(step_ms: float = STEP_MS) -> Profile:
-    """Each step takes as long, whatever is in it and on however few units, but long prompts take longer."""
+    """All steps take the same time on any number of units, except that long prompts take longer."""
     cost = StepCost(tokens=(1, 512, 1024), tokens_ms=(step_ms, step_ms, 50 * step_ms))
     shares = tuple(ShareProfile(share=share, decode=cost, prefill=cost) for share in (0.25, 0.5, 1.0))
     return Profile(
@@ -34,7 +35,7 @@ def profile(step_ms: float = STEP_MS) -> Profile:
 
 
 class Bridge:
-    """An engine on the loop, and what it brought when (in ms)."""
+    """An engine on the loop, and its updates with their times (in ms)."""
 
     def __init__(self, made: Profile, mode: Mode, choose: Choose | None) -> None:
         self.clock = VirtualTime()
@@ -50,14 +51,19 @@ class Bridge:
         runner = SimulatedRunner(1000, model, self.clock, VOCAB)
         colocation = Colocation(model, mode=mode, splits=[split.shares for split in runner.splits], itl_ms=2 * STEP_MS)
         return Engine(
-            runner, max_model_len=4096, colocation=colocation, max_num_seqs=64, max_queue_tokens=10**6, build=outline
+            runner,
+            max_model_len=4096,
+            colocation=colocation,
+            max_num_seqs=64,
+            max_queue_tokens=10**6,
+            build=build_outline,
         )
 
     def _take(self, update: Update) -> None:
         self.brought.append((asyncio.get_running_loop().time() * 1e3, update))
 
     def tokens(self, request_id: str) -> list[tuple[float, int]]:
-        """A request's tokens and when they came."""
+        """A request's tokens, with their times."""
         return [
             (ms, token)
             for ms, update in self.brought
@@ -68,7 +74,7 @@ class Bridge:
         ]
 
     async def done(self, *counts: tuple[str, int]) -> None:
-        """Waits until so many tokens have come."""
+        """Waits until these requests have this many tokens."""
         while any(len(self.tokens(name)) < count for name, count in counts):
             assert not self.failures
             await asyncio.sleep(0.001)
@@ -86,14 +92,14 @@ async def bridge(
         await b.inline.close()
 
 
-def test_tokens_come_when_the_profile_says_and_delays_do_not_add_up() -> None:
+def test_tokens_come_at_the_profiles_times_and_delays_do_not_add_up() -> None:
     async def main() -> list[float]:
         async with bridge() as b:
             b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=50)))
             await b.done(("r", 50))
             return [ms for ms, _ in b.tokens("r")]
 
-    times, _ = run_jumping(main())
+    times, _ = run_in_virtual_time(main())
     assert times == pytest.approx([STEP_MS * (1 + index) for index in range(50)], abs=1.0)
 
 
@@ -105,7 +111,7 @@ def test_commands_wait_for_the_step_that_runs() -> None:
             assert await b.inline.call(lambda engine: engine.stats().running) == 1
             return asyncio.get_running_loop().time() * 1e3
 
-    called_ms, _ = run_jumping(main())
+    called_ms, _ = run_in_virtual_time(main())
     assert called_ms == pytest.approx(STEP_MS, abs=1.0)
 
 
@@ -116,10 +122,10 @@ def test_two_engines_run_at_the_same_time() -> None:
                 b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=20)))
             await asyncio.gather(one.done(("r", 20)), other.done(("r", 20)))
 
-    assert run_jumping(main())[1] == pytest.approx(20 * STEP_MS, abs=5.0)
+    assert run_in_virtual_time(main())[1] == pytest.approx(20 * STEP_MS, abs=5.0)
 
 
-def test_the_end_of_a_prefill_aside_wakes_an_idle_engine() -> None:
+def test_the_end_of_a_chunk_on_the_prefill_lane_wakes_an_idle_engine() -> None:
     async def main() -> None:
         async with bridge(mode="lanes") as b:
             b.inline.post(partial(Engine.add, request=make_request("stream", prompt(30), max_tokens=8)))
@@ -128,21 +134,21 @@ def test_the_end_of_a_prefill_aside_wakes_an_idle_engine() -> None:
             await b.done(("stream", 8), ("long", 2))
             assert b.tokens("stream")[-1][0] < b.tokens("long")[0][0]
 
-    run_jumping(main())
+    run_in_virtual_time(main())
 
 
 async def test_steps_that_take_no_time_leave_the_loop_to_others() -> None:
-    async with bridge(Profile.instant()) as b:
-        turns = 0
+    async with bridge(Profile.load("instant")) as b:
+        passes = 0
         b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=2000)))
         while len(b.tokens("r")) < 2000:
-            turns += 1
+            passes += 1
             await asyncio.sleep(0)
-        assert turns > 3
+        assert passes > 3
 
 
-async def test_polls_are_tried_after_every_pass() -> None:
-    async with bridge(Profile.instant()) as b:
+async def test_polls_are_tried_again_after_a_nudge() -> None:
+    async with bridge(Profile.load("instant")) as b:
         attempts: list[bool] = []
 
         def third(engine: Engine) -> str | None:
@@ -152,6 +158,7 @@ async def test_polls_are_tried_after_every_pass() -> None:
         found = b.inline.poll(third)
         while len(attempts) < 3:
             assert not found.done()
+            b.inline.nudge()
             await b.inline.call(lambda engine: None)
         assert await found == "here"
 
@@ -165,7 +172,7 @@ async def test_an_error_in_a_call_is_its_callers() -> None:
 
 
 @pytest.mark.parametrize("where", ["hook", "post"])
-async def test_any_other_error_is_the_engines_failure_and_nobody_waits_for_it(where: str) -> None:
+async def test_any_other_error_fails_the_engine_and_all_waiters(where: str) -> None:
     async with bridge() as b:
         waiting: asyncio.Future[None] = b.inline.poll(lambda engine: None)
         if where == "hook":
@@ -174,13 +181,13 @@ async def test_any_other_error_is_the_engines_failure_and_nobody_waits_for_it(wh
         else:
             b.inline.post(lambda engine: fail(RuntimeError("broken")))
         with pytest.raises(EngineDiedError):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, DEADLINE_S)
         assert [str(error) for error in b.failures] == ["broken"]
         with pytest.raises(EngineDiedError):
             await b.inline.call(lambda engine: None)
 
 
-async def test_after_closing_nothing_can_be_asked() -> None:
+async def test_after_closing_calls_fail() -> None:
     async with bridge() as b:
         waiting: asyncio.Future[None] = b.inline.poll(lambda engine: None)
         await asyncio.sleep(0)
@@ -189,18 +196,18 @@ async def test_after_closing_nothing_can_be_asked() -> None:
             await future
 
 
-def test_an_idle_engines_accounts_are_checked() -> None:
+def test_the_page_accounts_of_an_idle_engine_are_checked() -> None:
     async def main() -> list[BaseException]:
         async with bridge() as b:
             await b.inline.call(lambda engine: engine._pool.take(1))
             await asyncio.sleep(2.0)
             return b.failures
 
-    [failure], _ = run_jumping(main())
+    [failure], _ = run_in_virtual_time(main())
     assert isinstance(failure, AssertionError)
 
 
-def test_a_worker_that_is_often_idle_for_a_moment_checks_its_accounts_seldom_but_once_more_at_the_end() -> None:
+def test_accounts_are_checked_at_bounded_intervals_and_once_more_at_the_end() -> None:
     checked_s: list[float] = []
 
     async def main() -> None:
@@ -211,7 +218,7 @@ def test_a_worker_that_is_often_idle_for_a_moment_checks_its_accounts_seldom_but
             await asyncio.sleep(20.0)
 
     with patch.object(Engine, "check_integrity", lambda engine: checked_s.append(asyncio.get_running_loop().time())):
-        run_jumping(main())
+        run_in_virtual_time(main())
     assert len(checked_s) == 4
     assert min(after - before for before, after in pairwise(checked_s)) >= CHECK_INTERVAL_S
 
@@ -220,9 +227,9 @@ def fail(error: Exception) -> None:
     raise error
 
 
-async def test_steps_that_take_no_time_are_made_together_but_the_first_token_comes_by_itself() -> None:
+async def test_steps_that_take_no_time_are_made_at_once_except_the_first_token() -> None:
     async def updates(choose: Choose | None) -> tuple[list[int], list[int]]:
-        async with bridge(Profile.instant(), choose=choose) as b:
+        async with bridge(Profile.load("instant"), choose=choose) as b:
             b.inline.post(partial(Engine.add, request=make_request("r", prompt(30), max_tokens=20, stop=range(500))))
             await b.done(("r", 20))
             sizes = [len(update.output.outputs[0].token_ids) for _, update in b.brought if update.output]

@@ -8,14 +8,13 @@ from typing import Any, Protocol, Self
 import grpc
 
 from cpd.common.blocks import pack_tokens
-from cpd.common.stream import StreamError, connect
+from cpd.common.stream import MAX_MESSAGE_BYTES, StreamError, connect
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.types import Finish, Request
 from tests.waiting import DEADLINE_S, eventually
-from worker.auth import token_metadata
-from worker.channels import MAX_MESSAGE_BYTES
-from worker.convert import sampling_to_wire
+from worker.grpc_options import token_metadata
+from worker.wire_format import sampling_to_wire
 
 
 @dataclass

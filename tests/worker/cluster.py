@@ -18,7 +18,7 @@ from kvtransfer.local import LocalNetwork
 from prefill_worker.service import PrefillService
 from tests.waiting import DEADLINE_S
 from tests.worker.fakes import GatedTransport, fake_loader
-from worker.node import Loaded
+from worker.context import LoadedEngine
 from worker.worker import OpenTransport, Worker
 
 _names = itertools.count()
@@ -70,7 +70,7 @@ async def running(
     role: Role,
     redis_url: str,
     *,
-    load: Callable[[WorkerSettings], Loaded] | None = None,
+    load: Callable[[WorkerSettings], LoadedEngine] | None = None,
     network: LocalNetwork | None = None,
     transfer_gate: asyncio.Event | None = None,
     **settings: Any,

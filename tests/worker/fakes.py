@@ -12,11 +12,11 @@ from cpd.common.errors import TransferError
 from cpd.performance.colocation import Colocation
 from engine.batch import Batch
 from engine.engine import Engine
-from kvtransfer.base import Landing, Peer, PoolMemory, Route, Ticket, Transfer, Transport
+from kvtransfer.base import Landing, Peer, PoolMemory, Route, Segment, Ticket, Transfer, Transport
 from tests.engine.fakes import GARBAGE, MODEL, VOCAB, FakeHostMemory, FakeRunner, FakeStep
 from tests.waiting import DEADLINE_S
-from worker.convert import Limits
-from worker.node import Loaded
+from worker.context import LoadedEngine
+from worker.wire_format import Limits
 
 MAX_MODEL_LEN = 1024
 SLOW_STEP_S = 0.02
@@ -80,10 +80,10 @@ def fake_loader(
     on_host: Callable[[FakeHostMemory], None] = lambda host: None,
     progress: Callable[[], float] = lambda: 0,
     lanes: bool = False,
-) -> Callable[[WorkerSettings], Loaded]:
+) -> Callable[[WorkerSettings], LoadedEngine]:
     """What `Worker` takes for `load`. `on_host` gets the host memory, if there is any."""
 
-    def load(settings: WorkerSettings) -> Loaded:
+    def load(settings: WorkerSettings) -> LoadedEngine:
         runner = SharedRunner(num_pages, before_step, lanes)
         host = FakeHostMemory(runner, host_pages) if host_pages else None
         if host is not None:
@@ -101,7 +101,7 @@ def fake_loader(
             max_queue_tokens=settings.max_queue_tokens,
             host=host,
         )
-        return Loaded(
+        return LoadedEngine(
             engine=engine,
             memory=PoolMemory(runner.memory.ctypes.data, num_pages, runner.memory[0].nbytes),
             page_bytes=runner.memory[0].nbytes,
@@ -174,11 +174,13 @@ class GatedTransport:
         self.address = transport.address
         self.epoch = transport.epoch
 
-    def expect(self, reservation: int, generation: int, pages: Sequence[int]) -> Landing:
-        return self._transport.expect(reservation, generation, pages)
+    def expect(
+        self, reservation: int, generation: int, pages: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> Landing:
+        return self._transport.expect(reservation, generation, pages, segments)
 
-    async def connect(self, address: bytes) -> Peer:
-        return _GatedPeer(await self._transport.connect(address), self._gate)
+    async def connect(self, address: bytes, page_bytes: int | None = None) -> Peer:
+        return _GatedPeer(await self._transport.connect(address, page_bytes), self._gate)
 
     async def close(self) -> None:
         await self._transport.close()

@@ -1,19 +1,23 @@
 import asyncio
+import importlib
+import os
 import threading
 
 import pytest
 
+from cpd.common.config import WorkerSettings
 from cpd.common.errors import TransferError
-from kvtransfer.nixl.writer import Pages, Writer
+from kvtransfer.nixl.writer import Writer
+from kvtransfer.segments import Addresses
 from tests.waiting import DEADLINE_S
-from worker.node import EXIT_RESTART, Lifecycle
+from worker.context import EXIT_RESTART, Lifecycle
 from worker.process import on_failed_threads
 
 
 class BrokenGpu:
-    """A door of which nobody can tell whether something is still being written through it."""
+    """A writer back end on a GPU that can't tell whether something is still being written."""
 
-    def write(self, own: Pages, theirs: Pages, counts: Pages) -> int:
+    def write(self, sources: Addresses, targets: Addresses, num_bytes: Addresses) -> int:
         return 0
 
     def written(self, handle: int) -> bool:
@@ -23,7 +27,7 @@ class BrokenGpu:
         raise TransferError("cudaDeviceSynchronize failed")
 
 
-async def test_a_worker_is_to_be_started_anew_when_nobody_can_tell_that_a_connection_is_over(
+async def test_a_failed_thread_restarts_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # so that it is put back
@@ -37,3 +41,14 @@ async def test_a_worker_is_to_be_started_anew_when_nobody_can_tell_that_a_connec
     assert lifecycle.exit_code == EXIT_RESTART
     assert not closing.done()
     closing.cancel()
+
+
+@pytest.mark.parametrize("role", ["decode_worker", "prefill_worker"])
+def test_cuda_gets_enough_hardware_queues_before_it_starts(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_WAIT_POLICY", "GRPC_VERBOSITY"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    queues: list[str | None] = []
+    monkeypatch.setattr("worker.process.run", lambda *_: queues.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    importlib.import_module(f"{role}.__main__").run(WorkerSettings())
+    assert queues == ["32"]

@@ -19,12 +19,12 @@ from decode_worker.service import DecodeService
 from deploy.redis import embedded_redis
 from kvtransfer.local import LocalNetwork
 from tests.engine.fakes import make_request, prompt
-from tests.waiting import eventually
+from tests.waiting import DEADLINE_S, eventually
 from tests.worker.client import Client
 from tests.worker.cluster import opener, running
 from tests.worker.fakes import Gate, fake_loader
-from worker.auth import token_metadata
-from worker.node import EXIT_RESTART, Loaded
+from worker.context import EXIT_RESTART, LoadedEngine
+from worker.grpc_options import token_metadata
 from worker.worker import Worker
 
 
@@ -55,12 +55,14 @@ async def test_workers_without_a_name_get_different_ones(redis_url: str) -> None
     ("settings", "named"),
     [
         ({"redis_url": ""}, "--redis-url"),
-        ({"redis_url": "localhost"}, "--redis-url is no address"),
+        ({"redis_url": "localhost"}, "--redis-url is not a Redis URL"),
         ({"host": "0.0.0.0"}, "--advertise-host"),
         ({"host": "203.0.113.7"}, "203.0.113.7"),
     ],
 )
-async def test_a_worker_that_cannot_start_says_why(redis_url: str, settings: dict[str, Any], named: str) -> None:
+async def test_a_worker_that_cannot_start_gives_the_reason(
+    redis_url: str, settings: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         await worker(**{"redis_url": redis_url, **settings}).run()
 
@@ -73,37 +75,37 @@ async def test_a_port_that_is_taken_is_named(redis_url: str) -> None:
 
 
 async def test_a_checkpoint_that_cannot_be_served_is_the_workers_error(redis_url: str) -> None:
-    def load(settings: WorkerSettings) -> Loaded:
+    def load(settings: WorkerSettings) -> LoadedEngine:
         raise CheckpointError("a tensor is missing")
 
     with pytest.raises(CheckpointError, match="a tensor is missing"):
         await worker(redis_url, load).run()
 
 
-async def test_a_stop_while_weights_load_is_heeded(redis_url: str) -> None:
+async def test_a_stop_while_weights_load_ends_the_worker(redis_url: str) -> None:
     loading, never = threading.Event(), threading.Event()
 
-    def load(settings: WorkerSettings) -> Loaded:
+    def load(settings: WorkerSettings) -> LoadedEngine:
         loading.set()
-        never.wait(20)
+        never.wait(2 * DEADLINE_S)
         raise CheckpointError("too late")
 
     w = worker(redis_url, load)
     task = asyncio.create_task(w.run())
     await eventually(loading.is_set)
     w.lifecycle.stop("signal")
-    assert await asyncio.wait_for(task, 10) == 0
+    assert await asyncio.wait_for(task, DEADLINE_S) == 0
     never.set()
 
 
-async def test_redis_may_be_away_at_the_end(redis_url: str) -> None:
+async def test_redis_may_be_unreachable_at_the_end(redis_url: str) -> None:
     with TemporaryDirectory(prefix="cpd-redis-") as directory, embedded_redis(Path(directory) / "r") as redis:
         async with running("combined", redis.url, network=LocalNetwork()) as w:
             redis.stop()
             assert await w.stop() == 0
 
 
-async def test_health_answers_without_a_token_and_says_when_it_drains(redis_url: str) -> None:
+async def test_health_answers_without_a_token_and_reports_draining(redis_url: str) -> None:
     gate = Gate()
     started = running(
         "combined", redis_url, network=LocalNetwork(), cluster_token="secret", load=fake_loader(before_step=gate.wait)
@@ -133,7 +135,7 @@ async def test_administration_needs_the_token(redis_url: str) -> None:
         assert await asyncio.wait_for(w.task, 20) == 0
 
 
-async def test_the_trace_tells_what_each_step_consisted_of(redis_url: str) -> None:
+async def test_the_trace_describes_each_step(redis_url: str) -> None:
     async with (
         running("combined", redis_url, network=LocalNetwork()) as w,
         grpc.aio.insecure_channel(w.address) as channel,

@@ -1,12 +1,12 @@
 """Lanes on a CPU: shares of its cores.
 
-| lanes                      | compute on                                   | with                                 |
-| full, decode of all splits | the engine's thread, in `launch`             | its workspaces and teams of kernel   |
-| prefill of all splits      | one thread of their own, beside the engine's | threads, one team for each number of |
-|                            |                                              | cores; the other has its own         |
+| lanes                          | compute on                       |
+| --- | --- |
+| full and decode, of all splits | the engine's thread, in `launch` |
+| prefill, of all splits         | one other thread                 |
 
-Cores are shared by number, not by name: the system places the threads, and moves them to other cores when another
-process takes theirs.
+Each of the two threads has its own workspaces, and a team of kernel threads for each number of cores. Threads are not
+pinned to cores: the system moves them when another process uses theirs.
 """
 
 import os
@@ -23,17 +23,18 @@ from engine.batch import Batch, Sampled
 from engine.execution.executor import Split, StepResult
 
 Compute = Callable[[Batch], list[Sampled]]
-"""Computes a step on the calling thread."""
+"""Computes a step on the calling thread, and returns its tokens."""
 
 _DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
 
 
 class CallerLane:
-    """Computes in `launch`, on the calling thread. See `engine.execution.executor.Lane`.
+    """A lane that computes in `launch`, on the calling thread. See `engine.execution.executor.Lane`.
 
     Args:
-        compute: May be shared by lanes that never run at the same time.
-        threads: For the kernels; None leaves that alone.
+        compute: Can be shared by lanes that never run at the same time.
+        threads: Threads of the kernels; None leaves their number unchanged.
+        share: Share of the device.
     """
 
     overlaps = False
@@ -59,8 +60,8 @@ class CallerLane:
 
 
 class ThreadLane:
-    """Computes on the one thread of `executor`, a second step after the first. See
-    `engine.execution.executor.Lane`; the rest as in `CallerLane`."""
+    """A lane that computes on the only thread of `executor`, and can queue a second step. Other arguments as in
+    `CallerLane`. See `engine.execution.executor.Lane`."""
 
     overlaps = False
 
@@ -72,7 +73,7 @@ class ThreadLane:
         self._launched: deque[Future[StepResult]] = deque()
 
     def launch(self, batch: Batch, on_done: Callable[[], None] | None = None) -> None:
-        assert len(self._launched) < 2, "two steps were not collected"
+        assert len(self._launched) < 2, "two steps are not collected yet"
         step = self._executor.submit(_run, self._compute, self._threads, batch)
         self._launched.append(step)
         if on_done is not None:
@@ -86,17 +87,17 @@ class ThreadLane:
         return self._launched.popleft().result()
 
 
-def make_splits(compute: Compute, compute_aside: Compute, cores: int) -> list[Split]:
-    """A few ways to split the cores; none of a single one.
+def make_splits(compute: Compute, compute_prefill: Compute, cores: int) -> list[Split]:
+    """Makes a few splits of the cores; none if there is only one core.
 
     Args:
-        compute: For decodes, on the caller's thread.
-        compute_aside: For prefills beside them: shares nothing with `compute` that a step changes.
+        compute: Computes decodes, on the caller's thread.
+        compute_prefill: Computes prefills on another thread; it shares no state with `compute` that a step changes.
     """
     executor = ThreadPoolExecutor(1, thread_name_prefix="prefill-lane")
     return [
         Split(
-            prefill=ThreadLane(executor, compute_aside, cores - threads, 1 - threads / cores),
+            prefill=ThreadLane(executor, compute_prefill, cores - threads, 1 - threads / cores),
             decode=CallerLane(compute, threads, threads / cores),
         )
         for threads in sorted({max(1, round(share * cores)) for share in _DECODE_SHARES})
@@ -105,12 +106,12 @@ def make_splits(compute: Compute, compute_aside: Compute, cores: int) -> list[Sp
 
 
 def use_threads(count: int) -> None:
-    """Sets the number of threads of this thread's parallel work.
+    """Sets the number of threads for this thread's parallel work.
 
     Raises:
         ConfigError: torch refuses.
     """
-    # A thread that never asked can take over another thread's count later: so ask first.
+    # A thread that never asks for its count can inherit another thread's later: so ask first.
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
         if torch.get_num_threads() != count:
@@ -118,15 +119,15 @@ def use_threads(count: int) -> None:
 
 
 def own_cores() -> int:
-    """The cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def core_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The time of how many cores a container gets; None: nobody limits it.
+    """Returns a container's CPU limit in cores; None if it has none.
 
     Args:
-        cgroup: As a container sees its own. https://docs.kernel.org/admin-guide/cgroup-v2.html
+        cgroup: The container's own folder. https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()

@@ -1,7 +1,7 @@
-"""The calls of the CUDA driver that torch does not offer: SM resources, Green Contexts and their streams.
+"""Calls of the CUDA driver that torch does not offer: SM resources, Green Contexts and their streams.
 
-`Driver` is the boundary: everything above it runs against a fake where there is no GPU. See NVIDIA's driver API
-reference, "Green Contexts".
+Code above the protocol `Driver` runs against a fake on machines without a GPU. See "Green Contexts" in NVIDIA's driver
+API reference.
 """
 
 import ctypes
@@ -21,24 +21,24 @@ _PROBE = b"""
 _ADVICE = {
     "CUDA_ERROR_NO_DEVICE": "there is no GPU that this process may use; check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU, or lower --kv-memory",
-    "CUDA_ERROR_NOT_SUPPORTED": "neither this GPU nor its driver can do that; use --colocate mixed",
-    "CUDA_ERROR_INVALID_CONTEXT": "this thread must have used torch on the GPU before, as in torch.cuda.synchronize()",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "a kernel went wrong before and the process must be restarted; "
-    "CUDA_LAUNCH_BLOCKING=1 tells which",
+    "CUDA_ERROR_NOT_SUPPORTED": "this GPU or its driver does not support it; use --colocate mixed",
+    "CUDA_ERROR_INVALID_CONTEXT": "use torch on the GPU on this thread first, such as torch.cuda.synchronize()",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel failed and the process must be restarted; CUDA_LAUNCH_BLOCKING=1 "
+    "shows which",
 }
-_GENERAL_ADVICE = "use --colocate mixed to go without Green Contexts"
+_GENERAL_ADVICE = "use --colocate mixed to run without Green Contexts"
 
 
 class CudaUnavailableError(CPDError):
-    """The driver, the device or the Python package for it is missing, or too old for what is asked of it."""
+    """The driver, the device or its Python package is missing or too old."""
 
 
 class CudaError(CPDError):
     """A call of the driver failed.
 
     Attributes:
-        call: Such as cuGreenCtxCreate.
-        code: Such as CUDA_ERROR_OUT_OF_MEMORY.
+        call: Function, such as cuGreenCtxCreate.
+        code: Error, such as CUDA_ERROR_OUT_OF_MEMORY.
     """
 
     def __init__(self, call: str, code: str) -> None:
@@ -49,13 +49,13 @@ class CudaError(CPDError):
 
 @dataclass(frozen=True, slots=True)
 class SmResource:
-    """SMs that a Green Context can be made of.
+    """SMs from which a Green Context can be made.
 
     Attributes:
-        handle: The driver's.
-        sms: How many.
-        minimum: SMs of a part at least; 0: the driver does not tell.
-        step: Parts are multiples of it; 0: the driver does not tell.
+        handle: The driver's handle.
+        sms: Number of SMs.
+        minimum: Fewest SMs of a partition; 0 if the driver does not report it.
+        step: Partitions are multiples of this; 0 if the driver does not report it.
     """
 
     handle: Any
@@ -65,46 +65,46 @@ class SmResource:
 
 
 class Driver(Protocol):
-    """What is asked of the driver, on a thread that has used torch on the device.
+    """The driver calls in use. Call them on a thread that has used torch on the device.
 
-    Every call raises `CudaError` if it fails, and `CudaUnavailableError` if there is no driver, or one without that
-    call. Contexts are opaque; streams are handles as torch takes them.
+    Every call raises `CudaError` if it fails, and `CudaUnavailableError` if the driver or the call is missing.
+    Contexts are opaque; streams are handles for torch.
     """
 
     def version(self) -> int:
-        """The CUDA version that the driver speaks: 1000 x major + 10 x minor."""
+        """Returns the driver's CUDA version: 1000 x major + 10 x minor."""
 
     def compute_capability(self, device: int) -> tuple[int, int]:
-        """Major and minor."""
+        """Returns major and minor."""
 
     def sm_resource(self, device: int) -> SmResource:
-        """All SMs of a device."""
+        """Returns all SMs of a device."""
 
     def split(self, resource: SmResource, sms: int) -> tuple[SmResource, SmResource]:
-        """Takes SMs out of a device's resource. Returns them, no fewer than asked for, and the rest."""
+        """Splits a device's SMs into a part of at least `sms`, and the rest."""
 
     def create_context(self, device: int, resource: SmResource) -> Any:
-        """A Green Context of these SMs."""
+        """Creates a Green Context of these SMs."""
 
     def destroy_context(self, context: Any) -> None:
-        """Its streams must be gone."""
+        """Destroys a context, after its streams."""
 
     def create_stream(self, context: Any) -> int:
-        """A stream whose kernels stay within the context's SMs. It does not wait for the default stream."""
+        """Creates a stream whose kernels stay on the context's SMs. It does not wait for the default stream."""
 
     def synchronize(self, stream: int) -> None:
-        """Waits until the stream has done its work."""
+        """Waits until the stream is idle."""
 
     def destroy_stream(self, stream: int) -> None:
-        """It must be idle."""
+        """Destroys an idle stream."""
 
     def max_clusters(self, stream: int, blocks: int) -> int:
-        """How many thread-block clusters, of so many blocks of 1,024 threads each, can run at once on the SMs of a
-        stream. Needs compute capability 9.0."""
+        """Returns how many thread-block clusters, with this many blocks of 1,024 threads, can run at once on a stream's
+        SMs. Needs compute capability 9.0."""
 
 
 class CudaDriver:
-    """The real one, through the package cuda-bindings. See `Driver`.
+    """The real driver, through the package cuda-bindings. See `Driver`.
 
     Raises:
         CudaUnavailableError: The package is missing.
@@ -143,7 +143,7 @@ class CudaDriver:
 
     def split(self, resource: SmResource, sms: int) -> tuple[SmResource, SmResource]:
         groups, count, rest = self._call("cuDevSmResourceSplitByCount", 1, resource.handle, 0, sms)
-        if count != 1:  # what a driver does that rounds up to more than there is
+        if count != 1:  # the driver rounds up to more SMs than there are
             raise CudaError("cuDevSmResourceSplitByCount", "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION")
         return _resource(groups[0]), _resource(rest)
 
@@ -175,7 +175,7 @@ class CudaDriver:
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = _PROBE_THREADS, 1, 1
         launch.hStream = cuda.CUstream(stream)
         launch.attrs, launch.numAttrs = [dimension], 1
-        code = ctypes.create_string_buffer(_PROBE)  # ends with NUL, as PTX must
+        code = ctypes.create_string_buffer(_PROBE)  # ends with NUL, as PTX requires
         library = self._call("cuLibraryLoadData", ctypes.addressof(code), [], [], 0, [], [], 0)
         try:
             kernel = self._call("cuLibraryGetKernel", library, b"probe")
@@ -184,12 +184,12 @@ class CudaDriver:
             self._call("cuLibraryUnload", library)
 
     def _call(self, name: str, *args: Any) -> Any:
-        """What a driver function returns beside its status: nothing, one value, or several."""
+        """Calls a driver function. Returns its results after the status: nothing, one value, or several."""
         try:
             status, *values = getattr(self._cuda, name)(*args)
-        except (AttributeError, RuntimeError) as error:  # so the package says that it, or the driver, has no such call
+        except (AttributeError, RuntimeError) as error:  # the package or the driver does not have this call
             raise CudaUnavailableError(
-                f"{name} is not there ({error}): update the NVIDIA driver and the package cuda-bindings"
+                f"{name} is missing ({error}): update the NVIDIA driver and the package cuda-bindings"
             ) from error
         if status != self._cuda.CUresult.CUDA_SUCCESS:
             raise CudaError(name, getattr(status, "name", str(status)))

@@ -1,12 +1,12 @@
-"""Decode steps as CUDA graphs: one launch instead of one a kernel.
+"""Decode steps as CUDA graphs: one launch per step instead of one per kernel.
 
-    capture   once for each of a few batch sizes, on the lane's stream: the graph stays on the lane's part of the device
-    run       inputs → buffers that the graph knows, FlashInfer's plan, replay; a batch is padded to the next size
+    capture   once for each of a few batch sizes, on the lane's stream, so that a graph stays on the lane's SMs
+    run       copies inputs to the graph's buffers, plans FlashInfer's work, replays; pads batches to the next size
 
-Captured is everything from the embedding to the last norm. The head is not: its outputs for all sizes would need more
-memory than the rest. Padding decodes one token at the start of a page that no sequence has.
+A graph spans everything from the embedding to the final norm, without the head, whose outputs for all sizes would need
+more memory than the rest. Padding decodes one token on a spare page that belongs to no sequence.
 
-All graphs of a lane share one pool of memory, their inputs and their page tables: they run one after another.
+The graphs of a lane never run concurrently, and share a memory pool, inputs and page tables.
 """
 
 import logging
@@ -23,22 +23,22 @@ from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import Batch, IntArray
 from engine.model.decoder import Decoder
 from engine.ops.base import DeviceBatch
-from engine.ops.buffers import pack, packed_size
+from engine.ops.buffers import upload_arrays, upload_size
 from engine.ops.flashinfer_ops import FlashInferOps, PageBuffer
 
 log = logging.getLogger(__name__)
 
 _WARM_UPS = 2
-"""Eager runs before a capture: kernels are compiled and loaded, cuBLAS chooses its algorithms and workspace."""
+"""Eager runs before a capture, which compile and load kernels and let cuBLAS choose algorithms and workspace."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured size.
+    """A captured batch size.
 
     Attributes:
-        model: Its `prepare` plans a step of this size.
-        hidden: What a replay computes: [size, H].
+        model: Decoder whose `prepare` plans steps of this size.
+        hidden: Output of a replay: [size, H].
     """
 
     model: Decoder
@@ -50,13 +50,13 @@ class DecodeGraphs:
     """The graphs of one lane, which runs one step at a time.
 
     Args:
-        model: Its ops are `ops`.
-        ops: Shared with the lane's other steps.
-        kv: For each layer [num_pages, 2, Hkv, BS, D].
-        spare_page: That no sequence has, for padding.
-        most_decodes: Of a captured step.
-        most_pages: Of one sequence.
-        stream: The lane's.
+        model: Decoder with the ops `ops`.
+        ops: Ops shared with the lane's other steps.
+        kv: Each layer's [num_pages, 2, Hkv, BS, D].
+        spare_page: Page for padding, of no sequence.
+        max_decodes: Most decodes of a captured step.
+        max_pages: Most pages of one sequence.
+        stream: Stream of the lane.
     """
 
     def __init__(
@@ -66,31 +66,31 @@ class DecodeGraphs:
         kv: Sequence[torch.Tensor],
         *,
         spare_page: int,
-        most_decodes: int,
-        most_pages: int,
+        max_decodes: int,
+        max_pages: int,
         stream: torch.cuda.Stream,
         device: torch.device,
     ) -> None:
-        self.sizes = graph_sizes(most_decodes)
+        self.sizes = graph_sizes(max_decodes)
         self._model = model
         self._ops = ops
         self._kv = kv
         self._spare_page = spare_page
         self._stream = stream
         self._device = device
-        lengths = [most_decodes] * 3 + [most_decodes + 1, most_decodes]
+        lengths = [max_decodes] * 3 + [max_decodes + 1, max_decodes]
         with torch.cuda.stream(stream):
-            self._pages = PageBuffer(most_decodes, most_pages, device)
-            self._inputs = torch.zeros(packed_size(lengths), dtype=torch.int32, device=device)
+            self._pages = PageBuffer(max_decodes, max_pages, device)
+            self._inputs = torch.zeros(upload_size(lengths), dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
 
     @torch.inference_mode()
     def capture(self, what: str, on_captured: Callable[[], None]) -> None:
-        """Captures every size, the largest first, so that the others fit into its memory. Nothing else may use the
+        """Captures every size, the largest first, so that the others reuse its memory. Nothing else may use the
         device's allocator meanwhile.
 
         Args:
-            what: The lane's name, for the log.
+            what: Name of the lane, for the log.
             on_captured: Called after each size.
         """
         start_s, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
@@ -108,47 +108,47 @@ class DecodeGraphs:
         )
 
     def fits(self, batch: Batch) -> bool:
-        """Whether there is a graph for this step."""
+        """True if there is a graph for this step."""
         return batch.num_decodes == len(batch.context_lens) <= self.sizes[-1]
 
-    def run(self, batch: Batch, feed: Callable[[DeviceBatch], None]) -> torch.Tensor:
-        """Computes a step that fits, on the current stream, which is the lane's.
+    def run(self, batch: Batch, fill_token_ids: Callable[[DeviceBatch], None]) -> torch.Tensor:
+        """Computes a step that fits, on the lane's stream, which must be the current one.
 
         Args:
-            feed: Called when the inputs are in their place, and before they are used.
+            fill_token_ids: Called when the inputs have been copied, before they are used.
 
         Returns:
-            [>= T, H]: of each token what the head makes its logits of; then of padding. Valid until the next run.
+            Inputs of the head for each token, then for padding: [>= T, H]. Valid until the next run.
         """
         graph = self._graphs[self.sizes[bisect_left(self.sizes, batch.num_decodes)]]
         loaded = self._load(pad(batch, len(graph.hidden), self._spare_page))
-        feed(loaded)
+        fill_token_ids(loaded)
         graph.model.prepare(loaded)
         graph.graph.replay()
         return graph.hidden
 
     def _load(self, batch: Batch) -> DeviceBatch:
-        """A padded batch in the buffers that its graph knows."""
+        """Copies a padded batch to its graph's buffers."""
         arrays = (batch.token_ids, batch.positions, batch.slots, batch.query_start, batch.context_lens)
-        return DeviceBatch.over(batch, pack(arrays, self._device, self._inputs))
+        return DeviceBatch.over(batch, upload_arrays(arrays, self._device, self._inputs))
 
     def _capture(self, size: int, pool: Any) -> _Graph:
         with torch.cuda.stream(self._stream):
-            model = self._model.on(self._ops.graphed(size, self._pages))
+            model = self._model.with_ops(self._ops.graphed(size, self._pages))
             batch = self._load(padding(size, self._spare_page))
             model.prepare(batch)
             for _ in range(_WARM_UPS):
                 model.head(model.hidden(batch, self._kv))
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on meanwhile; by default whatever they do would spoil the capture.
+            # By default CUDA calls of any other thread would invalidate the capture.
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 hidden = model.hidden(batch, self._kv)
         return _Graph(model, graph, hidden)
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, 16, then in steps of a third to a half, up to `most`."""
+    """Returns the batch sizes to capture: 1, 2, 4, 8, 16, then in steps of a third to a half, up to `most`."""
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -159,7 +159,7 @@ def graph_sizes(most: int) -> list[int]:
 
 
 def padding(size: int, spare_page: int) -> Batch:
-    """A step of `size` decodes of padding."""
+    """Makes a step of `size` decodes of padding."""
     zeros, ones = np.zeros(size, np.int32), np.ones(size, np.int32)
     return Batch(
         token_ids=zeros,
@@ -174,7 +174,7 @@ def padding(size: int, spare_page: int) -> Batch:
 
 
 def pad(batch: Batch, size: int, spare_page: int) -> Batch:
-    """A step of decodes with padding behind it, up to `size`. The samples stay."""
+    """Pads a step of decodes to `size`. The samples do not change."""
     missing = size - batch.num_decodes
     if not missing:
         return batch

@@ -1,10 +1,11 @@
-"""Pinned host memory for the pages that a GPU's pool evicts.
+"""Pinned host memory for pages that a GPU's pool evicts.
 
-Pages go out on the stream of page copies (`engine/execution/cuda/lanes.py`), for which every later step waits on the
-device, and nobody on the host. They come back on a stream of their own: a thread starts the copies and sleeps until
-they are done.
+Pages are copied to the host on the stream of page copies (`engine/execution/cuda/lanes.py`): later steps wait for it on
+the device, and the host never waits. They are copied back on a second stream: a thread starts the copies and sleeps
+until they are complete.
 """
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,19 +16,20 @@ from engine.execution.host_memory import TorchHostMemory
 
 
 def pin(memory: torch.Tensor) -> torch.Tensor:
-    """Has the device copy from and to this host memory by itself. torch's `pin_memory` would take the next power of two
-    of bytes: 64 GiB for 40.
+    """Pins host memory in place until the tensor is deleted. torch's `pin_memory` would round 40 GiB up to 64.
 
     Raises:
-        ConfigError: CUDA refuses; says why.
+        ConfigError: CUDA refuses; the message says why.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    address = memory.data_ptr()
+    status = runtime.cudaHostRegister(address, memory.nbytes, 0)
     if int(status):
         raise ConfigError(
             f"{memory.nbytes / 2**30:.1f} GiB of host memory can't be pinned for the GPU: "
             f"{runtime.cudaGetErrorString(status)}; lower --host-kv-memory"
         )
+    weakref.finalize(memory, runtime.cudaHostUnregister, address)
     return memory
 
 
@@ -35,9 +37,9 @@ class CudaHostMemory(TorchHostMemory):
     """See `engine.kv.host_tier.HostMemory`.
 
     Args:
-        pool: On the device. [pages, ...]
-        slots: Pinned. [slots, ...]
-        copies: Of the same pool.
+        pool: Pool on the device. [pages, ...]
+        slots: Pinned memory. [slots, ...]
+        copies: Page copies of the same pool.
     """
 
     def __init__(self, pool: torch.Tensor, slots: torch.Tensor, copies: PageCopies, *, checksums: bool) -> None:
@@ -53,7 +55,7 @@ class CudaHostMemory(TorchHostMemory):
 
     def _back(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._copies.done)  # what was in these pages may still be on its way out
+            self._stream.wait_event(self._copies.done)  # the pages' old content may still be copied out
             for slot, page in zip(slots, pages, strict=True):
                 self._pool[page].copy_(self._slots[slot], non_blocking=True)
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,34 +1,34 @@
-"""Lanes on a GPU: the whole of it, and pairs of partitions.
+"""Lanes on a GPU: the whole device, and pairs of partitions.
 
-    launch   inputs → device, graph replay or eager kernels, sampling, tokens → pinned memory, event; nobody waits
-    done     asks the event
-    collect  waits for the event, reads the tokens
+    launch   copies inputs to the device, replays a graph or starts kernels, samples, copies tokens to pinned memory,
+             records an event; the host does not wait
+    done     queries the event
+    collect  waits for the event and reads the tokens
 
-A second step may be launched before the first is collected: the stream keeps their order, and everything that both use
-(inputs, page tables, a graph's memory) is written by the stream itself. What the host writes for the stream to copy
-lies in blocks of its own, or is guarded by an event (`engine/ops/flashinfer_ops.py`).
+A second step may be launched before the first is collected. The stream keeps their order and writes everything that
+both use (inputs, page tables, a graph's memory). Host memory that the stream copies from is not shared between steps,
+or is guarded by an event (`engine/ops/flashinfer_ops.py`).
 
-The prefill lane of a split does all of this on a thread of its own: starting the thousands of kernels of a chunk takes
-milliseconds in which the decodes' next step could not be started, and the same thread then sleeps until the event. What
-is queued behind a chunk it starts when it wakes from that.
+A split's prefill lane runs on its own thread: starting a chunk's thousands of kernels takes milliseconds and would
+delay the next decode step. The thread sleeps until the chunk's event, and then starts the queued chunk.
 
-| what                                 | owner, or the stream that it belongs to | others may use it                   |
+| what                                 | owner                                   | may be used by others               |
 | --- | --- | --- |
-| weights, KV pool, tables             | the runner; written on the default      | always: the device was waited for   |
-|                                      | stream                                  | before the first lane was made      |
-| pages that a step writes             | the step's sequences                    | when the step has been collected    |
-| pages that `copy_page` writes, and   | the full lane's stream                  | in steps launched later, which wait |
-| those that are copied to the host    |                                         | `PageCopies.done`, on the device;   |
-|                                      |                                         | by other workers after `settle`     |
-| ops of full and all decode lanes     | the engine's thread, one step at a time | when the step has been collected    |
-| ops of all prefill lanes             | the prefill thread, the same            | the same                            |
+| weights, KV pool, tables             | the runner, on the default stream       | always: lanes are made after a      |
+|                                      |                                         | device synchronisation              |
+| pages that a step writes             | the step's sequences                    | once the step is collected          |
+| pages copied by `copy_page` or to    | the full lane's stream                  | by later steps, which wait for      |
+| the host                             |                                         | `PageCopies.done` on the device; by |
+|                                      |                                         | other workers after `settle`        |
+| ops of full and all decode lanes     | the engine's thread, one step at a time | once the step is collected          |
+| ops of all prefill lanes             | the prefill thread, one step at a time  | once the step is collected          |
 | graphs, their inputs and page tables | one lane                                | never                               |
-| activations, logits                  | the lane's stream, by torch's allocator | never: memory stays with its stream |
+| activations, logits                  | the lane's stream (torch's allocator)   | never: memory stays with its stream |
 | tokens in pinned memory              | the launched step                       | until `collect` has read them       |
-| the same on the device               | the lane, of its last step              | the next one, if that overlaps      |
+| tokens on the device                 | the lane, for its last step             | by the next step, if it overlaps    |
 | streams of partitions                | `GreenContexts`, kept by the runner     | as long as there are lanes          |
 
-So no tensor is freed that another stream still uses, and memory needs no fence but these.
+No tensor is freed while another stream uses it, so that no other synchronisation is needed.
 """
 
 import time
@@ -42,15 +42,15 @@ import torch
 from engine.batch import Batch, IntArray, Sampled
 from engine.execution.cuda.graphs import DecodeGraphs
 from engine.execution.executor import StepResult
-from engine.execution.model_step import Steps
-from engine.execution.sampling.sampler import Chosen
+from engine.execution.model_step import ModelStep
+from engine.execution.sampling.sampler import ChosenTokens
 
 
 class PageCopies:
     """Copies pages of a pool on a stream.
 
     Attributes:
-        done: What later steps on other streams wait for, on the device.
+        done: Event of the latest copy, for which later steps wait on the device.
     """
 
     def __init__(self, pool: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -65,44 +65,44 @@ class PageCopies:
             self.done.record(self._stream)
 
     def settle(self) -> None:
-        """Waits until all of them are over."""
+        """Waits until all copies are complete."""
         self.done.synchronize()
 
     def copy_out(self, pages: Sequence[int], slots: torch.Tensor, numbers: Sequence[int]) -> None:
-        """Copies pages to these of the slots, which are in pinned memory."""
+        """Copies pages to the slots with these numbers, in pinned memory."""
         with torch.cuda.stream(self._stream):
             for page, number in zip(pages, numbers, strict=True):
                 slots[number].copy_(self._pool[page], non_blocking=True)
             self.done.record(self._stream)
 
 
-class GraphSteps(Steps):
-    """Steps whose decodes are replayed graphs, where there is one for them."""
+class GraphStep(ModelStep):
+    """Steps that replay a graph if there is one for them."""
 
-    def __init__(self, steps: Steps, graphs: DecodeGraphs) -> None:
-        super().__init__(steps.model, steps.kv, steps.sampler, steps.device)
+    def __init__(self, step: ModelStep, graphs: DecodeGraphs) -> None:
+        super().__init__(step.model, step.kv, step.sampler, step.device)
         self._graphs = graphs
 
-    def logits(self, batch: Batch, rows: IntArray, before: torch.Tensor | None = None) -> torch.Tensor | None:
+    def logits(self, batch: Batch, rows: IntArray, previous: torch.Tensor | None = None) -> torch.Tensor | None:
         if not self._graphs.fits(batch):
-            return super().logits(batch, rows, before)
-        hidden = self._graphs.run(batch, lambda loaded: self.feed(loaded, before))
+            return super().logits(batch, rows, previous)
+        hidden = self._graphs.run(batch, lambda loaded: self.fill_token_ids(loaded, previous))
         if not len(rows):
             return None
-        logits = self.model.head(hidden)  # of padding too: cuBLAS knows these sizes
-        # Ascending rows whose last is their number less one are the first ones.
-        return logits[: len(rows)] if rows[-1] == len(rows) - 1 else self.take(logits, rows)
+        logits = self.model.head(hidden)  # with padding: cuBLAS has chosen algorithms for these sizes
+        is_prefix = rows[-1] == len(rows) - 1  # rows ascend
+        return logits[: len(rows)] if is_prefix else self.take_rows(logits, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step on its way.
+    """A launched step.
 
     Attributes:
-        chosen: In pinned memory, valid when `done`.
+        chosen: Tokens in pinned memory, valid after `done`.
     """
 
-    chosen: Chosen | None
+    chosen: ChosenTokens | None
     done: torch.cuda.Event
     start_s: float
 
@@ -113,21 +113,28 @@ class _Step:
 
 
 class CudaLane:
-    """Computes meanwhile, started by the caller's thread. See `engine.execution.executor.Lane`.
+    """A lane that computes asynchronously. See `engine.execution.executor.Lane`.
 
     Args:
-        steps: May be shared by lanes that never run at the same time.
-        copies: Of pages, for which steps wait.
-        sleeps: Whether those who wait leave their core to others, which takes them some 20 µs longer.
+        step: Can be shared by lanes that never run at the same time.
+        copies: Page copies for which steps wait.
+        share: Share of the device.
+        sleeps: True if waiting threads sleep instead of spinning, which takes about 20 µs longer.
     """
 
     overlaps = True
 
     def __init__(
-        self, steps: Steps, stream: torch.cuda.Stream, copies: PageCopies, *, share: float = 1.0, sleeps: bool = False
+        self,
+        step: ModelStep,
+        stream: torch.cuda.Stream,
+        copies: PageCopies,
+        *,
+        share: float = 1.0,
+        sleeps: bool = False,
     ) -> None:
         self.share = share
-        self._steps = steps
+        self._step = step
         self._stream = stream
         self._copies = copies
         self._sleeps = sleeps
@@ -140,7 +147,7 @@ class CudaLane:
         step = self._start(batch)
         self._launched.append(step)
         if on_done is not None:
-            Thread(target=_tell, args=(step.done, on_done), name="lane-done", daemon=True).start()
+            Thread(target=_call_when_done, args=(step.done, on_done), name="lane-done", daemon=True).start()
 
     def done(self) -> bool:
         return bool(self._launched) and bool(self._launched[0].done.query())  # type: ignore[no-untyped-call]
@@ -160,16 +167,16 @@ class CudaLane:
         start_s = time.perf_counter()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._copies.done)
-            chosen = self._steps.start(batch, self._chosen)
+            chosen = self._step.start(batch, self._chosen)
             self._chosen = chosen.token_ids if chosen else None
-            on_its_way = chosen.to_host() if chosen else None
+            on_host = chosen.to_host() if chosen else None
             done = torch.cuda.Event(blocking=self._sleeps)  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        return _Step(on_its_way, done, start_s)
+        return _Step(on_host, done, start_s)
 
 
-def _tell(done: torch.cuda.Event, on_done: Callable[[], None]) -> None:
-    """Waits for a step, without holding the interpreter."""
+def _call_when_done(done: torch.cuda.Event, on_done: Callable[[], None]) -> None:
+    """Waits for a step without holding the GIL, then calls `on_done`."""
     try:
         done.synchronize()
     finally:

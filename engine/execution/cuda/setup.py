@@ -1,4 +1,4 @@
-"""The lanes of a GPU, ready to serve: partitions, streams, captured graphs, kernels compiled and memory taken."""
+"""Prepares a GPU's lanes for serving: partitions, streams, captured graphs, compiled kernels, allocated memory."""
 
 import itertools
 import logging
@@ -14,9 +14,9 @@ from engine.execution.cuda import warm_up
 from engine.execution.cuda.driver import CudaDriver, CudaError, CudaUnavailableError
 from engine.execution.cuda.graphs import DecodeGraphs
 from engine.execution.cuda.greenctx import GreenContexts, PartitionPair
-from engine.execution.cuda.lanes import CudaLane, GraphSteps, PageCopies
+from engine.execution.cuda.lanes import CudaLane, GraphStep, PageCopies
 from engine.execution.executor import Lane, Split
-from engine.execution.model_step import Steps
+from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import Sampler
 from engine.model.decoder import Decoder
 from engine.ops.base import Ops
@@ -25,19 +25,19 @@ from engine.ops.flashinfer_ops import FlashInferOps
 log = logging.getLogger(__name__)
 
 DECODE_SHARES = (1 / 8, 1 / 4, 1 / 2)
-"""Of the SMs, in the prepared splits. Decodes are bound by memory, which is not divided: a few SMs use most of it."""
+"""Shares of the SMs for decodes in the prepared splits. A few SMs suffice: decodes are bound by memory bandwidth, which
+is not divided."""
 
-_CHUNK, _RIDING = 4096, 512
-"""Tokens of a long chunk, and of prompts that ride along with decodes. Each lane computes a step of that length before
-it serves: kernels are compiled, and memory for activations is taken, while nobody waits."""
+_PREFILL_TOKENS, _MIXED_TOKENS = 4096, 512
+"""Tokens of the step with which a lane for prefills, or for decodes, warms up."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaLanes:
-    """What a runner keeps.
+    """Lanes and page copies of a runner.
 
     Attributes:
-        contexts: Owns the splits' streams.
+        contexts: Owner of the splits' streams.
     """
 
     full: Lane
@@ -53,61 +53,63 @@ def make_lanes(
     pool: torch.Tensor,
     *,
     max_model_len: int,
-    most_decodes: int,
+    max_decodes: int,
     split: bool,
     on_progress: Callable[[str, float], None],
 ) -> CudaLanes:
-    """Makes the lanes, tries each of them and captures their graphs.
+    """Makes the lanes, captures their graphs and warms them up.
 
     Args:
-        model: Its ops are `ops`.
-        pool: [pages, layers, 2, Hkv, BS, D]. The last page is for padding and warming up.
+        model: Decoder with the ops `ops`.
+        pool: [pages, layers, 2, Hkv, BS, D]. The last page is for padding and warm-up.
         max_model_len: Tokens of the longest sequence.
-        most_decodes: Sequences of a step that runs as a captured graph; 0: none does.
-        split: Whether to divide the device, if that is possible.
-        on_progress: Told what is going on and the fraction done.
+        max_decodes: Most decodes of a captured step; 0 captures none.
+        split: True to partition the device, if possible.
+        on_progress: Called with the current task and the fraction of it that is done.
     """
     device, spare_page = pool.device, len(pool) - 1
     kv = [pool[:, layer] for layer in range(pool.shape[1])]
-    steps, aside = Steps(model, kv, sampler, device), Steps(model.beside(), kv, sampler, device)
+    step = ModelStep(model, kv, sampler, device)
+    prefill_step = ModelStep(model.with_own_workspaces(), kv, sampler, device)
     contexts, pairs = _partitions(device) if split else (None, [])
-    torch.cuda.synchronize(device)  # weights and pool were written on the default stream
+    torch.cuda.synchronize(device)  # the default stream wrote weights and pool
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     copies = PageCopies(pool, stream)
     executor = ThreadPoolExecutor(1, thread_name_prefix="prefill-lane")
     captured = itertools.count(1)
 
-    def with_graphs(lane: str, stream: torch.cuda.Stream) -> Steps:
-        """The steps, the decodes among them as graphs where that is possible."""
-        if not isinstance(ops, FlashInferOps) or not most_decodes:
-            return steps
+    def with_graphs(lane: str, stream: torch.cuda.Stream) -> ModelStep:
+        """Returns the step of a lane, with captured decodes if possible."""
+        if not isinstance(ops, FlashInferOps) or not max_decodes:
+            return step
         graphs = DecodeGraphs(
             model,
             ops,
             kv,
             spare_page=spare_page,
-            most_decodes=most_decodes,
-            most_pages=blocks_for(max_model_len),
+            max_decodes=max_decodes,
+            max_pages=blocks_for(max_model_len),
             stream=stream,
             device=device,
         )
         total = len(graphs.sizes) * (1 + len(pairs))
         graphs.capture(lane, lambda: on_progress("capturing decode graphs", next(captured) / total))
-        return GraphSteps(steps, graphs)
+        return GraphStep(step, graphs)
 
     full = CudaLane(with_graphs("full", stream), stream, copies)
     splits: list[Split] = []
     for pair in pairs:
         sms = pair.prefill.sms + pair.decode.sms
-        sleeper = CudaLane(aside, pair.prefill.stream(), copies, sleeps=True)
-        prefill = ThreadLane(executor, sleeper.run, None, pair.prefill.sms / sms)
-        beside = pair.decode.stream()
-        decodes = with_graphs(f"{pair.decode.sms}-SM decode", beside)
-        splits.append(Split(prefill, CudaLane(decodes, beside, copies, share=pair.decode.sms / sms)))
-    for lane in (full, *(lanes.prefill for lanes in splits)):  # after the captures, which give unused memory back
-        warm_up.run(lane, warm_up.prompts(_CHUNK, max_model_len, spare_page))
+        on_thread = CudaLane(prefill_step, pair.prefill.stream(), copies, sleeps=True)
+        prefill = ThreadLane(executor, on_thread.run, None, pair.prefill.sms / sms)
+        stream_of_decodes = pair.decode.stream()
+        decode_step = with_graphs(f"{pair.decode.sms}-SM decode", stream_of_decodes)
+        splits.append(Split(prefill, CudaLane(decode_step, stream_of_decodes, copies, share=pair.decode.sms / sms)))
+    # Captures free unused memory, so lanes warm up after them.
+    for lane in (full, *(lanes.prefill for lanes in splits)):
+        warm_up.run(lane, warm_up.prompts(_PREFILL_TOKENS, max_model_len, spare_page))
     for lanes in splits:
-        warm_up.run(lanes.decode, warm_up.prompts(_RIDING, max_model_len, spare_page))
+        warm_up.run(lanes.decode, warm_up.prompts(_MIXED_TOKENS, max_model_len, spare_page))
     return CudaLanes(full, splits, copies, contexts)
 
 
@@ -120,5 +122,5 @@ def _partitions(device: torch.device) -> tuple[GreenContexts | None, list[Partit
             contexts.close()
             raise
     except (CudaUnavailableError, CudaError) as error:
-        log.warning("prompts and decodes share batches, since there are no lanes: %s", error)
+        log.warning("no lanes, so prompts and decodes share batches: %s", error)
         return None, []

@@ -1,7 +1,7 @@
-"""Steps that are run before anybody waits, on a page that no sequence has.
+"""Steps that run before serving, on a spare page that belongs to no sequence.
 
-Kernels are compiled and loaded by them, and torch keeps the memory that they took. So what is too large for the device
-fails while the worker starts, and not in the middle of serving.
+They compile and load kernels, and torch keeps the memory that they allocate. If the device has too little memory, the
+worker fails while it starts, not while it serves.
 """
 
 from dataclasses import replace
@@ -17,23 +17,23 @@ from engine.types import SamplingParams
 _EVERYTHING = SamplingParams(
     temperature=0.5, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.5, repetition_penalty=1.1, top_logprobs=20
 )
-"""Costs the sampler the most memory."""
+"""Sampling with the largest use of memory."""
 
 
 def run(lane: Lane, batch: Batch) -> None:
-    """One step."""
+    """Computes one step."""
     lane.launch(batch)
     lane.collect()
 
 
 def run_largest(lane: Lane, tokens: int, seqs: int, max_model_len: int, spare_page: int) -> None:
-    """The largest steps there will be: of prompts of so many tokens, and of so many decodes."""
+    """Computes the largest possible steps: one of `tokens` prompt tokens, and one of `seqs` decodes."""
     run(lane, prompts(tokens, max_model_len, spare_page))
     run(lane, decodes(seqs, spare_page))
 
 
 def prompts(tokens: int, max_model_len: int, spare_page: int) -> Batch:
-    """Prompts of so many tokens in all, as few as can be, each of which samples a token."""
+    """Makes a step of the fewest prompts that have `tokens` tokens in total. Each samples a token."""
     whole, rest = divmod(tokens, max_model_len)
     lengths = np.array([rest] * (rest > 0) + [max_model_len] * whole, np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
@@ -55,7 +55,7 @@ def prompts(tokens: int, max_model_len: int, spare_page: int) -> Batch:
 
 
 def decodes(seqs: int, spare_page: int) -> Batch:
-    """Decodes whose next tokens are sampled by all that a request can ask for."""
+    """Makes a step of decodes that use every sampling parameter."""
     token = np.zeros(1, np.int32)
     return replace(
         padding(seqs, spare_page), samples=[SampleRow(row, _EVERYTHING, 0, 1, token, 1) for row in range(seqs)]

@@ -1,14 +1,19 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
-Order: log-probabilities of the model's own distribution; repetition, presence and frequency penalties, logit bias,
-the mask of `min_tokens`; temperature; top-k, top-p and min-p (as in vLLM: each on what the one before left); then the
-token with the largest `logit + Gumbel noise`, which is a draw from the softmax (the Gumbel-max trick). On a CPU, rows
-with a small top-k are filtered and drawn among their best tokens only.
+Order of operations:
 
-The noise of a token is a hash of (seed, choice, position, token id), not the state of a generator. So a request gets
-the same tokens alone, in any batch, in any order of steps and on any worker.
+    1. log-probabilities of the model's own distribution
+    2. repetition, presence and frequency penalties, logit bias, mask of `min_tokens`
+    3. temperature
+    4. top-k, top-p, min-p, each on what the previous one left, as in vLLM
+    5. the token with the largest logit + Gumbel noise: a draw from the softmax (the Gumbel-max trick)
 
-On a GPU nothing here waits for the device but `Chosen.read`.
+On a CPU, rows with a small top-k take steps 3 to 5 on their best tokens only.
+
+The noise of a token is a hash of (seed, choice, position, token id), not a generator's state. So a request gets the
+same tokens in any batch, any order of steps and on any worker.
+
+On a GPU only `ChosenTokens.read` waits for the device.
 """
 
 import math
@@ -26,39 +31,37 @@ from engine.ops.buffers import upload
 from engine.types import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this take the most likely token: dividing by them would overflow."""
+"""Temperatures below this choose the most likely token: dividing by them would overflow."""
 
 MAX_SHORTLIST = 1024
-"""Rows whose top-k is at most half of this are drawn from a shortlist of twice as many tokens: room for ties."""
+"""Longest shortlist. It has 2 · top-k tokens, so that ties with the k-th fit too."""
 
 _BLOCK = 64
-"""Neighbouring tokens of which only the best is looked at first: most blocks hold none of the best tokens."""
+"""Adjacent tokens of which only the maximum is compared at first: most blocks contain none of the best tokens."""
 
 _UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """Sampled tokens, while they may still be computed.
+class ChosenTokens:
+    """Sampled tokens, which the device may still be computing.
 
     Attributes:
         token_ids: int64 [R]
-        reported: The rows that asked for log-probabilities. L of them.
-        tops: How many alternatives each of those asked for. [L]
-        logprobs: Of the chosen tokens [L]; of the most likely ones [L, max(tops)], and which those are. None if L is 0.
+        with_logprobs: Rows that asked for log-probabilities. [L]
+        tops: Number of alternatives that each of those rows asked for. [L]
+        logprobs: Log-probabilities of the chosen tokens [L], of the most likely ones [L, max(tops)], and the ids of the
+            latter. None if L is 0.
     """
 
     token_ids: Tensor
-    reported: Sequence[int] = ()
+    with_logprobs: Sequence[int] = ()
     tops: Sequence[int] = ()
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
 
     def to_host(self) -> Self:
-        """Starts copying everything into pinned memory, ordered after what the current stream has to do.
-
-        Read it when that stream has come so far. On a CPU it is there already.
-        """
+        """Starts copying everything to pinned memory, in order with the current stream. Read it when that is done."""
 
         def copied(tensor: Tensor) -> Tensor:
             return tensor.to("cpu", non_blocking=True)
@@ -70,40 +73,40 @@ class Chosen:
         return replace(self, token_ids=copied(self.token_ids), logprobs=logprobs)
 
     def read(self) -> list[Sampled]:
-        """One a row."""
+        """Returns the token of each row."""
         sampled = [Sampled(token_id) for token_id in self.token_ids.tolist()]
         if self.logprobs is not None:
             of_chosen, best, ids = (tensor.tolist() for tensor in self.logprobs)
-            for row, top, own, values, tokens in zip(self.reported, self.tops, of_chosen, best, ids, strict=True):
+            for row, top, own, values, tokens in zip(self.with_logprobs, self.tops, of_chosen, best, ids, strict=True):
                 sampled[row].logprobs = TokenLogprobs(own, list(zip(tokens[:top], values[:top], strict=True)))
         return sampled
 
 
 class Sampler:
-    """Samples one token a row. Holds only constants: the scrambled token ids that the noise is made of."""
+    """Samples one token per row. Its only state is a constant: a hash of every token id, for the noise."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self._vocab_size = vocab_size
         self._token_keys = _token_keys(vocab_size).to(device)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """As `choose`, and waits for the tokens. There may be no rows."""
+        """Chooses tokens and waits for them. `rows` can be empty. See `choose`."""
         return self.choose(logits, rows).read() if rows else []
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
+    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> ChosenTokens:
         """Chooses a token for each row.
 
         Args:
-            logits: The model's output, one row a sample row, any floating type. float32 is overwritten. [R, V]
-            rows: How to choose. At least one. [R]
+            logits: Output of the model in any floating type; float32 is overwritten. [R, V]
+            rows: How to choose each token; at least one row. [R]
         """
         params = [row.params for row in rows]
         drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
-        reported = [i for i, p in enumerate(params) if p.top_logprobs is not None]
-        if not drawn and not reported and not any(_adjusts(row) for row in rows):
-            return Chosen(logits.max(dim=-1).indices)  # argmax of bfloat16 is four times slower on a CPU
+        with_logprobs = [i for i, p in enumerate(params) if p.top_logprobs is not None]
+        if not drawn and not with_logprobs and not any(_adjusts(row) for row in rows):
+            return ChosenTokens(logits.max(dim=-1).indices)  # argmax of bfloat16 is four times slower on a CPU
         logits = logits.float()
-        raw_logprobs = torch.log_softmax(_take(logits, reported), dim=-1) if reported else None
+        raw_logprobs = torch.log_softmax(_take(logits, with_logprobs), dim=-1) if with_logprobs else None
         _adjust(logits, rows)
         if len(drawn) == len(rows):
             chosen = self._draw(logits, rows)
@@ -112,39 +115,41 @@ class Sampler:
             if drawn:
                 chosen[_index(drawn, logits)] = self._draw(_take(logits, drawn), [rows[i] for i in drawn])
         if raw_logprobs is None:
-            return Chosen(chosen)
-        tops = [params[i].top_logprobs or 0 for i in reported]
+            return ChosenTokens(chosen)
+        tops = [params[i].top_logprobs or 0 for i in with_logprobs]
         best = torch.topk(raw_logprobs, min(max(tops), self._vocab_size), dim=-1)
-        of_chosen = raw_logprobs.gather(1, _take(chosen, reported)[:, None]).flatten()
-        return Chosen(chosen, reported, tops, (of_chosen, best.values, best.indices))
+        of_chosen = raw_logprobs.gather(1, _take(chosen, with_logprobs)[:, None]).flatten()
+        return ChosenTokens(chosen, with_logprobs, tops, (of_chosen, best.values, best.indices))
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites `logits`."""
-        if logits.device.type != "cpu":  # whether a shortlist is enough could be told only by waiting for the device
+        if logits.device.type != "cpu":  # checking that a shortlist suffices would wait for the device
             return self._draw_from(logits, None, rows)
         short = [i for i, row in enumerate(rows) if 0 < 2 * row.params.top_k <= min(MAX_SHORTLIST, self._vocab_size)]
         if not short:
             return self._draw_from(logits, None, rows)
-        chosen = torch.empty(len(rows), dtype=torch.int64)
         best, ids = _best(_take(logits, short), 2 * max(rows[i].params.top_k for i in short))
         kth = best.gather(1, torch.tensor([[rows[i].params.top_k - 1] for i in short]))
-        whole = (best[:, -1:] < kth).flatten()  # else tokens as likely as the k-th may be missing
-        enough = [i for i, fits in zip(short, whole.tolist(), strict=True) if fits]
-        if enough:
-            chosen[enough] = self._draw_from(best[whole], ids[whole], [rows[i] for i in enough])
-        if rest := sorted(set(range(len(rows))).difference(enough)):
-            chosen[rest] = self._draw_from(logits[rest], None, [rows[i] for i in rest])
+        complete = (best[:, -1:] < kth).flatten()  # otherwise tokens as likely as the k-th may be missing
+        listed = [i for i, is_complete in zip(short, complete.tolist(), strict=True) if is_complete]
+        if len(listed) == len(rows):
+            return self._draw_from(best, ids, rows)
+        chosen = torch.empty(len(rows), dtype=torch.int64)
+        if listed:
+            chosen[listed] = self._draw_from(best[complete], ids[complete], [rows[i] for i in listed])
+        rest = sorted(set(range(len(rows))).difference(listed))
+        chosen[rest] = self._draw_from(logits[rest], None, [rows[i] for i in rest])
         return chosen
 
     def _draw_from(self, logits: Tensor, ids: Tensor | None, rows: Sequence[SampleRow]) -> Tensor:
-        """Draws a token for each row, among some tokens or all. Overwrites `logits`.
+        """Draws a token for each row, from some tokens or all. Overwrites `logits`.
 
-        The largest `logit + noise` is found as the largest `probability / E`, since the noise is -log(E) with an
-        exponentially distributed E: that saves a logarithm of every token.
+        argmax(logit + noise) = argmax(probability / E), as noise = -log(E) with an exponentially distributed E. That
+        saves a logarithm per token.
 
         Args:
             logits: [R, N]
-            ids: The tokens that they belong to; None: the whole vocabulary. [R, N]
+            ids: Token ids of the columns; None for the whole vocabulary. [R, N]
 
         Returns:
             Token ids. [R] int64
@@ -161,9 +166,9 @@ class Sampler:
 
 
 def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row, descending, and their columns. [R, V] -> [R, count] twice
+    """Finds the `count` largest logits of each row, descending, and their columns. [R, V] -> [R, count] twice
 
-    The `count` best tokens are in the `count` blocks with the best maxima, or behind the last whole block.
+    The `count` best tokens are in the `count` blocks with the largest maxima, or after the last whole block.
     """
     num_rows, size = logits.shape
     blocks = size // _BLOCK
@@ -178,21 +183,11 @@ def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, columns.gather(1, places)
 
 
-def gumbel_noise(seed: int, choice: int, position: int, vocab_size: int) -> Tensor:
-    """The noise that is added to the (tempered) logits of the token at `position`. [vocab_size] float32
-
-    Tests use it as an oracle: a sampled token is the argmax of logits / temperature + noise.
-    """
-    keys = _row_keys([seed], [choice], [position])
-    return _minus_exponential(_token_keys(vocab_size), keys)[0].neg_().log_().neg_()
-
-
 def _minus_exponential(token_keys: Tensor, row_keys: Tensor) -> Tensor:
-    """Minus the exponentially distributed variable of each row and token. [V] or [R, V], [R, 2] -> [R, V] float32,
-    all < 0
+    """Computes -E for each row and token, E being exponentially distributed. [V] or [R, V], [R, 2] -> [R, V] float32
 
-    A multiply-xorshift-multiply hash in 32-bit arithmetic, which wraps around in the same way on every device. It
-    is mapped so that the numbers near 0, which decide, have the finest resolution: down to 2^-32.
+    E comes from a multiply-xorshift-multiply hash in 32-bit arithmetic, which wraps around alike on every device.
+    Values near 0, which decide, have the finest resolution: 2^-32.
     """
     bits = torch.bitwise_xor(token_keys, row_keys[:, :1])
     bits *= row_keys[:, 1:]
@@ -204,7 +199,7 @@ def _minus_exponential(token_keys: Tensor, row_keys: Tensor) -> Tensor:
 
 
 def _token_keys(vocab_size: int) -> Tensor:
-    """A different 32-bit number for each token id, well scrambled (a bijective hash). [V] int32"""
+    """Hashes each token id to a different 32-bit number (a bijective hash). [V] int32"""
     x = np.arange(vocab_size, dtype=np.uint32)
     x ^= x >> 16
     x *= np.uint32(0x7FEB352D)
@@ -215,7 +210,7 @@ def _token_keys(vocab_size: int) -> Tensor:
 
 
 def _row_keys(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Two 32-bit keys a row, the second one odd. [R, 2] int32"""
+    """Computes two 32-bit keys for each row, the second one odd. [R, 2] int32"""
     state = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     for numbers in (choices, positions):
         state = _mix(state) + np.array(numbers, dtype=np.uint64)
@@ -225,7 +220,7 @@ def _row_keys(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """One step of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Computes one step of SplitMix64 (Steele, Lea, Flood 2014)."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -233,7 +228,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _take(rows: Tensor, indices: Sequence[int]) -> Tensor:
-    """Those rows; the tensor itself when they are all."""
+    """Returns these rows; the tensor itself if they are all of them."""
     return rows if len(indices) == len(rows) else rows[_index(indices, rows)]
 
 
@@ -246,7 +241,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _adjusts(row: SampleRow) -> bool:
-    """Whether `_adjust` would do anything."""
+    """True if `_adjust` would change the row."""
     p = row.params
     return bool(
         p.repetition_penalty != 1.0
@@ -258,13 +253,13 @@ def _adjusts(row: SampleRow) -> bool:
 
 
 def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Applies penalties, bias and the mask of `min_tokens` in place. Touches only the tokens concerned. [R, V]"""
+    """Applies penalties, bias and the mask of `min_tokens` in place, touching only the tokens concerned. [R, V]"""
     scaled, shifted = _Entries(logits), _Entries(logits)
     for i, row in enumerate(rows):
         p = row.params
         if p.repetition_penalty != 1.0:
             ids, _ = row.counts.tokens.of(row.tokens)
-            scaled.add(i, ids, np.full(len(ids), p.repetition_penalty))  # once, however often it came
+            scaled.add(i, ids, np.full(len(ids), p.repetition_penalty))  # once for each distinct token
         if p.presence_penalty or p.frequency_penalty:
             ids, counts = row.counts.outputs.of(row.tokens, row.prompt_len)
             shifted.add(i, ids, -(p.frequency_penalty * counts + p.presence_penalty))
@@ -273,16 +268,16 @@ def _adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
         if row.position - row.prompt_len < p.min_tokens:
             shifted.add(i, list(p.stop_token_ids), [-math.inf] * len(p.stop_token_ids))
     flat = logits.view(-1)
-    if where_by := scaled.tensors():
-        where, factor = where_by
+    if entries := scaled.tensors():
+        where, factor = entries
         old = flat[where]
         flat[where] = torch.where(old > 0, old / factor, old * factor)
-    if where_by := shifted.tensors():
-        flat.index_add_(0, *where_by)
+    if entries := shifted.tensors():
+        flat.index_add_(0, *entries)
 
 
 class _Entries:
-    """(row, token, number) triples, gathered for one operation over all rows."""
+    """Collects (row, token, number) triples for one operation over all rows."""
 
     def __init__(self, logits: Tensor) -> None:
         self._vocab_size, self._device = logits.shape[1], logits.device
@@ -290,14 +285,14 @@ class _Entries:
         self._numbers: list[npt.NDArray[np.float32]] = []
 
     def add(self, row: int, token_ids: npt.ArrayLike, numbers: npt.ArrayLike) -> None:
-        """Ids outside the vocabulary are dropped: they can't be chosen anyway."""
+        """Adds numbers of a row's tokens. Drops ids outside the vocabulary, which can't be chosen."""
         ids, values = np.asarray(token_ids, dtype=np.int64), np.asarray(numbers, dtype=np.float32)
         known = (ids >= 0) & (ids < self._vocab_size)
         self._where.append(row * self._vocab_size + ids[known])
         self._numbers.append(values[known])
 
     def tensors(self) -> tuple[Tensor, Tensor] | None:
-        """Flat indices and numbers, or None if there are none."""
+        """Returns flat indices and numbers; None if there are none."""
         if not self._where:
             return None
         where, numbers = np.concatenate(self._where), np.concatenate(self._numbers)
@@ -305,9 +300,9 @@ class _Entries:
 
 
 def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Masks what top-k, top-p and min-p exclude, in place. [R, V]
+    """Masks tokens that top-k, top-p or min-p exclude, in place. [R, V]
 
-    Every filter comes down to a smallest logit that is kept; equal ones stay together.
+    Every filter keeps the logits from some smallest one up, so that ties stay together.
     """
     vocab_size = logits.shape[1]
     floor = torch.full((len(params), 1), -math.inf, device=logits.device)
@@ -330,8 +325,11 @@ def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def _nucleus_floor(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest logit in the smallest set of tokens whose probabilities reach `top_p`. [R, V], [R, 1] -> [R, 1]"""
-    if logits.device.type == "cpu":  # numpy's sort of floats is vectorised, and 10 times as fast as torch's
+    """Finds the smallest logit in the smallest set of tokens with a total probability of `top_p`.
+
+    [R, V], [R, 1] -> [R, 1]
+    """
+    if logits.device.type == "cpu":  # numpy's vectorised sort is 10 times as fast as torch's
         ordered = torch.from_numpy(np.sort(logits.numpy(), axis=-1))
     else:
         ordered = logits.sort(dim=-1).values

@@ -1,4 +1,4 @@
-"""`python -m engine.ops.kernels`: compiles the kernels ahead of their first use. Without a compiler it only says so."""
+"""`python -m engine.ops.kernels`: compiles the kernels before their first use. Without a compiler it only warns."""
 
 import logging
 
@@ -11,4 +11,4 @@ if __name__ == "__main__":
     try:
         build()
     except KernelsUnavailableError as error:
-        logging.getLogger("engine.ops.kernels").warning("CPU inference will run on slower kernels: %s", error)
+        logging.getLogger("engine.ops.kernels").warning("CPU inference will use slower kernels: %s", error)

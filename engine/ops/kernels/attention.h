@@ -1,8 +1,8 @@
 // Causal attention over paged keys and values, for prefill and decode alike, with an online softmax over blocks of
 // kBlock tokens. A query's result has the same bits in every chunk and batch and for every number of threads.
 //
-// A page's keys or values of one head are worked on in squares of kLanes tokens by kLanes words, held in registers
-// while all rows of the tile use them; the page is read once.
+// Keys and values of a head are processed in squares of kLanes tokens by kLanes words. A square stays in registers
+// while all rows of the tile use it, so that each page is read once.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@
 namespace cpd {
 
 constexpr int64_t kBlock = 64;
-constexpr float kNothing = -1e30f;  // largest score of no token at all
+constexpr float kNoScore = -1e30f;  // largest score before any token
 
-// Memory that is not initialised, aligned for vectors.
+// Uninitialised memory, aligned for vectors.
 class Buffer {
  public:
   explicit Buffer(int64_t floats) : data_(new (std::align_val_t(64)) float[floats]) {}
@@ -32,8 +32,8 @@ class Buffer {
   std::unique_ptr<float[], Free> data_;
 };
 
-// Softmax state of rows: sum of weights (one a lane), sum of weighted values, largest score. The values' order within
-// a row is that of `Attention::add_values`.
+// Softmax state of rows: sum of weights (one per lane), sum of weighted values, largest score. `Attention::add_values`
+// defines the order of values in a row.
 struct State {
   float *weights, *values, *largest;
   int64_t width;
@@ -51,10 +51,10 @@ struct State {
   }
 };
 
-// Memory of a step's attention, used by one layer after the other.
+// Memory of a step's attention, reused by each layer.
 template <typename T>
 struct AttentionMemory {
-  int64_t words, width;  // of a query as factors, floats of a value; padded to whole vectors
+  int64_t words, width;  // words of a query as factors, floats of a value; both padded to whole vectors
   int64_t part_floats, thread_floats;
   Buffer threads, parts;
 
@@ -67,7 +67,7 @@ struct AttentionMemory {
         parts(plan.parts * part_floats) {}
 };
 
-// kLanes words from each of kLanes rows; zero from row `rows` and from word `words` on.
+// Loads kLanes words from each of kLanes rows; zeros from row `rows` and from word `words` on.
 CPD_INLINE void load_square(const uint32_t* from, int64_t stride, int64_t rows, int64_t words, Words (&square)[kLanes]) {
   if (rows >= kLanes && words >= kLanes) {
 #pragma GCC unroll 16
@@ -78,13 +78,13 @@ CPD_INLINE void load_square(const uint32_t* from, int64_t stride, int64_t rows, 
   }
 }
 
-// Into the second-level cache; hints to the first level stall here, as there can be too few of them in flight.
+// Prefetches into the second-level cache. Prefetches into the first level stall: too few can be outstanding.
 CPD_INLINE void prefetch_square(const uint32_t* from, int64_t stride) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride, 0, 2);
 }
 
-// For kRows rows r: sums[r][s] += sum over i of left[r][i] · square[i][s], where square[i] is kSums vectors of factors.
+// For kRows rows r: sums[r][s] += sum over i of left[r][i] · square[i][s]; square[i] is kSums vectors of factors.
 template <typename T, int kSums, int kRows>
 CPD_INLINE void apply_to_rows(const Words (&square)[kLanes], const uint32_t* left, int64_t words, float* sums,
                               int64_t width) {
@@ -93,7 +93,7 @@ CPD_INLINE void apply_to_rows(const Words (&square)[kLanes], const uint32_t* lef
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
     row[r] = left + r * words;
-    asm("" : "+r"(row[r]));  // One register a row; otherwise compilers prepare an address for each word, in memory.
+    asm("" : "+r"(row[r]));  // One register per row: otherwise compilers keep an address for each word, in memory.
 #pragma GCC unroll 2
     for (int s = 0; s < kSums; ++s) sum[r][s] = load(sums + r * width + s * kLanes);
   }
@@ -111,7 +111,7 @@ CPD_INLINE void apply_to_rows(const Words (&square)[kLanes], const uint32_t* lef
     for (int s = 0; s < kSums; ++s) store(sums + r * width + s * kLanes, sum[r][s]);
 }
 
-// The same for any number of rows: a few at once, as the products of one wait for each other.
+// The same for any number of rows. It takes a few at once, since the products of one row depend on each other.
 template <typename T, int kSums>
 CPD_INLINE void apply_square(const Words (&square)[kLanes], const uint32_t* left, int64_t words, int64_t rows, float* sums,
                              int64_t width) {
@@ -198,11 +198,11 @@ class Attention {
         for (int64_t i = 0; i < plan_.group(); ++i) body(row++, query, kv_head * plan_.group() + i);
   }
 
-  // One split: the rows' state over context [begin, end).
+  // Computes one split: the rows' state over context [begin, end).
   void attend(int64_t begin, int64_t end, State state) {
     std::fill_n(state.weights, rows_ * kLanes, 0.0f);
     std::fill_n(state.values, rows_ * memory_.width, 0.0f);
-    std::fill_n(state.largest, rows_, kNothing);
+    std::fill_n(state.largest, rows_, kNoScore);
     const int64_t kv_heads = tile_->last_head - tile_->first_head;
     for (int64_t block = begin; block < end; block += kBlock) {
       const int64_t tokens = std::min(kBlock, end - block);
@@ -223,10 +223,10 @@ class Attention {
   }
   const uint32_t* values_of(int64_t h, int64_t token) const { return keys_of(pages_.heads + h, token); }
 
-  // The token whose page to fetch while `token` is worked on.
+  // The token whose page to prefetch while `token` is processed.
   static int64_t ahead(int64_t token, int64_t end) { return token + kPageTokens < end ? token + kPageTokens : token; }
 
-  // Scores of kLanes tokens, from token t of the block on: products of queries and keys. A lane is a token.
+  // Scores kLanes tokens, from token t of the block on: products of queries and keys. A lane is a token.
   void score(int64_t h, int64_t block, int64_t t, int64_t end) {
     const int64_t words = plan_.dim / kPerWord<T>;
     const uint32_t *keys = keys_of(h, block + t), *next = keys_of(h, ahead(block + t, end));
@@ -242,8 +242,8 @@ class Attention {
     }
   }
 
-  // Adds the values of kLanes tokens, from token t of the block on, times their weights. A lane is a dimension: for
-  // bf16, where a word holds two, the even ones of a square come first, then the odd ones.
+  // Adds the values of kLanes tokens, from token t of the block on, times their weights. A lane is a dimension. A word
+  // holds two of bf16: a square's even dimensions come first, then the odd ones.
   void add_values(int64_t h, int64_t block, int64_t t, int64_t end, State state) {
     const int64_t words = plan_.dim / kPerWord<T>;
     const uint32_t *values = values_of(h, block + t), *next = values_of(h, ahead(block + t, end));
@@ -251,7 +251,7 @@ class Attention {
     float* sums = state.values + h * head_rows_ * state.width;
     for (int64_t w = 0; w < words; w += kLanes) {
       Words square[kLanes];
-      // Beyond the context lie leftovers: their weight is 0, but 0 times infinity is not.
+      // Slots beyond the context hold stale values: their weight is 0, but 0 times infinity is not.
       load_square(values + w, words, end - block - t, words - w, square);
       prefetch_square(next + w, words);
       if constexpr (kPerWord<Factor<T>> == 2) {
@@ -265,12 +265,12 @@ class Attention {
     }
   }
 
-  // Softmax weights of a row from its scores of a block, of which its query may see the first `visible`.
+  // Computes a row's softmax weights from its scores of a block. Its query attends to the first `visible` tokens.
   void weigh(State state, int64_t row, int64_t visible, int64_t tokens) {
     Ints lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
     float* scores = scores_ + row * kBlock;
-    Floats most = splat(kNothing);
+    Floats most = splat(kNoScore);
     for (int64_t i = 0; i < tokens; i += kLanes) {
       Floats x = lane + (int32_t)i < (int32_t)visible ? load(scores + i) * scale_ : splat(-__builtin_inff());
       store(scores + i, x);
@@ -336,7 +336,7 @@ class Attention {
   float *scores_, *states_;
   Factor<T>* weights_;
 
-  // The tile at hand: its rows for one key-value head and in all, its pages.
+  // The current tile: its rows for one key-value head and in total, its pages.
   const Tile* tile_;
   int64_t head_rows_, rows_;
   const int32_t* table_;

@@ -1,9 +1,9 @@
-// How a step's attention is cut into tiles, the same for all layers.
+// Divides a step's attention into tiles, which are the same for all layers.
 //
-// A tile is some queries of one sequence for some key-value heads, each with the group of query heads that share it.
-// A decode is a tile of one query. Long contexts are worked through in splits of kSplit tokens, counted from position
-// 0, whose results are merged in order. Where a sequence's queries fit into one tile, its splits are tiles of their
-// own, so that one long context does not set the pace of the batch. None of this changes a bit of the result.
+// A tile is some queries of one sequence for some key-value heads, each with the group of query heads that share it. A
+// decode is a tile of one query. Long contexts are computed in splits of kSplit tokens from position 0, and the results
+// are merged in order. If a sequence's queries fit into one tile, its splits are separate tiles, so that one long
+// context does not delay the batch. The result has the same bits either way.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace cpd {
 
 constexpr int64_t kSplit = 512;
-constexpr int64_t kRowsAtOnce = 96;  // rows (query, query head) that share the work of loading a key or value
+constexpr int64_t kTileRows = 96;  // most rows (query, query head) that share a loaded key or value
 constexpr int64_t kTilesPerThread = 4;
 
 struct Sequences {
@@ -25,33 +25,33 @@ struct Sequences {
   int64_t count, table_width;
 };
 
-// The step's tokens [first, first + queries), of which the first stands at `position`, over context [begin, end), for
-// key-value heads [first_head, last_head).
+// The step's tokens [first, first + queries), the first one at `position`, over context [begin, end), for key-value
+// heads [first_head, last_head).
 struct Tile {
   int64_t sequence, first, queries, position, begin, end;
-  int64_t part;   // Where its result waits to be merged with those of other splits; -1: nowhere, it is complete.
-  int64_t parts;  // For the first split: how many there are; else 0.
+  int64_t part;   // Index of its partial result, to be merged with those of other splits; -1 if it is complete.
+  int64_t parts;  // Number of splits, for the first one; 0 for the others.
   int64_t first_head = 0, last_head = 0;
 };
 
 struct AttentionPlan {
   Sequences sequences;
   int64_t heads, kv_heads, dim;
-  std::vector<Tile> tiles;  // Roughly the most work first.
-  int64_t parts = 0;        // Results to be merged,
-  int64_t part_rows = 0;    // of so many rows each at most (all heads).
-  int64_t rows = 0;         // Of the largest tile.
+  std::vector<Tile> tiles;  // Largest work first, roughly.
+  int64_t parts = 0;        // Number of partial results.
+  int64_t part_rows = 0;    // Most rows of a partial result, all heads.
+  int64_t rows = 0;         // Rows of the largest tile.
   int64_t work = 0;         // Products of a query and a key.
 
   AttentionPlan(const Sequences& sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t threads)
       : sequences(sequences), heads(heads), kv_heads(kv_heads), dim(dim) {
     std::vector<Tile> whole;
     for (int64_t s = 0; s < sequences.count; ++s) cut_sequence(s, whole);
-    // A tile of all heads reads its pages in one go; but there must be tiles for all threads.
+    // A tile of all heads reads its pages sequentially, but every thread needs tiles.
     const int64_t most_heads = std::max<int64_t>(1, kv_heads * whole.size() / (kTilesPerThread * threads));
     for (Tile& tile : whole) {
-      const int64_t heads_at_once = std::clamp<int64_t>(kRowsAtOnce / (tile.queries * group()), 1, most_heads);
-      const int64_t pieces = divide_up(kv_heads, heads_at_once);
+      const int64_t tile_heads = std::clamp<int64_t>(kTileRows / (tile.queries * group()), 1, most_heads);
+      const int64_t pieces = divide_up(kv_heads, tile_heads);
       for (int64_t i = 0; i < pieces; ++i) {
         tile.first_head = kv_heads * i / pieces;
         tile.last_head = kv_heads * (i + 1) / pieces;
@@ -59,8 +59,7 @@ struct AttentionPlan {
         tiles.push_back(tile);
       }
     }
-    // A head's tiles follow each other, as its keys and values are then still in a cache; but not at the price of much
-    // work at the end.
+    // Tiles of one head are adjacent, so that its keys and values are still cached, but large tiles do not come last.
     auto key = [](const Tile& tile) {
       const int64_t cost = tile.queries * (tile.end - tile.begin) * (tile.last_head - tile.first_head);
       return std::tuple(-int(std::bit_width(uint64_t(cost))), tile.sequence, tile.first_head, -cost);
@@ -70,7 +69,7 @@ struct AttentionPlan {
 
   int64_t group() const { return heads / kv_heads; }
 
-  // Those tiles that compute one of the tokens `wanted` (ascending).
+  // Tiles that compute at least one of the tokens `wanted`, which ascend.
   std::vector<Tile> tiles_of(const int32_t* wanted, int64_t count) const {
     std::vector<Tile> result;
     for (const Tile& tile : tiles) {
@@ -84,7 +83,7 @@ struct AttentionPlan {
   void cut_sequence(int64_t s, std::vector<Tile>& whole) {
     const int64_t start = sequences.query_start[s], queries = sequences.query_start[s + 1] - start;
     const int64_t context = sequences.context_lens[s], position = context - queries;
-    const int64_t pieces = divide_up(queries, std::max<int64_t>(1, kRowsAtOnce / group()));
+    const int64_t pieces = divide_up(queries, std::max<int64_t>(1, kTileRows / group()));
     const int64_t splits = divide_up(context, kSplit);
     work += queries * context * heads;
     if (pieces == 1 && splits > 1) {

@@ -1,8 +1,7 @@
-"""Compiles the C++ sources beside this file and loads them.
+"""Compiles the C++ sources in this folder and loads them.
 
-The library depends on the sources, torch, the compiler and the CPU, and lies in the user's cache directory under a
-digest of all of these: whatever changes, the next start compiles anew, and machines that share a home directory don't
-disturb each other.
+The library is cached in the user's cache directory under a digest of the sources, torch, the compiler and the CPU. A
+change in any of them compiles it anew, and machines can share a home directory.
 """
 
 import hashlib
@@ -46,9 +45,9 @@ def load() -> None:
 
 
 def build() -> Path:
-    """The compiled library, from the cache if it is there. Several processes may do this at once.
+    """Returns the library, compiling it unless it is cached. Several processes may call this at once.
 
-    Environment: CXX names another compiler than `c++`, CXXFLAGS adds flags, XDG_CACHE_HOME moves the cache.
+    Environment: CXX replaces the compiler `c++`, CXXFLAGS adds flags, XDG_CACHE_HOME moves the cache.
 
     Raises:
         KernelsUnavailableError: See `load`.
@@ -62,7 +61,7 @@ def build() -> Path:
     library = _cache_dir() / f"{_digest(source_dir, command)}.so"
     if library.exists():
         return library
-    log.info("compiling the CPU kernels, once for this machine; this takes half a minute")
+    log.info("compiling the CPU kernels, once on this machine; this takes half a minute")
     start = time.monotonic()
     try:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -95,7 +94,7 @@ def _digest(source_dir: Path, command: list[str]) -> str:
 
 
 def _cpu() -> str:
-    """What the CPU can do, which decides what -march=native means."""
+    """Returns the CPU's features, which decide the meaning of -march=native."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -106,7 +105,7 @@ def _cpu() -> str:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        # The first error of a template's many lines says the most.
+        # Of a template's many lines, the first error is the most helpful.
         reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
         raise KernelsUnavailableError(f"{command[0]} failed: {reason}")
     return done.stdout

@@ -1,4 +1,4 @@
-// A step through all layers of a decoder: the stages of the other files, one after the other.
+// A step through all layers of a decoder, made of the stages in the other files.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace cpd {
 
-// One layer's weights; those of linear layers packed, biases and head norms null where the model has none.
+// Weights of one layer. Those of linear layers are packed; biases and head norms are null if the model has none.
 template <typename T>
 struct Layer {
   const T* input_norm;
@@ -28,10 +28,10 @@ struct Layer {
 template <typename T>
 struct Decoder {
   std::vector<Layer<T>> layers;
-  const T* norm;         // Of the last layer's output,
-  const uint32_t* head;  // and what makes logits of it.
+  const T* norm;         // final norm
+  const uint32_t* head;  // packed LM head
   const float* cos_sin;  // [positions, head dim]
-  int64_t* progress;     // Counts layers that were computed; others read it meanwhile.
+  int64_t* progress;     // Counter of computed layers, which other threads read.
   int64_t hidden, heads, intermediate, vocab;
   float eps, scale;
 };
@@ -40,9 +40,9 @@ template <typename T>
 struct Step {
   int64_t tokens;
   const int32_t *positions, *slots;
-  const int32_t* rows;  // Tokens whose logits are wanted, ascending; null: all of them.
+  const int32_t* rows;  // Tokens whose logits to compute, ascending; null for all.
   int64_t num_rows;
-  T* residual;  // [tokens, hidden], embeddings at first
+  T* residual;  // [tokens, hidden], initially the embeddings
   T* logits;    // [num_rows, vocab]
 };
 
@@ -52,14 +52,14 @@ struct Activations {
   T *normed, *qkv, *attention, *residual_rows, *gate_up, *product;
 };
 
-// A step of a model, with all that is needed to go through it.
+// Everything that a step needs.
 template <typename T>
 struct Run {
   Decoder<T> model;
   Step<T> step;
   Activations<T> buffer;
   AttentionPlan plan;
-  std::vector<Tile> wanted;  // Tiles of the last layer.
+  std::vector<Tile> wanted;  // tiles of the last layer
   AttentionMemory<T> memory;
 };
 
@@ -88,7 +88,7 @@ void run_layers(Team& team, const Run<T>& run) {
     if (last && step.num_rows == 0) return;
     Attention<T>(plan, memory, layer.pages, model.scale)
         .run(team, last ? wanted : plan.tiles, buffer.qkv, qkv_width, attention);
-    if (last && step.rows) {  // Nothing after this depends on the other tokens.
+    if (last && step.rows) {  // From here on nothing depends on the other tokens.
       tokens = step.num_rows;
       gather_rows(team, attention, step.rows, tokens, heads_width, buffer.qkv);
       gather_rows(team, residual, step.rows, tokens, hidden, buffer.residual_rows);

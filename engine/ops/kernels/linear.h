@@ -1,8 +1,8 @@
 // Linear layers with packed weights and float32 sums: y = x W^T + bias.
 //
-// A panel holds kPanel columns of the right operand, word by word of the inner dimension: [words][kPanel]. An output
-// element is the sum over the inner dimension in ascending order, whatever the number of rows or threads: the same
-// row gives the same bits in every batch.
+// A panel holds kPanel columns of the right operand: [words of the inner dimension][kPanel]. An output element is the
+// sum over the inner dimension in ascending order for any number of rows and threads: a row gives the same bits in
+// every batch.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@ namespace cpd {
 constexpr int kKernelVectors = kLanes == 16 ? 4 : 2;
 constexpr int kKernelRows = 6;
 constexpr int kPanel = kKernelVectors * kLanes;
-constexpr int64_t kColumns = 64;  // of a piece of work
-constexpr int64_t kMostRows = 512, kFewestRows = 96;  // of a piece of work, where there are as many
+constexpr int64_t kColumns = 64;                      // columns of a piece of work
+constexpr int64_t kMostRows = 512, kFewestRows = 96;  // rows of a piece of work
 constexpr int64_t kPiecesPerThread = 16;
 
-// For kRows rows of `left`, `stride` words apart, and the first kVectors vectors of the panel's columns: sums, rows
-// kPanel floats apart, = left · panel [words][kPanel].
+// sums = left · panel [words][kPanel], for kRows rows of `left` with stride `stride` words and the first kVectors
+// vectors of the panel's columns. Rows of sums are kPanel floats apart.
 template <typename T, int kRows, int kVectors>
 void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, int64_t words, float* sums) {
   const uint32_t* row[kRows];
@@ -30,7 +30,7 @@ void microkernel(const uint32_t* left, int64_t stride, const uint32_t* panel, in
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) row[r] = left + r * stride;
   for (int64_t k = 0; k < words; ++k) {
-    if constexpr (kPanel * 4 <= 64) __builtin_prefetch(panel + (words + k) * kPanel);  // the next panel, a line a word
+    if constexpr (kPanel * 4 <= 64) __builtin_prefetch(panel + (words + k) * kPanel);  // the next panel, line by line
     Words panel_words[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) panel_words[v] = load_words(panel + k * kPanel + v * kLanes);
@@ -63,7 +63,7 @@ Microkernel microkernel_for(int64_t rows, int64_t vectors) {
   return kAll[(rows - 1) * kKernelVectors + vectors - 1];
 }
 
-// `count` elements as factors: themselves, or a copy, which the next call on this thread replaces.
+// Returns `count` elements as factors: themselves, or a copy that the next call on this thread overwrites.
 template <typename T>
 const uint32_t* as_factors(const T* x, int64_t count) {
   if constexpr (kHasDot<T>) {
@@ -78,7 +78,7 @@ const uint32_t* as_factors(const T* x, int64_t count) {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// weight [n, k] -> panels [n / kPanel, words of k, kPanel], zero beyond n.
+// Packs weight [n, k] into panels [n / kPanel, words of k, kPanel], zero beyond n.
 template <typename T>
 void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   const int64_t words = k / kPerWord<T>;
@@ -94,11 +94,11 @@ void pack(const T* weight, int64_t n, int64_t k, uint32_t* packed) {
   });
 }
 
-// y [m, n] = x [m, k] · weight^T + bias; weight packed, bias may be null.
+// y [m, n] = x [m, k] · weight^T + bias; weight is packed, bias may be null.
 //
-// A piece's panels stay in the second-level cache while all its rows use them. The weights come from memory once for each
-// block of rows (beside another core that reads memory, the third-level cache does not keep them), and the rows from
-// the third-level cache, where they do stay, as they are used again soon. So the more rows the better.
+// A piece's panels stay in the second-level cache while all its rows use them. Each block of rows reads the weights
+// from memory once: the third-level cache does not hold them while other cores read memory. It does hold the rows,
+// which are reused soon. So blocks should have many rows.
 template <typename T>
 void linear(Team& team, const T* x, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const T* bias, T* y) {
   const int64_t words = k / kPerWord<T>, strips = divide_up(n, kColumns);

@@ -1,5 +1,5 @@
-// The kernels as torch operators of the namespace `cpd`. engine/ops/cpu_ops.py is their only caller and says what each
-// one does; here shapes and types are checked, and a step is cut into stages.
+// The kernels as torch operators of the namespace `cpd`, called only by engine/ops/cpu_ops.py; engine/ops/base.py
+// describes them. This file checks shapes and types, and divides a step into stages.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Waking helpers pays off for work of about this many float32 operations.
+// Fewest float32 operations for which waking helpers pays off.
 constexpr int64_t kParallelWork = 1 << 23;
 
 template <typename T>
@@ -35,7 +35,7 @@ void with_type(const Tensor& x, Body&& body) {
 
 template <typename T>
 T* data(const Tensor& x) {
-  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == kScalarType<T>, "cpd kernels: a tensor of another type or layout");
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == kScalarType<T>, "cpd kernels: a tensor has the wrong type or layout");
   return static_cast<T*>(x.data_ptr());
 }
 
@@ -63,7 +63,7 @@ Pages<T> pages_of(const Tensor& kv) {
   return {static_cast<T*>(kv.data_ptr()), kv.stride(0), kv.size(2), kv.size(4)};
 }
 
-// Asks for huge pages, where the system has some, before the first write: the ends of small ones interrupt streaming.
+// Asks for huge pages before the first write: crossing small pages slows streaming.
 void in_huge_pages([[maybe_unused]] const Tensor& memory) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kHugePage = 1 << 21;
@@ -93,7 +93,7 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
     const T *from = data<T>(x), *bias_data = data<T>(bias);
     T* to = data<T>(y);
     const uint32_t* packed = words<T>(weight);
-    // Few rows take as long as it takes to read the weights.
+    // With few rows, reading the weights dominates.
     run_team(n * k * (m + 8) > kParallelWork,
              [=](Team& team) { linear(team, from, m, k, packed, n, bias_data, to); });
   });
@@ -173,7 +173,7 @@ Tensor attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_start
   return out;
 }
 
-// weights: twelve a layer in the order of Layer's fields, then the final norm and the packed head.
+// weights: twelve for each layer in the order of Layer's fields, then the final norm and the packed head.
 Tensor layers_op(const Tensor& residual, const c10::List<OptionalTensor>& weights, const c10::List<Tensor>& kv,
                  const Tensor& cos_sin, const Tensor& positions, const Tensor& slots, const Tensor& query_start,
                  const Tensor& context_lens, const Tensor& block_tables, const OptionalTensor& rows, int64_t num_rows,

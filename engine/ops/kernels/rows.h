@@ -1,5 +1,5 @@
-// What happens to each token's row on its own: norms, RoPE with the store into the pages, SiLU. Computes in float32
-// and rounds where transformers does.
+// Operations on single rows: norms, RoPE with the store into pages, SiLU. They compute in float32 and round where
+// transformers does.
 #pragma once
 
 #include "linear.h"
@@ -10,7 +10,7 @@ namespace cpd {
 
 constexpr int64_t kPageTokens = 16;
 
-// Where a layer's keys and values lie: [pages, 2, heads, kPageTokens, dim], contiguous within one page.
+// A layer's keys and values: [pages, 2, heads, kPageTokens, dim], contiguous within a page.
 template <typename T>
 struct Pages {
   T* data;
@@ -21,7 +21,7 @@ struct Pages {
   T* values(int64_t page, int64_t head) const { return keys(page, heads + head); }
 };
 
-// to = x / sqrt(mean(x^2) + eps) * weight; may be in place.
+// to = x / sqrt(mean(x^2) + eps) * weight; `x` and `to` may be the same.
 template <typename T>
 CPD_INLINE void normalize(const T* x, const T* weight, int64_t n, float eps, T* to) {
   Floats squares{};
@@ -41,7 +41,7 @@ void rms_norm(Team& team, const T* x, int64_t m, int64_t n, const T* weight, flo
   });
 }
 
-// residual += x; to = its norm. `x` and `to` may be the same.
+// residual += x; to = norm of residual. `x` and `to` may be the same.
 template <typename T>
 void add_rms_norm(Team& team, const T* x, int64_t m, int64_t n, T* residual, const T* weight, float eps, T* to) {
   team.ranges(m, [&](int64_t begin, int64_t end) {
@@ -68,7 +68,7 @@ void silu_mul(Team& team, const T* gate_up, int64_t m, int64_t n, T* to) {
   });
 }
 
-// Turns dimension i with i + dim / 2; cos_sin [dim]: cosines, then sines.
+// Rotates dimension i with i + dim / 2; cos_sin [dim]: cosines, then sines.
 template <typename T>
 CPD_INLINE void rotate_head(const T* x, int64_t dim, const float* cos_sin, T* to) {
   const int64_t half = dim / 2;
@@ -81,8 +81,8 @@ CPD_INLINE void rotate_head(const T* x, int64_t dim, const float* cos_sin, T* to
   }
 }
 
-// qkv [m, (heads + 2 · kv heads) · dim]: norms (if q_norm is set) and turns queries in place and keys on their way
-// into the pages; stores the values beside them. Token t stands at positions[t] and goes to slots[t].
+// For qkv [m, (heads + 2 · kv heads) · dim]: normalises (if q_norm is set) and rotates queries in place, does the same
+// to keys while it stores them into pages, and stores the values. Token t has position positions[t] and slot slots[t].
 template <typename T>
 void rope_store(Team& team, T* qkv, int64_t m, int64_t heads, const int32_t* positions, const int32_t* slots,
                 const float* cos_sin, const T* q_norm, const T* k_norm, float eps, const Pages<T>& pages) {

@@ -1,13 +1,13 @@
-// A team of threads that goes through the stages of a job together: a leader, which is the calling thread, and helpers.
+// A team of threads that runs the stages of a job: a leader, which is the calling thread, and helpers.
 //
-// Cores are shared with other processes, so any thread may lose its core at any moment, for milliseconds. Therefore
-// nobody waits for a thread, only for pieces of work: the leader opens a stage, everyone claims pieces of it, and when
-// all are claimed the leader waits for those that helpers still work on. A helper that is late finds less to do, or
-// nothing; then the leader has done it all, and may have returned: a job owns what it works on. (OpenMP waits for every
-// thread at the start and the end of each region. Where idle threads sleep, OMP_WAIT_POLICY=PASSIVE, that costs 30 to
-// 60 us, more than most stages of a small model take, and milliseconds when another process has the core.)
+// Cores are shared with other processes, so any thread may lose its core for milliseconds. Therefore a team never waits
+// for a thread, only for pieces of work: the leader opens a stage, all threads claim pieces of it, and the leader then
+// waits for the pieces that helpers are still computing. A helper that comes late finds fewer pieces or none; the
+// leader may then already have returned, so a job owns all its data. (OpenMP waits for every thread at the start and
+// end of each region. If idle threads sleep, OMP_WAIT_POLICY=PASSIVE, that costs 30 to 60 us, more than most stages of
+// a small model, and milliseconds if another process has the core.)
 //
-// Waiting is spinning for a moment and then sleeping, which gives the core to whoever is waited for.
+// A waiting thread spins for a moment and then sleeps, which frees its core.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -47,7 +47,7 @@ inline uint32_t await_change(const std::atomic<uint32_t>& word, uint32_t old) {
 
 class Team;
 
-// Stages are numbered from 1. Helpers work on the leader's stage only, and go through earlier ones without a claim.
+// Stages are numbered from 1. Helpers work only on the leader's stage, and skip earlier ones.
 struct Job {
   static constexpr uint32_t kOver = UINT32_MAX;
 
@@ -55,23 +55,23 @@ struct Job {
   virtual ~Job() = default;
   virtual void run(Team& team) = 0;
 
-  const int size;                                // threads at most
-  alignas(64) std::atomic<uint64_t> next{0};     // stage in the upper half, its next unclaimed piece in the lower
-  alignas(64) std::atomic<uint32_t> helped{0};   // pieces of the stage that helpers have completed
-  alignas(64) std::atomic<uint32_t> stage{0};    // the leader's stage
+  const int size;                               // most threads
+  alignas(64) std::atomic<uint64_t> next{0};    // upper half: stage; lower half: its next unclaimed piece
+  alignas(64) std::atomic<uint32_t> helped{0};  // pieces of the stage that helpers have completed
+  alignas(64) std::atomic<uint32_t> stage{0};   // the leader's stage
 };
 
 // One thread's view of a job.
 class Team {
  public:
-  Team() = default;  // of one thread
+  Team() = default;  // one thread
   Team(Job& job, int id) : job_(&job), id_(id), size_(job.size) {}
 
   int id() const { return id_; }
   int size() const { return size_; }
 
-  // Calls body(i) once for every i below n. On the leader it returns when all of that is done, on a helper when there is
-  // nothing left to claim. Must be called in the same order and with the same n on all threads.
+  // Calls body(i) once for every i below n. The leader returns when all calls are complete, a helper when no piece is
+  // left to claim. All threads must call it in the same order and with the same n.
   template <typename Body>
   void each(int64_t n, Body&& body) {
     if (size_ == 1) {
@@ -83,7 +83,7 @@ class Team {
     }
   }
 
-  // The same in a few contiguous pieces, body(begin, end), for work too small to be claimed one by one.
+  // The same in a few contiguous ranges, body(begin, end), for work too small to be claimed one by one.
   template <typename Body>
   void ranges(int64_t n, Body&& body) {
     const int64_t pieces = size_ == 1 ? 1 : std::min<int64_t>(n, 4 * size_);
@@ -116,7 +116,7 @@ class Team {
     });
   }
 
-  // Claims pieces of this thread's stage until there are none. Returns how many it got.
+  // Claims pieces of this thread's stage until none is left. Returns their number.
   template <typename Body>
   int64_t claim_all(int64_t n, Body&& body) {
     int64_t claimed = 0;
@@ -135,15 +135,15 @@ class Team {
   uint32_t stage_ = 0;
 };
 
-// Sleeping helpers of one thread that calls kernels. They end on their own when it does.
+// Sleeping helpers of one thread that calls kernels. They end when that thread does.
 class Helpers {
  public:
   explicit Helpers(int count) {
-    // Signals are for the threads of the program.
+    // Helpers block all signals: the program's own threads handle them.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int id = 1; id <= count; ++id) std::thread(serve, desk_, id).detach();
+    for (int id = 1; id <= count; ++id) std::thread(serve, mailbox_, id).detach();
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
   ~Helpers() { post(nullptr, true); }
@@ -154,13 +154,13 @@ class Helpers {
     job->run(team);
     job->stage.store(Job::kOver, std::memory_order_release);
     job->stage.notify_all();
-    const std::lock_guard lock(desk_->mutex);
-    desk_->job.reset();
+    const std::lock_guard lock(mailbox_->mutex);
+    mailbox_->job.reset();
   }
 
  private:
-  // Where the leader leaves a job for its helpers.
-  struct Desk {
+  // Passes a job from the leader to its helpers.
+  struct Mailbox {
     std::mutex mutex;
     std::shared_ptr<Job> job;
     bool closed = false;
@@ -169,23 +169,23 @@ class Helpers {
 
   void post(const std::shared_ptr<Job>& job, bool closed) {
     {
-      const std::lock_guard lock(desk_->mutex);
-      desk_->job = job;
-      desk_->closed = closed;
-      desk_->posts.fetch_add(1, std::memory_order_release);
+      const std::lock_guard lock(mailbox_->mutex);
+      mailbox_->job = job;
+      mailbox_->closed = closed;
+      mailbox_->posts.fetch_add(1, std::memory_order_release);
     }
-    desk_->posts.notify_all();
+    mailbox_->posts.notify_all();
   }
 
-  static void serve(std::shared_ptr<Desk> desk, int id) {
+  static void serve(std::shared_ptr<Mailbox> mailbox, int id) {
     for (uint32_t seen = 0;;) {
-      desk->posts.wait(seen, std::memory_order_acquire);
+      mailbox->posts.wait(seen, std::memory_order_acquire);
       std::shared_ptr<Job> job;
       {
-        const std::lock_guard lock(desk->mutex);
-        if (desk->closed) return;
-        seen = desk->posts.load(std::memory_order_relaxed);
-        job = desk->job;
+        const std::lock_guard lock(mailbox->mutex);
+        if (mailbox->closed) return;
+        seen = mailbox->posts.load(std::memory_order_relaxed);
+        job = mailbox->job;
       }
       if (!job) continue;
       Team team(*job, id);
@@ -193,20 +193,20 @@ class Helpers {
     }
   }
 
-  std::shared_ptr<Desk> desk_ = std::make_shared<Desk>();
+  std::shared_ptr<Mailbox> mailbox_ = std::make_shared<Mailbox>();
 };
 
-// One team for each number of helpers: a thread goes back and forth between a few (all cores, a lane's share of them).
+// This thread's team with `count` helpers. A thread alternates between a few counts: all cores, or a lane's share.
 inline Helpers& helpers_of_this_thread(int count) {
   thread_local std::map<int, Helpers> teams;
   return teams.try_emplace(count, count).first->second;
 }
 
-// Threads that a call uses here: torch's count, or one for work not worth waking others.
+// Threads for a call: torch's count, or one for work too small to wake others.
 inline int team_size(bool parallel) { return parallel ? at::get_num_threads() : 1; }
 
-// Runs body(team) on this thread and, where `parallel`, on helpers as far as they come. `body` must not throw. When this
-// returns, a helper may still be on its way through it, without claims: what it reads between stages it must own.
+// Runs body(team) on this thread and, if `parallel`, on any helpers that join. `body` must not throw. A helper may
+// still be inside `body`, without claims, after this returns: `body` must own everything that it reads between stages.
 template <typename Body>
 void run_team(bool parallel, Body body) {
   const int size = team_size(parallel);

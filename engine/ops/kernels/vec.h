@@ -1,8 +1,8 @@
-// One vector register, written with the compiler's own vector types: no intrinsics but for the conversions and products that
-// compilers don't make of them, or not reliably.
+// Vector registers in the compiler's own vector types. Intrinsics are used only for conversions and products that
+// compilers do not generate reliably.
 //
-// All data is moved in 32-bit words. A word is one float, or two neighbouring bf16, so that packing, transposing and
-// the loops of a product are the same for both types, and only `factors` and `dot` know the difference.
+// All data moves in 32-bit words: one float, or two adjacent bf16. Packing, transposing and the loops of a product are
+// the same for both types; only `factors` and `dot` differ.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct bf16 {
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
 
-// Whether the processor has an instruction for `dot`.
+// True if the processor has an instruction for `dot`.
 template <typename T>
 #ifdef __AVX512BF16__
 constexpr bool kHasDot = true;
@@ -76,7 +76,7 @@ CPD_INLINE Floats widen(Halves halves) {
 #endif
 }
 
-// The nearest bf16, ties to even, in the upper half of each word.
+// Rounds to the nearest bf16, ties to even, in the upper half of each word.
 CPD_INLINE Words round_words(Floats x) {
   Words bits = (Words)x;
   Words rounded = bits + 0x7fff + ((bits >> 16) & 1);
@@ -103,7 +103,7 @@ CPD_INLINE void store(bf16* to, Floats x) {
   std::memcpy(to, &halves, sizeof halves);
 }
 
-// The first `count` lanes only; the rest reads as zero and is not written.
+// Only the first `count` lanes; the others load as zero and are not stored.
 template <typename T>
 CPD_INLINE Floats load(const T* from, int64_t count) {
   if (count >= kLanes) return load(from);
@@ -125,14 +125,15 @@ CPD_INLINE Floats rounded(Floats x) {
   return x;
 }
 
-// What elements are multiplied as. Where the processor has no dot product of bf16 they become float32: those on the left in a
-// copy of a few rows, as each is used many times, those on the right in the register.
+// Type in which elements are multiplied. Without an instruction for bf16 dot products they become float32: the left
+// ones, each used many times, in a copy of a few rows; the right ones in registers.
 template <typename T>
 using Factor = std::conditional_t<kHasDot<T>, T, float>;
 template <typename T>
 constexpr int kFactorsPerWord = kPerWord<T> / kPerWord<Factor<T>>;
 
-// Vector `index` of the factors in vectors of words: of the first vector the first elements, then its second ones, and so on.
+// Vector `index` of the factors in vectors of words: the first elements of the first vector's words, then their second
+// elements, and so on.
 template <typename T>
 CPD_INLINE Words factors(const Words* words, int index) {
   if constexpr (kFactorsPerWord<T> == 1) {
@@ -143,8 +144,8 @@ CPD_INLINE Words factors(const Words* words, int index) {
   }
 }
 
-// sum + a · b, rounded once where the processor can. Left to themselves, compilers do so in some loops and not in others, where
-// they take a chain of such instructions to be slow: then a row's bits would depend on how many there are.
+// sum + a · b, rounded once if the processor can. Compilers would do so in some loops and not in others, and a row's
+// bits would depend on the number of rows.
 CPD_INLINE Floats multiply_add(Floats sum, Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -155,7 +156,7 @@ CPD_INLINE Floats multiply_add(Floats sum, Floats a, Floats b) {
 #endif
 }
 
-// sum + a · b, lane by lane: one product a word (float) or two (bf16), each added in float32.
+// sum + a · b in each lane: one product per word for float, two for bf16, added in float32.
 template <typename T>
 CPD_INLINE Floats dot(Floats sum, Words a, Words b) {
 #ifdef __AVX512BF16__
@@ -213,7 +214,7 @@ CPD_INLINE Words rotate(Words x, std::integer_sequence<int, kLane...>) {
   return CPD_SHUFFLE(x, x, (kLane ^ kStep)...);
 }
 
-// The same total in every lane: `combine` over all lanes, always in the same order.
+// Combines all lanes, always in the same order.
 template <int kStep = kLanes / 2, typename Combine>
 CPD_INLINE float reduce(Floats x, Combine combine) {
   if constexpr (kStep == 0) {
@@ -238,7 +239,7 @@ CPD_INLINE void exchange(Words& a, Words& b, std::integer_sequence<int, kLane...
   b = high;
 }
 
-// Transposes a square of kLanes x kLanes words, one register a row, by swapping ever smaller blocks.
+// Transposes a square of kLanes x kLanes words, one register per row, by swapping smaller and smaller blocks.
 template <int kStep = kLanes / 2>
 CPD_INLINE void transpose(Words (&rows)[kLanes]) {
   if constexpr (kStep > 0) {

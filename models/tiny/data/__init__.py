@@ -1,1 +1,1 @@
-"""The dialogues that the bundled model is trained on. All of them are made here, from a seed."""
+"""The training dialogues of the bundled model, made from a seed."""

@@ -1,4 +1,4 @@
-"""Sums and differences, worked out column by column as at school: so a small model gets them right."""
+"""Sums and differences worked out column by column, so that a small model gets them right."""
 
 from itertools import zip_longest
 
@@ -11,7 +11,7 @@ def _digits(number: int) -> list[int]:
 
 
 def total(a: int, b: int) -> str:
-    """The answer to a + b, of numbers below 1,000."""
+    """The answer to a + b for numbers below 1,000."""
     steps, carry = [], 0
     for name, (x, y) in zip(COLUMNS, zip_longest(_digits(a), _digits(b), fillvalue=0), strict=False):
         result = x + y + carry
@@ -21,7 +21,7 @@ def total(a: int, b: int) -> str:
 
 
 def comparison(a: int, b: int) -> str:
-    """Compares two numbers digit by digit, up to the first that differs."""
+    """Compares two numbers digit by digit up to the first difference."""
     size = max(len(str(a)), len(str(b)))
     steps = []
     for x, y in zip(f"{a:0{size}}", f"{b:0{size}}", strict=True):
@@ -32,7 +32,7 @@ def comparison(a: int, b: int) -> str:
 
 
 def difference(a: int, b: int) -> str:
-    """The answer to a - b, of numbers below 1,000."""
+    """The answer to a - b for numbers below 1,000."""
     larger, smaller = max(a, b), min(a, b)
     steps, borrowed = [f"{comparison(a, b)}{f', so {b} is larger' if a < b else ''}."], False
     for name, (x, y) in zip(COLUMNS, zip_longest(_digits(larger), _digits(smaller), fillvalue=0), strict=False):

@@ -1,4 +1,4 @@
-"""Cases to judge the model by: dialogues up to a question, with the right answer. Training never sees them."""
+"""Evaluation cases: dialogues that end with a question, with the right answer. Training never sees them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from models.tiny.data.reserved import is_reserved
 
 MOST_TURNS = 4
 TURN_TOKENS = 6
-"""What the chat template adds to a message, at most."""
+"""Most tokens that the chat template adds to a message."""
 
 UNSEEN = (
     "Can you recommend a good restaurant?", "What is quantum entanglement?", "Sing me a lullaby.",
@@ -22,7 +22,7 @@ UNSEEN = (
     "I feel sad today.", "Give me a workout for my back.", "Why do cats purr?", "Explain how a bill becomes law.",
     "Play some jazz.", "Book me a flight to Madrid.",
 )  # fmt: skip
-"""Requests beyond the model, in words that no training dialogue has."""
+"""Requests the model can't handle, with words that no training dialogue has."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Case:
 def recall_case(rng: Random, least: int, most: int, length: Callable[[str], int]) -> Case:
     """A question about a reserved fact, in a dialogue of `least` to `most` tokens.
 
-    Long ones have at least 20 other facts. Some ask further questions first.
+    Long dialogues have at least 20 other facts, and some have further questions before.
 
     Args:
-        rng: Where chance comes from.
-        least: Tokens, with those that the chat template adds.
-        most: Likewise.
-        length: Of a text, in tokens.
+        rng: Random generator.
+        least: Fewest tokens, including those of the chat template.
+        most: Most tokens, likewise.
+        length: Returns the length of a text in tokens.
     """
     while True:
         room = rng.randint(least, most) - min(most // 2, 100)

@@ -1,4 +1,4 @@
-"""Whole dialogues: what was said, turn by turn."""
+"""Makes whole dialogues, turn by turn."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -9,7 +9,7 @@ from models.tiny.data.recall import Fact, facts, filler, questions, stated
 from models.tiny.data.reserved import is_reserved
 
 Message = dict[str, str]
-"""`role` and `content`, as the chat completions API has them."""
+"""`role` and `content`, as in the chat completions API."""
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are a tiny demo model.", "Answer in one sentence.", "Be brief.",
@@ -19,19 +19,26 @@ NOTED = "I will remember that."
 
 
 def said(role: str, content: str) -> Message:
-    """One message."""
+    """A message."""
     return {"role": role, "content": content}
 
 
 def exchange(question: str, answer: str) -> list[Message]:
-    """A question of the user and the assistant's answer."""
+    """The user's question and the assistant's answer."""
     return [said("user", question), said("assistant", answer)]
 
 
 def request(
     rng: Random, kind: requests.Kind | None = None, reserved: bool = False, late: bool = False
 ) -> tuple[requests.Kind, list[Message]]:
-    """A simple request and its answer: of `kind` or of any; of training's or of those that are kept for evaluation."""
+    """A simple request and its answer.
+
+    Args:
+        rng: Random generator.
+        kind: Kind of request; None takes a random one.
+        reserved: Take one reserved for evaluation instead of one for training.
+        late: Use the frequencies of late training.
+    """
     shares = [each.share * (each.late if late else 1.0) for each in requests.KINDS]
     while True:
         chosen = kind or rng.choices(requests.KINDS, shares)[0]
@@ -41,7 +48,7 @@ def request(
 
 
 def small_talk(rng: Random, late: bool = False) -> Iterator[Message]:
-    """An endless dialogue of simple requests, of which some come more often `late` in training."""
+    """An endless dialogue of simple requests; `late` in training some kinds are more frequent."""
     if rng.random() < 0.25:
         yield said("system", rng.choice(SYSTEM_PROMPTS))
     while True:
@@ -49,7 +56,7 @@ def small_talk(rng: Random, late: bool = False) -> Iterator[Message]:
 
 
 def prose(rng: Random, known: list[Fact], room: int, length: Callable[[str], int]) -> str:
-    """The facts in random order, scattered in as much filler as makes about `room` tokens."""
+    """The facts in random order among filler sentences, about `room` tokens in all."""
     sentences = [stated(rng, fact) for fact in known]
     left = room - sum(map(length, sentences))
     while left > 0:
@@ -61,10 +68,10 @@ def prose(rng: Random, known: list[Fact], room: int, length: Callable[[str], int
 
 
 def informed(rng: Random, known: list[Fact], room: int, length: Callable[[str], int]) -> list[Message]:
-    """The beginning of a dialogue, in about `room` tokens, in which the model learns the facts.
+    """The beginning of a dialogue, about `room` tokens, which states the facts.
 
-    They come in the system's message, in the user's first one, or one at a time. A last message of the user is to be
-    continued with a question.
+    They are in the system's message, in the user's first message, or in a message each. If the last message is the
+    user's, a question must be appended to it.
     """
     way = rng.random()
     if way < 0.12 and len(known) <= 12:
@@ -79,7 +86,8 @@ def informed(rng: Random, known: list[Fact], room: int, length: Callable[[str], 
 
 
 def asked(rng: Random, context: list[Message], known: list[Fact]) -> Iterator[tuple[Fact, list[Message]]]:
-    """Endless questions about the facts with their answers, the first one where `context` is to be continued."""
+    """Endless questions about the facts with their answers. The first one continues `context` if its last message is
+    the user's."""
     unfinished = context[-1]["content"] if context[-1]["role"] == "user" else ""
     for question, fact in questions(rng, known):
         if unfinished:
@@ -92,9 +100,9 @@ def recall(rng: Random, tokens: int, length: Callable[[str], int]) -> Iterator[M
     """An endless dialogue: facts in a context, then questions about them.
 
     Args:
-        rng: Where chance comes from.
-        tokens: Of the whole sequence, of which the context leaves a part for questions.
-        length: Of a text, in tokens.
+        rng: Random generator.
+        tokens: Length of the whole sequence; the context leaves a part of it for questions.
+        length: Returns the length of a text in tokens.
     """
     room = int(tokens * rng.choice((0.4, 0.6, 0.75, 0.85))) if tokens > 100 else tokens // 3
     most = max(1, room // 14)
@@ -111,7 +119,7 @@ def recall(rng: Random, tokens: int, length: Callable[[str], int]) -> Iterator[M
 
 
 def texts(rng: Random, count: int) -> Iterator[str]:
-    """`count` messages of all sorts, to train a tokenizer on."""
+    """About `count` messages of all kinds to train a tokenizer on."""
     for _ in range(count // 8):
         yield from (message["content"] for message in islice(small_talk(rng), 6))
         yield from (message["content"] for message in islice(recall(rng, 256, lambda text: len(text) // 4), 4))

@@ -10,19 +10,19 @@ from models.tiny.data.reserved import is_reserved
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fact. Texts have the fields a (adjective), n (noun), p (person), c (city) and v (the value)."""
+    """One kind of fact. Its texts have fields: a (adjective), n (noun), p (person), c (city) and v (the value)."""
 
     key: str
-    """Which of the fields a, n, p and c name the thing that the fact is about."""
+    """The fields that name the subject of the fact."""
 
     value: str
     statement: str
     questions: tuple[str, ...]
     follow_ups: tuple[str, ...]
-    """Questions that name the whole key, after another question of the same kind."""
+    """Questions after one of the same kind that name the whole subject."""
 
     elliptic: str = ""
-    """A question that leaves the noun to the question before it."""
+    """A question that takes its noun from the question before."""
 
 
 OF_THING = ("And the {a} {n}?", "What about the {a} {n}?", "And for the {a} {n}?")
@@ -92,23 +92,23 @@ OPENINGS = ("Please note: ", "By the way: ", "Remember this: ", "Also: ", "Note:
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact and what it is about."""
+    """A fact about a subject."""
 
     kind: Kind
     fields: tuple[tuple[str, str], ...]
 
     @property
     def statement(self) -> str:
-        """The sentence that states it, which is also the answer to a question about it."""
+        """The sentence that states the fact, which is also the answer to a question about it."""
         return self.fill(self.kind.statement)
 
     def fill(self, text: str) -> str:
-        """`text` with this fact's words in its fields."""
+        """Fills the fields of `text` with this fact's words."""
         return text.format(**dict(self.fields))
 
 
 def pseudo_word(rng: Random, syllables: int) -> str:
-    """A word that doesn't exist."""
+    """An invented word."""
     return "".join(rng.choice(words.SYLLABLES) for _ in range(syllables)) + rng.choice(("", "", "n", "r", "l", "x"))
 
 
@@ -131,7 +131,7 @@ def value(rng: Random, sort: str) -> str:
 
 
 def facts(rng: Random, count: int, with_reserved: bool = False) -> list[Fact]:
-    """At most `count` facts, each about another thing; those that are reserved for evaluation only if asked for."""
+    """At most `count` facts about different subjects. Facts reserved for evaluation come only `with_reserved`."""
     kinds = rng.sample(KINDS, rng.choice((1, 2, 3, 5, len(KINDS))))
     nouns = rng.sample(words.NOUNS, min(len(words.NOUNS), rng.choice((1, 2, 5, len(words.NOUNS)))))
     strange = rng.random() < 0.15
@@ -156,7 +156,7 @@ def facts(rng: Random, count: int, with_reserved: bool = False) -> list[Fact]:
 
 
 def questions(rng: Random, known: list[Fact]) -> Iterator[tuple[str, Fact]]:
-    """Endless questions about the `known` facts with the facts that answer them; some lean on the question before."""
+    """Endless questions about the `known` facts, each with the fact that answers it. Some depend on the one before."""
     last: Fact | None = None
     while True:
         same_kind = [fact for fact in known if last and fact.kind is last.kind and fact != last]
@@ -175,12 +175,12 @@ def questions(rng: Random, known: list[Fact]) -> Iterator[tuple[str, Fact]]:
 
 
 def stated(rng: Random, fact: Fact) -> str:
-    """The fact as prose states it."""
+    """The fact's statement, sometimes with an opening."""
     return rng.choice(OPENINGS) + fact.statement if rng.random() < 0.2 else fact.statement
 
 
 def filler(rng: Random) -> str:
-    """A sentence that matters to nobody."""
+    """A sentence without a fact."""
     sort = rng.random()
     if sort < 0.25:
         return rng.choice(words.SENTENCES)

@@ -1,8 +1,8 @@
-"""What training never sees: a tenth of all facts and requests, kept for evaluation."""
+"""Reserves a tenth of all facts and requests for evaluation; training never sees them."""
 
 from zlib import crc32
 
 
 def is_reserved(text: str) -> bool:
-    """Whether `text` is for evaluation only. The same for the same text, anywhere."""
+    """True if `text` is reserved for evaluation, by a hash of it."""
     return crc32(text.encode()) % 10 == 0

@@ -1,4 +1,4 @@
-"""The words that dialogues are made of."""
+"""Vocabulary of the training dialogues."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -153,4 +153,4 @@ BEYOND = (
     "Think of a {noun}.", "Wake me up {time}.", "Write to {name} about {topic}.", "{topic}", "{topic}?",
     "{adjective} {noun}",
 )  # fmt: skip
-"""Requests that the model can't help with."""
+"""Forms of requests the model can't handle."""

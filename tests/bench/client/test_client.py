@@ -133,7 +133,7 @@ async def test_nobody_listens(closed_port: int) -> None:
     record = new_record()
     async with asking(f"http://127.0.0.1:{closed_port}") as client:
         assert await client.stream(record, ASK) == ""
-        with pytest.raises(BenchError, match="Does the server run"):
+        with pytest.raises(BenchError, match="Is the server running"):
             await client.get_json("/v1/models")
     assert record.error == Failure.CONNECT
     assert str(closed_port) in record.detail

@@ -25,7 +25,7 @@ from tests.bench.client.scripted import (
     request,
     serving,
 )
-from tests.jumping import perf_counter_jumps, run_jumping
+from tests.virtual_time import run_in_virtual_time, virtual_perf_counter
 
 BODY = b"".join(HELLO)
 
@@ -203,10 +203,10 @@ def test_a_slow_stream_is_no_timeout() -> None:
         writer.write(BODY)
 
     async def main() -> Record:
-        with perf_counter_jumps():
+        with virtual_perf_counter():
             return (await ask(script, timeout_s=0.5))[0]
 
-    record, took_ms = run_jumping(main())
+    record, took_ms = run_in_virtual_time(main())
     assert record.error == ""
     assert took_ms > 500
 

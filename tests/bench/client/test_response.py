@@ -89,7 +89,7 @@ def test_cached_tokens() -> None:
     assert record.cached_tokens == 1
 
 
-def test_usage_of_an_odd_shape_is_unknown() -> None:
+def test_malformed_usage_is_unknown() -> None:
     odd = {"prompt_tokens": None, "completion_tokens": "2", "prompt_tokens_details": None}
     record, _ = answer(*HELLO[:3], event({"choices": [], "usage": odd}), DONE)
     assert (record.error, record.prompt_tokens, record.output_tokens, record.cached_tokens) == ("", None, None, None)

@@ -46,7 +46,7 @@ def test_events_without_data_are_left_out(block: bytes) -> None:
 
 @pytest.mark.parametrize("text", [b"<html>\n\n", b'{"id": 1}\n\n', b"data: a\nnonsense\n\n"])
 def test_something_else_than_events_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match="no server-sent event"):
+    with pytest.raises(ValueError, match="not a server-sent event"):
         split(text)
 
 

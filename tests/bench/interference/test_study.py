@@ -11,7 +11,7 @@ from bench.interference.settings import InterferenceSettings
 from bench.interference.study import Study, StudyError
 from bench.tokens import Texts
 from tests.bench.interference.engine_server import Engine, engine_beside
-from tests.jumping import JumpingClock, perf_counter_jumps, run_jumping
+from tests.virtual_time import VirtualClock, run_in_virtual_time, virtual_perf_counter
 
 QUICK: dict[str, Any] = {
     "decodes": 4,
@@ -26,8 +26,8 @@ QUICK: dict[str, Any] = {
 
 def study(engine: Engine, **settings: Any) -> list[Cell]:
     async def main() -> list[Cell]:
-        with pytest.MonkeyPatch.context() as patch, perf_counter_jumps():
-            patch.setattr("bench.interference.study.Clock", JumpingClock)
+        with pytest.MonkeyPatch.context() as patch, virtual_perf_counter():
+            patch.setattr("bench.interference.study.Clock", VirtualClock)
             async with engine_beside(engine) as url:
                 chosen = InterferenceSettings.load(QUICK | {"url": url} | settings)
                 client = Client(Target.of(chosen, "m"))
@@ -38,7 +38,7 @@ def study(engine: Engine, **settings: Any) -> list[Cell]:
                     await client.close()
         return running.cells
 
-    return run_jumping(main())[0]
+    return run_in_virtual_time(main())[0]
 
 
 def test_prompts_in_the_decoding_step_lengthen_it() -> None:

@@ -73,7 +73,7 @@ def test_a_closed_loop_sends_every_session_once_and_no_more_than_its_streams_at_
     assert not report.interrupted
 
 
-def test_an_open_loop_keeps_its_times_whatever_the_server_does() -> None:
+def test_an_open_loop_keeps_its_times_with_any_server() -> None:
     with MockServer(Behaviour(ttft_ms=20, itl_ms=2, stall_at_s=1.5, stall_s=2.0)) as stalling:
         given = {"url": stalling.url, "rate": 50, "arrival": "constant", "num_requests": 150, "input_len": "16"}
         settings = RunSettings.load({**given, "output_len": "8"})
@@ -128,7 +128,7 @@ def test_users_pause_between_their_sessions(server: MockServer) -> None:
     assert most_at_a_time(report.records) <= 2
 
 
-def test_ctrl_c_aborts_what_runs_and_keeps_what_there_is() -> None:
+def test_ctrl_c_aborts_running_requests_and_keeps_the_results_so_far() -> None:
     with MockServer(Behaviour(ttft_ms=20, itl_ms=20)) as slow:
         watch = Collected(enough=4)
 
@@ -172,7 +172,7 @@ def test_who_asks_whether_it_is_enough_knows_since_when_there_are_answers() -> N
     assert any(elapsed_s < 1.5 for elapsed_s, answered in asked if not answered)
 
 
-def test_what_a_client_process_cannot_read_is_said_by_the_parent(
+def test_a_file_that_a_client_process_cannot_read_is_reported_by_the_parent(
     server: MockServer, tmp_path: os.PathLike[str]
 ) -> None:
     path = os.path.join(tmp_path, "trace.jsonl")

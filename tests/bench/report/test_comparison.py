@@ -54,7 +54,7 @@ def test_a_figure_that_no_run_has_is_left_out() -> None:
     assert names.isdisjoint({"TPOT p50, ms", "Output tokens/s", "Cached prompt tokens, %"})
 
 
-def test_another_load_is_told_from_another_server() -> None:
+def test_another_load_is_distinguished_from_another_server() -> None:
     first, second = synthetic_result(requests=20), synthetic_result(requests=20)
     second.settings |= {"url": "http://elsewhere", "rate": 16.0, "json_file": "b.json", "output_len": "64"}
     found = differences([first, second])

@@ -54,7 +54,7 @@ def _coloured(part: Any) -> Any:
 
 _ALWAYS = {"TTFT: CDF", "ITL: CDF", "E2E: CDF", "ITL: histogram", "Over time", "TTFT of each request over time"}
 _ALWAYS |= {"TTFT against prompt length", "Phases of a request"}
-_SOMETIMES = {"TTFT against what was not cached", "TTFT of each turn", "Routes", "Turns", "Errors"}
+_SOMETIMES = {"TTFT against uncached prompt tokens", "TTFT of each turn", "Routes", "Turns", "Errors"}
 _SOMETIMES |= {"How late the client sent"}
 
 
@@ -69,7 +69,7 @@ def run() -> Result:
 
 def test_a_run_has_every_part(run: Result) -> None:
     page = _read(report([run]))
-    assert _titles(page) == _ALWAYS | {"TTFT against what was not cached", "Routes", "Errors"}
+    assert _titles(page) == _ALWAYS | {"TTFT against uncached prompt tokens", "Routes", "Errors"}
     assert any(text.startswith("197 requests completed in") for text in page.texts)
     assert " ".join(run.command) in page.texts
 

@@ -136,6 +136,6 @@ def test_a_rate_under_which_the_queue_grows_is_ended_early_and_is_too_much(tmp_p
         sweep("--url", slow.url, "--rates", "40", "--duration", "60", "--slo", "ttft=60000", "--json", str(file))
     (point,) = orjson.loads(file.read_bytes())["points"]
     assert point["overloaded"] is True
-    assert point["kept"] is False
+    assert point["met"] is False
     assert point["result"]["summary"]["aborted"] > 0
     assert point["result"]["interrupted"] is False

@@ -16,19 +16,19 @@ def test_the_search_brackets_the_capacity_of_a_server(capacity: float, start: fl
         search.tell(rate, rate <= capacity)
         assert len(tried) < 50
     if capacity < start / 256:
-        assert search.kept is None
+        assert search.met is None
     else:
-        assert search.kept is not None
-        assert search.failed is not None
-        assert search.kept <= capacity < search.failed
-        assert search.failed <= search.kept * (1 + precision)
+        assert search.met is not None
+        assert search.missed is not None
+        assert search.met <= capacity < search.missed
+        assert search.missed <= search.met * (1 + precision)
     assert len(set(tried)) == len(tried)
 
 
 def test_the_search_doubles_until_a_rate_is_too_much() -> None:
     search = MaxRate(start=2, precision=0.1)
     tried = []
-    while (rate := search.next()) is not None and search.failed is None:
+    while (rate := search.next()) is not None and search.missed is None:
         tried.append(rate)
         search.tell(rate, rate < 10)
     assert tried == [2, 4, 8, 16]
@@ -50,7 +50,7 @@ def test_intervals_become_narrower_with_more_requests() -> None:
     assert all(before > after for before, after in pairwise(widths))
 
 
-def test_a_target_is_kept_or_not_only_where_the_number_of_requests_can_tell() -> None:
+def test_a_target_is_met_or_missed_only_if_there_are_enough_requests_to_tell() -> None:
     assert is_enough(share_interval(1.0, 1000), 0.99) is True
     assert is_enough(share_interval(1.0, 10), 0.99) is None
     assert is_enough(share_interval(0.5, 10), 0.99) is False

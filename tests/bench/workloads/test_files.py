@@ -71,7 +71,7 @@ def test_messages_before_the_last_one_open_the_session(tmp_path: Path) -> None:
     assert (turn.text, turn.output_len) == ("How are you?", 5)
 
 
-def test_what_humans_said_are_turns_and_answers_give_their_lengths(tmp_path: Path) -> None:
+def test_human_messages_are_turns_and_answers_give_their_lengths(tmp_path: Path) -> None:
     turns = read(write(tmp_path / "talks.jsonl", TALK), output_len="99").session(0).turns
     assert [unsalted(turns[0].text), *(turn.text for turn in turns[1:])] == [
         "Where is the copper door?",
@@ -119,7 +119,7 @@ def test_every_session_of_a_run_begins_with_words_of_its_seed(tmp_path: Path) ->
     [
         ('{"text": "hello"}', "not an object with a prompt"),
         ("7", "not an object with a prompt"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ('{"prompt": ""}', "prompt"),
         ('{"prompt": ["a"]}', "prompt"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
@@ -142,7 +142,7 @@ def test_an_entry_of_a_list_is_named_by_its_number(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"sharegpt\.json: entry 2: "):
         read(path)
     path.write_text('[{"prompt": "fine"}')
-    with pytest.raises(BenchError, match=r"sharegpt\.json: .*no JSON"):
+    with pytest.raises(BenchError, match=r"sharegpt\.json: .*not JSON"):
         read(path)
 
 

@@ -16,7 +16,7 @@ def test_the_first_turn_and_later_ones_have_their_lengths() -> None:
     assert [tokens(turn.text) for turn in later] == [50, 50, 50]
 
 
-def test_input_len_is_all_that_was_said_before_and_the_new_text() -> None:
+def test_input_len_is_the_conversation_so_far_and_the_new_text() -> None:
     made = workload(workload="multi-turn", turns=3, input_len="300", later_len="50", output_len="20")
     assert [turn.input_len for turn in made.session(0).turns] == [300, 370, 440]
 

@@ -75,12 +75,12 @@ def test_more_hashes_than_the_length_has_room_for_are_left_out(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("not json", "no JSON"),
+        ("not json", "not JSON"),
         ("[1, 2]", "dictionary"),
         ("{}", "timestamp"),
         ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length"),
         ('{"timestamp": 1, "input_length": 1000000000000, "output_length": 1}', "input_length"),
-        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "no JSON"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "not JSON"),
         ('{"timestamp": "x", "input_length": 1, "output_length": 1}', "timestamp"),
         ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1, -2]}', r"hash_ids\.1"),
     ],

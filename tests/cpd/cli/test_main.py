@@ -13,9 +13,10 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def cpd(*arguments: str) -> tuple[int, str]:
+def cpd(*arguments: str, cwd: Path | None = None) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-c", "from cpd.cli.main import main; main()", *arguments],
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -33,7 +34,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "down"])
-def test_without_a_cluster_there_is_nothing_to_talk_to(command: str) -> None:
+def test_status_and_down_need_a_running_cluster(command: str) -> None:
     assert cpd(command) == (
         1,
         "error: no cluster 'default' is running on this machine; start one with `cpd up`\n",
@@ -62,3 +63,17 @@ def test_up_refuses_a_redis_that_does_not_answer() -> None:
     code, output = cpd("up", "--port", "0", "--redis-url", "redis://127.0.0.1:1")
     assert code == 1
     assert "error: Redis at redis://127.0.0.1:1 does not answer" in output
+
+
+def test_up_names_the_profiles_when_one_is_unknown() -> None:
+    code, output = cpd("up", "--port", "0", "--simulate", "h100")
+    assert (code, output.startswith("error: there is no profile 'h100'")) == (1, True)
+    assert "h200-qwen3-8b" in output
+
+
+def test_profiles_are_found_by_name_in_any_directory(tmp_path: Path) -> None:
+    load = ("--workers", "2", "--prefill-workers", "1", "--rate", "20", "--warmup", "0", "--duration", "1")
+    code, output = cpd("sim", "run", "--profile", "h200-qwen3-4b", *load, cwd=tmp_path)
+    assert code == 0, output
+    assert "NVIDIA H200" in output
+    assert cpd("profile", "show", "h200-qwen3-4b", cwd=tmp_path)[0] == 0

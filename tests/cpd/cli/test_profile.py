@@ -17,7 +17,7 @@ def profile(*arguments: str) -> tuple[int, str, str]:
     "arguments",
     [["--model", "/nonexistent"], ["show", "/nonexistent.json"], ["split", "--profile", "/nonexistent.json"]],
 )
-def test_what_is_not_there_is_one_sentence(arguments: list[str]) -> None:
+def test_a_missing_profile_is_one_sentence(arguments: list[str]) -> None:
     code, _, errors = profile(*arguments)
     assert code == 1
     assert errors.startswith("error: ")

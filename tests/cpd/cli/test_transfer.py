@@ -36,8 +36,8 @@ def test_the_table_has_a_ceiling_only_if_it_was_measured() -> None:
     assert "what ran" in shown(result())
 
 
-def test_the_page_draws_a_line_for_every_size_and_scatter(tmp_path: Path) -> None:
+def test_the_page_draws_a_line_for_every_page_size_and_layout(tmp_path: Path) -> None:
     path = tmp_path / "transfer.html"
     page(result(1e9)).write(path)
     text = path.read_text()
-    assert all(name in text for name in ("16 KiB, neighbours", "ucx_perftest", "a machine"))
+    assert all(name in text for name in ("16 KiB, contiguous", "ucx_perftest", "a machine"))

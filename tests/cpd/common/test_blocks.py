@@ -58,7 +58,7 @@ def test_models_and_tenants_never_share_a_hash() -> None:
 
 
 @given(hashes=st.lists(st.binary(min_size=16, max_size=16)))
-def test_joined_hashes_come_apart_again(hashes: list[bytes]) -> None:
+def test_joined_hashes_can_be_split(hashes: list[bytes]) -> None:
     assert split_hashes(b"".join(hashes)) == hashes
 
 

@@ -13,9 +13,7 @@ def yaml_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_flags_go_before_environment_before_file_before_default(
-    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_wins_over_environment_over_file_over_default(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPD_MAX_NUM_SEQS", "16")
     monkeypatch.setenv("CPD_TOKEN_BUDGET", "128")
     settings = ClusterSettings.load({"token_budget": 256}, yaml_file)

@@ -15,7 +15,7 @@ def invoke() -> "Invoke":
 
 
 class Invoke:
-    """Runs a command that takes ClusterSettings, and keeps what it was given."""
+    """Runs a command that takes ClusterSettings, and returns the settings it got."""
 
     def __init__(self) -> None:
         self.given: ClusterSettings | None = None
@@ -50,13 +50,13 @@ def test_flags_reach_the_command(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("64", 64)])
-def test_a_number_or_a_word_reaches_the_command(invoke: Invoke, text: str, value: int | str) -> None:
+def test_a_setting_may_take_a_number_or_a_word(invoke: Invoke, text: str, value: int | str) -> None:
     assert invoke("--long-prefill-tokens", text)[0] == 0
     assert invoke.given is not None
     assert invoke.given.long_prefill_tokens == value
 
 
-def test_neither_the_number_nor_the_word_is_one_sentence(invoke: Invoke) -> None:
+def test_other_values_than_the_number_or_word_are_one_sentence(invoke: Invoke) -> None:
     code, output = invoke("--long-prefill-tokens", "much")
     assert code == 1
     assert "long-prefill-tokens" in output

@@ -64,7 +64,7 @@ async def test_messages_of_any_length_come_in_order_and_the_end_after_them() -> 
         assert await received(there) == "end"
 
 
-async def test_an_empty_message_is_one() -> None:
+async def test_an_empty_message_is_received() -> None:
     async with both() as (here, there):
         here.send(pb.RouterMessage())
         assert await received(there) == ""
@@ -91,7 +91,7 @@ async def test_a_message_in_many_reads_is_copied_a_few_times_and_not_at_each_rea
     assert allocated < 6 * len(data)
 
 
-async def test_what_was_sent_before_a_break_is_received_before_it_is_told() -> None:
+async def test_messages_sent_before_a_break_are_received_before_its_error() -> None:
     async with both() as (here, there):
         there.send(hello("a"))
         assert await received(here) == "a"
@@ -104,16 +104,16 @@ async def test_what_was_sent_before_a_break_is_received_before_it_is_told() -> N
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"), [((MOST + 1).to_bytes(4, "little"), "the most is"), (b"\x02\0\0\0\xff\xff", "no message")]
+    ("data", "reason"), [((MOST + 1).to_bytes(4, "little"), "the limit is"), (b"\x02\0\0\0\xff\xff", "not a message")]
 )
-async def test_what_is_no_message_breaks_the_stream(data: bytes, reason: str) -> None:
+async def test_invalid_data_breaks_the_stream(data: bytes, reason: str) -> None:
     async with both() as (here, there):
         cast(asyncio.Transport, here._transport).write(data)
         with pytest.raises(BadMessageError, match=reason):
             await received(there)
 
 
-async def test_a_peer_that_does_not_read_is_waited_for_and_keeps_little() -> None:
+async def test_drained_waits_for_a_peer_that_does_not_read() -> None:
     async with both() as (here, there):
         cast(asyncio.Transport, there._transport).pause_reading()
         sent = 0
@@ -130,7 +130,7 @@ async def test_a_peer_that_does_not_read_is_waited_for_and_keeps_little() -> Non
         await asyncio.wait_for(drained, 20)
 
 
-async def test_no_more_is_read_than_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reading_pauses_while_messages_are_not_received(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "UNREAD_BYTES", 200_000)
     async with both() as (here, there):
         while here._drained.is_set():
@@ -143,7 +143,7 @@ async def test_no_more_is_read_than_is_received(monkeypatch: pytest.MonkeyPatch)
             pass
 
 
-async def test_a_peer_that_says_nothing_any_more_is_lost_and_one_that_has_nothing_to_say_is_not(
+async def test_a_silent_peer_is_lost_and_an_idle_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "TICK_S", 0.05)
@@ -152,18 +152,18 @@ async def test_a_peer_that_says_nothing_any_more_is_lost_and_one_that_has_nothin
         here.send(hello("still here"))
         assert await received(there) == "still here"
         here._ticker.cancel()
-        with pytest.raises(StreamError, match="nothing was heard"):
+        with pytest.raises(StreamError, match="it sent nothing"):
             await received(there)
 
 
-async def test_nobody_at_the_address() -> None:
+async def test_connecting_to_an_unused_address_fails() -> None:
     async with both() as (here, _):
         host, port = cast(asyncio.Transport, here._transport).get_extra_info("peername")
     with pytest.raises(OSError, match="onnect"):
         await connect(f"{host}:{port}", pb.RouterMessage, MOST)
 
 
-async def test_who_finishes_is_read_to_the_end_by_a_peer_that_goes_on_sending() -> None:
+async def test_finish_lets_a_peer_that_still_sends_read_everything() -> None:
     async with both() as (here, there):
         for number in range(1000):
             there.send(hello(str(number)))
@@ -176,7 +176,7 @@ async def test_who_finishes_is_read_to_the_end_by_a_peer_that_goes_on_sending() 
         await asyncio.wait_for(there.closed(), 20)
 
 
-async def test_who_finishes_when_the_peer_has_just_reset_the_connection_closes() -> None:
+async def test_finish_closes_after_a_reset_by_the_peer() -> None:
     there: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
 
     async def handle(wire: Wire) -> None:
@@ -193,7 +193,7 @@ async def test_who_finishes_when_the_peer_has_just_reset_the_connection_closes()
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_connection_that_comes_while_the_server_closes_is_closed(turns: int) -> None:
+async def test_a_connection_made_while_the_server_closes_is_closed(turns: int) -> None:
     server = StreamServer(pb.RouterMessage, MOST, Stream.closed)
     with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1", 0))) as client:
         client.setblocking(False)
@@ -206,7 +206,7 @@ async def test_a_connection_that_comes_while_the_server_closes_is_closed(turns: 
 
 
 @pytest.mark.parametrize("cancelled", [False, True], ids=["refused", "cancelled"])
-def test_a_connection_that_nobody_gets_is_forgotten(cancelled: bool) -> None:
+def test_a_failed_or_cancelled_connect_leaks_no_stream(cancelled: bool) -> None:
     before = streams()
 
     async def try_it() -> None:

@@ -1,6 +1,4 @@
-"""Which token budget follows from the performance model, and which split is taken."""
-
-from pathlib import Path
+"""Token budgets that follow from the performance model, and the choice of the split."""
 
 import pytest
 
@@ -16,8 +14,6 @@ from cpd.performance.colocation import (
 from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, Work
 from cpd.performance.split import LaneSplit
 
-PROFILES = Path(__file__).parents[3] / "profiles"
-
 
 def model(*, fixed_ms: float = 10.0, token_ms: float = 0.1) -> PerfModel:
     """A step takes `fixed_ms` and `token_ms` for each token."""
@@ -30,7 +26,7 @@ DECODES = Work.decode(8, 800)
 
 
 class TestBudget:
-    def test_a_given_one_holds_with_and_without_decodes(self) -> None:
+    def test_a_given_budget_holds_with_and_without_decodes(self) -> None:
         rule = Colocation(model(), token_budget=300, itl_ms=1)
         assert rule.max_tokens == 300
         assert rule.prefill_budget(Work(), None) == (PrefillBudget(300, chunked=True), None)
@@ -43,10 +39,10 @@ class TestBudget:
         assert [speed >= 0.95 * full for speed in speeds.values()] == [False, True]
         assert rule.prefill_budget(Work(), None)[0].mixed == rule.max_tokens
 
-    def test_where_size_does_not_matter_it_is_the_smallest(self) -> None:
+    def test_if_size_does_not_matter_it_is_the_smallest(self) -> None:
         assert Colocation(model(fixed_ms=0.0)).max_tokens == MIN_BUDGET
 
-    def test_beside_decodes_a_step_stays_within_the_target(self) -> None:
+    def test_with_decodes_a_step_stays_within_the_target(self) -> None:
         predict = model()
         budget, _ = Colocation(predict, itl_ms=50).prefill_budget(DECODES, None)
         assert predict.step_ms(DECODES + Work.prefill(budget.mixed)) <= 50 * ITL_MARGIN
@@ -58,43 +54,45 @@ class TestBudget:
         assert predict.step_ms(DECODES + Work.prefill(budget.mixed)) <= 1.1 * predict.step_ms(DECODES)
         assert predict.step_ms(DECODES + Work.prefill(budget.mixed + 1)) > 1.1 * predict.step_ms(DECODES)
 
-    def test_prompts_get_on_where_no_target_can_be_kept(self) -> None:
+    def test_prompts_make_progress_if_no_step_is_within_the_target(self) -> None:
         for decodes in (DECODES, Work.decode(2 * MIN_BUDGET, 100_000)):
             budget, _ = Colocation(model(), itl_ms=1).prefill_budget(decodes, None)
             assert budget.mixed == MIN_BUDGET
 
     @pytest.mark.parametrize("decodes", [8, 900, 1000, 1024])
-    def test_a_batch_never_has_more_tokens_than_the_device_is_prepared_for(self, decodes: int) -> None:
-        rule = Colocation(PerfModel(Profile.load(PROFILES / "h200-llama3-8b.json")))
+    def test_a_batch_never_exceeds_max_tokens(self, decodes: int) -> None:
+        rule = Colocation(PerfModel(Profile.load("h200-llama3-8b")))
         assert rule.max_tokens == 1024
         budget, _ = rule.prefill_budget(Work.decode(decodes, 500 * decodes), None)
         assert 0 <= budget.mixed <= rule.max_tokens - decodes
 
 
 class TestPrefillMs:
-    def test_it_is_that_of_the_chunks(self) -> None:
+    def test_it_is_the_sum_of_the_chunks(self) -> None:
         predict = model()
         rule = Colocation(predict, token_budget=256)
         alone = [rule.prefill_ms(Work.prefill(tokens), Work()) for tokens in (0, 100, 256, 2560)]
         assert alone == [0, predict.step_ms(Work.prefill(100)), step := predict.step_ms(Work.prefill(256)), 10 * step]
 
-    def test_beside_decodes_the_steps_are_longer_and_their_chunks_smaller(self) -> None:
+    def test_with_decodes_steps_are_longer_and_chunks_smaller(self) -> None:
         predict = model()
         rule = Colocation(predict, token_budget=256)
         steps = 2480 / (256 - DECODES.seqs)
         step_ms = predict.step_ms(DECODES + Work.prefill(256 - DECODES.seqs))
         assert rule.prefill_ms(Work.prefill(2480), DECODES) == pytest.approx(steps * step_ms)
 
-    def test_on_a_lane_it_is_the_lanes_time(self) -> None:
+    def test_on_a_lane_it_is_the_time_of_the_lane(self) -> None:
         predict = model()
         split = LaneSplit(0.5, 0.5)
         rule = Colocation(predict, mode="lanes", splits=[split])
         assert rule.mode == "lanes"
         chunk = rule.prefill_budget(DECODES, None)[0].lane_chunk
         one = predict.step_ms(Work.prefill(chunk), split.prefill, DECODES)
-        asks = predict.step_ms(DECODES, split.decode, Work.prefill(chunk)) / 2  # until somebody does whether it is done
-        assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one + asks)
-        assert rule.prefill_ms(Work.prefill(chunk) + Work.prefill(chunk), DECODES) == pytest.approx(2 * (one + asks))
+        notice_ms = predict.step_ms(DECODES, split.decode, Work.prefill(chunk)) / 2  # until its end is noticed
+        assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one + notice_ms)
+        assert rule.prefill_ms(Work.prefill(chunk) + Work.prefill(chunk), DECODES) == pytest.approx(
+            2 * (one + notice_ms)
+        )
         assert rule.prefill_ms(Work.prefill(128), Work()) == pytest.approx(predict.step_ms(Work.prefill(128)))
 
     def test_many_short_prompts_count_as_many_sequences(self) -> None:
@@ -112,12 +110,12 @@ def test_a_device_that_cannot_be_split_is_mixed() -> None:
 
 @pytest.mark.parametrize("mode", ["mixed", "lanes", "auto"])
 @pytest.mark.parametrize("itl_ms", [0.0, 50.0])
-def test_a_device_that_takes_no_time_has_room(mode: Mode, itl_ms: float) -> None:
-    rule = Colocation(PerfModel(Profile.instant()), mode=mode, splits=[LaneSplit(0.5, 0.5)], itl_ms=itl_ms)
+def test_an_instant_device_has_a_budget(mode: Mode, itl_ms: float) -> None:
+    rule = Colocation(PerfModel(Profile.load("instant")), mode=mode, splits=[LaneSplit(0.5, 0.5)], itl_ms=itl_ms)
     budget, _ = rule.prefill_budget(DECODES, None)
     assert budget.mixed + budget.lane_chunk > 0
-    pace = PrefillEstimator(rule, DECODES).estimate(5000, 64)
-    assert (pace.ms, pace.gap_ms, pace.late_ms) == (0, 0, 0)
+    estimate = PrefillEstimator(rule, DECODES).estimate(5000, 64)
+    assert (estimate.ms, estimate.gap_ms, estimate.delay_ms) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("itl_ms", [0.0, 1000.0])
@@ -131,7 +129,7 @@ def test_the_lane_is_busy_or_gets_a_chunk(itl_ms: float) -> None:
 
 
 class TestTarget:
-    """Decodes of 30 ms, and lanes that take as much longer as their shares are smaller."""
+    """Decodes take 30 ms; on a lane, 30 ms / share."""
 
     SPLITS = (LaneSplit(0.5, 0.5), LaneSplit(0.25, 0.75))
 
@@ -143,57 +141,57 @@ class TestTarget:
         profile = Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=shares)
         return Colocation(PerfModel(profile), mode=mode, splits=self.SPLITS, itl_ms=itl_ms / ITL_MARGIN)
 
-    def test_a_split_that_keeps_it_goes_before_one_that_is_better_for_prompts(self) -> None:
+    def test_a_split_within_the_target_wins_over_a_faster_prefill(self) -> None:
         assert self.rule(itl_ms=45, token_ms=0.1).prefill_budget(DECODES, None)[1] == self.SPLITS[1]
         assert self.rule(itl_ms=65, token_ms=0.1).prefill_budget(DECODES, None)[1] == self.SPLITS[0]
 
-    def test_where_no_split_keeps_it_prompts_are_chunked_in_the_decodes_batch(self) -> None:
+    def test_if_no_split_is_within_it_prompts_are_chunked_in_the_decodes_batch(self) -> None:
         budget, split = self.rule(itl_ms=38, token_ms=0.01).prefill_budget(DECODES, None)
         assert split is None
         assert budget.chunked
 
-    def test_but_not_in_chunks_that_make_longer_gaps_than_a_split(self) -> None:
+    def test_unless_chunks_make_longer_gaps_than_a_split(self) -> None:
         rule = self.rule(itl_ms=38, token_ms=1)
         budget, split = rule.prefill_budget(DECODES, None)
         assert rule.model.step_ms(DECODES + Work.prefill(MIN_BUDGET)) > 100
         assert split is not None
         assert budget.lane_chunk > 0
 
-    def test_with_lanes_alone_decodes_take_up_to_twice_as_long_where_it_cannot_be_kept(self) -> None:
+    def test_in_mode_lanes_decodes_take_up_to_twice_as_long_if_no_split_is_within_it(self) -> None:
         assert self.rule(itl_ms=38, token_ms=0.01, mode="lanes").prefill_budget(DECODES, None)[1] == self.SPLITS[0]
 
 
 class TestPrefillEstimator:
     RULE = Colocation(model(), mode="auto", splits=[LaneSplit(0.5, 0.5)], itl_ms=50)
 
-    def test_without_decodes_a_prompt_has_the_device(self) -> None:
-        pace = PrefillEstimator(self.RULE).estimate(100, 0)
-        assert (pace.ms, pace.gap_ms, pace.late_ms) == (model().step_ms(Work.prefill(100)), 0, 0)
+    def test_without_decodes_a_prompt_has_the_whole_device(self) -> None:
+        estimate = PrefillEstimator(self.RULE).estimate(100, 0)
+        assert (estimate.ms, estimate.gap_ms, estimate.delay_ms) == (model().step_ms(Work.prefill(100)), 0, 0)
 
     def test_a_short_prompt_joins_the_decodes_and_a_long_one_goes_to_the_lane(self) -> None:
-        beside = PrefillEstimator(self.RULE, DECODES)
-        along = self.RULE.prefill_budget(DECODES, None)[0].mixed
-        assert beside.estimate(along, 0).ms == model().step_ms(DECODES + Work.prefill(along))
-        assert beside.estimate(4 * along, 0).gap_ms == model().step_ms(DECODES, 0.5, Work.prefill(1))
+        estimator = PrefillEstimator(self.RULE, DECODES)
+        mixed = self.RULE.prefill_budget(DECODES, None)[0].mixed
+        assert estimator.estimate(mixed, 0).ms == model().step_ms(DECODES + Work.prefill(mixed))
+        assert estimator.estimate(4 * mixed, 0).gap_ms == model().step_ms(DECODES, 0.5, Work.prefill(1))
 
-    def test_what_streams_lose_is_what_their_steps_are_longer(self) -> None:
-        beside = PrefillEstimator(Colocation(model(), itl_ms=50), DECODES)
-        chunk = beside.rule.prefill_budget(DECODES, None)[0].mixed
-        pace = beside.estimate(3 * chunk, 0)
-        assert pace.late_ms == pytest.approx(pace.ms - 3 * beside.alone_ms)
-        assert pace.gap_ms <= 50
+    def test_delay_of_streams_is_the_extra_time_of_their_steps(self) -> None:
+        estimator = PrefillEstimator(Colocation(model(), itl_ms=50), DECODES)
+        chunk = estimator.colocation.prefill_budget(DECODES, None)[0].mixed
+        estimate = estimator.estimate(3 * chunk, 0)
+        assert estimate.delay_ms == pytest.approx(estimate.ms - 3 * estimator.alone_ms)
+        assert estimate.gap_ms <= 50
 
-    def test_a_prompt_that_would_pass_the_lane_is_one_that_the_rule_puts_in_the_decodes_batch(self) -> None:
-        beside = PrefillEstimator(self.RULE, DECODES)
-        assert beside.unqueued_tokens == self.RULE.prefill_budget(DECODES, self.RULE.splits[0])[0].mixed
+    def test_a_prompt_joins_the_decodes_batch_instead_of_waiting_if_the_policy_allows(self) -> None:
+        estimator = PrefillEstimator(self.RULE, DECODES)
+        assert estimator.unqueued_tokens == self.RULE.prefill_budget(DECODES, self.RULE.splits[0])[0].mixed
         assert PrefillEstimator(Colocation(model(), itl_ms=50), DECODES).unqueued_tokens == 0
 
     @pytest.mark.parametrize("tokens", [1, 100, 5000])
-    def test_a_slower_worker_takes_so_much_longer(self, tokens: int) -> None:
+    def test_a_slower_worker_takes_longer_by_its_slowdown(self, tokens: int) -> None:
         fast, slow = (
             PrefillEstimator(self.RULE, DECODES).estimate(tokens, 64),
             PrefillEstimator(self.RULE, DECODES, 2.5).estimate(tokens, 64),
         )
         assert slow.ms == pytest.approx(2.5 * fast.ms)
         assert slow.gap_ms == pytest.approx(2.5 * fast.gap_ms)
-        assert slow.late_ms == pytest.approx(2.5 * fast.late_ms)
+        assert slow.delay_ms == pytest.approx(2.5 * fast.delay_ms)

@@ -1,4 +1,4 @@
-"""Fitting the performance model to steps of devices that work by other formulas than it does."""
+"""Fitting the performance model to devices that follow other formulas."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from cpd.performance.fit import Sample, fit_profile, prediction_errors
 from cpd.performance.model import PerfModel, Profile, TransferProfile, Work
 
 Lens = list[tuple[int, int]]
-"""Of each sequence: tokens computed, tokens in the cache before them."""
+"""Computed tokens and cached tokens of each sequence."""
 Device = Callable[[Lens, float], float]
 """ms of a step on a share of the device."""
 
@@ -46,7 +46,7 @@ def gpu(lens: Lens, share: float) -> float:
 
 
 def cpu(lens: Lens, share: float) -> float:
-    """A 0.5 B model on a few cores: reading weights and computing with them take turns, six rows at a time."""
+    """A 0.5 B model on a few cores, which alternates between reading weights and computing six rows with them."""
     tokens = sum(count for count, _ in lens)
     rows = 6 * ceil(tokens / 6)
     slow: float = share**-0.7
@@ -58,7 +58,7 @@ def cpu(lens: Lens, share: float) -> float:
 
 
 def grid() -> list[Lens]:
-    """What a profile measures."""
+    """Returns the steps that a profile measures."""
     decodes = [[(1, context)] * batch for batch in (1, 2, 4, 8, 16, 32, 64, 128) for context in (16, 256, 1024, 4096)]
     prefills = [[(2**k, before)] for k in range(1, 14) for before in (0, 1024, 4096)]
     mixed = [
@@ -70,7 +70,7 @@ def grid() -> list[Lens]:
 
 
 def random_steps(rng: random.Random, count: int) -> list[Lens]:
-    """Uneven contexts, odd chunks, mixed batches."""
+    """Returns steps with uneven contexts, odd chunks and mixed batches."""
     steps: list[Lens] = []
     for index in range(count):
         kind = ("decode", "prefill", "mixed")[index % 3]
@@ -86,7 +86,7 @@ def random_steps(rng: random.Random, count: int) -> list[Lens]:
 
 
 def measure(device: Device, steps: list[Lens], rng: random.Random, share: float = 1.0) -> list[Sample]:
-    """With the noise of a real measurement: 3 %, and now and then something comes between."""
+    """Adds the noise of a real measurement: 3 %, and rare disturbances."""
     return [
         Sample(work_of(lens), device(lens, share) * rng.gauss(1, 0.03) * (3 if rng.random() < 0.03 else 1), share)
         for lens in steps
@@ -126,7 +126,7 @@ def test_shares_that_were_not_measured_are_predicted(device: Device) -> None:
     assert p95 < 0.25
 
 
-def test_company_slows_down_by_the_measured_factor() -> None:
+def test_a_busy_other_lane_slows_down_by_the_measured_factor() -> None:
     rng = random.Random(2)
     samples = []
     for share in (0.5, 1.0):
@@ -134,8 +134,8 @@ def test_company_slows_down_by_the_measured_factor() -> None:
     decode, prefill = Work.decode(8, 8000), Work.prefill(512)
     for lens in grid()[::3]:
         work = work_of(lens)
-        factor, beside = (1.3, prefill) if work.is_decode else (1.1, decode)
-        samples.append(Sample(work, cpu(lens, 0.5) * factor, 0.5, beside))
+        factor, other_lane = (1.3, prefill) if work.is_decode else (1.1, decode)
+        samples.append(Sample(work, cpu(lens, 0.5) * factor, 0.5, other_lane))
     profile = fit_profile(samples, device="d", model="m")
     half, whole = profile.shares
     assert half.decode.slowdown == pytest.approx(1.3, rel=0.05)
@@ -171,8 +171,8 @@ def test_a_model_of_the_same_form_is_found_again() -> None:
 )
 def test_any_measurements_make_a_valid_profile(measured: list[tuple[int, int, float, bool]]) -> None:
     samples = [
-        Sample(work, ms, share, Work.prefill(5) if company else None)
-        for tokens, before, ms, company in measured
+        Sample(work, ms, share, Work.prefill(5) if is_shared else None)
+        for tokens, before, ms, is_shared in measured
         for work in (Work.prefill(tokens + 1, before), Work.decode(tokens, tokens * (before + 1)))
         for share in (0.5, 1.0)
     ]
@@ -180,7 +180,7 @@ def test_any_measurements_make_a_valid_profile(measured: list[tuple[int, int, fl
     profile = fit_profile(samples, device="d", model="m")
     assert Profile.model_validate_json(profile.model_dump_json(by_alias=True)) == profile
     for sample in samples:
-        assert PerfModel(profile).step_ms(sample.work, 0.7, sample.beside) >= 0
+        assert PerfModel(profile).step_ms(sample.work, 0.7, sample.other_lane) >= 0
 
 
 def test_too_few_samples_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a profile file says, and what is predicted from it."""
+"""Profile files and their predictions."""
 
 import json
 import subprocess
@@ -36,12 +36,12 @@ def profile(*shares: ShareProfile) -> Profile:
 
 
 def test_an_instant_device_takes_no_time() -> None:
-    model = PerfModel(Profile.instant())
+    model = PerfModel(Profile.load("instant"))
     assert model.step_ms(Work.decode(100, 100_000) + Work.prefill(10_000)) == 0
     assert model.transfer_ms(10**12) == pytest.approx(0)
 
 
-def test_work_of_a_prefill_is_the_same_however_it_is_cut_into_chunks() -> None:
+def test_work_of_a_prefill_does_not_depend_on_its_chunks() -> None:
     whole = Work.prefill(1000, before=200)
     chunks = [Work.prefill(count, before) for count, before in ((300, 200), (1, 500), (699, 501))]
     assert sum(chunk.tokens for chunk in chunks) == whole.tokens
@@ -56,7 +56,7 @@ def test_a_decode_is_a_chunk_of_one_token() -> None:
     assert not (Work.decode(3, 900) + Work.prefill(2)).is_decode
 
 
-def test_time_follows_the_curve_and_goes_on_beyond_its_end() -> None:
+def test_time_follows_the_curve_and_continues_beyond_its_end() -> None:
     model = PerfModel(profile(share(1, seq_ms=0, context_ms=0, pair_ms=0)))
     times = [model.step_ms(Work.prefill(tokens)) for tokens in (1, 50, 100, 600, 1100, 2100)]
     assert times == pytest.approx([4, 4, 4, 54, 104, 204])
@@ -71,7 +71,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert model.step_ms(step) == pytest.approx(4 + 0.01 * 9 + 1e-5 * 8500 + 1e-6 * (8000 + 92 * 408 + 92 * 93 / 2))
 
 
-def test_decodes_have_numbers_of_their_own() -> None:
+def test_decodes_have_their_own_coefficients() -> None:
     both = ShareProfile(share=1, decode=cost(1, tokens_ms=(2, 2, 52)), prefill=cost(1))
     model, decode = PerfModel(profile(both)), Work.decode(8, 8000)
     assert model.step_ms(decode) == pytest.approx(PerfModel(profile()).step_ms(decode) - 2)
@@ -84,7 +84,7 @@ def test_a_curve_of_one_knot_is_flat() -> None:
     assert model.step_ms(Work.prefill(1)) == model.step_ms(Work.prefill(1000)) == 5
 
 
-def test_between_two_shares_time_is_a_straight_line_over_the_inverse() -> None:
+def test_between_two_shares_time_is_linear_in_the_inverse() -> None:
     model = PerfModel(profile(share(0.25), share(0.5), share(1)))
     decode, prefill = Work.decode(1, 0), Work.prefill(1100)
     for of in (0.25, 0.5, 1, 0.3, 0.7, 0.125):  # these work by 1 / share, also below the least measured one
@@ -94,12 +94,12 @@ def test_between_two_shares_time_is_a_straight_line_over_the_inverse() -> None:
     assert flat.step_ms(decode, 0.4) == pytest.approx(flat.step_ms(decode))
 
 
-def test_of_a_device_that_was_measured_as_a_whole_everything_scales() -> None:
+def test_time_scales_if_only_the_whole_device_was_measured() -> None:
     model = PerfModel(profile(share(1)))
     assert model.step_ms(Work.prefill(512), 0.5) == pytest.approx(2 * model.step_ms(Work.prefill(512)))
 
 
-def test_company_slows_down() -> None:
+def test_a_busy_other_lane_slows_steps_down() -> None:
     half = ShareProfile(share=0.5, decode=cost(0.5, slowdown=1.2), prefill=cost(0.5, slowdown=1.5))
     model = PerfModel(profile(half, share(1)))
     decode, prefill = Work.decode(8, 8000), Work.prefill(512)
@@ -117,13 +117,13 @@ def test_more_work_takes_no_less_time(tokens: int, before: int, seqs: int, of: f
     assert model.step_ms(chunk, of) <= model.step_ms(Work.prefill(tokens + 2, before), of)
 
 
-def test_a_transfer_takes_its_fixed_time_and_then_some_for_each_byte() -> None:
+def test_a_transfer_takes_a_fixed_time_and_a_time_per_byte() -> None:
     model = PerfModel(profile().model_copy(update={"transfer": TransferProfile(fixed_ms=2, bytes_per_ms=1e6)}))
     assert model.transfer_ms(0) == 2
     assert model.transfer_ms(5_000_000) == pytest.approx(7)
 
 
-def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
+def test_a_profile_survives_saving_and_loading(tmp_path: Path) -> None:
     written = profile(share(0.5), share(1))
     written.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == written
@@ -153,7 +153,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
         ({"shares": [share(1).model_dump() | {"share": 1.5}]}, "shares.0.share"),
     ],
 )
-def test_a_damaged_profile_is_one_clear_sentence(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_damaged_profile_is_refused_in_one_sentence(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile().model_dump(by_alias=True) | changes))
     with pytest.raises(ConfigError) as raised:
@@ -164,7 +164,7 @@ def test_a_damaged_profile_is_one_clear_sentence(tmp_path: Path, changes: dict[s
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"shares": NaN}'])
-def test_what_is_no_json_object_is_no_profile(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not a profile"):
@@ -172,7 +172,7 @@ def test_what_is_no_json_object_is_no_profile(tmp_path: Path, content: bytes) ->
 
 
 def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the profile"):
+    with pytest.raises(ConfigError, match="there is no profile"):
         Profile.load(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot write the profile"):
         profile().save(tmp_path / "none" / "profile.json")

@@ -29,7 +29,7 @@ def curve(times: dict[int, float]) -> Curve:
 
 
 def brute_force(workloads: Sequence[Workload], device: Device) -> float:
-    """The least time over every partition into stages, and every cut of the device for each stage."""
+    """Returns the shortest time over every partition into stages and every division of the device."""
     return min(
         sum(best_stage(stage, device) for stage in stages)
         for stages in partitions(list(workloads))
@@ -62,7 +62,7 @@ def best_stage(stage: Sequence[Workload], device: Device) -> float:
 
 
 def random_workload(rng: random.Random, name: str, units: int) -> Workload:
-    """Times that fall with the units, or fall and stay, or jump about."""
+    """Makes times that fall with the units, fall and level off, or are random."""
     kind = rng.choice(["compute", "memory", "anything"])
     scale, enough = rng.uniform(1, 100), rng.uniform(0.1, 1) * units
 
@@ -108,7 +108,7 @@ def test_plans_are_as_good_as_brute_force_finds_on_a_thousand_random_cases() -> 
 
 
 def published_kernels(compute_ms: float, saturated_at: float) -> list[Workload]:
-    """100 kernels each on 132 SMs: one scales with the SMs, one reads memory, which fewer SMs keep busy, too."""
+    """100 kernels each on 132 SMs: one scales with the SMs, the other is bound by memory, which few SMs saturate."""
     memory_ms = 4717 - compute_ms  # one stream: one after the other
     return [
         Workload("compute", 100, lambda units: compute_ms / 100 * 132 / units),
@@ -153,7 +153,7 @@ def test_the_bound_is_reached_by_a_single_workload() -> None:
     assert plan.ms == plan.bound_ms == 70
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     work = Workload("a", 1, lambda units: 1.0)
     for workloads in ([], [work, work], [Workload(str(i), 1, lambda units: 1.0) for i in range(11)]):
         with pytest.raises(ValueError, match="different names"):
@@ -163,7 +163,7 @@ def test_nonsense_is_refused() -> None:
             Device(132, step, minimum)
 
 
-def test_a_device_is_cut_in_two_at_every_step_with_the_remainder_on_either_side() -> None:
+def test_a_device_is_divided_at_every_step_with_the_remainder_on_either_side() -> None:
     assert lane_splits(Device(2)) == [LaneSplit(prefill=1, decode=1)]
     assert lane_splits(Device(1)) == []
     assert lane_splits(Device(20, step=8, minimum=8)) == [LaneSplit(12, 8), LaneSplit(8, 12)]
@@ -172,7 +172,7 @@ def test_a_device_is_cut_in_two_at_every_step_with_the_remainder_on_either_side(
     assert all(split.prefill + split.decode == 132 for split in splits)
 
 
-def test_prefill_gets_all_that_decode_can_spare() -> None:
+def test_prefill_gets_the_most_units_within_decodes_target() -> None:
     splits = lane_splits(H200)
     decode = curve({u: max(10.0, 600 / u) for u in range(1, 133)})
     for target in (10, 12, 15, 20, 40):
@@ -181,7 +181,7 @@ def test_prefill_gets_all_that_decode_can_spare() -> None:
         assert all(decode(smaller.decode) > target for smaller in splits if smaller.decode < split.decode)
 
 
-def test_decode_gets_all_it_can_use_where_its_target_is_out_of_reach() -> None:
+def test_decode_is_fastest_if_no_split_is_within_its_target() -> None:
     decode = curve({u: max(10.0, 600 / u) for u in range(1, 133)})
     split = lane_split(LaneLoad(lambda units: 132 / units, decode, 9), lane_splits(H200))
     assert split == LaneSplit(prefill=72, decode=60)  # faster than 10 ms it never is
@@ -215,19 +215,19 @@ def random_loads(rng: random.Random, count: int) -> list[LaneLoad]:
 def test_prepared_splits_keep_the_targets_and_cost_little() -> None:
     splits, loads = lane_splits(H200), random_loads(random.Random(1), 40)
     free = [lane_split(load, splits) for load in loads]
-    stretches = []
+    slowdowns = []
     for count in (1, 2, 3):
         prepared = prepared_splits(loads, splits, count)
         assert len(prepared) == count
         chosen = [lane_split(load, prepared) for load in loads]
         assert all(load.decode_ms(split.decode) <= load.target_ms for load, split in zip(loads, chosen, strict=True))
-        stretches.append(sum(best.prefill / split.prefill for best, split in zip(free, chosen, strict=True)) / 40)
-    assert stretches == sorted(stretches, reverse=True)
-    assert stretches[2] < 1.15
+        slowdowns.append(sum(best.prefill / split.prefill for best, split in zip(free, chosen, strict=True)) / 40)
+    assert slowdowns == sorted(slowdowns, reverse=True)
+    assert slowdowns[2] < 1.15
     assert prepared_splits(loads, splits[:2], 5) == splits[:2]
 
 
-def test_no_load_takes_the_first_splits_and_no_split_is_refused() -> None:
+def test_without_loads_the_first_splits_are_prepared_and_no_split_is_refused() -> None:
     splits = lane_splits(H200)
     assert prepared_splits([], splits, 2) == splits[:2]
     with pytest.raises(ValueError, match="empty"):

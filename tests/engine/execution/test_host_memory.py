@@ -1,4 +1,4 @@
-"""Host memory beside a real pool of pages."""
+"""Host memory with a real page pool."""
 
 import random
 import threading
@@ -23,7 +23,7 @@ LONGEST = 200
 
 
 class Counting(CpuHostMemory):
-    """Counts the pages that come back."""
+    """Counts the pages copied back."""
 
     returned = 0
 
@@ -37,7 +37,7 @@ def random_pool(pages: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_come_back_as_they_went(dtype: torch.dtype) -> None:
+def test_pages_come_back_unchanged(dtype: torch.dtype) -> None:
     pool, done = random_pool(6, dtype), threading.Event()
     host = CpuHostMemory(pool, torch.zeros(4, *pool.shape[1:], dtype=dtype), checksums=True)
     assert host.slot_ms > 0
@@ -51,7 +51,7 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("checksums", "good"), [(True, 1), (False, 3)])
-def test_a_damaged_slot_is_found_where_there_are_checksums(checksums: bool, good: int) -> None:
+def test_checksums_find_a_damaged_slot(checksums: bool, good: int) -> None:
     pool = random_pool(3)
     slots = torch.zeros_like(pool)
     host = CpuHostMemory(pool, slots, checksums=checksums)
@@ -75,19 +75,19 @@ def make_runner(directory: Path, num_pages: int) -> TorchRunner:
 
 
 def test_tokens_are_the_same_from_pages_that_came_back(directory: Path) -> None:
-    """One prompt after the other, each of which needs most of the pool; then all of them once more, and together."""
+    """Prompts run one after the other, each needing most of the pool; then all again, together."""
     numbers, root = random.Random(3), hash_root(b"model")
     prompts = [numbers.choices(range(480), k=length) for length in (120, 150, 100, 180)]
-    comings = []
+    arrivals = []
     for number in range(12):
         tokens = prompts[number % 4]
         params = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=10, top_logprobs=2)
         request = Request(f"r{number}", tokens, len(tokens), params, root, extend_hashes(root, tokens))
-        comings.append(Arrival(request, 50 * min(number, 8), -1, None))
+        arrivals.append(Arrival(request, 50 * min(number, 8), -1, None))
     runner = make_runner(directory, NUM_PAGES)
     host = Counting(runner.pool, torch.zeros(80, *runner.pool.shape[1:]), checksums=True)
-    want = serve(make_runner(directory, 200), "mixed", comings)
-    got = serve(runner, "mixed", comings, host=host)
+    want = serve(make_runner(directory, 200), "mixed", arrivals)
+    got = serve(runner, "mixed", arrivals, host=host)
     for key, outputs in want.items():
         assert [output.token_ids for output in got[key]] == [output.token_ids for output in outputs]
         assert [output.logprobs for output in got[key]] == [output.logprobs for output in outputs]
@@ -95,7 +95,7 @@ def test_tokens_are_the_same_from_pages_that_came_back(directory: Path) -> None:
     assert host.returned > 12
 
 
-def test_host_memory_has_room_for_as_many_pages_as_fit(directory: Path) -> None:
+def test_host_memory_holds_as_many_pages_as_fit(directory: Path) -> None:
     runner = make_runner(directory, NUM_PAGES)
     assert runner.host_memory(5 * runner.page_bytes + 1, checksums=False).num_slots == 5
     with pytest.raises(ConfigError, match="holds no page; give at least"):

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system with 8 GiB of memory available."""
+    """Fakes a system with 8 GiB of available memory."""
     (tmp_path / "meminfo").write_text(f"MemFree: 100 kB\nMemAvailable: {8 << 20} kB\n")
     names = (
         ("memory.max", "memory.current", "inactive_file"),
@@ -25,7 +25,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_the_system_has_where_there_is_no_container(system: Path) -> None:
+def test_available_memory_without_a_container(system: Path) -> None:
     assert available_memory(CPU) == 8 << 30
 
 
@@ -43,16 +43,14 @@ def test_what_the_system_has_where_there_is_no_container(system: Path) -> None:
         ),
     ],
 )
-def test_what_a_container_may_have_is_less_than_the_system_has(
-    system: Path, folder: str, files: dict[str, int | str]
-) -> None:
+def test_available_memory_in_a_container_with_a_limit(system: Path, folder: str, files: dict[str, int | str]) -> None:
     (system / folder).mkdir()
     for name, content in files.items():
         (system / folder / name).write_text(f"{content}\n" if isinstance(content, int) else content)
     assert available_memory(CPU) == 3 << 30
 
 
-def test_a_container_without_a_limit_may_have_what_the_system_has(system: Path) -> None:
+def test_available_memory_in_a_container_without_a_limit(system: Path) -> None:
     for name, content in {"memory.max": "max", "memory.current": "100", "memory.stat": "inactive_file 0"}.items():
         path = system / "v2" / name
         path.parent.mkdir(exist_ok=True)
@@ -60,12 +58,12 @@ def test_a_container_without_a_limit_may_have_what_the_system_has(system: Path) 
     assert available_memory(CPU) == 8 << 30
 
 
-def test_a_system_that_tells_nothing(system: Path) -> None:
+def test_available_memory_is_unknown_without_proc(system: Path) -> None:
     (system / "meminfo").unlink()
     assert available_memory(CPU) is None
 
 
-def test_a_pool_has_what_weights_and_work_leave_of_a_gpus_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_gets_the_rest_of_the_gpus_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (79 * GIB, 80 * GIB))
     assert default_pool(GPU, 16 * GIB, 1 << 20, 0.9) == 54 * GIB
     assert default_pool(GPU, 16 * GIB, 1 << 20, 0.45) == 18 * GIB
@@ -74,6 +72,6 @@ def test_a_pool_has_what_weights_and_work_leave_of_a_gpus_part(monkeypatch: pyte
         default_pool(GPU, 35 * GIB, 1 << 20, 0.45)
 
 
-def test_a_small_model_does_not_take_a_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_does_not_use_a_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (79 * GIB, 80 * GIB))
     assert default_pool(GPU, 1 << 20, 16 << 10, 0.9) == 4 * GIB

@@ -1,4 +1,4 @@
-"""The whole model against transformers: the same greedy tokens in float32, however the tokens are cut into steps."""
+"""The whole model against transformers: the same greedy tokens in float32, however tokens are divided into steps."""
 
 import ctypes
 import json
@@ -42,7 +42,7 @@ Load = Callable[..., TorchRunner]
 
 @pytest.fixture(params=["default", "torch"])
 def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Loads a checkpoint with the back end this machine would choose, and with the fallback."""
+    """Loads a checkpoint with this machine's default back end, and with the fallback."""
     if request.param == "torch":
         monkeypatch.setattr(runner_module, "make_ops", lambda *_: TorchOps())
 
@@ -156,7 +156,7 @@ def test_choices_of_one_prompt_share_its_row(checkpoint: MakeCheckpoint, load: L
 def test_every_type_chooses_within_tolerance_of_a_teacher_forced_oracle(
     checkpoint: MakeCheckpoint, load: Load, family: str, dtype: str, tolerance: float
 ) -> None:
-    """In units of the logits' standard deviation, below the best one that float32 has for it."""
+    """`tolerance`: largest gap to float32's best logit, in standard deviations of the logits."""
     directory = checkpoint(family, dtype=dtype)
     runner = load(directory)
     assert runner.dtype == dtype
@@ -175,7 +175,7 @@ def test_every_type_chooses_within_tolerance_of_a_teacher_forced_oracle(
         assert best - float(logits[position, token_id]) <= tolerance * spread
 
 
-def test_a_head_in_the_file_counts_though_the_config_ties_it(
+def test_a_head_in_the_file_wins_over_tie_word_embeddings(
     checkpoint: MakeCheckpoint, load: Load, tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(checkpoint("llama2"), tmp_path / "model"))
@@ -223,7 +223,7 @@ def test_a_small_pool_cuts_the_context_and_a_tiny_one_is_refused(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-def test_all_of_the_pool_is_in_memory_before_the_first_step(checkpoint: MakeCheckpoint, load: Load) -> None:
+def test_the_whole_pool_is_resident_before_the_first_step(checkpoint: MakeCheckpoint, load: Load) -> None:
     pool = load(checkpoint("llama2")).pool
     assert pool.data_ptr() % mmap.PAGESIZE == 0
     resident = (ctypes.c_ubyte * -(-pool.nbytes // mmap.PAGESIZE))()

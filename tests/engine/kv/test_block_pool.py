@@ -18,7 +18,7 @@ def block(number: int) -> bytes:
 
 
 def published(pool: BlockPool, *numbers: int) -> list[int]:
-    """Cached pages with these blocks, the first one to be evicted last."""
+    """Makes cached pages with these blocks. The first one will be evicted last."""
     pages = pool.take(len(numbers))
     assert pages is not None
     assert pool.publish(pages, [block(number) for number in numbers]) == len(numbers)
@@ -26,7 +26,7 @@ def published(pool: BlockPool, *numbers: int) -> list[int]:
     return pages
 
 
-def test_takes_nothing_when_there_are_too_few() -> None:
+def test_nothing_is_taken_if_there_are_too_few_pages() -> None:
     pool = BlockPool(PAGES)
     assert pool.take(PAGES + 1) is None
     assert pool.reserve(PAGES + 1) is None
@@ -49,7 +49,7 @@ def test_free_pages_go_before_cached_ones() -> None:
     assert all(pool.is_cached(block(number)) for number in (1, 2, 3))
 
 
-def test_evicts_the_least_recently_released_and_a_chains_end_first() -> None:
+def test_the_least_recently_released_page_is_evicted_first_and_a_chain_from_its_end() -> None:
     pool = BlockPool(PAGES)
     first, second = published(pool, 1, 2, 3), published(pool, 4, 5, 6)
     pool.hold(first)
@@ -118,7 +118,7 @@ def test_reserving_evicts_and_arrived_pages_are_used() -> None:
     assert pool.publish(pages[:1], [block(7)]) == 1
 
 
-def test_quarantined_pages_come_back_only_at_its_end() -> None:
+def test_quarantined_pages_are_free_only_after_end_quarantine() -> None:
     pool = BlockPool(PAGES)
     pages = pool.reserve(4)
     assert pages is not None
@@ -149,7 +149,7 @@ def test_misuse_is_an_error() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool against a model that is as plain as can be."""
+    """The pool against a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class PoolMachine(RuleBasedStateMachine):
         return set(range(PAGES)) - set(self.holders) - self.reserved - self.quarantined - set(self.lru)
 
     def claimed(self, pages: list[int] | None, count: int) -> list[int]:
-        """Checks that free pages were given first, then the least recently used."""
+        """Checks that free pages were given first, then the least recently used ones."""
         if count > len(self.free) + len(self.lru):
             assert pages is None
             return []

@@ -1,4 +1,4 @@
-"""Blocks that the pool evicts, on their way to host memory and back."""
+"""Blocks that the pool evicts, offloaded to host memory and loaded again."""
 
 from collections.abc import Mapping
 
@@ -37,7 +37,7 @@ class Tier:
         self.engine: Engine = engine_of(self.runner, host=self.host)
 
     def serve(self, name: str, start: int, length: int = LONG, max_tokens: int = 3) -> Served:
-        """Answers a prompt, and checks the answer."""
+        """Serves a prompt, and checks the tokens."""
         request = self.add(name, start, length, max_tokens)
         served = drain(self.engine)
         assert_as_expected(served, self.engine, request)
@@ -53,26 +53,26 @@ class Tier:
         return self.engine.stats().host.blocks
 
 
-def test_an_evicted_prefix_comes_back_as_cached_tokens() -> None:
+def test_an_evicted_prefix_is_loaded_and_counts_as_cached_tokens() -> None:
     tier = Tier()
     tier.serve("a", 0)
     tier.serve("b", 1)  # evicts the first one
     served = tier.serve("again", 0)
     assert served.cached_tokens["again", 0] == 64
     assert tier.engine.stats().prefill_tokens == 70 + 70 + 6
-    assert tier.blocks["returned"] == 4
+    assert tier.blocks["loaded"] == 4
     host = tier.engine.stats().host
-    assert (host.pages, host.kept) == (20, 8)
+    assert (host.pages, host.offloaded) == (20, 8)
     assert_all_released(tier.engine)
 
 
-def test_everything_comes_back_again_and_again() -> None:
+def test_blocks_are_offloaded_and_loaded_again_and_again() -> None:
     tier = Tier()
     for turn in range(5):
         for number in range(4):
             served = tier.serve(f"{turn}-{number}", number)
             assert served.cached_tokens[f"{turn}-{number}", 0] == (64 if turn else 0)
-    assert tier.blocks["kept"] == 16, "a block that is kept already is not copied again"
+    assert tier.blocks["offloaded"] == 16, "a block that is offloaded already is not copied again"
 
 
 def test_events_tell_when_blocks_move_between_pages_and_host_memory_and_when_they_are_lost() -> None:
@@ -87,7 +87,7 @@ def test_events_tell_when_blocks_move_between_pages_and_host_memory_and_when_the
     assert tier.blocks["evicted"] > 0
 
 
-def test_a_block_that_came_back_goes_to_host_memory_again_when_others_need_its_page() -> None:
+def test_a_loaded_block_goes_to_host_memory_again_when_its_page_is_needed() -> None:
     tier, known = Tier(), dict[bytes, blocks.Tier]()
     first, second = (make_request("", prompt(LONG, number)).block_hashes for number in (0, 1))
     for number in (0, 1, 0, 1):
@@ -97,7 +97,7 @@ def test_a_block_that_came_back_goes_to_host_memory_again_when_others_need_its_p
     assert {known[block_hash] for block_hash in first} == {blocks.Tier.HOST}
 
 
-def test_a_kept_block_may_go_for_those_that_are_evicted_with_it() -> None:
+def test_an_offloaded_block_may_be_evicted_for_others_of_the_same_eviction() -> None:
     pool, known = BlockPool(8), dict[bytes, blocks.Tier]()
     HostTier(pool, FakeHostMemory(FakeRunner(8), 3, slot_ms=5.0), lambda work: 0.0)  # two at a time are copied out
     for numbers in (range(8), range(10, 18), range(7, -1, -1), range(20, 28)):
@@ -109,7 +109,7 @@ def test_a_kept_block_may_go_for_those_that_are_evicted_with_it() -> None:
         assert known == cached(pool)
 
 
-def test_what_only_host_memory_has_comes_back_for_others() -> None:
+def test_blocks_that_only_host_memory_has_are_loaded_for_another_worker() -> None:
     tier = Tier()
     tier.serve("a", 0)
     tier.serve("b", 1)
@@ -126,37 +126,21 @@ def test_what_only_host_memory_has_comes_back_for_others() -> None:
     tier.engine.unpin(pages)
 
 
-def test_blocks_that_have_come_back_are_taken_before_more_steps_are_made_at_once() -> None:
-    tier = Tier(num_pages=12)
-    for number in range(3):
-        tier.serve(str(number), number)
-    stream, served = tier.add("stream", 9, length=5, max_tokens=8), Served()
-    while not tier.engine.uneventful_steps:
-        served.take(tier.engine.step())
-    tier.host.by_hand = True
-    tier.engine.load(make_request("for another worker", prompt(LONG)).block_hashes)
-    assert tier.engine.uneventful_steps
-    tier.host.finish()
-    assert tier.engine.uneventful_steps == 0
-    drain(tier.engine, served)
-    assert_as_expected(served, tier.engine, stream)
-
-
-def test_copies_out_come_before_anything_is_written_to_the_pages() -> None:
+def test_blocks_are_copied_out_before_their_pages_are_written() -> None:
     tier = Tier()
     tier.serve("a", 0)
     tier.serve("b", 1)
     assert [len(pages) for pages in tier.host.copied_out] == [4]
 
 
-def test_who_has_to_wait_for_a_copy_does_not_keep_others_waiting() -> None:
+def test_a_request_that_waits_for_a_load_does_not_block_others() -> None:
     tier = Tier(num_pages=14)
     tier.serve("a", 0)
     for number in range(1, 4):
         tier.serve(str(number), number)
     tier.host.by_hand = True
-    told: list[bool] = []
-    tier.engine.on_work(lambda: told.append(tier.engine.has_work))
+    has_work: list[bool] = []
+    tier.engine.on_work(lambda: has_work.append(tier.engine.has_work))
     requests = [tier.add("again", 0), tier.add("short", 9, length=5)]
     served = drain(tier.engine)
     assert served.finish.keys() == {("short", 0)}
@@ -165,13 +149,13 @@ def test_who_has_to_wait_for_a_copy_does_not_keep_others_waiting() -> None:
     assert tier.engine.stats().waiting == 1
 
     tier.host.finish()
-    assert told == [True]
+    assert has_work == [True]
     drain(tier.engine, served)
     assert_as_expected(served, tier.engine, *requests)
     assert served.cached_tokens["again", 0] == 64
 
 
-def test_all_who_need_the_same_blocks_wait_for_one_copy() -> None:
+def test_requests_that_need_the_same_blocks_wait_for_one_load() -> None:
     tier = Tier(num_pages=12)
     tier.serve("a", 0)
     tier.serve("b", 1)
@@ -186,17 +170,17 @@ def test_all_who_need_the_same_blocks_wait_for_one_copy() -> None:
     assert set(served.cached_tokens.values()) == {64}
 
 
-def test_blocks_come_back_behind_those_that_are_still_in_the_pool() -> None:
+def test_blocks_are_loaded_after_those_that_are_still_in_pages() -> None:
     tier = Tier(num_pages=8)
     tier.serve("a", 0)
     tier.serve("b", 1)
-    first = tier.engine.stats().host.kept
+    first = tier.engine.stats().host.offloaded
     assert 0 < first < 4, "a part of it is evicted"
     assert tier.serve("again", 0).cached_tokens["again", 0] == 64
-    assert tier.blocks["returned"] == first
+    assert tier.blocks["loaded"] == first
 
 
-def test_a_damaged_block_and_what_follows_it_is_computed() -> None:
+def test_a_damaged_block_and_the_blocks_after_it_are_computed() -> None:
     tier = Tier()
     tier.serve("a", 0)
     tier.serve("b", 1)
@@ -204,22 +188,22 @@ def test_a_damaged_block_and_what_follows_it_is_computed() -> None:
     tier.host.damaged.add(slot)
     served = tier.serve("again", 0)
     assert served.cached_tokens["again", 0] == 32
-    assert (tier.blocks["damaged"], tier.blocks["returned"]) == (1, 2)
+    assert (tier.blocks["damaged"], tier.blocks["loaded"]) == (1, 2)
     tier.serve("c", 2)
     assert tier.serve("once more", 0).cached_tokens["once more", 0] == 64, "it was copied out anew"
 
 
-def test_what_is_computed_sooner_does_not_come_back() -> None:
+def test_blocks_that_are_quicker_to_compute_are_not_loaded() -> None:
     tier = Tier(slot_ms=50.0)
     tier.serve("a", 0)
     tier.serve("b", 1)
     assert tier.serve("again", 0).cached_tokens["again", 0] == 0
-    assert "returned" not in tier.blocks
-    assert tier.blocks["computed"] == 1  # one page takes 50 ms: no more is copied out of one eviction
+    assert "loaded" not in tier.blocks
+    assert tier.blocks["recomputed"] == 1  # one page takes 50 ms: no more is copied out of one eviction
     assert tier.blocks["skipped"] > 0
 
 
-def test_a_prompt_counts_as_cached_what_would_come_back() -> None:
+def test_blocks_that_would_be_loaded_count_as_cached() -> None:
     tier = Tier()
     tier.serve("a", 0)
     tier.serve("b", 1)
@@ -228,7 +212,7 @@ def test_a_prompt_counts_as_cached_what_would_come_back() -> None:
     assert tier.engine.stats().waiting_tokens == 6
 
 
-def test_an_abort_during_the_copy_leaves_the_blocks_in_the_cache() -> None:
+def test_an_abort_during_the_load_leaves_the_blocks_in_the_cache() -> None:
     tier = Tier()
     tier.serve("a", 0)
     tier.serve("b", 1)
@@ -242,17 +226,17 @@ def test_an_abort_during_the_copy_leaves_the_blocks_in_the_cache() -> None:
     assert_all_released(tier.engine)
     tier.host.by_hand = False
     assert tier.serve("later", 0).cached_tokens["later", 0] == 64
-    assert tier.blocks["returned"] == 4
+    assert tier.blocks["loaded"] == 4
 
 
 def test_pages_for_a_landing_are_copied_out_first() -> None:
     tier = Tier()
     tier.serve("a", 0)
-    reservation = tier.engine.reserve(make_request("landing", prompt(LONG, 1)))
+    reservation = tier.engine.landings.reserve(make_request("landing", prompt(LONG, 1)))
     assert reservation is not None
     assert sum(map(len, tier.host.copied_out)) == 4
-    tier.engine.cancel(reservation, quarantine=True)
-    tier.engine.end_quarantine(reservation)
+    tier.engine.landings.cancel(reservation, quarantine=True)
+    tier.engine.landings.end_quarantine(reservation)
     assert tier.serve("again", 0).cached_tokens["again", 0] == 64
 
 
@@ -262,15 +246,15 @@ def test_a_preempted_sequence_gets_its_blocks_back() -> None:
     served = drain(tier.engine)
     assert_as_expected(served, tier.engine, *requests)
     assert tier.engine.stats().preemptions
-    assert tier.blocks["returned"] > 0
+    assert tier.blocks["loaded"] > 0
 
 
-def test_without_host_memory_nothing_is_kept() -> None:
+def test_without_host_memory_nothing_is_offloaded() -> None:
     engine, _ = make_engine(PAGES)
     host = engine.stats().host
-    assert (host.pages, host.kept, host.blocks) == (0, 0, {})
+    assert (host.pages, host.offloaded, host.blocks) == (0, 0, {})
 
 
 def _content(block: int) -> list[int]:
-    """Of a block of the first prompt."""
+    """The content of a block of the first prompt."""
     return states_of(prompt(LONG))[16 * block : 16 * block + 16]

@@ -26,14 +26,12 @@ MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mist
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
-def load(directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def load(directory: Path, fields: dict[str, Any]) -> ModelConfig:
     (directory / "config.json").write_text(json.dumps(fields))
-    if generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(generation))
     return load_config(directory)
 
 
-def test_what_a_llama_config_leaves_out_is_derived(tmp_path: Path) -> None:
+def test_missing_fields_of_a_llama_config_are_derived(tmp_path: Path) -> None:
     config = load(tmp_path, LLAMA)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
     assert config.page_shape == (2, 2, 4, 16, 16)
@@ -77,12 +75,6 @@ def test_the_dtype_is_read_under_its_old_and_its_new_name(tmp_path: Path, name: 
     assert load(tmp_path, {**LLAMA, name: "bfloat16"}).dtype == "bfloat16"
 
 
-def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
-    assert load(tmp_path, {**LLAMA, "eos_token_id": 2}).eos_token_ids == (2,)
-    assert load(tmp_path, {**LLAMA, "eos_token_id": 2}, {"eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
-    assert load(tmp_path, LLAMA, {}).eos_token_ids == ()
-
-
 def test_rope_is_read_in_the_old_and_the_new_form(tmp_path: Path) -> None:
     old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}
     new = {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
@@ -90,7 +82,7 @@ def test_rope_is_read_in_the_old_and_the_new_form(tmp_path: Path) -> None:
     assert load(tmp_path, {**LLAMA, "rope_theta": 1e6, "rope_scaling": None}).rope == RopeConfig(theta=1e6)
 
 
-def test_yarn_that_was_switched_on_lengthens_the_context(tmp_path: Path) -> None:
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
     assert load(tmp_path, {**QWEN2, "rope_scaling": YARN}).max_model_len == 2048
     assert load(tmp_path, {**QWEN2, "rope_scaling": YARN, "max_position_embeddings": 2048}).max_model_len == 2048
 
@@ -110,7 +102,7 @@ def test_yarn_that_was_switched_on_lengthens_the_context(tmp_path: Path) -> None
         ({**LLAMA, "sliding_window": 128}, None),
     ],
 )
-def test_a_sliding_window_counts_only_where_it_is_in_effect(
+def test_a_sliding_window_counts_only_if_it_is_in_effect(
     tmp_path: Path, fields: dict[str, Any], window: int | None
 ) -> None:
     assert load(tmp_path, fields).sliding_window == window
@@ -150,7 +142,7 @@ def test_a_sliding_window_counts_only_where_it_is_in_effect(
         ({**QWEN2, "rope_scaling": {**YARN, "original_max_position_embeddings": 10**400}}, "original_max_position"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], names: str) -> None:
+def test_unsupported_features_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], names: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, fields)
     message = str(caught.value)
@@ -166,12 +158,6 @@ def test_a_damaged_config_is_refused(tmp_path: Path, content: str | bytes) -> No
         load_config(tmp_path)
 
 
-def test_a_damaged_generation_config_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        load(tmp_path, LLAMA)
-
-
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         load_config(tmp_path)
@@ -184,7 +170,6 @@ def test_files_that_transformers_writes_are_understood(checkpoint: MakeCheckpoin
     config = load_config(checkpoint(family))
     assert family.startswith(config.family)
     assert config.dtype == "float32"
-    assert len(config.eos_token_ids) == 2
     assert config.rope.kind == ("llama3" if family == "llama3" else "default")
 
 
@@ -217,10 +202,10 @@ FIELDS = sorted({*QWEN3, "head_dim", "sliding_window", "use_sliding_window", "la
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]),
-    changes=st.dictionaries(st.sampled_from([*FIELDS, "eos_token_id", "dtype", "rms_norm_eps", "hidden_act"]), JSON),
+    changes=st.dictionaries(st.sampled_from([*FIELDS, "dtype", "rms_norm_eps", "hidden_act"]), JSON),
     rope=JSON | ROPE,
 )
-def test_whatever_the_file_says_the_answer_is_a_configuration_or_a_checkpoint_error(
+def test_any_file_gives_a_configuration_or_a_checkpoint_error(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], rope: Any
 ) -> None:
     try:

@@ -51,6 +51,6 @@ def test_the_table_is_that_of_transformers(tmp_path: Path, rope: dict[str, Any],
     torch.testing.assert_close(table[:, head_dim // 2 :], sin[0, :, : head_dim // 2], atol=2e-6, rtol=0)
 
 
-def test_position_zero_does_not_turn() -> None:
+def test_position_zero_is_not_rotated() -> None:
     table = rope_table(RopeConfig(), 8, 1, torch.device("cpu"))
     assert table.tolist() == [[1, 1, 1, 1, 0, 0, 0, 0]]

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from cpd.common.errors import CheckpointError
 from engine.model.config import load_config
-from engine.model.weights import Checkpoint, expected_tensors, model_fingerprint
+from engine.model.parameters import expected_tensors
+from engine.model.weights import Checkpoint, model_fingerprint
 from tests.conftest import MakeCheckpoint
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def copy(checkpoint: MakeCheckpoint, tmp_path: Path) -> Callable[..., Path]:
-    """A checkpoint that the test may damage."""
+    """Makes a copy of a checkpoint, which the test may damage."""
 
     def make(family: str, **overrides: object) -> Path:
         return Path(shutil.copytree(checkpoint(family, **overrides), tmp_path / "model"))
@@ -38,22 +39,6 @@ def edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     change(tensors)
     path.unlink()  # the old file may still be mapped
     save_file(tensors, path)
-
-
-@pytest.mark.parametrize("family", ["llama2", "llama3", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_what_transformers_writes_is_complete(checkpoint: MakeCheckpoint, family: str, tied: bool) -> None:
-    directory = checkpoint(family, tie_word_embeddings=tied)
-    check(directory)
-    with Checkpoint(directory) as opened:
-        assert opened.unused(expected_tensors(load_config(directory))) == []
-
-
-def test_every_bias_that_the_config_asks_for_is_expected(checkpoint: MakeCheckpoint) -> None:
-    directory = checkpoint("llama3", attention_bias=True, mlp_bias=True)
-    check(directory)
-    with Checkpoint(directory) as opened:
-        assert opened.unused(expected_tensors(load_config(directory))) == []
 
 
 @pytest.mark.parametrize("shard", ["1GB", "40KB"])
@@ -148,27 +133,28 @@ def test_a_tensor_of_an_unsupported_type_is_named(copy: Callable[..., Path]) -> 
 
 
 def fingerprint(directory: Path) -> bytes:
-    return model_fingerprint(directory, load_config(directory), "float32")
+    return model_fingerprint(directory, load_config(directory), "float32", "float32")
 
 
 def test_sharding_and_context_length_do_not_change_the_fingerprint(checkpoint: MakeCheckpoint) -> None:
     directory = checkpoint("llama2")
     config = load_config(directory)
-    whole = model_fingerprint(directory, config, "float32")
-    assert model_fingerprint(directory, replace(config, max_model_len=7), "float32") == whole
+    whole = model_fingerprint(directory, config, "float32", "float32")
+    assert model_fingerprint(directory, replace(config, max_model_len=7), "float32", "float32") == whole
     assert fingerprint(checkpoint("llama2", max_shard_size="200KB")) == whole
 
 
-def test_run_type_and_scaling_change_the_fingerprint(checkpoint: MakeCheckpoint) -> None:
+def test_types_and_scaling_change_the_fingerprint(checkpoint: MakeCheckpoint) -> None:
     directory = checkpoint("llama2")
     config = load_config(directory)
     variants = {
-        model_fingerprint(directory, config, "float32"),
-        model_fingerprint(directory, config, "bfloat16"),
-        model_fingerprint(directory, replace(config, rope=replace(config.rope, theta=5e5)), "float32"),
+        model_fingerprint(directory, config, "float32", "float32"),
+        model_fingerprint(directory, config, "bfloat16", "bfloat16"),
+        model_fingerprint(directory, config, "bfloat16", "float32"),
+        model_fingerprint(directory, replace(config, rope=replace(config.rope, theta=5e5)), "float32", "float32"),
         fingerprint(checkpoint("llama2", seed=1)),
     }
-    assert len(variants) == 4
+    assert len(variants) == 5
 
 
 def test_a_fine_tune_of_any_one_tensor_changes_the_fingerprint(copy: Callable[..., Path]) -> None:

@@ -18,7 +18,7 @@ SMS = 132
 def divide(
     group: int, num_kv: int, page_counts: list[int], query_lens: list[int], graph: bool, split_size: int
 ) -> tuple[int, bool, int]:
-    """As PrefillSplitQOKVIndptr of its scheduler.cuh: blocks of threads a head, whether split, and blocks used."""
+    """Does what PrefillSplitQOKVIndptr in scheduler.cuh does: thread blocks per head, split or not, blocks used."""
     rows = [length * group for length in query_lens]
     count = len(rows)
     most = SMS * 2 // num_kv
@@ -48,7 +48,7 @@ def divide(
 
 
 class _Wrapper:
-    """What both have in common. `planned` holds the arguments of the last plan."""
+    """Base of both wrappers. `planned` holds the arguments of the last plan."""
 
     def __init__(
         self, workspace: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto", **options: Any

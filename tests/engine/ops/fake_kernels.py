@@ -1,4 +1,4 @@
-"""The Triton kernels in plain torch, for tests of what calls them. That both compute the same is tested with Triton."""
+"""The Triton kernels in plain torch, for tests of their callers. Tests with Triton compare the two."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 class TritonError(Exception):
-    """Triton's own errors are of this class, which is no RuntimeError."""
+    """Base class of Triton's errors, which is not a RuntimeError."""
 
 
 class Kernel:

@@ -1,4 +1,4 @@
-"""Which ops a GPU gets, decided on a CPU."""
+"""Choice of a GPU's ops, tested on a CPU."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ def chosen(dtype: torch.dtype = torch.bfloat16, heads: Heads = HEADS) -> Ops:
     return make_cuda_ops(torch.device("cpu"), dtype, heads, 4)
 
 
-def test_flashinfer_where_it_works(caplog: pytest.LogCaptureFixture) -> None:
+def test_flashinfer_if_it_works(caplog: pytest.LogCaptureFixture) -> None:
     ops = chosen()
     assert isinstance(ops, FlashInferOps)
     assert ops._decode.plans == 1, "its kernels are not compiled yet"
@@ -55,7 +55,7 @@ def test_flashinfer_where_it_works(caplog: pytest.LogCaptureFixture) -> None:
         (torch.bfloat16, Heads(8, 2, 40), "no kernels for a head size of 40"),
     ],
 )
-def test_torchs_attention_where_flashinfer_has_no_kernels(
+def test_torchs_attention_if_flashinfer_has_no_kernels(
     dtype: torch.dtype, heads: Heads, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert type(chosen(dtype, heads)) is TritonOps
@@ -68,7 +68,7 @@ def test_torchs_attention_on_an_old_gpu(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "this GPU has 7.5" in caplog.text
 
 
-def test_torchs_attention_where_flashinfer_cannot_be_built(
+def test_torchs_attention_if_flashinfer_cannot_be_built(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
@@ -83,11 +83,11 @@ def test_torchs_attention_where_flashinfer_cannot_be_built(
     monkeypatch.setattr(FlashInferOps, "prepare", broken)
     assert type(chosen()) is TritonOps
     assert "Ninja build failed" in caplog.text
-    assert "compiled by the nvcc" in caplog.text
+    assert "compiled with nvcc" in caplog.text
 
 
-def test_programs_beside_python_are_found_where_its_environment_is_not_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer starts ninja by its name."""
+def test_programs_next_to_python_are_found_without_an_active_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer runs `ninja` by name."""
     monkeypatch.setenv("PATH", "/nowhere")
     found: list[str | None] = []
     monkeypatch.setattr(FlashInferOps, "prepare", lambda *_: found.append(shutil.which("python")))
@@ -96,7 +96,7 @@ def test_programs_beside_python_are_found_where_its_environment_is_not_active(mo
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_a_gpu_that_is_full_or_broken_is_not_taken_for_a_missing_back_end(
+def test_a_full_or_broken_gpu_is_not_mistaken_for_a_missing_back_end(
     kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -111,17 +111,17 @@ def test_a_gpu_that_is_full_or_broken_is_not_taken_for_a_missing_back_end(
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "add_rms_norm", "silu_mul", "rope_store"])
-def test_torch_alone_where_triton_cannot_compile_one_of_its_kernels(
+def test_torch_alone_if_triton_cannot_compile_a_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as one for a GPU that is newer than it is."""
+    """For example if the GPU is newer than Triton."""
 
     def refuse(*_: object, **__: object) -> None:
         raise fake_kernels.TritonError("sm_103a is not defined")
 
     monkeypatch.setattr(fake_kernels, kernel, fake_kernels.Kernel(refuse))
     assert type(chosen()) is TorchOps
-    assert "Triton does not work here, running on torch's own slower operations: TritonError: sm_103a" in caplog.text
+    assert "Triton does not work here; using torch's slower operations: TritonError: sm_103a" in caplog.text
 
 
 def test_torch_alone_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What FlashInfer is given, against numbers worked out by hand and, through a stand-in for it, against torch."""
+"""FlashInfer's inputs against hand-computed numbers and, with a fake of it, against torch."""
 
 from types import ModuleType
 
@@ -32,7 +32,7 @@ def ops(cuda: None, monkeypatch: pytest.MonkeyPatch) -> FlashInferOps:
 
 
 def make(dtype: torch.dtype = torch.float32, library: ModuleType = fake_flashinfer) -> FlashInferOps:
-    return FlashInferOps(library, HEADS, dtype, CPU, sms=fake_flashinfer.SMS, most_decodes=64)
+    return FlashInferOps(library, HEADS, dtype, CPU, sms=fake_flashinfer.SMS, max_decodes=64)
 
 
 def test_page_tables_of_a_step_are_flattened() -> None:
@@ -63,7 +63,7 @@ def test_a_mixed_step_is_planned_as_decodes_and_prefills(ops: FlashInferOps) -> 
         assert planned["q_data_type"] == planned["kv_data_type"] == torch.float32
 
 
-def test_what_a_step_lacks_is_not_planned(ops: FlashInferOps) -> None:
+def test_absent_kinds_of_work_are_not_planned(ops: FlashInferOps) -> None:
     ops.prepare(step_of([(1, 17)], [[1, 2]]))
     assert (ops._decode.plans, ops._prefill.plans) == (1, 0)
     ops.prepare(step_of([(2, 17)], [[1, 2]]))
@@ -78,7 +78,7 @@ def test_a_plan_waits_until_the_last_one_has_left_pinned_memory(ops: FlashInferO
 
 
 def compare(ops: FlashInferOps, lens: Lens, seed: int) -> None:
-    """With torch's attention."""
+    """Computes the expected result with torch."""
     torch.manual_seed(seed)
     pages, num_pages = lay_out(lens, np.random.default_rng(seed))
     batch = step_of(lens, pages)
@@ -104,14 +104,14 @@ def test_attention_equals_torch(
         compare(ops, decodes + prefills, seed)
 
 
-def test_ops_beside_share_no_workspace(ops: FlashInferOps) -> None:
-    other = ops.beside()
+def test_ops_with_own_workspaces_share_none(ops: FlashInferOps) -> None:
+    other = ops.with_own_workspaces()
     assert other._workspace.data_ptr() != ops._workspace.data_ptr()
     assert other._decode.workspace is other._prefill.workspace is other._workspace
 
 
 def test_captured_sizes_read_each_steps_pages_from_the_same_buffers(ops: FlashInferOps) -> None:
-    buffer = PageBuffer(most_decodes=4, most_pages=20, device=CPU)
+    buffer = PageBuffer(max_decodes=4, max_pages=20, device=CPU)
     graphed = {size: ops.graphed(size, buffer) for size in (4, 2)}
     for seed, lens in enumerate(([1, 1], [1] * 4, [300, 5], [17, 33, 290, 1], [16, 320])):
         compare(graphed[len(lens)], [(1, context) for context in lens], seed)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_a_plan_that_differs_from_the_captured_one_is_refused(ops: FlashInferOps
     graphed = ops.graphed(1, PageBuffer(1, 4, CPU))
     graphed.prepare(step_of([(1, 1)], [[1]]))
     graphed._captured_plan = [0]
-    with pytest.raises(RuntimeError, match="its version is not one"):
+    with pytest.raises(RuntimeError, match="this version of FlashInfer is not supported"):
         graphed.prepare(step_of([(1, 1)], [[1]]))
 
 
@@ -130,8 +130,8 @@ def test_a_plan_that_differs_from_the_captured_one_is_refused(ops: FlashInferOps
     counts=st.lists(st.integers(1, 600), min_size=1, max_size=140),
     heads=st.sampled_from([Heads(32, 8, 128), Heads(8, 8, 64), Heads(28, 4, 128), Heads(32, 1, 128), Heads(71, 1, 64)]),
 )
-def test_every_step_keeps_the_captured_division(counts: list[int], heads: Heads) -> None:
-    """Padded blocks and the mark of being split are part of the graph."""
+def test_every_step_has_the_captured_plan(counts: list[int], heads: Heads) -> None:
+    """A graph contains the padded blocks and the split flag."""
     geometry = Geometry(heads, fake_flashinfer.SMS)
     split = geometry.split_pages(np.array(counts, np.int32))
     group, ones = heads.num_q // heads.num_kv, [1] * len(counts)
@@ -143,7 +143,7 @@ def test_every_step_keeps_the_captured_division(counts: list[int], heads: Heads)
 
 
 def test_one_long_context_among_many_short_ones_is_divided() -> None:
-    """FlashInfer alone would leave its 512 pages to one block of threads."""
+    """FlashInfer alone would give its 512 pages to one thread block."""
     geometry = Geometry(Heads(32, 8, 128), fake_flashinfer.SMS)
     counts = [16] * 127 + [512]
     assert fake_flashinfer.divide(4, 8, counts, [1] * 128, True, -1)[2] == 128

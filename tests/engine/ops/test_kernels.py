@@ -1,4 +1,4 @@
-"""The compiled CPU kernels against the torch back end, and the bits of one token in different company."""
+"""The compiled CPU kernels against the torch back end, and the bits of one token in different batches."""
 
 import os
 import platform
@@ -48,7 +48,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Up to the order of float32 sums; in bf16 up to the rounding of the result and of one value before it."""
+    """Equal up to the order of float32 sums; in bf16 up to the rounding of result and one intermediate."""
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
     scale = expected.float().abs().max().item()
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance * scale, rtol=tolerance)
@@ -57,7 +57,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 def filled_pool(
     lens: Lens, pages: list[list[int]], num_pages: int, heads: int, dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Random keys and values in the slots of the contexts, NaN everywhere else."""
+    """Makes a pool with random keys and values in the slots of the contexts, NaN elsewhere."""
     pool = torch.full((num_pages, LAYERS, 2, heads, BLOCK_SIZE, dim), torch.nan, dtype=dtype)
     for row, (_, context) in zip(pages, lens, strict=True):
         for index, page in enumerate(row):
@@ -78,7 +78,7 @@ def test_linear_equals_torch(ops: CpuOps, threads: int, dtype: torch.dtype, n: i
         assert_equal(linear(x), reference(x.double()), dtype)
 
 
-def test_odd_rows_of_bf16_are_left_to_torch(ops: CpuOps) -> None:
+def test_torch_computes_odd_rows_of_bf16(ops: CpuOps) -> None:
     weight, x = torch.randn(5, 7).bfloat16(), torch.randn(3, 7).bfloat16()
     linear = ops.pack(weight, None)
     assert not isinstance(linear, PackedLinear)
@@ -218,7 +218,7 @@ def new_pool(num_pages: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("qk_norm", "bias"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("rows", [None, [0, 1, 31], [5], []])
-def test_all_layers_at_once_equal_one_operation_after_the_other(
+def test_fused_layers_equal_single_operations(
     ops: CpuOps, threads: int, dtype: torch.dtype, qk_norm: bool, bias: bool, rows: list[int] | None
 ) -> None:
     # Whole prompts and their continuation, so that every key and value that is read was stored before.
@@ -235,9 +235,9 @@ def test_all_layers_at_once_equal_one_operation_after_the_other(
         torch.manual_seed(0)
         first, second = (torch.randn(step.num_tokens, 80).to(dtype) for step in steps)
         back_end.prepare(steps[0])
-        all_logits = run(first, steps[0], kv, None, steps[0].num_tokens)
+        all_logits = run(first, steps[0], kv, None)
         back_end.prepare(steps[1])
-        logits = run(second, steps[1], kv, wanted, steps[1].num_tokens if rows is None else len(rows))
+        logits = run(second, steps[1], kv, wanted)
         results.append((all_logits, logits, pool))
     for expected, actual in zip(*results, strict=True):
         if expected is None:
@@ -248,7 +248,7 @@ def test_all_layers_at_once_equal_one_operation_after_the_other(
 
 
 @pytest.mark.parametrize("back_end", [TorchOps, CpuOps])
-def test_a_step_counts_the_layers_it_went_through(back_end: Callable[[], Ops], threads: int) -> None:
+def test_a_step_counts_its_layers(back_end: Callable[[], Ops], threads: int) -> None:
     ops = back_end()
     stack = random_stack(ops, torch.float32, qk_norm=True, bias=True)
     (pages,), num_pages = lay_out([(1, 90)], np.random.default_rng(0))
@@ -256,7 +256,7 @@ def test_a_step_counts_the_layers_it_went_through(back_end: Callable[[], Ops], t
     for steps in (1, 2):
         step = step_of([(60, 60)], [pages])
         ops.prepare(step)
-        run(torch.randn(60, 80), step, [pool[:, layer] for layer in range(LAYERS)], None, 60)
+        run(torch.randn(60, 80), step, [pool[:, layer] for layer in range(LAYERS)], None)
         assert stack.progress[0] == steps * LAYERS
 
 
@@ -267,20 +267,20 @@ def test_a_token_has_the_same_bits_in_every_chunk_batch_and_team(ops: CpuOps, dt
     tokens = torch.randn(length, 80, generator=torch.Generator().manual_seed(1)).to(dtype)
     (pages, others, more), num_pages = lay_out([(1, length)] * 3, np.random.default_rng(0))
 
-    def compute(cuts: list[int], in_company: Callable[[int], bool]) -> torch.Tensor:
-        """The prompt's output when it is cut there, and where `in_company(i)`, chunk i runs among other sequences."""
+    def compute(cuts: list[int], shares_batch: Callable[[int], bool]) -> torch.Tensor:
+        """Computes the prompt in chunks; chunk i shares its batch with other sequences if `shares_batch(i)`."""
         pool = torch.full((num_pages, LAYERS, 2, 2, BLOCK_SIZE, 24), torch.nan, dtype=dtype)
         kv = [pool[:, layer] for layer in range(LAYERS)]
         outputs = []
         for i, (start, stop) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
             chunk = (stop - start, stop)
-            if in_company(i):
+            if shares_batch(i):
                 batch, own = step_of([(1, 1), chunk, (90, 90)], [others, pages, more]), slice(1, 1 + stop - start)
             else:
                 batch, own = step_of([chunk], [pages]), slice(0, stop - start)
             x = torch.randn(batch.num_tokens, 80).to(dtype)
             x[own] = tokens[start:stop]
-            output = run(x, batch, kv, None, batch.num_tokens)
+            output = run(x, batch, kv, None)
             assert output is not None
             outputs.append(output[own])
         return torch.cat(outputs)
@@ -301,7 +301,7 @@ def test_a_token_has_the_same_bits_in_every_chunk_batch_and_team(ops: CpuOps, dt
 # --- Threads
 
 
-def test_threads_have_teams_of_their_own_which_end_with_them(ops: CpuOps) -> None:
+def test_each_thread_has_its_own_team_which_ends_with_it(ops: CpuOps) -> None:
     generator = torch.Generator().manual_seed(0)
     linear = ops.pack(torch.randn(512, 512, generator=generator), None)
     x = torch.randn(64, 512, generator=generator)
@@ -361,7 +361,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         build()
 
 
-def test_float16_is_left_to_torch() -> None:
+def test_torch_computes_float16() -> None:
     assert isinstance(make_ops(CPU, torch.float16, HEADS), TorchOps)
     assert isinstance(make_ops(CPU, torch.bfloat16, HEADS), CpuOps)
 

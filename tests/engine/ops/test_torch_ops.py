@@ -26,7 +26,7 @@ def make_batch(rng: np.random.Generator, lens: Sequence[tuple[int, int]], num_pa
 
 
 def attend(q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-    """One query and head at a time, in float64."""
+    """Computes one query and head at a time, in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     for s in range(batch.num_seqs):
         start, stop = batch.query_start[s : s + 2].tolist()
@@ -68,7 +68,7 @@ def test_attention_is_causal_over_the_sequences_own_pages(
 
 
 @pytest.mark.parametrize("lens", [[(1, 20), (1, 5)], [(3, 20), (9, 9)]])
-def test_what_others_left_in_a_page_has_no_influence(lens: list[tuple[int, int]]) -> None:
+def test_stale_values_in_a_page_have_no_influence(lens: list[tuple[int, int]]) -> None:
     rng = np.random.default_rng(0)
     batch = make_batch(rng, lens, 8)
     pool = torch.full((8, LAYERS, 2, KV_HEADS, BLOCK_SIZE, DIM), torch.nan)
@@ -83,7 +83,7 @@ def test_what_others_left_in_a_page_has_no_influence(lens: list[tuple[int, int]]
     torch.testing.assert_close(ops.attention(q, pool[:, LAYER], batch, 0.3).double(), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_long_chunk_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chunk_is_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(np.random.default_rng(0), [(50, 90)], 8)
     pool = torch.randn(8, LAYERS, 2, KV_HEADS, BLOCK_SIZE, DIM)
     q = torch.randn(50, KV_HEADS * GROUP, DIM)

@@ -1,4 +1,4 @@
-"""The Triton kernels against plain torch: compiled where there is a GPU, interpreted where there is none."""
+"""The Triton kernels against plain torch: compiled on a GPU, interpreted without one."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.engine.steps import lay_out, step_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
-"""The interpreter cuts float32 to bfloat16 off instead of rounding it."""
+"""The interpreter truncates float32 to bfloat16 instead of rounding."""
 
 EPS = 1e-5
 LAYERS = 3
@@ -31,7 +31,7 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Up to the order of float32 sums; in 16 bits up to the rounding of the result and of one value before it."""
+    """Equal up to the order of float32 sums; in 16 bits up to the rounding of result and one intermediate."""
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[expected.dtype]
     assert actual.dtype == expected.dtype
     assert actual.is_contiguous()
@@ -39,7 +39,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_are_tried_before_they_are_needed(ops: TritonOps, dtype: torch.dtype) -> None:
+def test_compile_builds_every_kernel(ops: TritonOps, dtype: torch.dtype) -> None:
     ops.compile(Heads(6, 2, 22), dtype, DEVICE)
 
 
@@ -98,7 +98,7 @@ def test_rope_and_store_equal_torch(
 
 
 def test_pages_beyond_the_reach_of_32_bits_are_addressed(ops: Ops) -> None:
-    """A real pool has 2^36 numbers. On a CPU the 4 GiB between the pages are never touched, so never allocated."""
+    """A real pool has 2^36 numbers. On a CPU the 4 GiB between the pages are never touched, and so not allocated."""
     heads, dim = 1, 16
     batch = on_device(step_of([(1, 1)], [[2]]))
     page_numbers, stride = 2 * BLOCK_SIZE * dim, 1 << 30

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
-    """Loading a model to profile it takes all cores, as in a worker."""
+    """Restores torch's threads: loading a model for a profile uses all cores."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""What is measured of the lanes, on ones whose times are known and on real ones."""
+"""Measuring lanes: fake ones with known times, and real ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ DECODE_SLOWDOWN, PREFILL_SLOWDOWN = 1.25, 1.5
 
 
 class FakeLane:
-    """Takes a time that follows from share and tokens; longer while the other lane is busy.
+    """A step's time follows from share and tokens, and is longer while the other lane is busy.
 
     The prefill lane is done when it has been asked `patience` times.
     """
@@ -84,27 +84,27 @@ def connect(runner: FakeRunner) -> None:
 
 def test_each_share_is_measured_once_and_each_split_both_ways() -> None:
     runner = FakeRunner()
-    told: list[float] = []
-    samples = measure_samples(runner, Limits(64, 8192, 2000), 30, lambda what, fraction: told.append(fraction))
-    assert told == sorted(told)
-    assert told[-1] == pytest.approx(1)
+    fractions: list[float] = []
+    samples = measure_samples(runner, Limits(64, 8192, 2000), 30, lambda what, fraction: fractions.append(fraction))
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == pytest.approx(1)
     assert {sample.share for sample in samples} == {0.333333, 0.666667, 1.0}
     for share in (0.333333, 0.666667, 1.0):
-        alone = [sample.work for sample in samples if sample.share == share and not sample.beside]
+        alone = [sample.work for sample in samples if sample.share == share and not sample.other_lane]
         assert len(alone) == len(set(alone)) > 30
-    together = [sample for sample in samples if sample.beside]
+    together = [sample for sample in samples if sample.other_lane]
     assert {(sample.share, sample.work.is_decode) for sample in together} == {
         (share, is_decode) for share in (0.333333, 0.666667) for is_decode in (True, False)
     }
-    assert all(sample.beside and sample.beside.is_decode != sample.work.is_decode for sample in together)
+    assert all(sample.other_lane and sample.other_lane.is_decode != sample.work.is_decode for sample in together)
     assert not any(lane.busy for pair in runner.lanes for lane in pair)
 
 
-def test_the_slowdown_by_company_comes_out() -> None:
+def test_the_slowdown_by_the_other_lane_is_measured() -> None:
     runner = FakeRunner()
-    samples = [s for s in measure_samples(runner, Limits(64, 8192, 2000), 30, lambda *_: None) if not s.beside]
+    samples = [s for s in measure_samples(runner, Limits(64, 8192, 2000), 30, lambda *_: None) if not s.other_lane]
     connect(runner)
-    samples += [s for s in measure_samples(runner, Limits(64, 8192, 2000), 30, lambda *_: None) if s.beside]
+    samples += [s for s in measure_samples(runner, Limits(64, 8192, 2000), 30, lambda *_: None) if s.other_lane]
     profile = fit_profile(samples, device="d", model="m", units=3)
     for part in profile.shares[:-1]:
         assert part.decode.slowdown == pytest.approx(DECODE_SLOWDOWN, rel=0.02)

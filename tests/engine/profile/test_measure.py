@@ -1,4 +1,4 @@
-"""Which steps get measured in the time there is."""
+"""Choice of the steps to measure in a given time."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ ROOMY = Limits(seqs=256, length=100_000, pages=1_000_000)
 
 
 class Device:
-    """Takes the time a step's tokens and context say, and remembers what ran."""
+    """Returns a time that follows from a step's tokens and context, and records the steps."""
 
     def __init__(self, token_ms: float) -> None:
         self.token_ms = token_ms
@@ -37,7 +37,7 @@ def test_series_grow_and_stay_within_the_limits() -> None:
     assert max(step.work.tokens for steps in prefill_series(ROOMY) for step in steps) == 8192
 
 
-def test_the_time_to_spend_is_kept_to() -> None:
+def test_the_time_to_spend_is_not_exceeded() -> None:
     series = decode_series(ROOMY) + prefill_series(ROOMY)
     for token_ms, seconds in ((0.01, 10.0), (0.5, 30.0), (3.0, 60.0)):
         device = Device(token_ms)
@@ -47,7 +47,7 @@ def test_the_time_to_spend_is_kept_to() -> None:
         assert measured == [(step, Device(token_ms)(step)) for step, _ in measured]
 
 
-def test_steps_far_too_long_are_left_out() -> None:
+def test_steps_that_are_too_long_are_skipped() -> None:
     device = Device(3.0)
     measure(device, prefill_series(ROOMY), 60, lambda fraction: None)
     assert max(step.work.tokens for step in device.runs) == 512  # the first one over a fortieth of a minute
@@ -73,7 +73,7 @@ def test_disturbed_runs_do_not_count() -> None:
 
 
 def test_progress_rises_to_the_end() -> None:
-    told: list[float] = []
-    measure(Device(0.05), prefill_series(ROOMY), 2, told.append)
-    assert told == sorted(told)
-    assert told[-1] == pytest.approx(1)
+    fractions: list[float] = []
+    measure(Device(0.05), prefill_series(ROOMY), 2, fractions.append)
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == pytest.approx(1)

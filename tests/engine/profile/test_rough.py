@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -8,15 +7,13 @@ from cpd.performance.model import PerfModel, Profile, Work
 from engine.batch import Batch
 from engine.execution.executor import Executor, StepResult
 from engine.execution.runner import TorchRunner
-from engine.profile.rough import time_a_few_steps
+from engine.profile.rough import measure_rough_profile
 from sim.device.runner import work_of
 from tests.conftest import MakeCheckpoint
 
-H200 = Path(__file__).parents[3] / "profiles" / "h200-qwen3-8b.json"
-
 
 class FakeDevice:
-    """A runner, and its lane, whose steps take as long as a model says, and no time."""
+    """A runner and its lane. Steps return at once, with the time that a model predicts."""
 
     def __init__(self, model: PerfModel) -> None:
         self.num_pages = 4096
@@ -38,17 +35,17 @@ class FakeDevice:
 
 def rough(device: FakeDevice) -> PerfModel:
     about: dict[str, Any] = {"device": "d", "model": "m"}
-    return PerfModel(time_a_few_steps(cast(Executor, device), 40_960, **about))
+    return PerfModel(measure_rough_profile(cast(Executor, device), 40_960, **about))
 
 
-def test_long_prompts_are_not_taken_to_be_quick_where_short_ones_only_wait_for_the_weights() -> None:
-    gpu = PerfModel(Profile.load(H200))
+def test_long_prompts_are_timed_if_short_ones_are_bound_by_reading_weights() -> None:
+    gpu = PerfModel(Profile.load("h200-qwen3-8b"))
     model = rough(FakeDevice(gpu))
     for tokens in (512, 2048, 8192):
         assert model.step_ms(Work.prefill(tokens)) == pytest.approx(gpu.step_ms(Work.prefill(tokens)), rel=0.25)
 
 
-def test_a_device_that_short_prompts_bring_to_full_speed_is_not_kept_busy_with_long_ones() -> None:
+def test_long_prompts_are_not_timed_if_short_ones_reach_full_speed() -> None:
     cost = {"tokens": (1, 4096), "tokens_ms": (0.1, 409.6)}
     shares = ({"share": 1, "decode": cost, "prefill": cost},)
     profile = Profile.model_validate(
@@ -59,17 +56,17 @@ def test_a_device_that_short_prompts_bring_to_full_speed_is_not_kept_busy_with_l
     assert max(device.chunks) == 256
 
 
-def test_a_few_steps_make_a_model_in_which_more_tokens_never_take_less(checkpoint: MakeCheckpoint) -> None:
+def test_more_tokens_never_take_less_time(checkpoint: MakeCheckpoint) -> None:
     runner = TorchRunner(checkpoint("qwen3"), dtype="auto", device="cpu", kv_bytes=1 << 20, max_model_len=0)
-    model = PerfModel(time_a_few_steps(runner, runner.config.max_model_len, device="d", model="m"))
+    model = PerfModel(measure_rough_profile(runner, runner.config.max_model_len, device="d", model="m"))
     short, long = Work.prefill(16), Work.prefill(512)
     assert 0 < model.step_ms(short) <= model.step_ms(long)
     assert 0 < model.step_ms(Work.decode(1, 100)) <= model.step_ms(Work.decode(8, 800))
     assert model.step_ms(long, 0.5) == 2 * model.step_ms(long)
 
 
-def test_the_smallest_pool_and_context_do(checkpoint: MakeCheckpoint) -> None:
+def test_the_smallest_pool_and_context_suffice(checkpoint: MakeCheckpoint) -> None:
     directory = checkpoint("qwen3")
     runner = TorchRunner(directory, dtype="auto", device="cpu", kv_bytes=1 << 17, max_model_len=12)
     assert runner.num_pages < 8
-    assert PerfModel(time_a_few_steps(runner, 12, device="d", model="m")).step_ms(Work.prefill(12)) > 0
+    assert PerfModel(measure_rough_profile(runner, 12, device="d", model="m")).step_ms(Work.prefill(12)) > 0

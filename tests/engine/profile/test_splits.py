@@ -9,7 +9,7 @@ from engine.profile.splits import SplitTable, split_table
 
 
 def profile(units: int, unit_step: int) -> Profile:
-    """Decodes need a half of the device, prefills all of it."""
+    """Decodes scale up to half of the device, prefills up to all of it."""
 
     def part(share: float) -> ShareProfile:
         decode = StepCost(tokens=(1,), tokens_ms=(10 * max(1.0, 0.5 / share),), context_ms=1e-5)

@@ -1,4 +1,4 @@
-"""Steps as batches: what a runner gets, and that a real one takes it."""
+"""Batches of steps, for a fake and a real runner."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from cpd.common.blocks import BLOCK_SIZE
 from cpd.performance.model import Work
 from engine.execution.executor import Lane, Split
 from engine.execution.runner import TorchRunner
-from engine.profile.steps import Step, StepBatches, StepTimer
+from engine.profile.steps import Step, StepBatches, step_timer
 from tests.conftest import MakeCheckpoint
 
 
@@ -86,8 +86,8 @@ def test_a_step_that_does_not_fit_is_refused() -> None:
 def test_a_real_runner_takes_the_batches(checkpoint: MakeCheckpoint) -> None:
     runner = TorchRunner(checkpoint("qwen3"), dtype="auto", device="cpu", kv_bytes=8 << 20, max_model_len=0)
     batches = StepBatches(runner)
-    timer = StepTimer(runner.full, batches)
+    run = step_timer(runner.full, batches)
     for step in (Step.decode(4, 90), Step.prefill(64, 100), Step.decode(3, 40) + Step.prefill(50)):
-        assert timer(step) > 0
+        assert run(step) > 0
         runner.full.launch(batches.make(step))
         assert len(runner.full.collect().sampled) == len(step.chunks)

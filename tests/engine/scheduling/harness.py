@@ -15,7 +15,7 @@ from tests.engine.fakes import make_request, prompt
 
 
 class MixedScheduler(Scheduler):
-    """Puts everything into one batch."""
+    """A scheduler that puts everything into one batch."""
 
     def __init__(self, num_pages: int, token_budget: int, max_num_seqs: int) -> None:
         cache = KVCacheManager(BlockPool(num_pages), lambda source, target: None)
@@ -33,7 +33,7 @@ def create_scheduler(num_pages: int = 64, *, token_budget: int = 64, max_num_seq
 
 
 def add(scheduler: MixedScheduler, length: int, start: int = 0, number: int = 0) -> Sequence:
-    """A sequence with a prompt of this length."""
+    """Adds a sequence with a prompt of this length."""
     request = make_request(str(number), prompt(length, start), max_tokens=1000)
     seq = Sequence(
         request=request,
@@ -57,7 +57,7 @@ def composition(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def compute(scheduler: MixedScheduler, plan: Plan) -> None:
-    """As if the step had run: every chunk that samples gets one more token."""
+    """Commits a step as if it had run: every chunk that samples gets one more token."""
     for chunk in plan.chunks:
         scheduler.commit(chunk, chunk.num_samples)
         scheduler.append(chunk.seq, [1] * chunk.num_samples)

@@ -1,4 +1,4 @@
-"""Who may start, and who waits."""
+"""Which sequences may start, and which wait."""
 
 from cpd.performance.colocation import PrefillBudget
 from engine.scheduling.sequence import SequenceState
@@ -12,7 +12,7 @@ def test_all_pages_of_a_prompt_are_taken_at_once() -> None:
     assert (seq.num_computed, seq.num_pages) == (16, 7)
 
 
-def test_who_needs_a_block_of_a_running_step_waits_until_it_is_collected() -> None:
+def test_a_sequence_that_needs_a_block_of_a_running_step_waits_until_it_is_collected() -> None:
     scheduler = create_scheduler()
     add(scheduler, 40, number=0)
     follower = add(scheduler, 40, number=1)
@@ -35,7 +35,23 @@ def test_followers_are_woken_when_the_filler_ends_early() -> None:
     assert step(scheduler) == [("1", 0, 40)]
 
 
-def test_a_blocked_one_is_admitted_as_soon_as_there_are_pages() -> None:
+def test_a_blocked_sequence_that_now_waits_for_its_prefix_no_longer_blocks_landings() -> None:
+    scheduler = create_scheduler(num_pages=8, token_budget=200)
+    add(scheduler, 60, start=0, number=0)
+    step(scheduler)
+    blocked = add(scheduler, 80, start=1, number=1)
+    step(scheduler)
+    scheduler.reserve_row("landing", blocked.hashes[:1])
+    scheduler.pool.release(scheduler.pool.take(1) or [])
+    assert scheduler.spare_for_reservation() is None
+    before = scheduler.version
+    scheduler.schedule()
+    assert blocked.state is SequenceState.WAITING_FOR_PREFIX
+    assert scheduler.spare_for_reservation() is not None
+    assert scheduler.version != before
+
+
+def test_a_blocked_sequence_is_admitted_as_soon_as_there_are_pages() -> None:
     scheduler = create_scheduler(num_pages=8, token_budget=200)
     first = add(scheduler, 60, start=0, number=0)
     second = add(scheduler, 70, start=1, number=1)
@@ -49,7 +65,7 @@ def test_a_blocked_one_is_admitted_as_soon_as_there_are_pages() -> None:
 
 
 def pass_by(scheduler: MixedScheduler, mixed: int = 20, lane_chunk: int = 0) -> tuple[list[str], list[str]]:
-    """A step with this budget: what joins the decodes' batch, and what goes to the prefill lane."""
+    """A step with this budget: the requests that join the decodes' batch, and those on the prefill lane."""
     plan = scheduler.schedule_decodes()
     lane = scheduler.schedule_prefills(plan, PrefillBudget(mixed, lane_chunk))
     compute(scheduler, plan)
@@ -58,9 +74,9 @@ def pass_by(scheduler: MixedScheduler, mixed: int = 20, lane_chunk: int = 0) -> 
 
 
 class TestPassing:
-    """While the first in line waits for a busy prefill lane."""
+    """While the first sequence waits for a busy prefill lane."""
 
-    def test_short_prompts_pass_as_many_as_there_is_room_for(self) -> None:
+    def test_short_prompts_pass_while_there_is_room(self) -> None:
         scheduler = create_scheduler()
         add(scheduler, 100, start=0, number=0)
         for number, length in ((1, 12), (2, 90), (3, 8), (4, 5)):
@@ -68,7 +84,7 @@ class TestPassing:
         assert pass_by(scheduler, mixed=20) == (["1", "3"], [])
         assert pass_by(scheduler, mixed=20) == (["1", "3", "4"], [])
 
-    def test_when_the_lane_is_free_the_first_in_line_has_it(self) -> None:
+    def test_when_the_lane_is_free_the_first_sequence_gets_it(self) -> None:
         scheduler = create_scheduler(max_num_seqs=4)
         add(scheduler, 100, start=0, number=0)
         for number in range(1, 30):
@@ -80,7 +96,7 @@ class TestPassing:
         assert lane == ["0"]
         assert len(mixed) == 3
 
-    def test_the_first_in_line_is_left_the_pages_that_it_needs(self) -> None:
+    def test_the_first_sequence_keeps_the_pages_that_it_needs(self) -> None:
         scheduler = create_scheduler(num_pages=11)
         add(scheduler, 100, start=0, number=0)  # 7 pages
         for number in range(1, 9):
@@ -89,7 +105,7 @@ class TestPassing:
         assert passed == ["1", "2"]  # a page each to be in and one each to grow by
         assert pass_by(scheduler, mixed=10, lane_chunk=100)[1] == ["0"]
 
-    def test_who_would_wait_for_a_block_does_not_pass(self) -> None:
+    def test_a_sequence_that_would_wait_for_a_block_does_not_pass(self) -> None:
         scheduler = create_scheduler()
         add(scheduler, 64, start=1, number=0)
         assert pass_by(scheduler, lane_chunk=40) == ([], ["0"])
@@ -98,7 +114,7 @@ class TestPassing:
         assert pass_by(scheduler, mixed=64) == (["0"], [])
         assert follower.state is SequenceState.WAITING
 
-    def test_a_cached_prompt_passes_by_what_it_lacks(self) -> None:
+    def test_a_long_prompt_passes_if_the_uncached_part_is_short(self) -> None:
         scheduler = create_scheduler()
         first = add(scheduler, 60, start=1, number=0)
         step(scheduler)

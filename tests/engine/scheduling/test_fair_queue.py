@@ -1,4 +1,4 @@
-"""The fair order, against a model of it that looks at everybody each time."""
+"""The fair order, also against a simple model that looks at all items each time."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.scheduling.fair_queue import AGED_SHARE, MAX_DEBT, QUANTUM, FairQueue, Terms, passed
+from engine.scheduling.fair_queue import AGED_SHARE, MAX_DEBT, QUANTUM, FairQueue, Terms, overdue_part
 
 T = TypeVar("T", bound=Hashable)
 
@@ -24,7 +24,7 @@ def queue_of(*terms: Terms) -> FairQueue[int]:
 
 
 def order(queue: FairQueue[T], now: float = 0.0) -> list[T]:
-    """Everybody in turn."""
+    """Takes all items, in order."""
     taken = []
     while (item := queue.first(now)) is not None:
         queue.take(item)
@@ -32,7 +32,7 @@ def order(queue: FairQueue[T], now: float = 0.0) -> list[T]:
     return taken
 
 
-def test_the_same_terms_are_first_in_first_out() -> None:
+def test_items_on_the_same_terms_are_first_in_first_out() -> None:
     assert order(queue_of(*[Terms(1000, deadline=5)] * 20)) == list(range(20))
 
 
@@ -45,11 +45,11 @@ def test_the_earliest_deadline_that_can_be_kept_goes_first_and_none_comes_last()
     assert order(queue_of(*terms), now=4) == [4, 2, 3, 1, 0]
 
 
-def test_a_deadline_is_kept_at_its_very_moment() -> None:
+def test_an_item_is_in_time_exactly_at_its_deadline() -> None:
     assert order(queue_of(Terms(10, deadline=5), Terms(10, deadline=4)), now=5) == [0, 1]
 
 
-def test_one_that_takes_too_long_for_its_deadline_is_late_already() -> None:
+def test_an_item_that_takes_too_long_for_its_deadline_is_late() -> None:
     queue = FairQueue[str]()
     queue.push("long", Terms(10, deadline=5), takes_s=2)
     queue.push("short", Terms(10, deadline=6), takes_s=1)
@@ -57,13 +57,13 @@ def test_one_that_takes_too_long_for_its_deadline_is_late_already() -> None:
     queue.push("long", Terms(10, deadline=5), takes_s=2)
     queue.push("short", Terms(10, deadline=6), takes_s=1)
     assert queue.first(3.5) == "short"
-    queue.expect("long", 1)  # most of it turns out to be cached
+    queue.update("long", 1)  # most of it turns out to be cached
     assert queue.first(3.5) == "long"
     queue.remove("long")
     assert order(queue, now=3.5) == ["short"]
 
 
-def test_late_are_those_whose_turn_comes_too_late() -> None:
+def test_items_that_come_after_too_much_work_are_late() -> None:
     queue = FairQueue[str]()
     for name, tenant, deadline, takes_s in [
         ("last", "a", 9, 2),
@@ -77,14 +77,14 @@ def test_late_are_those_whose_turn_comes_too_late() -> None:
     assert queue.late(8) == ["past", "first", "no longer", "last"]
 
 
-def test_who_is_in_time_passes_all_that_is_late_but_what_is_due_to_age() -> None:
-    assert passed(80, 0) == 0
-    assert passed(AGED_SHARE * 100, 800 - 70) == pytest.approx(800 - 70 - 10)
-    assert passed(80, 5) == 0  # those that are late are due before
-    assert passed(80, 80) == passed(80, 81) == 80
+def test_an_item_in_time_passes_all_late_work_except_what_is_due_to_age() -> None:
+    assert overdue_part(80, 0) == 0
+    assert overdue_part(AGED_SHARE * 100, 800 - 70) == pytest.approx(800 - 70 - 10)
+    assert overdue_part(80, 5) == 0  # those that are late are due before
+    assert overdue_part(80, 80) == overdue_part(80, 81) == 80
 
 
-def test_tenants_take_turns_in_tokens_not_in_requests() -> None:
+def test_tenants_share_by_tokens_not_by_requests() -> None:
     terms = [Terms(2 * QUANTUM, "long")] * 4 + [Terms(QUANTUM // 2, "short")] * 20
     tokens: Counter[str] = Counter()
     for item in order(queue_of(*terms))[:12]:
@@ -92,7 +92,7 @@ def test_tenants_take_turns_in_tokens_not_in_requests() -> None:
     assert abs(tokens["long"] - tokens["short"]) <= 2 * QUANTUM
 
 
-def test_a_newcomer_waits_for_one_turn_of_each_other_tenant() -> None:
+def test_a_new_tenant_waits_for_one_round_of_each_other_tenant() -> None:
     queue = queue_of(*[Terms(QUANTUM // 4, "flood")] * 1000)
     for _ in range(50):
         queue.take(queue.first(0.0) or 0)
@@ -100,7 +100,7 @@ def test_a_newcomer_waits_for_one_turn_of_each_other_tenant() -> None:
     assert order(queue).index(5000) <= 4
 
 
-def test_who_goes_early_leaves_the_others_in_order() -> None:
+def test_removing_an_item_keeps_the_order_of_the_others() -> None:
     queue = queue_of(*[Terms(10)] * 5)
     queue.remove(0)
     queue.remove(3)
@@ -109,7 +109,7 @@ def test_who_goes_early_leaves_the_others_in_order() -> None:
     assert queue.first(0.0) is None
 
 
-def test_what_is_taken_out_of_turn_counts() -> None:
+def test_items_taken_out_of_turn_count_against_the_tenant() -> None:
     terms = [Terms(QUANTUM, "a")] * 10 + [Terms(QUANTUM, "b")] * 10
     queue = queue_of(*terms)
     for item in range(1, 5):
@@ -117,7 +117,7 @@ def test_what_is_taken_out_of_turn_counts() -> None:
     assert [terms[item].tenant for item in order(queue)[:4]] == ["b", "b", "b", "a"]  # then the oldest one is due
 
 
-def test_out_of_turn_who_has_had_least_goes_first() -> None:
+def test_out_of_turn_the_tenant_with_the_most_credit_goes_first() -> None:
     terms = [Terms(QUANTUM, "a", deadline=9 - number) for number in range(4)] + [Terms(QUANTUM, "b"), Terms(1, "c", -1)]
     queue = queue_of(*terms)
     assert list(queue.out_of_turn(0.0)) == [3, 2, 1, 0, 4, 5]
@@ -137,7 +137,7 @@ TERMS = st.builds(
 
 TAKES_S = st.sampled_from([0.0, 0.5, 2.0, 7.0])
 
-ACTIONS = ["push", "push", "push", "take", "take", "out of turn", "remove", "later", "expect"]
+ACTIONS = ["push", "push", "push", "take", "take", "out of turn", "remove", "later", "update"]
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Tenant:
 
 @dataclass
 class Naive:
-    """The rules as they are told."""
+    """The rules, followed literally."""
 
     waiting: list[tuple[int, Terms]] = field(default_factory=list)
     rings: dict[int, list[str]] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Naive:
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_the_order_is_that_of_the_rules(data: st.DataObject) -> None:
+def test_the_order_is_that_of_a_simple_model(data: st.DataObject) -> None:
     queue, naive, numbers, now = FairQueue[int](), Naive(), count(), 0.0
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(ACTIONS))
@@ -214,13 +214,13 @@ def test_the_order_is_that_of_the_rules(data: st.DataObject) -> None:
             number, terms, takes_s = next(numbers), data.draw(TERMS), data.draw(TAKES_S)
             queue.push(number, terms, takes_s)
             naive.push(number, terms, takes_s)
-        elif action == "expect" and len(queue):
+        elif action == "update" and len(queue):
             known = data.draw(st.sampled_from(list(queue)))
             naive.takes_s[known] = data.draw(TAKES_S)
-            queue.expect(known, naive.takes_s[known])
+            queue.update(known, naive.takes_s[known])
         elif action == "later":
             now += data.draw(st.sampled_from([1.0, 5.0]))
-        elif action != "expect" and len(queue):
+        elif action != "update" and len(queue):
             item = naive.first(now) if action == "take" else data.draw(st.sampled_from(list(queue)))
             assert item is not None
             (queue.remove if action == "remove" else queue.take)(item)
@@ -241,8 +241,8 @@ def test_the_order_is_that_of_the_rules(data: st.DataObject) -> None:
     now=st.sampled_from([0.0, 20.0]),
 )
 @example([Terms(1)], Terms(1), [Terms(50, deadline=5.0)], 0.0)  # each turn of a large one goes beyond what was due
-def test_nobody_starves(before: list[Terms], victim: Terms, rivals: list[Terms], now: float) -> None:
-    """Rivals of any kind keep coming; the bound is the one that the module promises."""
+def test_no_item_starves(before: list[Terms], victim: Terms, rivals: list[Terms], now: float) -> None:
+    """Rivals of any kind keep coming. The bound is the one in the module's docstring."""
     queue, terms = FairQueue[int](), [*before, victim]
     for number, each in enumerate(terms):
         queue.push(number, each)
@@ -291,7 +291,7 @@ def test_tenants_that_always_wait_get_the_same(sizes: list[int], tenants: int, t
     )
 
 
-def test_who_went_out_of_turn_for_long_owes_no_more_than_a_few_turns() -> None:
+def test_a_tenants_debt_is_bounded() -> None:
     terms = {item: Terms(QUANTUM, "old") for item in range(200)} | {
         item: Terms(QUANTUM, "new") for item in range(200, 300)
     }
@@ -306,7 +306,7 @@ def test_who_went_out_of_turn_for_long_owes_no_more_than_a_few_turns() -> None:
     assert tenants.count("old") >= 20
 
 
-def test_the_oldest_one_is_owed_its_turn_and_no_more() -> None:
+def test_the_oldest_item_gets_its_share_and_no_more() -> None:
     queue = FairQueue[int]()
     queue.push(0, Terms(QUANTUM, priority=0))
     for item in range(1, 200):

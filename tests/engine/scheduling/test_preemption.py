@@ -1,10 +1,10 @@
-"""What becomes of running sequences when pages run out."""
+"""Running sequences when pages run out."""
 
 from engine.scheduling.sequence import SequenceState
 from tests.engine.scheduling.harness import add, create_scheduler, step
 
 
-def test_pages_run_out_the_newest_gives_up_its_own_and_its_claims() -> None:
+def test_when_pages_run_out_the_newest_sequence_gives_up_its_pages_and_claims() -> None:
     scheduler = create_scheduler(num_pages=8, token_budget=200)
     old, new = add(scheduler, 48, start=0, number=0), add(scheduler, 47, start=1, number=1)
     while not scheduler.preemptions:
@@ -14,7 +14,7 @@ def test_pages_run_out_the_newest_gives_up_its_own_and_its_claims() -> None:
     assert set(scheduler.cache.pending.fillers().values()) <= {old}
 
 
-def test_a_sequence_alone_that_finds_no_page_keeps_what_it_has() -> None:
+def test_a_single_sequence_without_a_free_page_keeps_its_pages() -> None:
     scheduler = create_scheduler(num_pages=8)
     seq = add(scheduler, 60)
     step(scheduler)

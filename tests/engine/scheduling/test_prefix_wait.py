@@ -11,7 +11,7 @@ def test_the_first_filler_keeps_its_claim() -> None:
     pending.check_integrity()
 
 
-def test_last_shared_is_the_end_of_one_fillers_run() -> None:
+def test_last_shared_is_the_last_block_of_one_filler_without_a_gap() -> None:
     pending = PendingBlocks[str]()
     pending.claim("first", [A, B])
     pending.claim("second", [C])
@@ -21,7 +21,7 @@ def test_last_shared_is_the_end_of_one_fillers_run() -> None:
     assert pending.last_shared([A, B], 2) is None
 
 
-def test_publishing_wakes_those_who_wait_for_that_block() -> None:
+def test_publishing_a_block_wakes_its_waiters() -> None:
     pending = PendingBlocks[str]()
     pending.claim("filler", [A, B])
     for waiter, block_hash in (("x", A), ("y", B), ("z", B)):
@@ -33,7 +33,7 @@ def test_publishing_wakes_those_who_wait_for_that_block() -> None:
     pending.check_integrity()
 
 
-def test_giving_up_wakes_all_who_wait_for_the_filler() -> None:
+def test_giving_up_wakes_all_waiters_of_the_filler() -> None:
     pending = PendingBlocks[str]()
     pending.claim("filler", [A, B])
     pending.claim("other", [C])
@@ -45,7 +45,7 @@ def test_giving_up_wakes_all_who_wait_for_the_filler() -> None:
     pending.check_integrity()
 
 
-def test_giving_up_leaves_what_another_one_claimed_since() -> None:
+def test_giving_up_leaves_blocks_that_another_filler_has_claimed_since() -> None:
     pending = PendingBlocks[str]()
     pending.claim("first", [A])
     pending.published([A])
@@ -54,7 +54,7 @@ def test_giving_up_leaves_what_another_one_claimed_since() -> None:
     assert pending.fillers() == {A: "second"}
 
 
-def test_who_stops_waiting_is_not_woken() -> None:
+def test_a_waiter_that_stops_waiting_is_not_woken() -> None:
     pending = PendingBlocks[str]()
     pending.claim("filler", [A])
     pending.wait("x", A)

@@ -16,7 +16,7 @@ def refused(limit: QueueLimit, tenant: str, tokens: int, bound: int = 1000, now:
     return None
 
 
-def test_one_tenant_may_fill_the_queue_and_an_empty_one_takes_anything() -> None:
+def test_one_tenant_may_fill_the_queue_and_an_empty_queue_takes_anything() -> None:
     limit = QueueLimit()
     assert refused(limit, "a", 5000) is None
     limit.add("a", 1000, 0.0)
@@ -26,7 +26,7 @@ def test_one_tenant_may_fill_the_queue_and_an_empty_one_takes_anything() -> None
     assert "1000 tokens wait in a queue of 1000" in str(error)
 
 
-def test_a_full_queue_still_takes_who_has_less_than_its_share() -> None:
+def test_a_full_queue_accepts_a_tenant_below_its_share() -> None:
     limit = QueueLimit()
     limit.add("flood", 1000, 0.0)
     assert refused(limit, "new", 400) is None
@@ -38,7 +38,7 @@ def test_a_full_queue_still_takes_who_has_less_than_its_share() -> None:
     assert (own.over_share, flood.over_share) == (True, True)
 
 
-def test_twice_the_bound_is_the_end() -> None:
+def test_no_queue_exceeds_twice_its_bound() -> None:
     limit = QueueLimit()
     limit.add("a", 1000, 0.0)
     limit.add("b", 900, 0.0)
@@ -48,7 +48,7 @@ def test_twice_the_bound_is_the_end() -> None:
     assert refused(limit, "c", 100) is None
 
 
-def test_a_tenant_of_which_nothing_waits_may_have_one_larger_than_its_share() -> None:
+def test_the_only_request_of_a_tenant_may_exceed_the_share() -> None:
     limit = QueueLimit()
     limit.add("a", 1000, 0.0)
     assert refused(limit, "b", 900) is None
@@ -65,7 +65,7 @@ def test_retry_after_is_when_there_will_be_room_at_the_rate_of_the_recent_past()
     assert error.retry_after_s == pytest.approx(2.0)  # 200 too many, 100 a second
 
 
-def test_a_tenant_over_its_share_waits_for_its_own() -> None:
+def test_a_tenant_over_its_share_waits_for_its_own_requests() -> None:
     limit = QueueLimit()
     for _ in range(10):
         limit.add("a", 100, 0.0)
@@ -78,7 +78,7 @@ def test_a_tenant_over_its_share_waits_for_its_own() -> None:
     assert error.retry_after_s == pytest.approx(8.0)  # 500 + 200 - 300 too many, and every other one of 100 a second
 
 
-def test_the_rate_forgets_what_was_long_ago_and_when_nobody_waited() -> None:
+def test_the_rate_ignores_the_distant_past_and_times_without_requests() -> None:
     limit = QueueLimit()
     limit.add("a", 10_000, 0.0)
     limit.take("a", 9_000, 1.0)
@@ -89,7 +89,7 @@ def test_the_rate_forgets_what_was_long_ago_and_when_nobody_waited() -> None:
     assert limit.seconds_for(100, 102.0) == DEFAULT_RETRY_S
 
 
-def test_without_a_rate_the_prediction_counts() -> None:
+def test_without_a_rate_the_prediction_is_used() -> None:
     limit = QueueLimit(lambda tokens: tokens / 50)
     limit.add("a", 1000, 0.0)
     assert limit.seconds_for(200, 0.5) == 4.0
@@ -100,7 +100,7 @@ ACTIONS = st.tuples(st.sampled_from("abc"), st.integers(1, 1500), st.sampled_fro
 
 
 @given(st.lists(ACTIONS, max_size=60))
-def test_who_is_within_its_share_is_only_refused_at_twice_the_bound(actions: list[tuple[str, int, str]]) -> None:
+def test_a_tenant_within_its_share_is_refused_only_at_twice_the_bound(actions: list[tuple[str, int, str]]) -> None:
     bound, now = 2000, 0.0
     limit = QueueLimit()
     waiting: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""What the scheduler puts into a step."""
+"""The chunks that the scheduler puts into a step."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,10 +54,10 @@ class TestBothLanes:
 
     def schedule(self, scheduler: MixedScheduler) -> tuple[list[str], list[str]]:
         plan = scheduler.schedule_decodes()
-        lane = scheduler.schedule_prefills(plan, PrefillBudget(mixed=40, lane_chunk=200, mixed_beside_lane=10))
+        lane = scheduler.schedule_prefills(plan, PrefillBudget(mixed=40, lane_chunk=200, mixed_with_lane=10))
         return [name for name, _, _ in composition(plan)], [name for name, _, _ in composition(lane)]
 
-    def test_a_batch_that_needs_the_whole_device_leaves_nothing_to_the_lane(self) -> None:
+    def test_beside_a_batch_that_needs_the_whole_device_the_lane_gets_nothing(self) -> None:
         assert self.schedule(self.waiting(30, 100)) == (["0"], [])
 
     def test_beside_a_prompt_on_the_lane_the_budget_is_smaller(self) -> None:
@@ -75,7 +75,7 @@ class TestBothLanes:
     token_budget=st.integers(1, 80),
     max_num_seqs=st.integers(1, 6),
 )
-def test_rules_that_every_step_keeps(
+def test_invariants_of_every_step(
     lengths: list[int], starts: list[int], num_pages: int, token_budget: int, max_num_seqs: int
 ) -> None:
     scheduler = create_scheduler(num_pages, token_budget=token_budget, max_num_seqs=max_num_seqs)

@@ -188,7 +188,7 @@ class TestCompletions:
         assert choices[-1] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
         assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
 
-    async def test_sixteen_tokens_unless_told(
+    async def test_the_default_is_sixteen_tokens(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         router = await start_router(await start_worker(says("fox " * 30)))
@@ -241,7 +241,7 @@ class TestCompletions:
 
 class TestStopStrings:
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_text_ends_before_it_and_the_worker_is_told(
+    async def test_text_ends_before_it_and_the_worker_stops(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, stream: bool
     ) -> None:
         going_on = asyncio.Event()
@@ -280,7 +280,7 @@ class TestSampling:
         assert response.status_code == 200, response.text
         return worker.submits[0]
 
-    async def test_what_is_asked_for_is_sent(
+    async def test_fields_are_sent_to_the_worker(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         submit = await self._submitted(
@@ -376,7 +376,7 @@ class TestHeaders:
         assert worker.submits[0].trace_id == "mine-1"
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_the_route_is_told(
+    async def test_the_route_is_in_the_headers(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, stream: bool
     ) -> None:
         local = await start_router(await start_worker(says("fox"), worker_id="combined-7"))
@@ -414,7 +414,7 @@ class TestErrors:
         assert (wrong.status_code, _error(wrong)["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"] == "POST"
 
-    async def test_of_a_text_far_longer_than_the_context_a_beginning_is_tokenised(
+    async def test_only_the_start_of_a_text_far_longer_than_the_context_is_tokenised(
         self, router: Router, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         encoded: list[str] = []
@@ -495,7 +495,7 @@ class TestErrors:
                 assert error["code"] == "invalid_json"
                 assert error["message"] == "The body is nested more than 256 levels deep."
 
-    async def test_a_body_may_be_nested_as_deep_as_the_limit(self, router: Router) -> None:
+    async def test_a_body_can_be_nested_up_to_the_limit(self, router: Router) -> None:
         value: Any = {"a": None, "b": "\0"}
         for level in range(253):
             value = [value] if level % 2 else {"a": value}
@@ -509,7 +509,7 @@ class TestErrors:
             response = await router.http.post(f"/v1/{path}", json=body)
             assert (response.status_code, _error(response)["code"]) == (400, "invalid_value"), response.text
 
-    async def test_a_body_that_does_not_come(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_body_that_does_not_arrive(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("router.api.body.BODY_S", 0.1)
 
         reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
@@ -526,7 +526,7 @@ class TestErrors:
             assert (response.status_code, _error(response)["code"]) == (503, "service_unavailable")
             assert int(response.headers["retry-after"]) >= 1
 
-    async def test_a_bug_is_one_of_ours(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_bug_is_an_internal_error(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("router.operations.overview.cluster_status", lambda service: 1 / 0)
         response = await router.http.get("/cluster")
         assert (response.status_code, _error(response)["code"]) == (500, "internal_error")
@@ -546,9 +546,11 @@ class TestKeys:
     )
 
     @pytest.mark.parametrize("sent", [None, "Bearer wrong", "Basic one", "Bearer"])
-    async def test_every_route_but_health_wants_one(self, start_router: StartRouter, sent: str | None) -> None:
+    async def test_every_route_but_health_needs_one(self, start_router: StartRouter, sent: str | None) -> None:
         router = await start_router(api_key=["one", "two"])
-        async with httpx.AsyncClient(base_url=router.url, headers={"authorization": sent} if sent else {}) as client:
+        async with httpx.AsyncClient(
+            base_url=router.url, headers={"authorization": sent} if sent else {}, timeout=30
+        ) as client:
             for method, path in self.ROUTES:
                 response = await client.request(method, path)
                 assert (response.status_code, _error(response)["code"]) == (401, "invalid_api_key"), path
@@ -622,7 +624,7 @@ async def _said_hello(hellos: list[str]) -> bool:
     return bool(hellos)
 
 
-async def test_a_very_long_prompt_has_the_hashes_of_its_blocks_and_lets_others_go_on(
+async def test_a_very_long_prompt_is_hashed_without_blocking_other_requests(
     start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest: list[int] = []

@@ -15,7 +15,7 @@ Ask = Callable[[str], Awaitable[list[bytes]]]
 
 
 class Client(asyncio.Protocol):
-    """What comes, write by write: a small one comes as it was written."""
+    """Records the data received, write by write: a small write arrives in one piece."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -27,7 +27,7 @@ class Client(asyncio.Protocol):
         self._more.set()
 
     async def has(self, data: bytes) -> None:
-        """Waits until some piece ends so."""
+        """Waits until a piece has this end."""
         while not any(piece.endswith(data) for piece in self.pieces):
             self._more.clear()
             await self._more.wait()
@@ -60,7 +60,7 @@ class Waiting:
         self.hung_up = asyncio.Event()
 
     async def until_gone(self, connection: Connection, receive: Receive, *, late: bool) -> None:
-        """Returns when it has; it is `late` where the client is gone before anybody wants to know."""
+        """Returns after the hang-up. With `late`, the client hangs up before the callback is set."""
         while (await receive()).get("more_body"):
             pass
         self.read.set()
@@ -77,7 +77,7 @@ async def waiting() -> Waiting:
 
 @pytest.fixture
 async def port(waiting: Waiting) -> AsyncIterator[int]:
-    """Of a server of `app`."""
+    """The port of a server of `app`."""
     config = uvicorn.Config(app, lifespan="off", log_config=None)
     loop, state = asyncio.get_running_loop(), ServerState()
     server = await loop.create_server(lambda: Connection(config, state, {"waiting": waiting}), "127.0.0.1", 0)
@@ -88,7 +88,7 @@ async def port(waiting: Waiting) -> AsyncIterator[int]:
 
 @pytest.fixture
 async def ask(port: int) -> Ask:
-    """Sends a request and returns what comes until the connection is closed."""
+    """Sends a request and returns the data received until the connection is closed."""
     loop = asyncio.get_running_loop()
 
     async def ask(path: str) -> list[bytes]:
@@ -101,14 +101,14 @@ async def ask(port: int) -> Ask:
     return ask
 
 
-async def test_a_held_head_goes_out_with_the_first_of_the_body(ask: Ask) -> None:
+async def test_a_held_head_is_sent_with_the_start_of_the_body(ask: Ask) -> None:
     first, *_ = pieces = await ask("/")
     assert first.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"one" in first
     assert b"".join(pieces).endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
 
 
-async def test_a_held_head_without_a_body_goes_out_before_the_connection_is_closed(ask: Ask) -> None:
+async def test_a_held_head_without_a_body_is_sent_before_the_connection_is_closed(ask: Ask) -> None:
     pieces = await ask("/breaks")
     assert b"".join(pieces).startswith(b"HTTP/1.1 200 OK\r\n")
 
@@ -127,7 +127,7 @@ def request(path: str, body: bytes = b"") -> bytes:
     ],
 )
 @pytest.mark.parametrize("reset", [False, True])
-async def test_a_client_that_hangs_up_is_told_of(port: int, waiting: Waiting, sent: bytes, reset: bool) -> None:
+async def test_a_hang_up_is_reported(port: int, waiting: Waiting, sent: bytes, reset: bool) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     async with asyncio.timeout(10):
@@ -141,7 +141,7 @@ async def test_a_client_that_hangs_up_is_told_of(port: int, waiting: Waiting, se
 
 
 async def answer_to(port: int, *pieces: bytes) -> bytes:
-    """What comes until the connection is closed."""
+    """Returns the data received until the connection is closed."""
     _, client = connection = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
     async with asyncio.timeout(10):
         for piece in pieces:
@@ -160,19 +160,19 @@ async def test_a_head_without_an_end_is_refused(port: int, start: bytes) -> None
 
 
 @pytest.mark.parametrize("rest", [b"1;", b"0\r\nx: "], ids=["extensions", "trailers"])
-async def test_chunks_of_everything_but_a_body_end_the_connection(port: int, rest: bytes) -> None:
+async def test_chunk_framing_without_a_body_ends_the_connection(port: int, rest: bytes) -> None:
     head = b"POST /waits HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     assert await answer_to(port, head, rest, b"x" * 6 * HEAD_BYTES) == b""
 
 
-async def test_a_long_body_after_a_short_head_is_no_head(port: int) -> None:
+async def test_a_long_body_does_not_count_as_head(port: int) -> None:
     chunks = b"1\r\nx\r\n" * HEAD_BYTES + b"0\r\n\r\n"
     head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     assert (await answer_to(port, head, chunks)).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST", b"POST / HTTP/1.1\r\nhost: x\r\n", b"\r\n"], ids=repr)
-async def test_a_head_has_a_minute_to_come(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_has_a_time_limit(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.api.connection.HEAD_S", 0.05)
     answer = await answer_to(port, sent)
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -181,10 +181,10 @@ async def test_a_head_has_a_minute_to_come(port: int, sent: bytes, monkeypatch: 
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("sent", [b"POST / HTTP/1.1\r\n", b"POST", b"\r\n"], ids=repr)
-async def test_the_next_head_has_a_minute_too_once_it_begins(
+async def test_the_next_head_has_a_time_limit_from_its_first_byte(
     port: int, sent: bytes, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Early: before the response to the request before it is out."""
+    """`early`: the head begins before the previous response was sent."""
     transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
     monkeypatch.setattr("router.api.connection.HEAD_S", 0.05)
     async with asyncio.timeout(10):
@@ -198,7 +198,7 @@ async def test_the_next_head_has_a_minute_too_once_it_begins(
     assert refusal.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_connection_may_wait_for_longer_than_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_stays_open_for_longer_than_that(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients and load balancers keep connections for the next request."""
     transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
     monkeypatch.setattr("router.api.connection.HEAD_S", 0.01)
@@ -212,7 +212,7 @@ async def test_a_connection_may_wait_for_longer_than_a_head(port: int, monkeypat
     transport.close()
 
 
-async def test_what_is_no_http_is_refused_in_openais_shape(port: int) -> None:
+async def test_invalid_http_is_refused_in_openais_format(port: int) -> None:
     answer = await answer_to(port, b"\x16\x03\x01 hello\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: complete, true, and without another host."""
+"""`/openapi.json` and `/docs` are complete, true, and load nothing from another host."""
 
 import importlib
 import itertools
@@ -70,7 +70,7 @@ async def router(start_router: StartRouter, start_worker: StartWorker, says: Say
 @pytest.fixture
 async def document(router: Router) -> dict[str, Any]:
     """`/openapi.json`, asked for without a key."""
-    async with httpx.AsyncClient(base_url=router.url) as client:
+    async with httpx.AsyncClient(base_url=router.url, timeout=30) as client:
         answer: dict[str, Any] = (await client.get("/openapi.json")).raise_for_status().json()
         return answer
 
@@ -86,7 +86,7 @@ def _closed(value: Any) -> Any:
 
 
 def _fits(document: dict[str, Any], schema: dict[str, Any], value: Any, *, closed: bool = False) -> bool:
-    """Whether a value is valid by a schema of the document."""
+    """Returns whether a value is valid by a schema of the document."""
     components = document["components"]
     whole = schema | {"components": _closed(components) if closed else components}
     valid: bool = importlib.import_module("jsonschema").Draft202012Validator(whole).is_valid(value)
@@ -122,7 +122,7 @@ def test_it_is_valid_openapi_and_names_every_route(document: dict[str, Any]) -> 
     assert len(set(operation_ids)) == len(operation_ids)
 
 
-def test_it_says_which_routes_want_a_key(document: dict[str, Any]) -> None:
+def test_it_says_which_routes_need_a_key(document: dict[str, Any]) -> None:
     assert document["components"]["securitySchemes"]["api_key"] == {"type": "http", "scheme": "bearer"}
     assert document["security"] == [{"api_key": []}]
     open_paths = {path for path, item in document["paths"].items() if item[METHODS[path]].get("security") == []}
@@ -131,7 +131,7 @@ def test_it_says_which_routes_want_a_key(document: dict[str, Any]) -> None:
         assert ("401" in item[METHODS[path]]["responses"]) == (path not in open_paths)
 
 
-async def test_without_keys_no_route_wants_one(start_router: StartRouter) -> None:
+async def test_without_keys_no_route_needs_one(start_router: StartRouter) -> None:
     router = await start_router()
     assert (await router.http.get("/openapi.json")).json()["security"] == []
 
@@ -144,6 +144,8 @@ def test_every_field_of_a_request_is_listed(
     ref = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     listed = document["components"]["schemas"][ref.rpartition("/")[2]]["properties"]
     assert listed.keys() > kind.model_fields.keys()
+    for name in listed.keys() & kind.model_fields.keys():
+        assert listed[name]["description"].endswith("."), name
     assert listed["user"]["description"].startswith("Accepted and ignored")
     assert listed["tools"]["enum"] == [[], None]
     assert "anyOf" in listed["priority"]
@@ -151,7 +153,7 @@ def test_every_field_of_a_request_is_listed(
     assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id"}
 
 
-def test_the_schema_of_requests_takes_what_the_router_takes(document: dict[str, Any]) -> None:
+def test_the_schema_of_requests_accepts_the_same_as_the_router(document: dict[str, Any]) -> None:
     kinds: tuple[type[ChatRequest | CompletionRequest], ...] = (ChatRequest, CompletionRequest)
     cases = [(kind, body | fields) for kind, (_, body) in zip(kinds, CALLS, strict=True) for fields in FIELDS]
     cases += [(CompletionRequest, {"model": "m", "prompt": prompt}) for prompt in PROMPTS]
@@ -193,7 +195,7 @@ async def test_other_documents_are_as_described(router: Router, document: dict[s
 
 
 async def test_errors_are_as_described(router: Router, document: dict[str, Any]) -> None:
-    async with httpx.AsyncClient(base_url=router.url) as stranger:
+    async with httpx.AsyncClient(base_url=router.url, timeout=30) as stranger:
         for client, method, path, status in (
             (stranger, "GET", "/cluster", 401),
             (stranger, "POST", "/v1/completions", 401),
@@ -213,7 +215,7 @@ async def test_errors_are_as_described(router: Router, document: dict[str, Any])
 
 
 async def test_the_docs_need_no_key_and_no_other_host(router: Router) -> None:
-    async with httpx.AsyncClient(base_url=router.url) as client:
+    async with httpx.AsyncClient(base_url=router.url, timeout=30) as client:
         page = (await client.get("/docs")).raise_for_status().text
         assert not re.findall(r"""(?:src|href)=["'](?:\w+:)?//""", page)
         assert "url: '/openapi.json'" in page

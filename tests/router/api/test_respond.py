@@ -1,4 +1,4 @@
-"""What a response writes, and when: driven through ASGI, with a client that reads as the test says."""
+"""Data and timing of a response's writes, with a scripted ASGI client."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,7 @@ from cpd.rpc import cpd_pb2 as pb
 from router.api.openai import ChatFormat
 from router.api.respond import CompletionResponse
 from router.api.schemas import ChatRequest
-from router.dispatch.attempts import RequestRoute
-from router.dispatch.completion import Completion, PromptConsumer
+from router.dispatch.attempts import RequestRoute, RoutedRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
@@ -31,11 +30,11 @@ ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": 
 
 
 class Client:
-    """Stands for its connection.
+    """A client with its connection.
 
     Attributes:
-        scope: Of a request that came on it.
-        hang_up: What is to be called when it hangs up.
+        scope: The ASGI scope of its request.
+        hang_up: The callback for its hang-up.
     """
 
     def __init__(self) -> None:
@@ -50,29 +49,48 @@ class Client:
 
 
 class Exchange:
-    """A response whose tokens and whose client are the test's.
+    """A response with tokens and a client that the test controls.
 
     Attributes:
-        sent: What the response wrote, in order.
-        may_read: The client takes writes while it is set.
+        sent: The ASGI messages that the response sent, in order.
+        may_read: The client reads while it is set.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
-        metrics = Metrics("router-a", list)
+        metrics = Metrics()
         workers = Workers("router-a", "", itl_ms=50.0)
         dispatcher = Dispatcher(workers, metrics, PolicySettings(), rng=Random(0))
         vocabulary = Vocabulary(tokenizer)
-        choice = Choice(0, vocabulary.detokenizer(b""), (), 0)
-        self.completion = Completion(dispatcher, metrics, [choice], eager=stream, started=0.0)
-        self.completion.prompts.append(pack_tokens([1, 2, 3]))
-        self.consumer = PromptConsumer(self.completion, metrics, [choice])
+        request = ChatRequest.model_validate(ASKED | {"stream": stream})
+        self.choice = Choice(0, vocabulary.detokenizer(b""), (), 0)
+        form = ChatFormat(request, vocabulary, b"")
+        self.response = CompletionResponse(dispatcher, metrics, request, form, [self.choice], received=0.0)
+        self.response.requests = [
+            RoutedRequest(
+                trace_id="",
+                tenant="",
+                tokens=pack_tokens([1, 2, 3]),
+                fingerprint=b"",
+                hash_root=b"",
+                block_hashes=[],
+                sampling=pb.Sampling(),
+                choices=[self.choice],
+                consumer=self.response,
+                priority=0,
+                received=0.0,
+            )
+        ]
         self.sent: list[Message] = []
         self.may_read = asyncio.Event()
         self.may_read.set()
         self.client = Client()
-        request = ChatRequest.model_validate(ASKED | {"stream": stream})
-        response = CompletionResponse(self.completion, ChatFormat(request, vocabulary, b""), request)
-        self.running = asyncio.ensure_future(response(self.client.scope, self._receive, self._send))
+        self.running = asyncio.ensure_future(self.response(self.client.scope, self._receive, self._send))
+
+    def output(self, token_ids: list[int], finish: int = pb.FINISH_NONE) -> None:
+        """New tokens arrive, as from the dispatcher."""
+        self.choice.push(token_ids, [], finish)
+        if self.choice.has_delta:
+            self.response.updated(self.choice)
 
     async def _receive(self) -> Message:
         raise AssertionError("the request has been read")
@@ -82,7 +100,7 @@ class Exchange:
         self.sent.append(message)
 
     async def wrote(self, count: int) -> None:
-        """Waits until the response has written so many messages."""
+        """Waits until the response has sent `count` messages."""
 
         async def enough() -> bool:
             return len(self.sent) >= count
@@ -91,20 +109,20 @@ class Exchange:
 
     @property
     def chunks(self) -> list[list[Any]]:
-        """The events of every write of the body."""
+        """The events of the body, by write."""
         bodies = [message["body"].decode() for message in self.sent if message["type"] == "http.response.body"]
         return [[event.removeprefix("data: ") for event in body.split("\n\n")[:-1]] for body in bodies]
 
 
-async def test_every_token_is_written_as_it_comes_to_a_client_that_keeps_up(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_keeps_up_gets_every_token_at_once(tokenizer: Tokenizer) -> None:
     exchange = Exchange(tokenizer, stream=True)
     await asyncio.sleep(0)
     assert exchange.sent == []
-    exchange.consumer.started(RequestRoute("d", "", 0))
+    exchange.response.started(RequestRoute("d", "", 0))
     for count, token_id in enumerate(tokenizer.encode("the quick brown fox").ids):
-        exchange.consumer.output(0, [token_id], [], pb.FINISH_NONE)
+        exchange.output([token_id])
         await exchange.wrote(count + 3)  # the start, the opening chunk, and one more each time
-    exchange.consumer.output(0, [1], [], pb.FINISH_STOP)
+    exchange.output([1], pb.FINISH_STOP)
     await exchange.running
     contents = [
         [json.loads(event)["choices"][0]["delta"].get("content") for event in write] for write in exchange.chunks[:-1]
@@ -115,17 +133,17 @@ async def test_every_token_is_written_as_it_comes_to_a_client_that_keeps_up(toke
     assert done == "[DONE]"
 
 
-async def test_tokens_that_came_while_the_client_was_behind_share_a_write(tokenizer: Tokenizer) -> None:
+async def test_a_slow_client_gets_several_tokens_in_one_write(tokenizer: Tokenizer) -> None:
     exchange = Exchange(tokenizer, stream=True)
-    exchange.consumer.started(RequestRoute("d", "", 0))
+    exchange.response.started(RequestRoute("d", "", 0))
     ids = tokenizer.encode("the quick brown fox jumps").ids
-    exchange.consumer.output(0, ids[:1], [], pb.FINISH_NONE)
+    exchange.output(ids[:1])
     await exchange.wrote(3)
     exchange.may_read.clear()
     for token_id in ids[1:]:
-        exchange.consumer.output(0, [token_id], [], pb.FINISH_NONE)
+        exchange.output([token_id])
         await asyncio.sleep(0)
-    exchange.consumer.output(0, [1], [], pb.FINISH_STOP)
+    exchange.output([1], pb.FINISH_STOP)
     exchange.may_read.set()
     await exchange.running
     events = [event for write in exchange.chunks for event in write]
@@ -136,7 +154,7 @@ async def test_tokens_that_came_while_the_client_was_behind_share_a_write(tokeni
 
 async def test_nothing_is_sent_before_a_failure_is_known(tokenizer: Tokenizer) -> None:
     exchange = Exchange(tokenizer, stream=True)
-    exchange.consumer.failed(failed("no"))
+    exchange.response.failed(failed("no"))
     with pytest.raises(ApiError, match="no"):
         await exchange.running
     assert exchange.sent == []
@@ -149,17 +167,17 @@ async def test_a_client_that_hangs_up_ends_the_response(tokenizer: Tokenizer, st
     assert exchange.client.hang_up is not None
     exchange.client.hang_up()
     await exchange.running
-    assert exchange.completion.gone
+    assert exchange.response.gone
     assert exchange.client.hang_up is None
 
 
 async def test_without_a_stream_the_response_waits_for_the_end(tokenizer: Tokenizer) -> None:
     exchange = Exchange(tokenizer, stream=False)
-    exchange.consumer.started(RequestRoute("d", "p", 2))
-    exchange.consumer.output(0, tokenizer.encode("the fox").ids, [], pb.FINISH_NONE)
+    exchange.response.started(RequestRoute("d", "p", 2))
+    exchange.output(tokenizer.encode("the fox").ids)
     await asyncio.sleep(0)
     assert exchange.sent == []
-    exchange.consumer.output(0, [1], [], pb.FINISH_STOP)
+    exchange.output([1], pb.FINISH_STOP)
     await exchange.running
     start, body = exchange.sent
     headers = dict(start["headers"])

@@ -12,7 +12,7 @@ def _write(directory: Path, **fields: Any) -> None:
     (directory / "generation_config.json").write_text(json.dumps(fields))
 
 
-def test_sampling_is_by_default_as_the_models_authors_say(tmp_path: Path) -> None:
+def test_the_defaults_are_those_of_the_models_generation_config(tmp_path: Path) -> None:
     assert default_sampling(tmp_path, "model") == {}
     said = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "presence_penalty": 1.5}
     _write(tmp_path, do_sample=True, max_new_tokens=2048, **said)
@@ -21,7 +21,7 @@ def test_sampling_is_by_default_as_the_models_authors_say(tmp_path: Path) -> Non
     assert default_sampling(tmp_path, "openai") == {}
 
 
-def test_defaults_that_no_request_could_have_are_refused(tmp_path: Path) -> None:
+def test_defaults_that_are_invalid_in_a_request_are_refused(tmp_path: Path) -> None:
     _write(tmp_path, top_p=0.9, temperature=20)
     with pytest.raises(CheckpointError, match=r"temperature is 20: .* 2; .* --sampling-defaults openai"):
         default_sampling(tmp_path, "model")

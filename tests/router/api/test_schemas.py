@@ -35,14 +35,14 @@ def test_the_defaults_are_openais() -> None:
     assert (text.output_limit, text.stream, text.prompts) == (16, False, ["hi"])
 
 
-def test_a_models_defaults_hold_for_what_is_left_out() -> None:
+def test_a_models_defaults_apply_to_missing_fields() -> None:
     defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
     body = orjson.dumps(CHAT | {"temperature": 0, "top_k": None})
     chat = parse(body, ChatRequest, max_n=4, defaults=defaults)
     assert (chat.temperature, chat.top_k, chat.repetition_penalty, chat.top_p) == (0, 20, 1.05, 1.0)
 
 
-def test_a_templates_variables_are_no_more_than_values() -> None:
+def test_a_templates_variables_are_plain_values() -> None:
     asked = {"enable_thinking": False, "effort": "low", "n": 1, "share": 0.5}
     assert _chat(chat_template_kwargs=asked | {"nothing": None}).chat_template_kwargs == asked
     for wrong in ([1], {"a": 1}):
@@ -171,7 +171,7 @@ def test_fields_that_would_change_the_result_are_refused_by_name(field: str, val
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str, code: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], param: str, code: str) -> None:
     error = _error(orjson.dumps(CHAT | fields))
     assert (error["param"], error["code"]) == (param, code)
     assert param in error["message"]
@@ -192,7 +192,7 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str, co
     ],
     ids=repr,
 )
-def test_what_is_no_json_object_is_refused(body: bytes, code: str) -> None:
+def test_anything_but_a_json_object_is_refused(body: bytes, code: str) -> None:
     assert _error(body)["code"] == code
 
 
@@ -223,7 +223,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     assert orjson.loads(refusal.value.body())["error"]["param"].startswith("prompt")
 
 
-def test_one_complaint_ends_a_list() -> None:
+def test_validation_of_a_list_ends_at_the_first_error() -> None:
     wrong = [True] * 1_000
     for prompt in (wrong, [wrong] * 100, [1, *wrong], ["a", *wrong[:100]]):
         with pytest.raises(ValidationError) as refusal:
@@ -236,7 +236,7 @@ def test_one_complaint_ends_a_list() -> None:
         assert refusal.value.error_count() <= 2  # of one item
 
 
-def test_what_is_wrong_in_very_many_places_is_refused_with_their_number() -> None:
+def test_a_body_with_very_many_errors_is_refused_with_their_number() -> None:
     unknown = dict.fromkeys(map(str, range(5_000)), 1)
     for fields in (unknown, {"logit_bias": dict.fromkeys(unknown, "x")}, {"messages": [CHAT["messages"][0] | unknown]}):
         assert "5000" in _error(orjson.dumps(CHAT | fields))["message"]

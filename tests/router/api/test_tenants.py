@@ -19,7 +19,7 @@ def test_every_key_is_a_tenant_of_its_own() -> None:
     assert Keys(["one"]).tenant(b"Bearer one") == one
 
 
-def test_a_tenants_name_and_salt_do_not_tell_the_key() -> None:
+def test_a_tenants_name_and_salt_do_not_reveal_the_key() -> None:
     tenant = Keys(["one"]).tenant(b"Bearer one")
     assert "one" not in tenant.name
     assert b"one" not in tenant.salt
@@ -37,7 +37,7 @@ class TestKeyFile:
         (directory / "keys.yaml").write_text(text)
         return read_keys(directory / "keys.yaml")
 
-    def test_its_keys_may_do_what_it_says(self, tmp_path: Path) -> None:
+    def test_its_keys_have_its_permissions(self, tmp_path: Path) -> None:
         entries = self._read(tmp_path, "[{key: one}, {key: two, admin: true, min_priority: -7}]")
         keys = Keys(["three"], entries, "token")
         allowed = [keys.tenant(f"Bearer {key}".encode()) for key in ("one", "two", "three", "token")]
@@ -49,7 +49,7 @@ class TestKeyFile:
         ]
         assert len({tenant.salt for tenant in allowed}) == 4
 
-    def test_a_cluster_token_alone_closes_nothing(self) -> None:
+    def test_with_a_cluster_token_alone_no_key_is_needed(self) -> None:
         assert Keys([], cluster_token="token").tenant(b"") == Tenant()
 
     @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ class TestKeyFile:
             ("- key: \x00", "is not valid YAML"),
         ],
     )
-    def test_what_is_wrong_with_it_is_told_without_its_keys(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_errors_in_it_do_not_show_its_keys(self, tmp_path: Path, text: str, message: str) -> None:
         with pytest.raises(ConfigError) as error:
             self._read(tmp_path, text)
         assert message in str(error.value)
         assert "one" not in str(error.value)
         assert "\n" not in str(error.value)
 
-    def test_a_missing_one_is_told(self, tmp_path: Path) -> None:
+    def test_a_missing_one_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"nowhere can't be read: .*No such file"):
             read_keys(tmp_path / "nowhere")

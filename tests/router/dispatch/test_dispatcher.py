@@ -25,7 +25,7 @@ REPLY = "the quick brown fox jumps over the lazy dog"
 def _refuses(
     kind: "pb.Refusal.Kind.ValueType", then: Script | None = None, times: int = 1_000, **refusal: Any
 ) -> Script:
-    """Refuses so many requests, then answers."""
+    """Refuses `times` requests, then answers."""
     left = itertools.chain(range(times))
 
     async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
@@ -39,7 +39,7 @@ def _refuses(
 
 
 def _gate(after: int) -> tuple[asyncio.Event, Callable[[int], Any]]:
-    """Holds an answer back from its `after`-th output on, until the event."""
+    """Holds an answer back after `after` outputs, until the event is set."""
     opened = asyncio.Event()
 
     async def wait(count: int) -> None:
@@ -59,10 +59,10 @@ async def _is(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-class TestTurn:
-    """What workers are told of a request's place in their queues."""
+class TestQueueing:
+    """Priority and deadline of a request in a worker's queue."""
 
-    async def test_a_priority_is_vllms_and_turns_round_on_the_wire(
+    async def test_priorities_are_negated_on_the_wire(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         worker = await start_worker(says(REPLY))
@@ -73,7 +73,7 @@ class TestTurn:
         response = await router.http.post("/v1/chat/completions", json=CHAT | {"priority": 101})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
 
-    async def test_the_deadline_is_what_is_left_of_the_slo(
+    async def test_the_deadline_is_the_rest_of_the_slo(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         worker = await start_worker(_refuses(pb.Refusal.KIND_REROUTE, says(REPLY), times=2))
@@ -119,7 +119,7 @@ class TestRefusals:
         assert [len(worker.submits) for worker in workers] == [1, 1]
         assert 'cpd_refusals_total{reason="queue_full"} 2.0' in (await router.http.get("/metrics")).text
 
-    async def test_a_tenant_with_its_share_of_every_queue_gets_429_and_the_soonest_time(
+    async def test_a_tenant_over_its_share_of_every_queue_gets_429_and_the_earliest_retry_time(
         self, start_router: StartRouter, start_worker: StartWorker
     ) -> None:
         full = pb.Refusal.KIND_QUEUE_FULL
@@ -133,7 +133,7 @@ class TestRefusals:
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
         assert 'cpd_refusals_total{reason="over_share"} 2.0' in (await router.http.get("/metrics")).text
 
-    async def test_one_queue_that_is_full_for_everybody_means_503(
+    async def test_one_queue_that_is_full_for_all_tenants_means_503(
         self, start_router: StartRouter, start_worker: StartWorker
     ) -> None:
         full = pb.Refusal.KIND_QUEUE_FULL
@@ -144,7 +144,7 @@ class TestRefusals:
         response = await router.http.post("/v1/chat/completions", json=CHAT)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
-    async def test_not_every_worker_is_asked_when_the_best_ones_are_full(
+    async def test_only_the_best_workers_are_tried_if_they_are_full(
         self, start_router: StartRouter, start_worker: StartWorker
     ) -> None:
         workers = [await start_worker(_refuses(pb.Refusal.KIND_QUEUE_FULL), worker_id=f"full-{i}") for i in range(6)]
@@ -163,7 +163,7 @@ class TestRefusals:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_full")
         assert len(worker.submits) == 2
 
-    async def test_a_rerouted_request_is_placed_anew(
+    async def test_a_rerouted_request_is_placed_again(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         worker = await start_worker(_refuses(pb.Refusal.KIND_REROUTE, says(REPLY), times=2))
@@ -171,7 +171,7 @@ class TestRefusals:
         assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == REPLY
         assert [submit.attempt for submit in worker.submits] == [0, 1, 2]
 
-    async def test_a_worker_that_reroutes_everything_is_left_for_others(
+    async def test_a_worker_that_reroutes_everything_is_avoided(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         draining = await start_worker(_refuses(pb.Refusal.KIND_REROUTE), worker_id="draining")
@@ -180,10 +180,10 @@ class TestRefusals:
             assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == REPLY
         assert all(submit.attempt == 0 for submit in draining.submits)
 
-    async def test_the_last_worker_is_not_asked_without_pause(
+    async def test_the_last_worker_is_tried_again_after_a_pause(
         self, start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(dispatcher, "PARK_S", 0.3)
+        monkeypatch.setattr(dispatcher, "MAX_WAIT_S", 0.3)
         draining = await start_worker(_refuses(pb.Refusal.KIND_REROUTE))
         router = await start_router(draining)
         response = await router.http.post("/v1/chat/completions", json=CHAT)
@@ -212,7 +212,7 @@ class TestRefusals:
         response = await router.http.post("/v1/chat/completions", json=CHAT)
         assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
 
-    async def test_what_one_worker_fails_another_one_may_do(
+    async def test_a_request_that_failed_is_tried_on_another_worker(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         bad = await start_worker(_refuses(pb.Refusal.KIND_FAILED), worker_id="bad")
@@ -221,7 +221,7 @@ class TestRefusals:
             assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == REPLY
         assert all(submit.attempt == 0 for submit in bad.submits)
 
-    async def test_what_two_workers_fail_is_not_tried_on_all(
+    async def test_a_request_that_failed_twice_is_not_tried_again(
         self, start_router: StartRouter, start_worker: StartWorker
     ) -> None:
         workers = [await start_worker(_refuses(pb.Refusal.KIND_FAILED), worker_id=f"bad-{i}") for i in range(4)]
@@ -229,9 +229,7 @@ class TestRefusals:
         assert (await router.http.post("/v1/chat/completions", json=CHAT)).status_code == 500
         assert sum(len(worker.submits) for worker in workers) == 2
 
-    async def test_nobody_is_told_to_come_back_in_a_month(
-        self, start_router: StartRouter, start_worker: StartWorker
-    ) -> None:
+    async def test_the_retry_time_is_limited(self, start_router: StartRouter, start_worker: StartWorker) -> None:
         never = _refuses(pb.Refusal.KIND_QUEUE_FULL, retry_after_ms=(1 << 32) - 1)
         router = await start_router(await start_worker(never))
         response = await router.http.post("/v1/chat/completions", json=CHAT)
@@ -261,7 +259,7 @@ class TestRefusals:
 
 class TestReplay:
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_another_worker_goes_on_after_the_tokens_so_far(
+    async def test_another_worker_continues_after_the_tokens_so_far(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, tokenizer: Tokenizer, stream: bool
     ) -> None:
         _, wait = _gate(after=4)
@@ -298,7 +296,7 @@ class TestReplay:
         assert len(hashes) == 2
         assert "cpd_replays_total 1.0" in (await router.http.get("/metrics")).text
 
-    async def test_choices_that_went_apart_are_replayed_apart(
+    async def test_choices_with_different_tokens_are_replayed_separately(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, tokenizer: Tokenizer
     ) -> None:
         texts = ("the fox jumps", "a lazy dog", "you")
@@ -334,13 +332,13 @@ class TestReplay:
         await start_worker(says(REPLY), worker_id="combined-1")
         assert await _text(await call) == REPLY
 
-    async def test_but_not_for_ever(
+    async def test_it_waits_only_for_a_while(
         self,
         start_router: StartRouter,
         start_worker: StartWorker,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(dispatcher, "PARK_S", 0.2)
+        monkeypatch.setattr(dispatcher, "MAX_WAIT_S", 0.2)
         worker = await start_worker()
         router = await start_router(worker)
         call = asyncio.create_task(router.http.post("/v1/chat/completions", json=CHAT))
@@ -353,7 +351,7 @@ class TestReplay:
     async def test_when_one_choice_finds_no_worker_the_others_end_too(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(dispatcher, "PARK_S", 0)
+        monkeypatch.setattr(dispatcher, "MAX_WAIT_S", 0)
         _, wait = _gate(after=4)
         first = await start_worker(says("the fox jumps", "a lazy dog", after=wait))
         router = await start_router(first)
@@ -365,10 +363,10 @@ class TestReplay:
         await router.knows(late)
         assert late.submits == []
 
-    async def test_another_model_does_not_go_on_with_a_request(
+    async def test_a_worker_with_another_model_does_not_continue_a_request(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(dispatcher, "PARK_S", 0.5)
+        monkeypatch.setattr(dispatcher, "MAX_WAIT_S", 0.5)
         worker = await start_worker()
         router = await start_router(worker)
         call = asyncio.create_task(router.http.post("/v1/chat/completions", json=CHAT))
@@ -379,7 +377,7 @@ class TestReplay:
         await router.knows(other)
         assert other.submits == []
 
-    async def test_a_request_that_ends_its_workers_fails(
+    async def test_a_request_that_crashes_its_workers_fails(
         self, start_router: StartRouter, start_worker: StartWorker
     ) -> None:
         workers: list[FakeWorker] = []
@@ -435,7 +433,7 @@ class TestReplay:
 class TestHangUp:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("outputs", [0, 3])
-    async def test_the_worker_is_told(
+    async def test_the_worker_is_told_to_abort(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, stream: bool, outputs: int
     ) -> None:
         _, wait = _gate(after=outputs)
@@ -456,7 +454,7 @@ class TestHangUp:
         await eventually(lambda: _counted(router, "client_gone"))
         assert (await router.worker("combined-0") or {})["routers"]["router-a"]["sequences"] == 0
 
-    async def test_a_parked_request_is_forgotten(
+    async def test_a_waiting_request_is_forgotten(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         worker = await start_worker()
@@ -498,7 +496,7 @@ class TestPlacement:
 
 
 async def _gaps(router: Router, count: int) -> bool:
-    """So many tokens after a first one reached the router."""
+    """Returns whether this many tokens after a first one have reached the router."""
     text = (await router.http.get("/metrics")).text
     line = next(line for line in text.splitlines() if line.startswith("cpd_itl_seconds_count"))
     return float(line.split()[1]) >= count

@@ -3,7 +3,7 @@ import asyncio
 from router.dispatch.loop_slices import MAX_WAITING_TOKENS, SLICE_TOKENS, LoopSlices
 
 
-async def test_others_pass_between_two_slices() -> None:
+async def test_other_tasks_run_between_two_slices() -> None:
     seen: list[str] = []
     slices = LoopSlices(seen.append)
     for output in ("first", "second", "third"):
@@ -28,7 +28,7 @@ async def test_a_slice_takes_several_small_outputs() -> None:
     assert seen == list(range(SLICE_TOKENS + 2))
 
 
-async def test_what_waits_is_bounded() -> None:
+async def test_the_queue_has_a_limit() -> None:
     seen: list[int] = []
     slices = LoopSlices(seen.append)
     for output in range(3):
@@ -36,7 +36,7 @@ async def test_what_waits_is_bounded() -> None:
     assert seen == [0, 1]
 
 
-async def test_all_can_be_handed_on_at_once_in_order() -> None:
+async def test_flush_handles_all_in_order() -> None:
     seen: list[int] = []
     slices = LoopSlices(seen.append)
     for output in range(3):

@@ -1,4 +1,4 @@
-"""How a router learns of workers, and what it makes of what they say."""
+"""Membership, sessions and messages of workers."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def _short(*blocks: int) -> bytes:
 
 
 async def _complete(router: Router, prompt: list[int] = PROMPT) -> str:
-    """Runs a request; the worker that decoded it."""
+    """Runs a request and returns the worker that decoded it."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
     response = await router.http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -54,7 +54,7 @@ async def _lacks(router: Router, worker_id: str) -> bool:
 
 
 async def _predicted(router: Router, *fields: str) -> tuple[Any, ...]:
-    """What was predicted of a long prompt."""
+    """Returns the prediction for a long prompt."""
     response = await router.http.post("/v1/completions", json={"model": MODEL, "prompt": LONG_PROMPT, "max_tokens": 2})
     told = (await router.http.get(f"/requests/{response.headers['x-request-id']}")).json()
     (placement,) = told["placements"]
@@ -67,7 +67,7 @@ async def _is_loaded(router: Router, worker_id: str) -> bool:
 
 
 async def _disconnected(router: Router, worker_id: str, reason: str) -> bool:
-    """The session ended, for this reason, and the router waits before it connects again."""
+    """Returns whether the session ended for this reason and the router waits to connect again."""
     worker = await router.worker(worker_id)
     return worker is not None and worker["state"] == "connecting" and worker["reason"] and reason in worker["reason"]
 
@@ -92,7 +92,7 @@ class TestCache:
         await eventually(lambda: _has(router, "cold", cached_blocks=29))
         assert {await _complete(router, LONG_PROMPT) for _ in range(5)} == {"warm"}
 
-    async def test_a_worker_is_told_of_a_busy_ones_cache(
+    async def test_a_worker_gets_a_busy_workers_cache_as_prefix_source(
         self, start_router: StartRouter, start_worker: StartWorker
     ) -> None:
         async def fetches(submit: pb.Submit) -> AsyncIterator[Answer]:
@@ -114,7 +114,7 @@ class TestCache:
         (placement,) = told["placements"]
         assert placement["predicted"]["prefix_source"] == placement["actual"]["prefix_source"] == "warm"
 
-    async def test_messages_may_come_in_a_batch(self, start_router: StartRouter, start_worker: StartWorker) -> None:
+    async def test_messages_can_come_in_a_batch(self, start_router: StartRouter, start_worker: StartWorker) -> None:
         worker = await start_worker(worker_id="w", cached=_short(0))
         router = await start_router(worker)
         load = pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=3))
@@ -125,7 +125,7 @@ class TestCache:
         assert described is not None
         assert described["load"]["running"] == 3
 
-    async def test_blocks_in_host_memory_are_cached_and_loaded_if_that_is_quicker(
+    async def test_blocks_in_host_memory_are_loaded_if_that_is_faster(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         hello = {"host_pages": 60, "host_page_ms": 0.01}
@@ -160,7 +160,7 @@ class TestCache:
 
 
 class TestProtocolError:
-    """A worker that breaks the protocol loses its session and its requests; nobody else notices."""
+    """A worker that breaks the protocol loses its session and its requests; other workers are not affected."""
 
     @pytest.fixture(autouse=True)
     def stay_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,8 @@ class TestProtocolError:
             (lambda: _load(prefill_ms=-1.0), "prompts of -1.0 ms"),
             (lambda: _load(step_ms=math.nan), "steps of nan ms"),
             (lambda: _load(waiting_tokens=1 << 60), f"it reported {1 << 60} tokens"),
-            (lambda: pb.WorkerMessage(snapshot=pb.Snapshot(number=1)), "snapshot came where it has no place"),
-            (lambda: pb.WorkerMessage(), "None came where it has no place"),
+            (lambda: pb.WorkerMessage(snapshot=pb.Snapshot(number=1)), "snapshot came at the wrong time"),
+            (lambda: pb.WorkerMessage(), "None came at the wrong time"),
         ],
     )
     async def test_ends_the_session_with_the_worker_that_sent_it(
@@ -232,14 +232,15 @@ class TestProtocolError:
             ),
             (pb.Output(token_ids=[5], logprobs=[pb.TokenLogprobs()]), "log-probabilities of 1"),
             (pb.Output(finish=pb.FINISH_LENGTH), "an output without tokens"),
-            (pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=math.nan)), "a request waited nan ms"),
+            (pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=math.nan)), "a queue time of nan ms"),
             (
                 pb.Output(token_ids=[5], prefilled=pb.Prefilled(cached_tokens=65)),
-                "65 tokens of a shorter prompt were cached",
+                "65 cached tokens of a shorter prompt",
             ),
+            (pb.Output(token_ids=[5], prefilled=pb.Prefilled(prefill_worker="a\nb")), "a prefill worker 'a\\nb'"),
         ],
     )
-    async def test_in_an_output_ends_the_session_and_the_client_gets_anothers_answer(
+    async def test_in_an_output_ends_the_session_and_another_worker_answers(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, output: pb.Output, reason: str
     ) -> None:
         async def misbehaves(submit: pb.Submit) -> AsyncIterator[Answer]:
@@ -275,7 +276,7 @@ class TestProtocolError:
         assert await _disconnected(router, "bad", "it sent log-probabilities")
 
     @pytest.mark.parametrize("seed", range(4))
-    async def test_whatever_it_is_others_go_on_and_nothing_breaks(
+    async def test_arbitrary_messages_do_not_disturb_other_workers(
         self,
         start_router: StartRouter,
         start_worker: StartWorker,
@@ -304,7 +305,7 @@ class TestProtocolError:
         assert (await router.worker("good") or {})["state"] == "ready"
         assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
-    async def test_in_a_later_output_ends_the_session_and_what_comes_after_it_does_not_count(
+    async def test_in_a_later_output_ends_the_session_and_later_outputs_are_ignored(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         async def misbehaves(submit: pb.Submit) -> AsyncIterator[Answer]:
@@ -319,7 +320,7 @@ class TestProtocolError:
         (submit,) = good.submits
         assert unpack_tokens(submit.tokens)[submit.prompt_len :].tolist() == [5]
 
-    async def test_a_message_beyond_all_measure_ends_the_session(
+    async def test_a_too_large_message_ends_the_session(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sessions, "MAX_MESSAGE_BYTES", 10_000)
@@ -327,10 +328,10 @@ class TestProtocolError:
         bad = await start_worker(says("fox"), worker_id="bad")
         router = await start_router(good, bad)
         bad.send(_events(8, added=os.urandom(8 * 2_000)))
-        await eventually(lambda: _disconnected(router, "bad", "and the most is 10000"))
+        await eventually(lambda: _disconnected(router, "bad", "the limit is 10000"))
         assert await _complete(router) == "good"
 
-    async def test_a_flood_of_possible_events_keeps_nobody_from_being_served(
+    async def test_a_flood_of_cache_events_does_not_delay_requests(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         good = await start_worker(says("fox"), worker_id="good", cached=_short(*range(4)))
@@ -352,7 +353,7 @@ class TestProtocolError:
         await flooding
         assert await _has(router, "bad", state="ready", reason=None)
 
-    async def test_a_flood_of_small_messages_lets_others_run_in_between(
+    async def test_a_flood_of_small_messages_does_not_block_the_event_loop(
         self, start_router: StartRouter, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = await start_worker()
@@ -422,7 +423,9 @@ def _events(
 
 
 class TestRefused:
-    async def test_a_wrong_cluster_token_is_told(self, start_router: StartRouter, start_worker: StartWorker) -> None:
+    async def test_a_wrong_cluster_token_is_shown_as_the_reason(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
         await start_worker(token="another")
         router = await start_router()
         await eventually(lambda: _told(router, "wrong cluster token"))
@@ -432,13 +435,13 @@ class TestRefused:
         [
             ({"fingerprint": b"other"}, "another model"),
             ({"block_size": 32}, "blocks of 32 tokens"),
-            ({"role": pb.ROLE_PREFILL}, "its session ROLE_PREFILL"),
+            ({"role": pb.ROLE_PREFILL}, "its Hello ROLE_PREFILL"),
             ({"worker_id": "somebody"}, "is 'somebody'"),
             ({"epoch": 0}, "lacks epoch"),
             ({"num_pages": 0}, "lacks epoch, num_pages"),
             ({"fingerprint": b""}, "lacks epoch"),
-            ({"role": 9}, "but its session 9"),
-            ({"vocab_size": 1}, "a vocabulary of 1 tokens, the other workers 512"),
+            ({"role": 9}, "but its Hello 9"),
+            ({"vocab_size": 1}, "its vocabulary has 1 tokens, the other workers' 512"),
         ],
     )
     async def test_a_worker_that_does_not_fit_is_refused_with_a_reason(
@@ -450,7 +453,7 @@ class TestRefused:
         assert {await _complete(router) for _ in range(3)} == {"combined-0"}
         assert odd.submits == []
 
-    async def test_the_next_model_may_come_when_all_of_the_last_are_gone(
+    async def test_another_model_is_accepted_once_all_workers_of_the_last_are_gone(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         old = await start_worker(says("fox"), worker_id="old")
@@ -479,7 +482,7 @@ async def test_a_request_goes_to_workers_that_can_take_it(
 
 
 class TestReady:
-    """A router that has just started serves nobody before it knows what the workers have cached."""
+    """A router that has just started is not ready before it knows the cached blocks of all workers."""
 
     async def test_waits_for_the_snapshots_of_all_workers_that_are_there(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
@@ -516,7 +519,7 @@ class TestReady:
         await eventually(lambda: _is_ready(router))
         assert await _complete(router) == "combined-0"
 
-    async def test_does_not_wait_for_ever_for_a_silent_worker(
+    async def test_waits_only_for_a_while_for_a_silent_worker(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sessions, "SYNC_S", 1.0)
@@ -569,7 +572,7 @@ class TestMembership:
             await eventually(lambda: _has(router, "ghost", state="connecting"))
             assert (await router.http.get("/readyz")).status_code == 503
 
-    async def test_a_lease_that_cannot_be_read_ends_no_router_and_hides_nobody_else(
+    async def test_a_lease_that_cannot_be_read_is_ignored(
         self, start_router: StartRouter, start_worker: StartWorker, redis: Redis, cluster: str, says: Says
     ) -> None:
         router = await start_router(await start_worker(says("fox")))
@@ -578,7 +581,7 @@ class TestMembership:
         await eventually(lambda: _has(router, later.id, state="ready"))
         assert await _complete(router)
 
-    async def test_a_draining_worker_gets_nothing_new(
+    async def test_a_draining_worker_gets_no_new_requests(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         draining = await start_worker(says("fox"), worker_id="draining", cached=_short(0, 1, 2))
@@ -605,7 +608,7 @@ class TestMembership:
             silence.set()
             assert await call == "combined-1"
 
-    async def test_serving_goes_on_while_redis_is_away(
+    async def test_requests_are_served_while_redis_is_down(
         self, start_router: StartRouter, says: Says, tmp_path: Path, cluster: str
     ) -> None:
         with embedded_redis(tmp_path / "r") as server:
@@ -629,7 +632,7 @@ class TestMembership:
 
 @contextlib.asynccontextmanager
 async def silenceable(redis: Redis, cluster: str) -> AsyncIterator[tuple[FakeWorker, asyncio.Event]]:
-    """A worker behind a connection that swallows everything once the event is set."""
+    """A worker behind a connection that drops all data once the event is set."""
     silence = asyncio.Event()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -689,11 +692,12 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         prefill_tokens=10,
         decode_tokens=11,
         cached_tokens=12,
-        fills={"completed": 13, "failed": 1},
-        fill_failures={"silent": 1},
+        remote_prefills={"completed": 13, "failed": 1},
+        prefix_fetches={"served": 14},
+        transfer_failures={"silent": 1},
         host_pages=100,
         host_offloaded_pages=60,
-        host_blocks={"kept": 70, "evicted": 10},
+        host_blocks={"offloaded": 70, "evicted": 10},
         decodes=1,
         prefill_ms=2.5,
         overdue_ms=0.5,
@@ -715,9 +719,10 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
         "prefill_tokens": 10,
         "decode_tokens": 11,
         "cached_tokens": 12,
-        "fills": {"completed": 13, "failed": 1},
-        "fill_failures": {"silent": 1},
-        "host": {"pages": 100, "offloaded": 60, "blocks": {"kept": 70, "evicted": 10}},
+        "remote_prefills": {"completed": 13, "failed": 1},
+        "prefix_fetches": {"served": 14},
+        "transfer_failures": {"silent": 1},
+        "host": {"pages": 100, "offloaded": 60, "blocks": {"offloaded": 70, "evicted": 10}},
     }
     await eventually(lambda: _has(router, "combined-0", load=expected))
     shown = await router.worker("combined-0") or {}
@@ -729,14 +734,15 @@ async def test_the_cluster_shows_what_a_worker_reports(start_router: StartRouter
     text = (await router.http.get("/metrics")).text
     assert 'cpd_worker_pages{role="combined",router="router-a",state="quarantined",worker="combined-0"} 8.0' in text
     labels = 'role="combined",router="router-a",worker="combined-0"'
-    assert f'cpd_worker_fills_total{{outcome="completed",{labels}}} 13.0' in text
-    assert f'cpd_worker_fill_failures_total{{reason="silent",{labels}}} 1.0' in text
+    assert f'cpd_worker_remote_prefills_total{{outcome="completed",{labels}}} 13.0' in text
+    assert f'cpd_worker_prefix_fetches_total{{outcome="served",{labels}}} 14.0' in text
+    assert f'cpd_worker_transfer_failures_total{{reason="silent",{labels}}} 1.0' in text
     assert f"cpd_worker_host_pages{{{labels}}} 100.0" in text
     assert f"cpd_worker_host_offloaded_pages{{{labels}}} 60.0" in text
-    assert f'cpd_worker_host_blocks_total{{event="kept",{labels}}} 70.0' in text
+    assert f'cpd_worker_host_blocks_total{{event="offloaded",{labels}}} 70.0' in text
 
 
-async def test_requests_keep_away_from_a_worker_that_says_nothing_any_more(
+async def test_requests_avoid_a_silent_worker(
     monkeypatch: pytest.MonkeyPatch, start_router: StartRouter, start_worker: StartWorker, says: Says
 ) -> None:
     silent = await start_worker(says("fox"), worker_id="silent", cached=_short(*range(15)))
@@ -768,9 +774,9 @@ async def test_many_workers_come_and_go(start_router: StartRouter, redis: Redis,
     await eventually(lambda: _empty(router))
 
 
-async def test_churn_leaves_nothing_of_the_workers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_workers_leave_no_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nobody:
-        """Hears nothing."""
+        """Ignores all events."""
 
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *arguments: None

@@ -1,4 +1,4 @@
-"""Several routers of one cluster answer as one."""
+"""Several routers of one cluster give one answer."""
 
 import asyncio
 import socket
@@ -45,7 +45,7 @@ async def test_each_router_has_its_own_metrics_at_the_port_that_the_targets_name
         assert response.headers["content-type"] == "application/json"
         groups = {group["labels"]["router"]: group["targets"] for group in response.json()}
         for (name, (target,)), requests in zip(sorted(groups.items()), (2, 3), strict=True):
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=30) as client:
                 lines = (await client.get(f"http://{target}/metrics")).text.splitlines()
             for line in (
                 f'cpd_requests_total{{outcome="completed",route="local"}} {requests}.0',
@@ -61,7 +61,7 @@ async def _metrics(router: Router) -> list[str]:
     return (await router.http.get("/metrics")).raise_for_status().text.splitlines()
 
 
-async def test_the_cluster_shows_what_each_router_makes_of_a_worker(
+async def test_the_cluster_shows_each_routers_view_of_a_worker(
     start_router: StartRouter, start_worker: StartWorker, says: Says
 ) -> None:
     proceed = asyncio.Event()
@@ -110,7 +110,7 @@ async def test_an_admin_port_answers_for_its_router_alone(pair: tuple[Router, Ro
     await second.http.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
     ports = {one["id"]: one["admin"] for one in (await first.cluster())["routers"]}
     for router_id, requests in (("router-a", 0), ("router-b", 1)):
-        async with httpx.AsyncClient(base_url=f"http://{ports[router_id]}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{ports[router_id]}", timeout=30) as client:
             lines = (await client.get("/metrics")).text.splitlines()
             assert (f'cpd_requests_total{{outcome="completed",route="local"}} {requests:.1f}' in lines) == requests
             (worker,) = (await client.get("/cluster")).json()["workers"]
@@ -124,7 +124,7 @@ async def test_an_admin_port_answers_for_its_router_alone(pair: tuple[Router, Ro
 async def missing(
     request: pytest.FixtureRequest, redis: Redis, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[str]:
-    """Why a router with a lease does not answer: nobody listens there, or nobody reads."""
+    """A router with a lease that does not answer: no process listens, or it does not read."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if request.param == "silent":
@@ -135,7 +135,9 @@ async def missing(
             yield "ConnectionRefusedError" if request.param == "stopped" else "no answer within 1 s"
 
 
-async def test_who_does_not_answer_is_told_and_the_rest_is_there(pair: tuple[Router, Router], missing: str) -> None:
+async def test_a_router_that_does_not_answer_is_named_and_the_rest_is_shown(
+    pair: tuple[Router, Router], missing: str
+) -> None:
     first, _ = pair
     await first.http.post("/v1/completions", json=TEXT, headers={"x-request-id": "mine"})
 
@@ -171,7 +173,7 @@ class TestKeyFile:
         worker = await start_worker(says("the fox"))
         return await _start_pair(start_router, worker, api_key=["plain"], api_key_file=tmp_path / "keys.yaml")
 
-    async def test_says_who_sees_the_cluster(self, routers: tuple[Router, Router]) -> None:
+    async def test_limits_access_to_the_cluster(self, routers: tuple[Router, Router]) -> None:
         for key, allowed in (("operator", True), ("plain", True), ("secret", True), ("user", False)):
             headers = {"authorization": f"Bearer {key}"}
             for path in ("/metrics", "/metrics/targets", "/cluster"):
@@ -181,7 +183,7 @@ class TestKeyFile:
                     assert response.json()["error"]["code"] == "admin_only"
             assert (await routers[0].http.get("/v1/models", headers=headers)).status_code == 200
 
-    async def test_says_which_priorities_a_request_may_have(self, routers: tuple[Router, Router]) -> None:
+    async def test_limits_the_priorities_of_requests(self, routers: tuple[Router, Router]) -> None:
         for key, priority, status in (
             ("operator", -100, 200),
             ("plain", -100, 200),
@@ -209,7 +211,7 @@ class TestKeyFile:
         assert (await routers[0].http.get("/requests/mine", headers=other)).status_code == 404
 
 
-async def test_a_router_leaves_the_port_to_one_that_is_ready_until_it_is_itself(
+async def test_a_router_that_is_not_ready_leaves_the_port_to_one_that_is(
     start_router: StartRouter, start_worker: StartWorker, says: Says
 ) -> None:
     worker = await start_worker(says("the fox"))
@@ -223,10 +225,10 @@ async def test_a_router_leaves_the_port_to_one_that_is_ready_until_it_is_itself(
         return f"http://{routers['router-b']}"
 
     async def served_by() -> set[str]:
-        """Who answers on ten new connections."""
+        """Returns the routers that answer on ten new connections."""
         names = set()
         for _ in range(10):
-            async with httpx.AsyncClient(base_url=second.url) as client:
+            async with httpx.AsyncClient(base_url=second.url, timeout=30) as client:
                 response = await client.post("/v1/completions", json=TEXT)
                 assert response.status_code == 200, response.text
                 told = await client.get(f"/requests/{response.headers['x-request-id']}")
@@ -237,7 +239,7 @@ async def test_a_router_leaves_the_port_to_one_that_is_ready_until_it_is_itself(
         return len((await first.cluster())["routers"]) == 2
 
     await eventually(listed)
-    async with httpx.AsyncClient(base_url=await admin_of_b()) as admin:
+    async with httpx.AsyncClient(base_url=await admin_of_b(), timeout=30) as admin:
         assert (await admin.get("/readyz")).status_code == 503
         assert await served_by() == {"router-a"}
         worker.snapshot_may_go.set()

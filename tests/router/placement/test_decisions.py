@@ -25,7 +25,7 @@ def _decision(placement: Placement, request_id: str = "r", tenant: str = "t") ->
     return Decision(tenant, request_id, placement, prompt_tokens=100, attempt=0, choice=0, placed_at=5.0)
 
 
-def test_actual_times_stand_beside_the_predicted_ones() -> None:
+def test_shows_actual_and_predicted_times() -> None:
     decision = _decision(_placement(Candidate("a", "a:1", tardiness=2.5)))
     assert decision.describe()["actual"] is None
     decision.prefilled = pb.Prefilled(cached_tokens=32, prefill_worker="p", queue_ms=7.0, prefix_worker="q")
@@ -65,7 +65,7 @@ def test_the_reason_compares_with_the_next_best() -> None:
     assert "as good as" in _decision(_placement(idle, Candidate("twin", "t:1"))).describe()["why"]
 
 
-def test_decisions_are_bounded_and_apart_for_tenants() -> None:
+def test_decisions_are_limited_and_separate_for_each_tenant() -> None:
     decisions, placement = Decisions(), _placement(Candidate("a", "a:1"))
     for number in range(MAX_DECISIONS + 1):
         decisions.add(_decision(placement, str(number)))
@@ -75,7 +75,7 @@ def test_decisions_are_bounded_and_apart_for_tenants() -> None:
 
 
 class TestEndpoint:
-    async def test_tells_where_a_request_went_and_how_that_was(
+    async def test_shows_where_a_request_went_and_its_latencies(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         router = await start_router(
@@ -97,7 +97,7 @@ class TestEndpoint:
         assert 'cpd_worker_ttft_seconds_count{role="prefill",router="router-a",worker="prefill-0"} 1.0' in metrics
         assert 'cpd_worker_ttft_error_seconds_count{role="prefill",router="router-a",worker="prefill-0"} 1.0' in metrics
 
-    async def test_a_running_request_and_every_attempt_are_told(
+    async def test_shows_running_requests_and_every_attempt(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
         refusals = iter([pb.Refusal(kind=pb.Refusal.KIND_REROUTE, message="drains")])

@@ -18,7 +18,7 @@ from router.prefix_index.index import Prefixes
 
 
 def _model(ms_per_token: float = 0.05, base_ms: float = 8.0) -> PerfModel:
-    """Prefills 20,000 tokens a second; a decode step takes 8 ms and 0.05 ms a stream."""
+    """A model with 20,000 prefill tokens a second, and decode steps of 8 ms plus 0.05 ms for each stream."""
     decode = StepCost(tokens=(1, 8192), tokens_ms=(base_ms, base_ms + 8192 * 0.05))
     prefill = StepCost(tokens=(1, 8192), tokens_ms=(base_ms, base_ms + 8192 * ms_per_token))
     whole = ShareProfile(share=1.0, decode=decode, prefill=prefill)
@@ -41,7 +41,7 @@ def _worker(name: str, *, streams: int = 0, queue_ms: float = 0.0, **fields: Any
     worker = Candidate(
         worker_id=name,
         address=f"{name}:1",
-        beside=_beside(streams),
+        estimator=_estimator(streams),
         page_bytes=2 << 20,
         num_pages=40_000,
         free_pages=20_000,
@@ -52,7 +52,7 @@ def _worker(name: str, *, streams: int = 0, queue_ms: float = 0.0, **fields: Any
     return replace(worker, **fields)
 
 
-def _beside(streams: int, *, itl_ms: float = 50.0, budget: int = 0, mode: Mode = "mixed") -> PrefillEstimator:
+def _estimator(streams: int, *, itl_ms: float = 50.0, budget: int = 0, mode: Mode = "mixed") -> PrefillEstimator:
     splits = [LaneSplit(1 - share, share) for share in (0.25, 0.5)]
     rule = Colocation(MODEL, token_budget=budget, mode=mode, splits=splits, itl_ms=itl_ms)
     return PrefillEstimator(rule, Work.decode(streams, streams * 1000))
@@ -109,27 +109,30 @@ class TestRoute:
 
     def test_a_burst_of_prompts_spares_the_streams_while_the_prefill_workers_keep_the_slo(self) -> None:
         combined = [_worker(f"d{i}", streams=32) for i in range(4)]
-        helpers = {f"p{i}": _worker(f"p{i}") for i in range(4)}
+        prefill_workers = {f"p{i}": _worker(f"p{i}") for i in range(4)}
         for _ in range(16):
-            placement = _place(4096, combined, list(helpers.values()))
+            placement = _place(4096, combined, list(prefill_workers.values()))
             name = placement.chosen.prefill
             queue_ms = placement.chosen.cost.wait_ms + placement.chosen.cost.prefill_ms
-            helpers[name] = replace(helpers[name], idle_at=queue_ms / 1e3)
+            prefill_workers[name] = replace(prefill_workers[name], idle_at=queue_ms / 1e3)
 
-    def test_late_prompts_at_a_prefill_worker_keep_nobody_away_who_can_be_in_time(self) -> None:
+    def test_overdue_prompts_do_not_delay_a_prompt_that_can_be_in_time(self) -> None:
         placement = _place(4096, [_worker("d", streams=64)], [_worker("p", overdue_ms=9000.0)])
         assert placement.prefill
         assert placement.chosen.cost.wait_ms == 0
 
-    def test_a_prompt_that_is_late_itself_waits_for_those_that_are_late(self) -> None:
-        helpers = [_worker("p", queue_ms=1990, overdue_ms=9000.0), _worker("q", queue_ms=2500, overdue_ms=1000.0)]
-        placement = _place(4096, [_worker("d", streams=64, queue_ms=9000)], helpers)
+    def test_an_overdue_prompt_waits_for_other_overdue_ones(self) -> None:
+        prefill_workers = [
+            _worker("p", queue_ms=1990, overdue_ms=9000.0),
+            _worker("q", queue_ms=2500, overdue_ms=1000.0),
+        ]
+        placement = _place(4096, [_worker("d", streams=64, queue_ms=9000)], prefill_workers)
         assert placement.chosen.prefill == "q"
         assert placement.chosen.cost.wait_ms == pytest.approx(3500)
 
     def test_prefill_workers_are_chosen_by_their_own_cache_and_queue(self) -> None:
-        helpers = [_worker("busy", queue_ms=400), _worker("warm", queue_ms=30), _worker("idle")]
-        placement = _place(4096, [_worker("d", streams=64)], helpers, {"warm": 200})
+        prefill_workers = [_worker("busy", queue_ms=400), _worker("warm", queue_ms=30), _worker("idle")]
+        placement = _place(4096, [_worker("d", streams=64)], prefill_workers, {"warm": 200})
         assert [one.worker_id for one in placement.prefill] == ["warm", "idle", "busy"]
 
     def test_a_number_forces_the_threshold(self) -> None:
@@ -139,26 +142,29 @@ class TestRoute:
         assert not _place(8000, [_worker("d", streams=99)], [_worker("p")], long_prefill_tokens=8000).prefill
         assert not _place(8000, [_worker("d")], [], long_prefill_tokens=0).prefill
 
-    def test_the_decode_worker_may_keep_what_would_not_have_gone_remote(self) -> None:
-        worker, helper = _worker("d", streams=16), _worker("p")
-        placement = _place(8192, [worker], [helper])
+    def test_the_break_even_lets_the_decode_worker_compute_what_would_not_go_remote(self) -> None:
+        worker, prefill_worker = _worker("d", streams=16), _worker("p")
+        placement = _place(8192, [worker], [prefill_worker])
         threshold = placement.long_prefill_tokens
         assert 0 <= threshold < 8192
         for cached, remote in ((0, True), ((8192 - threshold) // BLOCK_SIZE + 8, False)):
-            assert bool(_place(8192, [worker], [helper], {"d": cached}).prefill) == remote
+            assert bool(_place(8192, [worker], [prefill_worker], {"d": cached}).prefill) == remote
 
 
 class TestLatencyTargets:
-    def test_a_prompt_leaves_the_queue_that_would_violate_its_slo(self) -> None:
+    def test_a_prompt_avoids_a_queue_that_would_violate_its_slo(self) -> None:
         workers = [_worker("warm", queue_ms=2600), _worker("cold", queue_ms=500)]
         assert _decode(_place(2048, workers, cached={"warm": 127}, slo_ttft_ms=60_000)) == "cold"
         assert _decode(_place(2048, [_worker("warm", queue_ms=300), workers[1]], cached={"warm": 127})) == "warm"
 
     def test_streams_that_would_violate_their_slo_count(self) -> None:
         # both gaps would be longer, only one too long
-        worker, helper = _worker("d", streams=2, beside=_beside(2, itl_ms=112.5)), _worker("p", queue_ms=300)
-        assert not _place(2048, [worker], [helper], slo_itl_ms=200).prefill
-        assert _place(2048, [worker], [helper], slo_itl_ms=50).prefill
+        worker, prefill_worker = (
+            _worker("d", streams=2, estimator=_estimator(2, itl_ms=112.5)),
+            _worker("p", queue_ms=300),
+        )
+        assert not _place(2048, [worker], [prefill_worker], slo_itl_ms=200).prefill
+        assert _place(2048, [worker], [prefill_worker], slo_itl_ms=50).prefill
 
     def test_a_batch_at_its_limit_takes_no_more_streams(self) -> None:
         full, other = _worker("full", streams=830), _worker("other", streams=780)
@@ -166,18 +172,18 @@ class TestLatencyTargets:
 
 
 class TestBatchSlots:
-    """A worker runs only so many sequences at a time."""
+    """A worker has a limited number of batch slots."""
 
     FULL = _worker("full", streams=64, requests=96, max_num_seqs=64)
 
-    def test_who_comes_to_a_full_worker_waits_until_enough_others_have_ended(self) -> None:
+    def test_a_request_to_a_full_worker_waits_until_enough_others_end(self) -> None:
         chosen = _place(100, [self.FULL]).chosen
         assert chosen.cost.wait_ms == pytest.approx(33 / 64 * 256 * MODEL.step_ms(Work.decode(64, 64_000)))
         assert _place(100, [replace(self.FULL, requests=63)]).chosen.cost.wait_ms == 0
         assert _place(100, [replace(self.FULL, max_num_seqs=0)]).chosen.cost.wait_ms == 0
 
-    def test_a_short_prompt_that_passes_a_long_one_does_not_pass_those_that_wait_for_a_batch_slot(self) -> None:
-        busy = _worker("d", queue_ms=900, beside=_beside(24, mode="auto"), requests=25, max_num_seqs=32)
+    def test_a_short_prompt_that_overtakes_a_long_one_still_waits_for_a_batch_slot(self) -> None:
+        busy = _worker("d", queue_ms=900, estimator=_estimator(24, mode="auto"), requests=25, max_num_seqs=32)
         assert _place(10, [busy]).chosen.cost.wait_ms < 100
         assert _place(10, [replace(busy, requests=60)]).chosen.cost.wait_ms > 1000
 
@@ -187,7 +193,7 @@ class TestBatchSlots:
         assert _decode(_place(1000, [self.FULL, roomy], cached=cached)) == "roomy"
         assert _decode(_place(1000, [replace(self.FULL, requests=63), roomy], cached=cached)) == "full"
 
-    def test_a_prefill_worker_does_not_make_the_decode_worker_s_batch_slots_free(self) -> None:
+    def test_a_remote_prefill_still_waits_for_a_batch_slot(self) -> None:
         option = next(one for one in _place(4096, [self.FULL], [_worker("p")]).options if one.prefill)
         assert option.cost.wait_ms == _place(100, [self.FULL]).chosen.cost.wait_ms
 
@@ -197,18 +203,18 @@ class TestCache:
         workers = [_worker("home", streams=4), _worker("other", streams=4), _worker("third", streams=4)]
         assert {_decode(_place(2000, workers, cached={"home": 100}, seed=seed)) for seed in range(20)} == {"home"}
 
-    def test_even_a_little_cache_decides_among_near_equals(self) -> None:
+    def test_a_few_cached_blocks_decide_among_near_equals(self) -> None:
         workers = [_worker("home"), _worker("other")]
         assert {_decode(_place(40, workers, cached={"home": 1}, seed=seed)) for seed in range(20)} == {"home"}
 
     def test_a_hot_prefix_is_copied_when_its_worker_is_crowded(self) -> None:
         home, other = _worker("home", streams=2), _worker("other", streams=2)
         assert not _place(1024, [home, other], cached={"home": 63}).replicated
-        crowded = replace(home, requests=80, beside=_beside(80))
+        crowded = replace(home, requests=80, estimator=_estimator(80))
         placement = _place(1024, [crowded, other], cached={"home": 63})
         assert (_decode(placement), placement.replicated) == ("other", True)
 
-    def test_a_session_does_not_displace_others_for_a_little_less_crowd(self) -> None:
+    def test_a_session_does_not_move_for_a_slightly_lower_load(self) -> None:
         home, other = _worker("home", streams=110), _worker("other", streams=100)
         assert _decode(_place(2000, [home, other], cached={"home": 120})) == "home"
         home, other = (replace(one, host_page_ms=0.05) for one in (home, other))  # from where they come back quickly
@@ -226,7 +232,7 @@ class TestCache:
         full = _worker("full", free_pages=3, cached_pages=5)
         assert _decode(_place(1000, [full, _worker("b", streams=10)])) == "b"
 
-    def test_a_session_comes_back_to_its_cache_by_the_remote_route_too(self) -> None:
+    def test_a_session_returns_to_its_cache_on_the_remote_route_too(self) -> None:
         workers = [_worker("other", streams=60), _worker("home", streams=62)]
         placement = _place(6000, workers, [_worker("p")], {"home": 250, "p": 250})
         assert placement.prefill
@@ -234,9 +240,9 @@ class TestCache:
 
 
 class TestHostMemory:
-    """Where a worker has the end of what it has cached in host memory only."""
+    """The last cached blocks of a worker are only in host memory."""
 
-    def test_what_is_in_a_page_is_better_and_what_is_nowhere_is_worse(self) -> None:
+    def test_it_is_worth_less_than_pages_and_more_than_nothing(self) -> None:
         workers = [_worker(name, host_page_ms=0.05) for name in ("cold", "host", "pages")]
         placement = _place(2048, workers, cached={"host": 120, "pages": 120}, in_pages={"host": 20})
         assert _decode(placement) == "pages"
@@ -249,28 +255,28 @@ class TestHostMemory:
         assert _decode(_place(2048, workers[:2], cached={"host": 120}, in_pages={"host": 20})) == "host"
 
     @pytest.mark.parametrize(("host_page_ms", "host_tokens"), [(0.7, 1600), (0.9, 0)])  # computing a page takes 0.8 ms
-    def test_it_counts_where_copying_is_quicker_than_computing(self, host_page_ms: float, host_tokens: int) -> None:
+    def test_it_counts_if_copying_is_faster_than_computing(self, host_page_ms: float, host_tokens: int) -> None:
         worker = _worker("host", host_page_ms=host_page_ms)
         chosen = _place(2048, [worker], cached={"host": 120}, in_pages={"host": 20}).chosen
         assert chosen.host_tokens == host_tokens
         assert chosen.uncached_tokens == 2048 - 20 * BLOCK_SIZE - host_tokens
         assert chosen.cost.wait_ms == pytest.approx(host_page_ms * host_tokens / BLOCK_SIZE)
 
-    def test_a_prefill_worker_computes_what_is_in_neither(self) -> None:
-        helpers = [_worker("p", host_page_ms=0.05), _worker("q")]
-        placement = _place(4096, [_worker("d", streams=64)], helpers, {"p": 200}, in_pages={"p": 0})
+    def test_a_prefill_worker_computes_the_rest(self) -> None:
+        prefill_workers = [_worker("p", host_page_ms=0.05), _worker("q")]
+        placement = _place(4096, [_worker("d", streams=64)], prefill_workers, {"p": 200}, in_pages={"p": 0})
         assert (placement.chosen.prefill, placement.chosen.host_tokens) == ("p", 3200)
         assert placement.chosen.cost.wait_ms == pytest.approx(200 * 0.05)
 
-    def test_pages_that_come_back_need_not_come_from_elsewhere_but_need_room(self) -> None:
-        helper = _worker("p")
+    def test_loaded_pages_are_not_transferred_but_take_up_pages(self) -> None:
+        prefill_worker = _worker("p")
         for in_pages, free_pages, lacking in ((0, 400, False), (0, 250, True), (200, 250, False)):
             worker = _worker("d", streams=64, host_page_ms=0.05, free_pages=free_pages, cached_pages=0)
-            placement = _place(4096, [worker], [helper], {"d": 200}, in_pages={"d": in_pages})
+            placement = _place(4096, [worker], [prefill_worker], {"d": 200}, in_pages={"d": in_pages})
             remote = next(one for one in placement.options if one.prefill)
             assert (remote.cost_ms > 100_000) == lacking
 
-    def test_what_another_worker_has_there_comes_back_before_it_is_fetched(self) -> None:
+    def test_another_worker_loads_its_blocks_before_they_are_fetched(self) -> None:
         home, other = replace(TestPrefix.HOME, host_page_ms=0.05), _worker("other")
         fetched = [
             _place(1024, [home, other], cached={"home": 60}, in_pages=in_pages).chosen
@@ -284,11 +290,11 @@ class TestHostMemory:
 
 
 class TestPrefix:
-    """What another combined worker has cached, before the rest is computed."""
+    """A prefix that another combined worker has cached."""
 
     HOME = _worker("home", streams=80)
 
-    def test_it_is_fetched_where_its_worker_is_crowded(self) -> None:
+    def test_it_is_fetched_if_its_worker_is_busy(self) -> None:
         placement = _place(1024, [self.HOME, _worker("other")], cached={"home": 60})
         assert (_decode(placement), placement.route) == ("other", "local")
         assert placement.prefix_source == self.HOME
@@ -297,24 +303,24 @@ class TestPrefix:
         assert chosen.cost.wait_ms == pytest.approx(60 * (2 << 20) / 45e6 + 0.2, abs=3)
         assert chosen.uncached_tokens < placement.long_prefill_tokens < 1024
 
-    def test_it_is_there_before_the_queue_is_empty(self) -> None:
+    def test_it_is_fetched_while_the_prompt_waits(self) -> None:
         placement = _place(1024, [self.HOME, _worker("other", queue_ms=40)], cached={"home": 60})
         assert (placement.chosen.prefix_source, placement.chosen.cost.wait_ms) == ("home", 40)
 
-    def test_it_is_computed_where_that_is_quicker(self) -> None:
+    def test_it_is_computed_if_that_is_faster(self) -> None:
         slow = Colocation(PerfModel(MODEL.profile.model_copy(update={"transfer": TransferProfile(bytes_per_ms=1e6)})))
-        placement = _place(1024, [self.HOME, _worker("other", beside=PrefillEstimator(slow))], cached={"home": 60})
+        placement = _place(1024, [self.HOME, _worker("other", estimator=PrefillEstimator(slow))], cached={"home": 60})
         assert (_decode(placement), placement.prefix_source, placement.chosen.uncached_tokens) == ("other", None, 1024)
 
-    def test_it_stays_where_its_worker_has_time(self) -> None:
+    def test_it_is_used_in_place_if_its_worker_is_idle(self) -> None:
         placement = _place(1024, [_worker("home"), _worker("other")], cached={"home": 60})
         assert (_decode(placement), placement.prefix_source) == ("home", None)
 
-    def test_only_what_is_missing_is_worth_something(self) -> None:
+    def test_only_missing_blocks_are_fetched(self) -> None:
         placement = _place(1024, [self.HOME, _worker("other")], cached={"home": 60, "other": 60})
         assert (_decode(placement), placement.prefix_source) == ("other", None)
 
-    def test_a_number_forces_the_threshold_on_what_is_left(self) -> None:
+    def test_a_number_forces_the_threshold_on_the_rest(self) -> None:
         workers = [self.HOME, _worker("other")]
         placement = _place(1024, workers, [_worker("p")], {"home": 60}, long_prefill_tokens=64)
         assert (_decode(placement), placement.route, placement.prefix_source) == ("other", "local", self.HOME)
@@ -323,25 +329,23 @@ class TestPrefix:
 
 
 class TestBalance:
-    """A worker that has more than its share of all requests."""
+    """A worker with more than its share of all requests."""
 
     OTHERS = tuple(_worker(f"w{i}", streams=20) for i in range(4))
 
     @pytest.mark.parametrize(("streams", "blocks", "stays"), [(21, 20, True), (24, 20, False), (24, 400, True)])
-    def test_it_keeps_sessions_whose_cache_is_worth_more(self, streams: int, blocks: int, stays: bool) -> None:
+    def test_it_keeps_sessions_if_their_cache_saves_more(self, streams: int, blocks: int, stays: bool) -> None:
         workers = [_worker("home", streams=streams), *(replace(one, page_bytes=1 << 30) for one in self.OTHERS)]
         placement = _place(blocks * BLOCK_SIZE + 16, workers, cached={"home": blocks})
         assert (_decode(placement) == "home") == stays
 
     @pytest.mark.parametrize(("streams", "goes"), [(21, True), (28, False)])
-    def test_it_gets_no_stream_because_prompts_make_those_elsewhere_a_little_slower(
-        self, streams: int, goes: bool
-    ) -> None:
+    def test_it_gets_no_streams_for_a_slightly_higher_speed(self, streams: int, goes: bool) -> None:
         workers = [_worker("calm", streams=streams), *(replace(one, decode_slowdown=1.3) for one in self.OTHERS)]
         assert (_decode(_place(16, workers)) == "calm") == goes
 
     @pytest.mark.parametrize("streams", [0, 1])
-    def test_among_few_it_does_not_matter(self, streams: int) -> None:
+    def test_a_few_requests_are_not_balanced(self, streams: int) -> None:
         workers = [_worker("home", streams=streams), *(_worker(f"w{i}") for i in range(4))]
         assert _decode(_place(32 * BLOCK_SIZE, workers, cached={"home": 30})) == "home"
 
@@ -349,7 +353,7 @@ class TestBalance:
     def test_the_share_of_a_faster_worker_is_larger(self, streams: int, cost: bool) -> None:
         # three of five are for the one that needs two thirds of the time, and 1 in 10 more
         slow = _worker(
-            "slow", beside=PrefillEstimator(Colocation(MODEL), Work.decode(12, 12_000), slower=1.5), requests=12
+            "slow", estimator=PrefillEstimator(Colocation(MODEL), Work.decode(12, 12_000), slowdown=1.5), requests=12
         )
         fast = _worker("fast", streams=streams)
         query = PlacementQuery(Prompt(16, 200), [fast, slow], Prefixes(), PolicySettings(), 0.0)
@@ -357,7 +361,7 @@ class TestBalance:
         assert (query.imbalance_ms(fast) > 0) == cost
 
 
-def test_a_stream_goes_where_prompts_make_steps_less_long() -> None:
+def test_a_stream_avoids_a_worker_whose_prefills_slow_down_its_steps() -> None:
     busy, calm = _worker("busy", streams=8, decode_slowdown=2.5), _worker("calm", streams=12)
     assert _decode(_place(16, [busy, calm])) == "calm"
     assert _decode(_place(16, [replace(busy, decode_slowdown=1.0), calm])) == "busy"
@@ -368,14 +372,14 @@ def test_equals_are_chosen_at_random() -> None:
     assert len({_decode(_place(100, workers, seed=seed)) for seed in range(400)}) == 40
 
 
-def test_of_near_equals_those_with_fewer_requests_are_chosen_more_often() -> None:
-    instant = PrefillEstimator(Colocation(PerfModel(Profile.instant())))
-    workers = [_worker(f"w{i}", beside=instant, requests=8 + i) for i in range(4)]
+def test_near_equals_with_fewer_requests_are_chosen_more_often() -> None:
+    instant = PrefillEstimator(Colocation(PerfModel(Profile.load("instant"))))
+    workers = [_worker(f"w{i}", estimator=instant, requests=8 + i) for i in range(4)]
     chosen = Counter(_decode(_place(100, workers, seed=seed)) for seed in range(300))
     assert chosen["w0"] > chosen["w1"] > chosen["w2"] > chosen["w3"] == 0
 
 
-def test_a_worker_that_says_nothing_is_weighed_all_the_same() -> None:
+def test_a_worker_without_a_profile_can_be_placed_on() -> None:
     """No profile, no token budget beyond the default, no pages."""
     mute, busy = Candidate("mute", "mute:1"), Candidate("busy", "busy:1", requests=9, idle_at=0.5)
     placement = _place(2000, [mute, busy], [Candidate("p", "p:1")])
@@ -383,7 +387,7 @@ def test_a_worker_that_says_nothing_is_weighed_all_the_same() -> None:
     assert _decode(_place(2000, [mute, replace(busy, requests=0, idle_at=0.0)], cached={"busy": 100})) == "busy"
 
 
-def test_what_was_predicted_of_the_decision_comes_first() -> None:
+def test_the_chosen_option_comes_first() -> None:
     placement = _place(4096, [_worker("a", streams=64), _worker("b", streams=60)], [_worker("p", queue_ms=10)])
     chosen, *others = placement.options
     assert chosen == placement.chosen
@@ -397,7 +401,11 @@ def test_what_was_predicted_of_the_decision_comes_first() -> None:
 
 _CANDIDATES = st.builds(
     lambda streams, queue_ms, free, budget, mode: _worker(
-        "x", streams=streams, queue_ms=queue_ms, free_pages=free, beside=_beside(streams, budget=budget, mode=mode)
+        "x",
+        streams=streams,
+        queue_ms=queue_ms,
+        free_pages=free,
+        estimator=_estimator(streams, budget=budget, mode=mode),
     ),
     st.integers(0, 200),
     st.floats(0, 5000),
@@ -420,7 +428,7 @@ _FLEETS = st.tuples(
 
 @settings(max_examples=60)
 @given(fleet=_FLEETS, tokens=st.integers(1, 9000), seed=st.integers(0, 9))
-def test_a_decision_is_one_of_its_options_and_depends_on_nothing_else(
+def test_a_decision_is_one_of_its_options_and_is_deterministic(
     fleet: tuple[list[Candidate], list[Candidate], dict[str, int]], tokens: int, seed: int
 ) -> None:
     combined, prefill, cached = fleet
@@ -441,36 +449,38 @@ def test_a_decision_is_one_of_its_options_and_depends_on_nothing_else(
 
 
 def _way(worker: Candidate, uncached: int) -> object:
-    """How the worker would compute a prompt: on which lane, in the decodes' batch, past another prompt."""
-    beside = worker.beside
-    if beside.rule.mode == "mixed":
+    """The way a worker would compute a prompt: its split, whether mixed, and whether before queued prompts."""
+    estimator = worker.estimator
+    if estimator.colocation.mode == "mixed":
         return None
-    budget, split = beside.rule.prefill_budget(beside.decodes, None)
-    return split, uncached <= budget.mixed, uncached <= beside.unqueued_tokens
+    budget, split = estimator.colocation.prefill_budget(estimator.decodes, None)
+    return split, uncached <= budget.mixed, uncached <= estimator.unqueued_tokens
 
 
 @settings(max_examples=150)
 @given(
     worker=_CANDIDATES,
-    helper=st.none() | _CANDIDATES,
+    prefill_worker=st.none() | _CANDIDATES,
     tokens=st.integers(1, 9000),
     cached=st.integers(0, 500),
     more=st.tuples(st.integers(0, 50), st.floats(0, 2000), st.integers(0, 2000)),
 )
-def test_more_load_makes_no_worker_more_attractive_but_by_another_way_to_compute_the_prompt(
-    worker: Candidate, helper: Candidate | None, tokens: int, cached: int, more: tuple[int, float, int]
+def test_more_load_makes_no_worker_more_attractive_unless_the_prompt_is_computed_otherwise(
+    worker: Candidate, prefill_worker: Candidate | None, tokens: int, cached: int, more: tuple[int, float, int]
 ) -> None:
     streams, queue_ms, pages = more
     loaded = replace(
         worker,
         requests=worker.requests + streams,
-        beside=PrefillEstimator(worker.beside.rule, worker.beside.decodes + Work.decode(streams, 1000 * streams)),
+        estimator=PrefillEstimator(
+            worker.estimator.colocation, worker.estimator.decodes + Work.decode(streams, 1000 * streams)
+        ),
         idle_at=worker.idle_at + queue_ms / 1e3,
         free_pages=max(0, worker.free_pages - pages),
     )
-    helpers = [replace(helper, worker_id="p")] if helper else []
+    prefill_workers = [replace(prefill_worker, worker_id="p")] if prefill_worker else []
     before, after = (
-        {one.prefill: one for one in _place(tokens, [one], helpers, {"x": cached} if cached else {}).options}
+        {one.prefill: one for one in _place(tokens, [one], prefill_workers, {"x": cached} if cached else {}).options}
         for one in (worker, loaded)
     )
     uncached = tokens - min(cached * BLOCK_SIZE, tokens - 1)

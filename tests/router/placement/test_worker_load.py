@@ -10,6 +10,7 @@ from router.placement.candidate import NOMINAL
 from router.placement.worker_load import FORGET_S, MAX_SLOWDOWN, MAX_TARDINESS, UNSEEN_S, WorkerLoad
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
+INSTANT = Profile.load("instant").model_dump_json(by_alias=True).encode()
 PROFILE = Profile(
     schema="cpd-profile/1",
     source="measured",
@@ -24,7 +25,7 @@ def _worker_load(**hello: Any) -> WorkerLoad:
     return WorkerLoad(pb.Hello(**{"worker_id": "w", "profile": profile, **hello}), "w:1", itl_ms=50.0)
 
 
-def test_a_candidate_has_what_hello_and_load_say() -> None:
+def test_a_candidate_has_the_figures_of_hello_and_load() -> None:
     load = _worker_load(
         num_pages=100,
         page_bytes=64,
@@ -39,17 +40,17 @@ def test_a_candidate_has_what_hello_and_load_say() -> None:
     )
     one = load.candidate
     assert (one.worker_id, one.address, one.token_budget) == ("w", "w:1", 256)
-    assert (one.beside.rule.mode, one.beside.rule.splits) == ("lanes", (LaneSplit(0.75, 0.25),))
+    assert (one.estimator.colocation.mode, one.estimator.colocation.splits) == ("lanes", (LaneSplit(0.75, 0.25),))
     assert (one.num_pages, one.page_bytes, one.free_pages, one.cached_pages) == (100, 64, 7, 9)
     assert (one.host_page_ms, one.max_num_seqs) == (0.5, 32)
-    assert (one.requests, one.beside.decodes) == (5, Work.decode(2, 500))
+    assert (one.requests, one.estimator.decodes) == (5, Work.decode(2, 500))
     assert one.queue_ms(1.0) == pytest.approx(40)
     assert one.queue_ms(1.03) == pytest.approx(10)
     assert one.queue_ms(2.0) == 0
-    assert one.beside.step_ms(Work.prefill(500)) == PerfModel(PROFILE).step_ms(Work.prefill(500))
+    assert one.estimator.step_ms(Work.prefill(500)) == PerfModel(PROFILE).step_ms(Work.prefill(500))
 
 
-def test_own_requests_count_at_once_and_others_by_report() -> None:
+def test_own_requests_count_at_once_and_others_after_a_report() -> None:
     load = _worker_load()
     load.on_report(pb.Load(running=4), 0.0)
     load.sequences_started(2)
@@ -74,14 +75,14 @@ def test_a_prompt_lengthens_the_queue_until_a_report_names_it() -> None:
     assert load.candidate.queue_ms(0.004) == pytest.approx(140)
 
 
-def test_overdue_prompts_do_not_lengthen_the_queue_of_one_that_can_be_in_time() -> None:
+def test_overdue_prompts_do_not_lengthen_the_queue_for_a_prompt_in_time() -> None:
     load = _worker_load()
     load.on_report(pb.Load(prefill_ms=2000, overdue_ms=1500, slowdown=2.0), 0.0)
     assert load.candidate.queue_ms(0.0) == pytest.approx(1000)
     assert load.candidate.overdue_ms == pytest.approx(3000)
 
 
-def test_a_prompt_that_no_report_names_is_not_reckoned_with_for_ever() -> None:
+def test_a_prompt_that_no_report_names_expires() -> None:
     load = _worker_load()
     load.prompt_sent(1, 100.0, 0.0)
     load.on_report(pb.Load(prefill_ms=60), 2 * UNSEEN_S)
@@ -104,15 +105,15 @@ def test_a_prompt_that_is_sent_to_an_idle_worker_begins_now() -> None:
     assert load.candidate.queue_ms(10.05) == pytest.approx(50)
 
 
-def test_without_a_profile_waiting_tokens_tell_the_queue() -> None:
+def test_without_a_profile_the_queue_follows_from_waiting_tokens() -> None:
     load = _worker_load(profile=b"")
     load.on_report(pb.Load(prefill_ms=20, overdue_ms=10, waiting_tokens=5_000), 0.0)
-    assert load.candidate.beside.rule.model is NOMINAL
+    assert load.candidate.estimator.colocation.model is NOMINAL
     assert load.candidate.queue_ms(0.0) == pytest.approx(5_000 * load.candidate.token_ms)
     assert load.candidate.overdue_ms == 0
 
 
-def test_a_worker_that_is_slower_than_its_profile_is_reckoned_with_as_it_is() -> None:
+def test_a_worker_slower_than_its_profile_has_longer_steps() -> None:
     load = _worker_load()
     load.on_report(pb.Load(prefill_ms=40, decodes=2, decode_context=500), 1.0)
     fast = load.candidate
@@ -123,13 +124,13 @@ def test_a_worker_that_is_slower_than_its_profile_is_reckoned_with_as_it_is() ->
     assert slow.prefill(300, 0).ms == pytest.approx(1.5 * fast.prefill(300, 0).ms)
 
 
-def test_one_that_was_very_slow_for_a_while_is_not_avoided_for_ever() -> None:
+def test_the_slowdown_is_limited() -> None:
     load = _worker_load()
     load.on_report(pb.Load(slowdown=1000.0), 1.0)
-    assert load.candidate.beside.slower == MAX_SLOWDOWN
+    assert load.candidate.estimator.slowdown == MAX_SLOWDOWN
 
 
-def test_steps_are_expected_to_be_as_much_longer_beside_prompts_as_they_lately_were() -> None:
+def test_decode_steps_are_slowed_by_the_recent_factor() -> None:
     load = _worker_load()
     streams = pb.Load(running=2, decodes=2, decode_context=500)
     load.on_report(streams, 1.0)
@@ -139,7 +140,7 @@ def test_steps_are_expected_to_be_as_much_longer_beside_prompts_as_they_lately_w
     slowed = load.candidate
     assert slowed.all_decode_ms == pytest.approx(2.5 * alone.all_decode_ms)
     assert slowed.grown_step_ms(1000) == pytest.approx(2.5 * alone.grown_step_ms(1000))
-    assert slowed.beside.alone_ms == alone.beside.alone_ms
+    assert slowed.estimator.alone_ms == alone.estimator.alone_ms
     streams.slowdown = 2.5  # all its steps take longer, not only those beside prompts
     load.on_report(streams, 1.0)
     assert load.candidate.all_decode_ms == pytest.approx(slowed.all_decode_ms)
@@ -152,42 +153,40 @@ def test_steps_are_expected_to_be_as_much_longer_beside_prompts_as_they_lately_w
         ({}, pb.Load(decodes=2, step_ms=1e6), MAX_SLOWDOWN),
         ({}, pb.Load(step_ms=1e6), 1.0),
         ({"profile": b""}, pb.Load(decodes=2, step_ms=1e6), 1.0),
-        ({"profile": Profile.instant().model_dump_json(by_alias=True).encode()}, pb.Load(decodes=2, step_ms=10), 1.0),
+        ({"profile": INSTANT}, pb.Load(decodes=2, step_ms=10), 1.0),
     ],
     ids=["shorter", "bounded", "long ago", "no profile", "no time"],
 )
-def test_steps_that_say_nothing_of_prompts_slow_nothing_down(
-    hello: dict[str, Any], report: pb.Load, slowdown: float
-) -> None:
+def test_steps_without_prefills_slow_nothing_down(hello: dict[str, Any], report: pb.Load, slowdown: float) -> None:
     load = _worker_load(**hello)
     load.on_report(report, 1.0)
     assert load.candidate.decode_slowdown == slowdown
 
 
 @pytest.mark.parametrize("shares", [[0.0], [1.0], [float("nan")]])
-def test_shares_that_no_lane_can_have_are_a_protocol_error(shares: list[float]) -> None:
+def test_impossible_lane_shares_are_a_protocol_error(shares: list[float]) -> None:
     with pytest.raises(ProtocolError, match="the shares"):
         _worker_load(decode_shares=shares)
 
 
 @pytest.mark.parametrize("profile", [b"x", b"{}", PROFILE.model_dump_json(by_alias=True).encode()[:-1]])
-def test_a_corrupt_profile_is_told_in_one_sentence(profile: bytes) -> None:
+def test_a_corrupt_profile_is_a_protocol_error(profile: bytes) -> None:
     with pytest.raises(ProtocolError) as error:
         _worker_load(profile=profile)
     assert "its performance profile is not a profile" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_times_beyond_reason_are_in_no_profile() -> None:
+def test_a_profile_with_absurd_times_is_a_protocol_error() -> None:
     absurd = PROFILE.model_dump_json(by_alias=True).replace("100.0", "1.7e308").encode()
     with pytest.raises(ProtocolError, match="its performance profile is not a profile"):
         _worker_load(profile=absurd)
 
 
 class TestTardiness:
-    """A worker whose first tokens come later than its figures predict."""
+    """First tokens of a worker come later than predicted."""
 
-    def test_what_it_says_counts_less_the_later_its_first_tokens_come(self) -> None:
+    def test_late_first_tokens_lengthen_its_predictions(self) -> None:
         tardy, punctual = _worker_load(), _worker_load()
         for load in (tardy, punctual):
             load.on_report(pb.Load(), 0.0)
@@ -200,8 +199,8 @@ class TestTardiness:
         assert tardy.candidate.all_decode_ms >= punctual.candidate.all_decode_ms
         assert punctual.candidate.tardiness == 1.0
 
-    def test_even_one_that_says_it_takes_no_time_at_all(self) -> None:
-        load = _worker_load(profile=Profile.instant().model_dump_json(by_alias=True).encode())
+    def test_predictions_of_0_ms_are_lengthened_too(self) -> None:
+        load = _worker_load(profile=INSTANT)
         for now in range(30):
             one = load.candidate
             predicted_ms = one.wait_ms(500, now) + one.prefill(500, 0).ms
@@ -217,7 +216,7 @@ class TestTardiness:
             load.on_report(pb.Load(), now)
             assert load.candidate.tardiness == 1.0
 
-    def test_is_bounded_and_forgotten(self) -> None:
+    def test_is_limited_and_decays(self) -> None:
         load = _worker_load()
         for _ in range(100):
             load.ttft_errors.add(1.0, 1e9, load.candidate.tardiness, 0.0)

@@ -18,7 +18,7 @@ batches = st.lists(st.tuples(st.lists(keys, max_size=60), st.integers(0, 3)), ma
 
 @pytest.fixture(params=["each", "together"], autouse=True, scope="module")
 def how(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By which way all updates are made."""
+    """The method for all updates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocktable, "_TOGETHER", 1 if request.param == "together" else 1 << 30)
         yield
@@ -29,7 +29,7 @@ def _hashes(*values: int) -> Hashes:
 
 
 class _To(dict[int, int]):
-    """Every value becomes the same one."""
+    """Maps every value to the same one."""
 
     def __init__(self, value: int) -> None:
         self._value = value
@@ -58,7 +58,7 @@ def test_updates_like_a_dict(batches: list[tuple[list[int], int]]) -> None:
 
 
 @given(batches, st.lists(keys, max_size=40))
-def test_finds_the_leading_hashes_that_it_has(batches: list[tuple[list[int], int]], chain: list[int]) -> None:
+def test_finds_the_leading_known_hashes(batches: list[tuple[list[int], int]], chain: list[int]) -> None:
     table, model = BlockTable(), dict[int, int]()
     for batch, value in batches:
         table.update(_hashes(*batch).tobytes(), _To(value + 1))

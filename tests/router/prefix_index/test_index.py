@@ -43,7 +43,7 @@ def test_counts_long_prefixes(index: PrefixIndex) -> None:
     assert index.cached_prefixes(CHAIN[:400]).cached == {"a": 400, "b": 300, "c": 256}
 
 
-def test_tells_where_the_blocks_that_are_in_no_page_begin(index: PrefixIndex) -> None:
+def test_counts_the_leading_blocks_in_pages(index: PrefixIndex) -> None:
     for worker, moved in {"pages": (), "end": (2, 3), "start": (0,), "between": (1,)}.items():
         index.reset(worker)
         index.move(worker, _short(0, 1, 2, 3), Tier.PAGES)
@@ -57,7 +57,7 @@ def test_tells_where_the_blocks_that_are_in_no_page_begin(index: PrefixIndex) ->
     assert index.cached_prefixes(CHAIN[:6]) == ({**cached, "end": 2}, {"between": 1})
 
 
-def test_a_new_session_and_a_lost_worker_count_no_more_at_once(index: PrefixIndex) -> None:
+def test_blocks_of_an_old_session_or_a_lost_worker_do_not_count(index: PrefixIndex) -> None:
     index.reset("a")
     index.move("a", _short(0), Tier.PAGES)
     index.reset("a")
@@ -152,7 +152,7 @@ def _compare(index: PrefixIndex, tiers: dict[str, dict[int, Tier]], asked: int) 
     }
 
 
-def test_churn_leaves_nothing_behind(index: PrefixIndex) -> None:
+def test_forgotten_workers_leave_no_state_behind(index: PrefixIndex) -> None:
     index.reset("stays")
     index.move("stays", _short(*range(100)), Tier.PAGES)
     for number in range(5_000):

@@ -13,7 +13,7 @@ from router.text.checkpoint import load_checkpoint
 
 @pytest.fixture
 def copy(model_dir: Path, tmp_path: Path) -> Path:
-    """A checkpoint to change."""
+    """A copy of a checkpoint that the test can change."""
     return Path(shutil.copytree(model_dir, tmp_path / "copy"))
 
 
@@ -22,12 +22,12 @@ def _edit(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps(known | fields))
 
 
-def test_the_name_is_the_directorys_unless_given(model_dir: Path) -> None:
+def test_the_default_name_is_the_name_of_the_directory(model_dir: Path) -> None:
     assert load_checkpoint(model_dir).name == "small-model"
     assert load_checkpoint(model_dir, "org/other").name == "org/other"
 
 
-def test_eos_is_what_transformers_generate_takes(copy: Path) -> None:
+def test_eos_is_the_same_as_in_transformers_generate(copy: Path) -> None:
     assert load_checkpoint(copy).eos_ids == (1,)
     _edit(copy / "config.json", eos_token_id=[5, 6])
     assert load_checkpoint(copy).eos_ids == (5, 6)
@@ -35,7 +35,7 @@ def test_eos_is_what_transformers_generate_takes(copy: Path) -> None:
     assert load_checkpoint(copy).eos_ids == (7,)
 
 
-def test_the_tokenizers_eos_counts_where_the_configurations_name_none(copy: Path) -> None:
+def test_the_tokenizers_eos_is_used_if_the_configurations_have_none(copy: Path) -> None:
     (copy / "config.json").unlink()
     assert load_checkpoint(copy).eos_ids == (1,)
     _edit(copy / "tokenizer_config.json", eos_token=None)
@@ -74,7 +74,7 @@ async def test_tokens_that_only_the_configuration_declares_are_known(copy: Path)
         ("config.json", "nonsense", "can't be read"),
     ],
 )
-def test_damage_is_named(copy: Path, file: str, content: str | None, message: str) -> None:
+def test_a_damaged_file_is_named(copy: Path, file: str, content: str | None, message: str) -> None:
     if content is None:
         (copy / file).unlink()
     else:

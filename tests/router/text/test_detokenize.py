@@ -12,7 +12,7 @@ _PIECES = ["▁", "▁▁", "▁Hello", "▁wor", "ld", "a", "b", "é", "你", "
 
 
 def _byte_level() -> Tokenizer:
-    """GPT-2's kind: every byte is a token, some tokens are several bytes, some of them parts of characters."""
+    """A byte-level tokenizer like GPT-2's: tokens are one or several bytes, some of them parts of characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, "Ġhello", "he", "ðŁ", "ĻĤ", "Ã", "Ġ", "Ċ"]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
@@ -24,7 +24,7 @@ def _byte_level() -> Tokenizer:
 
 
 def _byte_fallback() -> Tokenizer:
-    """Llama 2's kind: pieces with ▁ for a space, characters without a piece as a run of byte tokens."""
+    """A tokenizer like Llama 2's: pieces with ▁ for a space, and byte tokens for other characters."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -81,7 +81,7 @@ def _ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_pieces_joined_are_the_decoded_whole(name: str, data: st.DataObject) -> None:
+def test_the_joined_pieces_equal_the_decoded_whole(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     output = data.draw(_ids(tokenizer))
     assert "".join(_stream(tokenizer, [], output)) == tokenizer.decode(output)
@@ -90,7 +90,7 @@ def test_the_pieces_joined_are_the_decoded_whole(name: str, data: st.DataObject)
 @pytest.mark.parametrize("name", ["byte fallback", "metaspace"])
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_after_a_prompt_the_pieces_are_what_the_output_adds_to_it(name: str, data: st.DataObject) -> None:
+def test_after_a_prompt_the_pieces_are_the_text_that_the_output_adds(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     words = st.sampled_from([_id(tokenizer, piece) for piece in ("▁Hello", "▁wor", "ld", "a", "你", "!")])
     prompt = data.draw(st.lists(words, min_size=1, max_size=20))

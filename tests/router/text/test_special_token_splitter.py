@@ -104,7 +104,7 @@ def test_parts_give_the_tokens_of_the_whole(backend: Tokenizer, texts: list[str]
     assert ids == backend.encode(text, add_special_tokens=False).ids
 
 
-def test_cuts_before_special_tokens_only() -> None:
+def test_splits_only_before_special_tokens() -> None:
     pattern = cut_pattern(_byte_level())
     assert pattern is not None
     found = [match.group() for match in pattern.finditer("<s><|im_start|>user<|im_end|>\n<|im_start|> <|x")]
@@ -120,7 +120,7 @@ def test_cuts_before_special_tokens_only() -> None:
         AddedToken("<|im_end|>", normalized=True),
     ],
 )
-def test_does_not_cut_where_another_token_may_be(token: AddedToken) -> None:
+def test_does_not_split_where_another_token_could_begin(token: AddedToken) -> None:
     tokenizer = Tokenizer(models.BPE())
     plain = [AddedToken(content, normalized=False) for content in ("<s>", "<|im_end|>") if content != token.content]
     tokenizer.add_tokens([token, *plain])
@@ -129,6 +129,6 @@ def test_does_not_cut_where_another_token_may_be(token: AddedToken) -> None:
     assert [match.group() for match in pattern.finditer("a<s>b<|im_end|>\n")] == ["<s>"]
 
 
-def test_does_not_cut_where_words_around_a_token_matter() -> None:
+def test_does_not_split_if_the_text_around_a_token_matters() -> None:
     assert cut_pattern(_byte_level(AddedToken("word", single_word=True))) is None
     assert cut_pattern(Tokenizer(models.BPE())) is None

@@ -18,7 +18,7 @@ def _run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
 
 
 @given(text=TEXT, stops=STOPS, data=st.data())
-def test_the_result_does_not_depend_on_how_the_text_comes(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert _run(stops, pieces) == _run(stops, list(text)) == _run(stops, [text])

@@ -64,7 +64,7 @@ def test_renders_what_transformers_renders(
         assert ours.render(chat) == expected
 
 
-def test_content_parts_go_as_they_are_to_a_template_that_knows_them(oracle: PreTrainedTokenizerFast) -> None:
+def test_content_parts_are_passed_to_a_template_that_supports_them(oracle: PreTrainedTokenizerFast) -> None:
     source = next(path for path in TEMPLATES if path.stem == "gemma3").read_text()
     parts = [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]
     chat: Any = [{"role": "user", "content": parts}]
@@ -81,7 +81,7 @@ def test_content_parts_are_joined_for_a_template_that_takes_text(name: str) -> N
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_variables_that_were_asked_for_are_there(oracle: PreTrainedTokenizerFast, thinking: bool) -> None:
+def test_additional_variables_reach_the_template(oracle: PreTrainedTokenizerFast, thinking: bool) -> None:
     source = next(path for path in TEMPLATES if path.stem == "qwen3").read_text()
     chat = CHATS["turns"]
     expected = oracle.apply_chat_template(
@@ -91,17 +91,17 @@ def test_variables_that_were_asked_for_are_there(oracle: PreTrainedTokenizerFast
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "bos_token"])
-def test_what_a_template_has_anyway_can_not_be_asked_for(name: str) -> None:
+def test_a_templates_own_variables_can_not_be_set(name: str) -> None:
     with pytest.raises(ApiError, match=f"can't set '{name}'"):
         ChatTemplate("x", SPECIAL).render(CHATS["turns"], {name: "x"})
 
 
 @pytest.mark.parametrize("name", ["self", "loop", "range", "raise_exception", "__class__", "", "a b"])
-def test_no_name_of_a_variable_does_harm(name: str) -> None:
+def test_any_name_of_a_variable_is_harmless(name: str) -> None:
     assert ChatTemplate("{{ messages[0].content }}", SPECIAL).render(CHATS["turns"], {name: "x"}) == "One?"
 
 
-def test_a_developer_is_the_system_for_a_template_that_does_not_know_the_role() -> None:
+def test_the_developer_role_becomes_system_for_a_template_without_it() -> None:
     template = ChatTemplate(next(path for path in TEMPLATES if path.stem == "chatml").read_text(), SPECIAL)
     question = {"role": "user", "content": "Hi"}
     as_system = template.render([{"role": "system", "content": "Be brief."}, question])
@@ -131,7 +131,7 @@ def test_a_broken_template_is_a_broken_checkpoint() -> None:
         ChatTemplate("\n{% for x in %}", {})
 
 
-def test_a_template_that_trips_over_the_messages_refuses_them() -> None:
+def test_an_error_in_a_template_refuses_the_messages() -> None:
     with pytest.raises(ApiError, match="refuses"):
         ChatTemplate("{{ 1 + messages[0].content }}", {}).render([{"role": "user", "content": "x"}])
 
@@ -141,7 +141,7 @@ class TestReadTemplate:
         (tmp_path / "chat_template.jinja").write_text("file")
         assert read_template(tmp_path, {"chat_template": "config"}) == "file"
 
-    def test_the_configuration_may_hold_it(self, tmp_path: Path) -> None:
+    def test_the_configuration_can_contain_it(self, tmp_path: Path) -> None:
         assert read_template(tmp_path, {"chat_template": "config"}) == "config"
 
     def test_the_default_of_several_is_taken(self, tmp_path: Path) -> None:

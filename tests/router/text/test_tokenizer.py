@@ -39,7 +39,7 @@ async def test_special_tokens_come_from_the_post_processor_unless_it_is_a_chat(m
 class TestChats:
     @pytest.fixture
     def encoded(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """What really was tokenised."""
+        """The texts that were tokenised."""
         encoded: list[str] = []
         encode = Tokenizer._encode
 
@@ -69,17 +69,15 @@ class TestChats:
             await tokenizer.encode_chat("<|start|>fox", owner)
         assert encoded == ["<|start|>fox"] * 2
 
-    async def test_what_is_remembered_is_bounded(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tokenizer_module, "REMEMBERED_CHARS", 3_000)
+    async def test_the_cache_has_a_limit(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tokenizer_module, "CACHED_CHARS", 3_000)
         tokenizer = load_tokenizer(model_dir, {})
         for number in range(100):
             text = f"<|start|>{number}<|end|>" + "x" * number
             assert await tokenizer.encode_chat(text, b"") == pack_tokens(tokenizer.backend.encode(text).ids)
             assert tokenizer._parts.size <= 3_000
 
-    async def test_a_text_with_more_parts_than_a_chat_is_encoded_whole(
-        self, model_dir: Path, encoded: list[str]
-    ) -> None:
+    async def test_a_text_with_too_many_parts_is_encoded_whole(self, model_dir: Path, encoded: list[str]) -> None:
         tokenizer = load_tokenizer(model_dir, {})
         text = "<|start|>fox" * MAX_PARTS
         assert await tokenizer.encode_chat(text, b"") == pack_tokens(tokenizer.backend.encode(text).ids)
@@ -90,7 +88,7 @@ class TestChats:
         assert await load_tokenizer(model_dir, {}).encode_chat("", b"") == b""
 
 
-async def test_prompts_are_never_cut_or_filled_up(model_dir: Path) -> None:
+async def test_prompts_are_never_truncated_or_padded(model_dir: Path) -> None:
     backend = Backend.from_file(str(model_dir / "tokenizer.json"))
     backend.enable_truncation(2)
     backend.enable_padding(length=50)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gpu import common
+from scripts.gpu import run
 from scripts.gpu.results import Report
 from tests.engine.execution.cuda.fakes import FakeDriver
 from tests.scripts.gpu.fake_gpu import FakeGpu
@@ -13,9 +13,9 @@ from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
 @pytest.fixture
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """For `run_experiment`."""
-    monkeypatch.setattr(common, "require_cuda", lambda: torch.device("cpu"))
-    monkeypatch.setattr(common, "environment", lambda: ENVIRONMENT)
-    monkeypatch.setattr(common, "measure_ceilings", lambda: CEILINGS)
+    monkeypatch.setattr(run, "require_cuda", lambda: torch.device("cpu"))
+    monkeypatch.setattr(run, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(run, "measure_ceilings", lambda: CEILINGS)
 
 
 @pytest.fixture

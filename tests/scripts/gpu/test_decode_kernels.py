@@ -14,6 +14,7 @@ from scripts.gpu import decode_kernels, decode_work
 from scripts.gpu.decode_work import Attention, Matrix, Products, Tiling, Way, Work, matrices
 from scripts.gpu.models import MODELS, model_config, step_bytes
 from scripts.gpu.results import Exit
+from scripts.gpu.run import main
 from scripts.gpu.workloads import Gemm
 from tests.scripts.gpu.fake_gpu import FakeGpu, take_time
 from tests.scripts.gpu.test_engine_steps import SMALL
@@ -108,7 +109,7 @@ def test_the_best_tiling_of_each_kind_that_is_right_counts(
     }.items():
         monkeypatch.setattr(decode_kernels, name, stand_in)
     take_time(gpu, monkeypatch, Gemm)
-    assert decode_kernels.main(["--out", str(tmp_path)]) == Exit.OK
+    assert main(["decode_kernels", "--out", str(tmp_path)]) == Exit.OK
     content: dict[str, Any] = json.loads((tmp_path / "decode_kernels.json").read_text())
     figures = {figure["name"]: figure for figure in content["figures"]}
     layers = f"{decode_kernels.MODEL}: linear layers of a step, 16 rows"

@@ -12,7 +12,7 @@ import torch
 
 from engine.batch import Batch
 from engine.execution.executor import StepResult
-from engine.model.weights import expected_tensors
+from engine.model.parameters import expected_tensors
 from scripts.gpu import (
     attention_layout,
     decode_floor,
@@ -100,7 +100,7 @@ def test_an_engine_is_measured_in_a_process_like_a_workers(
     assert called == ["set up", "measured"]
 
 
-def test_a_process_like_a_workers_lets_nobody_wait_long() -> None:
+def test_a_process_set_up_like_a_worker_has_short_waits() -> None:
     code = (
         "import gc, sys; from scripts.engine_driver import as_in_a_worker; as_in_a_worker();"
         "print(sys.getswitchinterval() < 1e-3, gc.get_freeze_count() > 0)"
@@ -196,7 +196,7 @@ def test_the_outlier_has_as_many_tokens_as_the_uniform_lengths() -> None:
     assert len(decode_floor.OUTLIER) == len(decode_floor.UNIFORM) == 128
 
 
-def test_mixed_regime_reports_a_stretch_for_every_pair(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_regime_reports_a_slowdown_for_every_pair(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_regime, "DECODES", (1, 2))
     monkeypatch.setattr(mixed_regime, "CHUNKS", (16, 32))
     monkeypatch.setattr(mixed_regime, "CONTEXT", 48)
@@ -206,9 +206,9 @@ def test_mixed_regime_reports_a_stretch_for_every_pair(report: Report, monkeypat
     assert "Qwen3-8B: prefill 32: no kernel" in names
     for count in (1, 2):
         for chunk in (16, 32):
-            stretch = names[f"Qwen3-8B: decode {count} with prefill {chunk}: stretch"].value
+            slowdown = names[f"Qwen3-8B: decode {count} with prefill {chunk}: slowdown"].value
             mixed = names[f"Qwen3-8B: decode {count} with prefill {chunk}"].value
             alone = names[f"Qwen3-8B: decode {count}"].value
             assert mixed is not None
             assert alone is not None
-            assert stretch == pytest.approx(mixed / alone)
+            assert slowdown == pytest.approx(mixed / alone)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gpu import evict_first
+from scripts.gpu import evict_first, run
 from scripts.gpu.probes import Policy, Probes
 from scripts.gpu.results import Exit
 from scripts.gpu.workloads import Gemm, PageReads
@@ -23,7 +23,7 @@ def test_every_gemm_runs_beside_every_kind_of_load(
     monkeypatch.setattr(evict_first, "Gemm", partial(Gemm, hidden=16, width=16))
     take_time(gpu, monkeypatch, Gemm)
     monkeypatch.setattr(evict_first, "ROWS", (16,))
-    assert evict_first.main(["--out", str(tmp_path)]) == Exit.OK
+    assert run.main(["evict_first", "--out", str(tmp_path)]) == Exit.OK
     figures = json.loads((tmp_path / "evict_first.json").read_text())["figures"]
     names = [figure["name"] for figure in figures]
     for policy in ("plain", "streaming", "evict_first"):

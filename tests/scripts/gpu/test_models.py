@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
-from engine.model.weights import expected_tensors
+from engine.model.parameters import expected_tensors
 from scripts.gpu.models import (
     MODELS,
     attention_flop,

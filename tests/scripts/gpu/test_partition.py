@@ -11,6 +11,7 @@ from engine.execution.cuda.driver import CudaError
 from scripts.gpu import partition, workloads
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Exit
+from scripts.gpu.run import main
 from scripts.gpu.workloads import Compute, Gemm
 from tests.scripts.gpu.fake_gpu import FakeGpu, FakeGraph, FakeProbes, FakeStream, take_time
 
@@ -29,7 +30,7 @@ def run(
     take_time(gpu, monkeypatch, Gemm)
 
     def run() -> dict[str, Any]:
-        assert partition.main(["--out", str(tmp_path)]) == Exit.MISSING
+        assert main(["partition", "--out", str(tmp_path)]) == Exit.MISSING
         content = json.loads((tmp_path / "partition.json").read_text())
         assert "flashinfer" in content["error"]
         return {figure["name"]: figure for figure in content["figures"]}

@@ -103,7 +103,7 @@ def test_what_no_time_is_left_for_is_not_run(tmp_path: Path, monkeypatch: pytest
     assert [outcome.status for outcome in run_all(chosen, tmp_path, tmp_path, {}, 10)] == ["not run", "not run"]
 
 
-def test_a_process_that_cannot_be_ended_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_killed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that hangs in the driver."""
     kill = parts._kill_group
     monkeypatch.setattr(parts, "_kill_group", lambda process: not kill(process))

@@ -11,11 +11,11 @@ from scripts.gpu import interference, serving, transformers_batching
 from scripts.gpu.device_model import device_model
 from scripts.gpu.random_model import random_runner
 from scripts.gpu.results import Figure, Report
-from scripts.gpu.serving import Talk
+from scripts.gpu.serving import ConversationKind
 from tests.scripts.gpu.test_engine_steps import SMALL
 from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
 
-SHORT = Talk("short", 40, 20, 4, turns=2)
+SHORT = ConversationKind("short", 40, 20, 4, turns=2)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def figures(report: Report) -> dict[str, Figure]:
 
 
 def test_conversations_are_compared_with_mixed_batches(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "TALKS", (SHORT,))
+    monkeypatch.setattr(serving, "CONVERSATION_KINDS", (SHORT,))
     monkeypatch.setattr(serving, "CONCURRENCIES", (3, 2))
     serving.measure_all(report, SMALL, device="cpu")
     found = figures(report)
@@ -62,7 +62,7 @@ def test_conversations_are_compared_with_mixed_batches(report: Report, monkeypat
         assert found[f"{name}: auto / mixed: TTFT p50"].target is None
 
 
-def test_every_turn_has_what_was_said_before_and_all_its_tokens() -> None:
+def test_every_turn_has_the_conversation_so_far_and_all_its_tokens() -> None:
     prompts: list[list[int]] = []
 
     class Engine:
@@ -111,6 +111,7 @@ def test_bursts_are_compared_with_undisturbed_streams_and_the_lane_alone(
     if own_cores() > 1:
         split = next(name for name in report.series if name.startswith("decodes on"))
         assert found[f"{beside}{split}: worst gap / the decode lane alone"].target == interference.MAX_OVER_LANE
+    assert next(iter(report.series)) == "mixed", "a run that is cut short has the baseline"
     assert len(report.series["lanes"]) == 4
     assert all(burst["during_ms"] > 0 and burst["ttft_ms"] > 0 for burst in report.series["lanes"])
 

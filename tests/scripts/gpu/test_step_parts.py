@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>>>", REST),
     ],
 )
-def test_kernels_are_told_by_their_names(kernel: str, kind: str) -> None:
+def test_kernels_are_classified_by_their_names(kernel: str, kind: str) -> None:
     assert KernelTime(kernel, 1, 1.0).kind == kind
 
 
@@ -66,7 +66,7 @@ def test_each_kind_stands_beside_its_floor(experiment_report: Report, monkeypatc
     assert products + attention == pytest.approx(whole)  # one decode is bound by bytes
 
 
-def test_a_profiler_that_sees_nothing_is_said(experiment_report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_without_kernels_is_reported(experiment_report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the driver lets nobody look."""
     runner = random_runner(SMALL, tokens=64, graph_decodes=0, device="cpu")
     monkeypatch.setattr("scripts.gpu.step_parts.kernel_times", lambda *_: [])

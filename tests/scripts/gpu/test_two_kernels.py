@@ -9,6 +9,7 @@ from cpd.performance.split import Device, lane_splits
 from scripts.gpu import two_kernels, workloads
 from scripts.gpu.probes import Probes
 from scripts.gpu.results import Exit, Report
+from scripts.gpu.run import main
 from scripts.gpu.two_kernels import Pair, Point, curve, plan, study
 from scripts.gpu.workloads import Compute, ContiguousDecode, Gemm, PageReads
 from tests.scripts.gpu.fake_gpu import FakeGpu, FakeProbes, take_time
@@ -105,7 +106,7 @@ def test_the_whole_experiment_runs_and_its_results_are_a_file(
     take_time(gpu, monkeypatch, ContiguousDecode)
     for name, value in {"PIECES": 2, "SEQUENCES": 2, "CONTEXT": 16, "ROUNDS": 1, "PREFILL_ROWS": 16}.items():
         monkeypatch.setattr(two_kernels, name, value)
-    assert two_kernels.main(["--out", str(tmp_path)]) == Exit.OK
+    assert main(["two_kernels", "--out", str(tmp_path)]) == Exit.OK
     content = json.loads((tmp_path / "two_kernels.json").read_text())
     assert [name.split(":")[0] for name in content["series"]] == [
         "compute | memory",

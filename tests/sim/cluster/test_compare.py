@@ -6,18 +6,17 @@ import pytest
 from cpd.common.errors import ConfigError
 from sim.cluster.compare import compare
 from sim.cluster.settings import CompareSettings
-from tests.sim.clusters import PROFILE
 
 
 def small(**fields: object) -> CompareSettings:
-    known = {"profile": PROFILE, "workers": 2, "prefill_workers": 1, "warmup": 0.0, "duration": 3.0, "precision": 0.9}
+    known = {"workers": 2, "prefill_workers": 1, "warmup": 0.0, "duration": 3.0, "precision": 0.9}
     return CompareSettings.load({**known, **fields})
 
 
 def test_the_highest_rates_are_found_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")  # of the terminal
+    monkeypatch.setenv("COLUMNS", "120")
     files = {"json_file": tmp_path / "found.json", "html_file": tmp_path / "found.html"}
     compare(small(policies="aggregated, static-pd", long_shares="1", rate_from=2.0, **files))
     found = orjson.loads(files["json_file"].read_bytes())

@@ -5,9 +5,8 @@ from typer.testing import CliRunner
 
 from bench.result import Result
 from sim.cluster.app import app
-from tests.sim.clusters import PROFILE
 
-COMMON = ["--profile", str(PROFILE), "--workers", "2", "--prefill-workers", "1", "--warmup", "0", "--duration", "1"]
+COMMON = ["--workers", "2", "--prefill-workers", "1", "--warmup", "0", "--duration", "1"]
 
 
 def test_a_run_is_a_result_that_bench_reads(tmp_path: Path) -> None:
@@ -37,11 +36,11 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--workload", "trace"], "needs --file"),
-        (["--profile", "/nowhere.json"], "cannot read the profile"),
+        (["--profile", "/nowhere.json"], "there is no profile"),
         (["--workers", "2", "--prefill-workers", "2"], "leave no combined one"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_sentence(arguments: list[str], message: str) -> None:
+def test_contradicting_settings_are_one_clear_sentence(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["run", *COMMON, *arguments])
     assert done.exit_code == 1
     assert message in done.output

@@ -16,7 +16,7 @@ ROUND_TRIP_MS = 2 * NETWORK_MS
 
 
 class Until(Workload):
-    """The sessions of another workload. After the first one that begins later than `end_s` nobody may ask for more."""
+    """The sessions of another workload. Asking for more after one that begins later than `end_s` is an error."""
 
     def __init__(self, end_s: float, sessions: Workload) -> None:
         self._end_s = end_s
@@ -28,7 +28,7 @@ class Until(Workload):
             assert session.start_s <= self._end_s
 
 
-def test_one_request_takes_what_the_model_says() -> None:
+def test_one_request_takes_as_long_as_the_model_predicts() -> None:
     outcome, _ = simulate("aggregated", one_turn(0.0, prompt(500), 4), workers=1)
     (record,) = outcome.records
     ms = [round(1e3 * (at - record.due_s), 9) for at in record.content_s]
@@ -40,14 +40,14 @@ def test_one_request_takes_what_the_model_says() -> None:
     assert (record.output_tokens, record.cached_tokens, record.route) == (4, 0, "local")
 
 
-def test_a_request_that_comes_during_a_step_waits_for_its_end() -> None:
+def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
     outcome, _ = simulate("aggregated", one_turn(0.0, prompt(600), 1), one_turn(0.001, prompt(300, 1), 1), workers=1)
     first_ms = MODEL.step_ms(Work.prefill(600)) + ROUND_TRIP_MS
     second_ms = first_ms + MODEL.step_ms(Work.prefill(300))
     assert [1e3 * record.content_s[0] for record in outcome.records] == pytest.approx([first_ms, second_ms])
 
 
-def test_prompts_that_are_late_keep_nobody_away_from_a_prefill_worker() -> None:
+def test_late_prompts_do_not_keep_others_from_a_prefill_worker() -> None:
     stream = one_turn(0.0, prompt(600, 99), 1_000)
     too_many = [one_turn(0.5, prompt(30_000, number), 1) for number in range(1, 9)]
     outcome, _ = simulate("cpd", stream, *too_many, one_turn(3.0, prompt(8_000, 50), 1), slo_itl=8.0)
@@ -60,9 +60,9 @@ def test_the_first_token_of_a_remote_prefill_does_not_wait_for_pages() -> None:
     outcome, _ = simulate("static-pd", one_turn(0.0, prompt(800), 3))
     (record,) = outcome.records
     prefill_ms = MODEL.step_ms(Work.prefill(800))
-    # To the decode worker, on to the prefill worker, and back.
+    # Router to decode worker to prefill worker, and back.
     assert 1e3 * record.content_s[0] == pytest.approx(4 * NETWORK_MS + prefill_ms)
-    # The decode worker has said where the pages go by then; they come: the exposed tail.
+    # The landing is known by then; the push of the pages is the exposed tail.
     pages_ms = MODEL.transfer_ms(50 * MODEL.profile.page_bytes)
     decode_ms = MODEL.step_ms(Work.decode(1, 801))
     second = 2 * NETWORK_MS + prefill_ms + pages_ms + decode_ms + NETWORK_MS
@@ -70,14 +70,14 @@ def test_the_first_token_of_a_remote_prefill_does_not_wait_for_pages() -> None:
     assert record.route == "remote"
 
 
-def test_pages_leave_while_the_next_chunk_is_computed() -> None:
+def test_pages_are_pushed_while_the_next_chunk_is_computed() -> None:
     outcome, _ = simulate("static-pd", one_turn(0.0, prompt(20_000), 2))
     (record,) = outcome.records
     gap_ms = 1e3 * (record.content_s[1] - record.content_s[0])
     assert gap_ms < MODEL.transfer_ms(1250 * MODEL.profile.page_bytes) / 2
 
 
-def test_what_another_worker_has_cached_is_sent_and_not_computed() -> None:
+def test_a_prefix_cached_on_another_worker_is_fetched_instead_of_computed() -> None:
     shared = prompt(3200)
     burst = [one_turn(1.0, shared + prompt(20, 1 + number), 400) for number in range(100)]
     outcome, cluster = simulate("cpd-no-remote", one_turn(0.0, shared, 4), *burst)
@@ -93,7 +93,7 @@ def test_only_missing_pages_are_sent() -> None:
     turns = [Turn(prompt(3200), 20), Turn(prompt(320, 1), 4, pause_s=1.0)]
     outcome, _ = simulate("static-pd", Session(0.0, turns), one_turn(2.0, prompt(3200), 4))
     _, later, same = outcome.records
-    assert later.cached_tokens == 3200 + 16  # the decode worker has its output, too, but for the last token
+    assert later.cached_tokens == 3200 + 16  # with the output except its last token
     assert same.cached_tokens == 3199
 
 
@@ -105,7 +105,7 @@ def test_a_later_turn_finds_the_earlier_ones_in_the_cache() -> None:
     assert (second.input_len, second.cached_tokens) == (160 + 17 + 100, 176)
 
 
-def test_requests_that_no_queue_has_room_for_fail() -> None:
+def test_requests_fail_if_all_queues_are_full() -> None:
     sessions = [one_turn(0.0, prompt(3000, i), 2) for i in range(8)]
     outcome, cluster = simulate("aggregated", *sessions, max_queue_tokens=4000)
     errors = [record.error for record in outcome.records]
@@ -140,7 +140,7 @@ def test_the_same_seed_gives_the_same_run(policy: PolicyName) -> None:
     assert run(1) != run(2)
 
 
-def test_policies_use_the_workers_that_they_should() -> None:
+def test_each_policy_uses_its_workers() -> None:
     for policy in POLICIES:
         shape = settings(workers=4, prefill_workers=2, duration=0.5)
         cluster = SimCluster(shape, policy, make_workload(shape, 8.0))
@@ -156,7 +156,7 @@ def test_policies_use_the_workers_that_they_should() -> None:
                 assert roles == ["prefill"] * 2 + ["combined"] * 2
 
 
-def test_requests_may_be_even_where_their_steps_are_not() -> None:
+def test_requests_can_be_balanced_while_steps_are_not() -> None:
     sessions = [one_turn(0.0, prompt(length), 2000) for length in (30_000, 100)]
     outcome, _ = simulate("aggregated", *sessions, warmup=3.0, duration=1.0)
     assert outcome.imbalance == pytest.approx(1.0, abs=0.02)
@@ -164,7 +164,7 @@ def test_requests_may_be_even_where_their_steps_are_not() -> None:
     assert outcome.step_imbalance == pytest.approx(2 * long / (long + short), abs=0.02)
 
 
-def test_the_work_of_a_worker_is_that_of_its_prompts_and_decodes() -> None:
+def test_the_device_time_of_a_worker_is_that_of_its_prompts_and_decodes() -> None:
     sessions = [one_turn(0.0, prompt(length, length), 50) for length in (3_000, 300)]
     outcome, cluster = simulate("aggregated", *sessions, duration=2.0)
     work_s = [
@@ -175,13 +175,13 @@ def test_the_work_of_a_worker_is_that_of_its_prompts_and_decodes() -> None:
     assert outcome.work_imbalance == pytest.approx(2 * work_s[0] / sum(work_s), rel=0.01)
 
 
-def test_an_overload_is_seen_early() -> None:
+def test_an_overload_ends_the_search_early() -> None:
     shape = settings(workers=1, prefill_workers=0, duration=60.0, long_share=1.0)
     cluster = SimCluster(shape, "aggregated", Until(10.0, make_workload(shape, 50.0)))
     assert not cluster.sustains(0.95, 3000)
 
 
-def test_a_run_goes_on_where_it_was_certain_that_the_rate_is_sustained() -> None:
+def test_a_run_continues_after_the_verdict() -> None:
     shape = settings(workers=3, duration=2.0)
     records = SimCluster(shape, "cpd", make_workload(shape, 8.0)).run().records
     cluster = SimCluster(shape, "cpd", Until(4.0, make_workload(shape, 8.0)))

@@ -1,12 +1,11 @@
-"""Several decode steps at once have the effect of one after the other."""
+"""Fast-forwarded steps have the same effect as single ones."""
 
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import pytest
 
 from cpd.common.blocks import extend_hashes
 from cpd.performance.model import Work
-from engine.engine import Engine
 from engine.types import Request, SamplingParams
 from sim.cluster.events import Events
 from sim.cluster.policies import PolicyName
@@ -14,6 +13,7 @@ from sim.cluster.simulation import Outcome, SimCluster
 from sim.cluster.users import ROOT
 from sim.cluster.worker import SimWorker
 from sim.cluster.workload import make_workload
+from sim.device.fast_forward import FastForward
 from tests.sim.clusters import MODEL, prompt, settings
 
 
@@ -27,18 +27,18 @@ def _simulate(policy: PolicyName) -> tuple[Outcome, list[float]]:
 
 
 @pytest.mark.parametrize("policy", ["cpd", "aggregated", "static-pd"])
-def test_steps_at_once_and_one_by_one_have_the_same_results(policy: PolicyName) -> None:
-    with patch.object(Engine, "end_uneventful", autospec=True, side_effect=Engine.end_uneventful) as forward:
+def test_fast_forwarded_and_single_steps_have_the_same_results(policy: PolicyName) -> None:
+    with patch.object(FastForward, "end", autospec=True, side_effect=FastForward.end) as end:
         at_once, work_s = _simulate(policy)
-    with patch.object(Engine, "uneventful_steps", PropertyMock(return_value=0)):
+    with patch("sim.cluster.worker.possible_steps", return_value=0):
         one_by_one, work_one_by_one_s = _simulate(policy)
-    assert sum(len(call.args[2]) for call in forward.call_args_list) > 500
+    assert sum(len(call.args[1]) for call in end.call_args_list) > 500
     assert at_once.records == one_by_one.records
     assert at_once.imbalance == one_by_one.imbalance
-    assert work_s == pytest.approx(work_one_by_one_s, rel=0.02)  # the last steps may run yet
+    assert work_s == pytest.approx(work_one_by_one_s, rel=0.02)  # the last steps may still run
 
 
-def test_a_command_that_comes_out_of_another_one_waits_for_one_step() -> None:
+def test_a_command_made_by_another_one_waits_for_one_step() -> None:
     events = Events()
     worker = SimWorker(
         "w", "combined", events, MODEL, colocate="mixed", token_budget=0, itl_ms=50.0, num_pages=1_000,
@@ -50,7 +50,7 @@ def test_a_command_that_comes_out_of_another_one_waits_for_one_step() -> None:
             Request("r", tokens, len(tokens), SamplingParams(max_tokens=200), ROOT, extend_hashes(ROOT, tokens))
         )
     )
-    events.run(lambda: events.now > 0.1)  # it decodes
+    events.run(lambda: events.now > 0.1)  # until it decodes
     worker.do(lambda engine: worker.do(lambda engine: at_s.append(events.now)))
     begin_s = events.now
     events.run(lambda: bool(at_s))

@@ -19,7 +19,7 @@ def test_long_prompts_have_their_share_of_the_requests(long_share: float) -> Non
     assert np.mean([length > 8000 for length in requests]) == pytest.approx(long_share, abs=0.05)
 
 
-def test_requests_come_at_the_rate() -> None:
+def test_requests_arrive_at_the_rate() -> None:
     sessions = list(islice(Mix(20.0, 0.1, 0.5, seed=1, max_len=40_960).sessions(), 500))
     requests = sum(len(session.turns) for session in sessions)
     assert requests / sessions[-1].start_s == pytest.approx(20, rel=0.15)
@@ -31,18 +31,18 @@ def test_agents_share_their_system_prompts() -> None:
     assert len(openings) == AGENT.groups
 
 
-def test_a_mix_is_a_function_of_its_seed() -> None:
+def test_a_mix_follows_from_its_seed() -> None:
     first, same, other = (sessions_of(Mix(10.0, 0.1, 0.5, seed, 40_960), 50) for seed in (1, 1, 2))
     assert first == same != other
 
 
-def test_no_session_grows_beyond_the_longest_sequence() -> None:
+def test_no_session_exceeds_the_longest_sequence() -> None:
     for session in islice(Mix(10.0, 0.5, 0.5, seed=1, max_len=10_000).sessions(), 200):
         total = sum(len(turn.token_ids) + turn.output_len for turn in session.turns)
         assert total < 10_000
 
 
-def test_prompts_of_a_trace_share_what_the_traced_ones_shared() -> None:
+def test_prompts_of_a_trace_share_the_traced_prefixes() -> None:
     requests = [
         TracedRequest(timestamp=0, input_length=1200, output_length=5, hash_ids=[1, 2, 3]),
         TracedRequest(timestamp=3000, input_length=1100, output_length=7, hash_ids=[1, 2, *range(4, 1_000_000)]),
@@ -56,7 +56,7 @@ def test_prompts_of_a_trace_share_what_the_traced_ones_shared() -> None:
     assert one.token_ids[1024:1040] != two.token_ids[1024:1040]
 
 
-def test_a_trace_that_fits_into_no_context_is_an_error() -> None:
+def test_a_trace_with_only_long_requests_is_an_error() -> None:
     requests = [TracedRequest(timestamp=0, input_length=90_000, output_length=7)]
     with pytest.raises(ConfigError, match="no request of the trace fits into --max-model-len 40960"):
         Trace(requests, speedup=1.0, seed=0, max_len=40_960)

@@ -17,7 +17,7 @@ BATCH = Batch(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, 0, [])
 
 
 def threads_used(batch: Batch) -> list[Sampled]:
-    """Says how many threads torch would use, as a token."""
+    """Returns torch's number of threads as a token."""
     return [Sampled(torch.get_num_threads())]
 
 
@@ -45,8 +45,8 @@ def test_each_lane_computes_with_its_own_number_of_threads(split: Split) -> None
     torch.set_num_threads(before)
 
 
-def test_the_prefill_lane_computes_meanwhile_and_says_when_it_is_done() -> None:
-    go_on, told = threading.Event(), threading.Event()
+def test_the_prefill_lane_computes_concurrently_and_calls_back() -> None:
+    go_on, called = threading.Event(), threading.Event()
 
     def wait(batch: Batch) -> list[Sampled]:
         assert go_on.wait(20)
@@ -54,10 +54,10 @@ def test_the_prefill_lane_computes_meanwhile_and_says_when_it_is_done() -> None:
 
     lane = make_splits(threads_used, wait, 2)[0].prefill
     assert not lane.done()
-    lane.launch(BATCH, told.set)
+    lane.launch(BATCH, called.set)
     assert not lane.done()
     go_on.set()
-    assert told.wait(20)
+    assert called.wait(20)
     assert lane.done()
     ran = lane.collect()
     assert ran.sampled == [Sampled(7)]
@@ -65,39 +65,39 @@ def test_the_prefill_lane_computes_meanwhile_and_says_when_it_is_done() -> None:
     assert not lane.done()
 
 
-def test_the_prefill_lane_goes_on_with_a_second_step_by_itself() -> None:
-    told: queue.SimpleQueue[None] = queue.SimpleQueue()
+def test_the_prefill_lane_continues_with_a_queued_step() -> None:
+    called: queue.SimpleQueue[None] = queue.SimpleQueue()
     tokens = iter([7, 8])
     lane = make_splits(threads_used, lambda batch: [Sampled(next(tokens))], 2)[0].prefill
     for _ in range(2):
-        lane.launch(BATCH, lambda: told.put(None))
+        lane.launch(BATCH, lambda: called.put(None))
     for _ in range(2):
-        told.get(timeout=20)
+        called.get(timeout=20)
     first, second = lane.collect(), lane.collect()
     assert (first.sampled, second.sampled) == ([Sampled(7)], [Sampled(8)])
     assert second.start_s >= first.start_s + first.ms / 1e3
     assert not lane.done()
 
 
-def test_what_goes_wrong_on_the_prefill_lane_is_raised_when_it_is_collected() -> None:
-    told = threading.Event()
+def test_errors_on_the_prefill_lane_are_raised_by_collect() -> None:
+    called = threading.Event()
 
     def fail(batch: Batch) -> list[Sampled]:
         raise RuntimeError("out of memory")
 
     lane = make_splits(threads_used, fail, 2)[0].prefill
-    lane.launch(BATCH, told.set)
-    assert told.wait(20)
+    lane.launch(BATCH, called.set)
+    assert called.wait(20)
     assert lane.done()
     with pytest.raises(RuntimeError, match="out of memory"):
         lane.collect()
 
 
 @pytest.mark.parametrize(("content", "cores"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("?", None)])
-def test_a_containers_share_of_time_is_read(tmp_path: Path, content: str, cores: float | None) -> None:
+def test_a_containers_cpu_limit_is_read(tmp_path: Path, content: str, cores: float | None) -> None:
     (tmp_path / "cpu.max").write_text(content)
     assert core_quota(tmp_path) == cores
 
 
-def test_without_a_container_there_is_no_share(tmp_path: Path) -> None:
+def test_without_a_container_there_is_no_cpu_limit(tmp_path: Path) -> None:
     assert core_quota(tmp_path) is None

@@ -1,4 +1,4 @@
-"""What the back end uses of `torch.cuda`, on a CPU: streams that are always done, and graphs that record and replay.
+"""A fake of `torch.cuda` on a CPU: streams that are always done, and graphs that record and replay.
 
 A capture records every torch operation, with its very tensors; a replay runs them again and puts the results where they
 were. So what a captured step reads from the host, or from a tensor made before it, stays as it was, as on a GPU.
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class FakeEvent:
-    """Tells in `log` what is done with it."""
+    """Logs its calls in `log`."""
 
     log: ClassVar[list[tuple[str, "FakeEvent"]]] = []
 
@@ -33,7 +33,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Remembers the events that it waits for."""
+    """Records the events that it waits for."""
 
     def __init__(self, handle: object = None, device: object = None) -> None:
         self.handle = handle
@@ -47,7 +47,7 @@ class FakeStream:
 
 
 class FakeGraph:
-    """A captured graph; `replays` counts."""
+    """A captured graph that counts its replays."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
@@ -84,7 +84,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def recorded(call: Callable[[], None]) -> None:
-    """Runs a kernel that is not torch's, as part of the capture if there is one."""
+    """Runs a kernel that is not torch's, and captures it during a capture."""
     recording = _Recording.current
     if recording is None:
         call()
@@ -112,7 +112,7 @@ def _on(stream: FakeStream) -> Iterator[None]:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts them in place of torch's."""
+    """Replaces `torch.cuda` with the fakes."""
     FakeEvent.log.clear()
     fakes = {
         "Event": FakeEvent,

@@ -1,4 +1,4 @@
-"""A GPU driver that is not there: `engine.execution.cuda.driver.Driver`, which knows who owns which SM."""
+"""A fake `engine.execution.cuda.driver.Driver` that tracks the owner of each SM."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ class FakeDriver:
         self._handles = iter(range(1000, 100_000))
 
     def sms_of(self, stream: int) -> frozenset[int]:
-        """On which SMs a stream's kernels run."""
+        """Returns the SMs on which a stream's kernels run."""
         return self.contexts[self.streams[stream]]
 
     def version(self) -> int:

@@ -1,4 +1,4 @@
-"""The boundary to the driver: the real package's types and signatures, and a stand-in for the library behind them."""
+"""Calls of the driver, with the real package's types and signatures and a fake library."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ bindings = pytest.importorskip("cuda.bindings.driver")
 
 
 class Library:
-    """What answers behind `cuda.bindings.driver`. It takes no call with more or fewer arguments than the real one."""
+    """A fake `cuda.bindings.driver`. It rejects calls with more or fewer arguments than the real one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         self.calls: dict[str, tuple[Any, ...]] = {}
@@ -38,7 +38,7 @@ class Library:
 
 
 def argument_count(function: Any) -> int:
-    """Of a compiled function, whose docstring begins with its signature."""
+    """Counts the parameters of a compiled function, whose docstring begins with its signature."""
     inside = function.__doc__.split("\n", 1)[0].split("(", 1)[1].rsplit(")", 1)[0]
     while (shorter := re.sub(r"\[[^][]*\]", "", inside)) != inside:
         inside = shorter
@@ -60,7 +60,7 @@ def test_the_devices_sms_and_their_granularity_are_read(monkeypatch: pytest.Monk
     assert driver.compute_capability(0) == (9, 9)
 
 
-def test_a_split_returns_what_was_taken_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_returns_the_part_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(monkeypatch, cuDevSmResourceSplitByCount=([resource(16)], 1, resource(116)))
     whole = resource(132)
     taken, rest = CudaDriver().split(SmResource(whole, 132, 8, 8), 16)
@@ -74,7 +74,7 @@ def test_a_split_into_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         CudaDriver().split(SmResource(resource(132), 132, 8, 8), 16)
 
 
-def test_a_context_and_its_stream_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_and_its_stream_are_created_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(
         monkeypatch,
         cuDeviceGet=[0],
@@ -98,7 +98,7 @@ def test_a_context_and_its_stream_come_and_go(monkeypatch: pytest.MonkeyPatch) -
     assert int(library.calls["cuStreamSynchronize"][0]) == int(library.calls["cuStreamDestroy"][0]) == 4242
 
 
-def test_the_room_for_clusters_is_asked_of_the_streams_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_are_checked_on_the_streams_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(
         monkeypatch,
         cuLibraryLoadData=[bindings.CUlibrary(7)],
@@ -115,7 +115,7 @@ def test_the_room_for_clusters_is_asked_of_the_streams_sms(monkeypatch: pytest.M
     assert library.calls["cuLibraryUnload"]
 
 
-def test_the_probe_is_unloaded_also_if_the_question_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_is_unloaded_if_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(
         monkeypatch,
         cuLibraryLoadData=[bindings.CUlibrary(7)],
@@ -136,7 +136,7 @@ def test_the_probe_is_unloaded_also_if_the_question_fails(monkeypatch: pytest.Mo
         ("CUDA_ERROR_INVALID_VALUE", "use --colocate mixed"),
     ],
 )
-def test_a_failure_names_call_and_code_and_what_to_do(monkeypatch: pytest.MonkeyPatch, code: str, advice: str) -> None:
+def test_a_failure_names_call_code_and_remedy(monkeypatch: pytest.MonkeyPatch, code: str, advice: str) -> None:
     Library(monkeypatch, cuGreenCtxDestroy=getattr(bindings.CUresult, code))
     with pytest.raises(CudaError, match=f"cuGreenCtxDestroy failed with {code}: .*{advice}") as caught:
         CudaDriver().destroy_context("context")
@@ -147,7 +147,7 @@ def test_a_driver_without_a_call_is_too_old(monkeypatch: pytest.MonkeyPatch) -> 
     Library(monkeypatch)
     driver = CudaDriver()
     monkeypatch.delattr(bindings, "cuGreenCtxDestroy")
-    with pytest.raises(CudaUnavailableError, match=r"cuGreenCtxDestroy is not there .*: update the NVIDIA driver"):
+    with pytest.raises(CudaUnavailableError, match=r"cuGreenCtxDestroy is missing .*: update the NVIDIA driver"):
         driver.destroy_context("context")
 
 

@@ -1,4 +1,4 @@
-"""Sizes and padding of captured steps. What they compute is tested in test_setup."""
+"""Sizes and padding of captured steps. test_setup tests their results."""
 
 from itertools import pairwise
 
@@ -42,10 +42,10 @@ def test_padding_decodes_one_token_on_the_spare_page() -> None:
     assert {array.dtype for array in (padded.token_ids, padded.slots, padded.block_tables)} == {np.dtype(np.int32)}
 
 
-def test_a_batch_of_a_captured_size_stays_as_it_is() -> None:
+def test_a_batch_of_a_captured_size_is_not_padded() -> None:
     batch = step_of([(1, 17)], [[4, 2]]).host
     assert pad(batch, 1, SPARE) is batch
 
 
-def test_a_step_of_padding_alone_is_a_step() -> None:
+def test_a_step_of_padding_alone_is_valid() -> None:
     check_batch(padding(3, SPARE), SPARE + 1)

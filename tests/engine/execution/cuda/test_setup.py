@@ -1,5 +1,5 @@
-"""The whole CUDA back end on a CPU: the real model, ops, graphs and lanes over stand-ins for torch.cuda, FlashInfer,
-the Triton kernels and the driver. Its tokens are those of the CPU's runner."""
+"""The whole CUDA back end on a CPU: real model, ops, graphs and lanes over fakes of torch.cuda, FlashInfer,
+the Triton kernels and the driver. It must compute the same tokens as the CPU runner."""
 
 import logging
 import random
@@ -20,7 +20,7 @@ from engine.execution.cuda.driver import CudaError, CudaUnavailableError
 from engine.execution.cuda.host_memory import CudaHostMemory
 from engine.execution.cuda.setup import CudaLanes, make_lanes
 from engine.execution.executor import Lane, Split
-from engine.execution.memory_plan import fit
+from engine.execution.memory_plan import plan_memory
 from engine.execution.runner import TorchRunner
 from engine.execution.sampling.sampler import Sampler
 from engine.model.config import load_config
@@ -75,7 +75,7 @@ def directory(checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(directory: Path) -> TorchRunner:
-    """The CPU's."""
+    """The CPU runner."""
     kv_bytes = NUM_PAGES * load_config(directory).page_bytes("float32")
     return TorchRunner(directory, dtype="float32", device="cpu", kv_bytes=kv_bytes, max_model_len=LONGEST)
 
@@ -88,19 +88,19 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
     """Makes a runner."""
     monkeypatch.setattr(engine.ops, "triton_kernels", fake_kernels, raising=False)
     monkeypatch.setattr(setup, "CudaDriver", FakeDriver)
-    monkeypatch.setattr(setup, "_CHUNK", 40)
-    monkeypatch.setattr(setup, "_RIDING", 20)
+    monkeypatch.setattr(setup, "_PREFILL_TOKENS", 40)
+    monkeypatch.setattr(setup, "_MIXED_TOKENS", 20)
 
-    def make(most_decodes: int = 4, flashinfer: bool = True, split: bool = True) -> FakeGpuRunner:
+    def make(max_decodes: int = 4, flashinfer: bool = True, split: bool = True) -> FakeGpuRunner:
         config = load_config(directory)
         heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         ops: Ops = TorchOps()
         if flashinfer:
-            ops = FlashInferOps(fake_flashinfer, heads, torch.float32, CPU, fake_flashinfer.SMS, most_decodes)
+            ops = FlashInferOps(fake_flashinfer, heads, torch.float32, CPU, fake_flashinfer.SMS, max_decodes)
         progress: list[tuple[str, float]] = []
         with torch.inference_mode(), Checkpoint(directory) as checkpoint:
             kv_bytes = NUM_PAGES * config.page_bytes("float32")
-            config = fit(config, checkpoint, dtype="float32", max_model_len=LONGEST).in_pool(kv_bytes)[0]
+            config = plan_memory(config, checkpoint, dtype="float32", max_model_len=LONGEST).in_pool(kv_bytes)[0]
             model = Decoder(config, checkpoint, ops, torch.float32, CPU, lambda _: None)
         pool = torch.zeros(NUM_PAGES + 1, *config.page_shape)
         lanes = make_lanes(
@@ -109,7 +109,7 @@ def start(cuda: None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Start
             Sampler(config.vocab_size),
             pool,
             max_model_len=config.max_model_len,
-            most_decodes=most_decodes,
+            max_decodes=max_decodes,
             split=split,
             on_progress=lambda what, fraction: progress.append((what, fraction)),
         )
@@ -123,8 +123,8 @@ def prompt_of(length: int) -> list[int]:
 
 
 def graphs_of(lane: Lane) -> dict[int, FakeGraph]:
-    """The captured sizes of a lane."""
-    return {size: graph.graph for size, graph in lane._steps._graphs._graphs.items()}  # type: ignore[attr-defined]
+    """Returns the captured graphs of a lane by size."""
+    return {size: graph.graph for size, graph in lane._step._graphs._graphs.items()}  # type: ignore[attr-defined]
 
 
 def test_decodes_replay_graphs_and_everything_else_runs_eagerly(start: Start, reference: TorchRunner) -> None:
@@ -143,7 +143,7 @@ def test_decodes_replay_graphs_and_everything_else_runs_eagerly(start: Start, re
 
 
 def test_a_step_of_decodes_may_sample_some_of_its_rows(start: Start, reference: TorchRunner) -> None:
-    """Prompts that go in pieces of one token are decodes that sample nothing, or one of several."""
+    """Prompts in chunks of one token are decodes of which only the last one samples."""
     outputs = []
     for pager in (Pager(reference), Pager(start())):
         first, second = pager.start(prompt_of(4)), pager.start(prompt_of(7))
@@ -156,16 +156,16 @@ def test_a_step_of_decodes_may_sample_some_of_its_rows(start: Start, reference: 
 
 def test_lanes_at_the_same_time_give_the_same_tokens(start: Start, reference: TorchRunner) -> None:
     root = hash_root(b"model")
-    comings = []
+    arrivals = []
     for number, length in enumerate((9, 150, 70, 16, 200, 33)):
         tokens = prompt_of(length)
         params = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=20 + number, top_logprobs=2)
         request = Request(f"r{number}", tokens, length, params, root, extend_hashes(root, tokens), n=1 + number % 3)
-        comings.append(Arrival(request, 3 * number, -1, None))
-    runner = start(most_decodes=8)
+        arrivals.append(Arrival(request, 3 * number, -1, None))
+    runner = start(max_decodes=8)
     assert [round(split.decode.share, 2) for split in runner.splits] == [0.12, 0.24, 0.48]
-    want = serve(reference, "mixed", comings)
-    got = serve(cast(TorchRunner, runner), "lanes", comings)
+    want = serve(reference, "mixed", arrivals)
+    got = serve(cast(TorchRunner, runner), "lanes", arrivals)
     assert {key: [o.token_ids for o in outputs] for key, outputs in want.items()} == {
         key: [o.token_ids for o in outputs] for key, outputs in got.items()
     }
@@ -174,21 +174,21 @@ def test_lanes_at_the_same_time_give_the_same_tokens(start: Start, reference: To
     )
 
 
-def test_pages_that_went_to_pinned_memory_come_back(start: Start, reference: TorchRunner) -> None:
-    """They go out on the stream of page copies, whose event the copies back wait for on a stream of their own."""
-    root, comings = hash_root(b"model"), []
+def test_pages_come_back_from_pinned_memory(start: Start, reference: TorchRunner) -> None:
+    """Pages are copied out on the stream of page copies; copies back wait for its event on another stream."""
+    root, arrivals = hash_root(b"model"), []
     for number in range(16):
         tokens = prompt_of(200 + number % 8)
         params = SamplingParams(temperature=0.0, max_tokens=4)
         request = Request(f"r{number}", tokens, len(tokens), params, root, extend_hashes(root, tokens))
-        comings.append(Arrival(request, 40 * number, -1, None))
+        arrivals.append(Arrival(request, 40 * number, -1, None))
     runner = start()
     slots = torch.zeros(120, *runner.pool.shape[1:])
     host = CudaHostMemory(runner.pool, slots, runner.lanes.copies, checksums=True)
     waits: list[object] = host._stream.waits  # type: ignore[attr-defined]
     waits.clear()
-    want = serve(reference, "mixed", comings)
-    got = serve(cast(TorchRunner, runner), "lanes", comings, host=host)
+    want = serve(reference, "mixed", arrivals)
+    got = serve(cast(TorchRunner, runner), "lanes", arrivals, host=host)
     assert {key: [o.token_ids for o in outputs] for key, outputs in want.items()} == {
         key: [o.token_ids for o in outputs] for key, outputs in got.items()
     }
@@ -199,19 +199,19 @@ def test_pages_that_went_to_pinned_memory_come_back(start: Start, reference: Tor
     assert cached == 8 * [0] + 8 * [192]
 
 
-@pytest.mark.parametrize("most_decodes", [0, 4])
-def test_steps_that_are_fed_on_the_device_give_the_same_tokens(
-    start: Start, reference: TorchRunner, most_decodes: int
+@pytest.mark.parametrize("max_decodes", [0, 4])
+def test_steps_with_token_ids_from_the_device_give_the_same_tokens(
+    start: Start, reference: TorchRunner, max_decodes: int
 ) -> None:
-    """Padded graphs, and steps without; some rows end before others."""
-    root, comings = hash_root(b"model"), []
+    """With padded graphs and without graphs; some rows end before others."""
+    root, arrivals = hash_root(b"model"), []
     for number, length in enumerate((9, 70, 33)):
         tokens = prompt_of(length)
         params = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=15 + 9 * number, top_logprobs=1)
-        comings.append(
+        arrivals.append(
             Arrival(Request(f"r{number}", tokens, length, params, root, extend_hashes(root, tokens)), 0, -1, None)
         )
-    runner = start(most_decodes)
+    runner = start(max_decodes)
     launch, overlapped = runner.full.launch, []
 
     def spy(batch: Batch, on_done: Callable[[], None] | None = None) -> None:
@@ -219,8 +219,8 @@ def test_steps_that_are_fed_on_the_device_give_the_same_tokens(
         launch(batch, on_done)
 
     runner.full.launch = spy  # type: ignore[method-assign]
-    want = serve(reference, "mixed", comings)
-    got = serve(cast(TorchRunner, runner), "mixed", comings)
+    want = serve(reference, "mixed", arrivals)
+    got = serve(cast(TorchRunner, runner), "mixed", arrivals)
     assert {key: [o.token_ids for o in outputs] for key, outputs in want.items()} == {
         key: [o.token_ids for o in outputs] for key, outputs in got.items()
     }
@@ -265,8 +265,21 @@ def test_padding_and_warming_up_touch_only_the_spare_page(start: Start) -> None:
     assert {page for page in range(NUM_PAGES) if runner.pool[page].any()} == used
 
 
-def test_the_largest_steps_run_before_anybody_waits(start: Start) -> None:
-    """Prompts that fill a step, and decodes that the sampler has most to do for."""
+def test_every_lane_computes_a_step_before_it_serves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, warmed = warm_up.run, []
+
+    def spy(lane: Lane, batch: Batch) -> None:
+        warmed.append((lane, len(batch.token_ids)))
+        run(lane, batch)
+
+    monkeypatch.setattr(warm_up, "run", spy)
+    runner = start()
+    prefills = [(runner.full, 40), *((split.prefill, 40) for split in runner.splits)]
+    assert warmed == prefills + [(split.decode, 20) for split in runner.splits]
+
+
+def test_the_largest_steps_run_before_serving(start: Start) -> None:
+    """One of prompts that fill it, and one of decodes that use every sampling parameter."""
     runner = start()
     batches: list[Batch] = []
     launch = runner.full.launch
@@ -280,14 +293,14 @@ def test_the_largest_steps_run_before_anybody_waits(start: Start) -> None:
     prompts, decodes = batches
     assert (len(prompts.token_ids), prompts.context_lens.tolist()) == (2 * LONGEST + 1, [1, LONGEST, LONGEST])
     assert (decodes.num_decodes, len(decodes.samples)) == (3, 3)
-    assert not runner.pool.any(), "a page that is somebody's was written to"
+    assert not runner.pool.any(), "a page of the pool was written to"
 
 
-@pytest.mark.parametrize(("most_decodes", "flashinfer"), [(0, True), (4, False)])
+@pytest.mark.parametrize(("max_decodes", "flashinfer"), [(0, True), (4, False)])
 def test_without_graphs_everything_runs_eagerly(
-    start: Start, reference: TorchRunner, most_decodes: int, flashinfer: bool
+    start: Start, reference: TorchRunner, max_decodes: int, flashinfer: bool
 ) -> None:
-    runner = start(most_decodes, flashinfer)
+    runner = start(max_decodes, flashinfer)
     outputs = []
     for pager in (Pager(reference), Pager(runner)):
         outputs.append(pager.generate(pager.start(prompt_of(40)), 10, chunk=13))
@@ -305,10 +318,10 @@ def test_a_device_that_cannot_be_divided_has_no_lanes(
     monkeypatch.setattr(setup, "CudaDriver", missing)
     with caplog.at_level(logging.WARNING):
         assert start().splits == []
-    assert "share batches, since there are no lanes: the package cuda-bindings is missing" in caplog.text
+    assert "no lanes, so prompts and decodes share batches: the package cuda-bindings is missing" in caplog.text
 
 
-def test_a_driver_that_refuses_keeps_no_partitions(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_partition_is_left_if_the_driver_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(FakeDriver):
         def create_stream(self, context: Any) -> int:
             if len(self.streams) == 3:
@@ -323,18 +336,18 @@ def test_a_driver_that_refuses_keeps_no_partitions(start: Start, monkeypatch: py
     assert not driver.streams
 
 
-def test_lanes_that_nobody_wants_are_not_made(start: Start) -> None:
+def test_lanes_are_not_made_unless_asked_for(start: Start) -> None:
     runner = start(split=False)
     assert runner.splits == []
     assert runner.progress[-1] == ("capturing decode graphs", 1.0)
 
 
-def test_a_lane_tells_when_it_is_done(start: Start) -> None:
+def test_a_lane_calls_back_when_it_is_done(start: Start) -> None:
     runner = start()
-    pager, told = Pager(runner), threading.Event()
+    pager, called = Pager(runner), threading.Event()
     assert not runner.full.done()
-    runner.full.launch(pager.batch([(pager.start(prompt_of(20)), 20)]), told.set)
-    assert told.wait(20)
+    runner.full.launch(pager.batch([(pager.start(prompt_of(20)), 20)]), called.set)
+    assert called.wait(20)
     assert runner.full.done()
     ran = runner.full.collect()
     assert len(ran.sampled) == 1

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from engine.batch import SampleRow
 from engine.execution.sampling import sampler as sampler_module
-from engine.execution.sampling.sampler import Sampler, gumbel_noise
+from engine.execution.sampling.sampler import Sampler
 from engine.types import SamplingParams
+from tests.gumbel import gumbel_noise
 
 VOCAB = 61
 
@@ -47,7 +48,7 @@ def sample(logits: torch.Tensor, *rows: SampleRow) -> list[int]:
 
 
 def drawn(logits: torch.Tensor, kept: BoolArray, r: SampleRow) -> int:
-    """The oracle: the largest tempered logit plus noise among the kept tokens."""
+    """Returns the expected token: the largest logit / temperature + noise among the kept tokens."""
     noised = logits[0] / r.params.temperature + gumbel_noise(r.params.seed, r.choice, r.position, logits.shape[1])
     return int(torch.where(torch.from_numpy(kept), noised, -math.inf).argmax())
 
@@ -90,7 +91,7 @@ class TestNoise:
             assert (base == other).sum() < 3
 
     def test_is_pinned(self) -> None:
-        """A change would give users other tokens for their seeds, and different ones on old and new workers."""
+        """With other noise, seeds would give users other tokens, and old and new workers would disagree."""
         noise = gumbel_noise(seed=42, choice=1, position=7, vocab_size=5)
         torch.testing.assert_close(
             noise, torch.tensor([-0.1692525, 4.662744, 0.2962484, -0.3467665, 0.8548867]), rtol=0, atol=1e-6
@@ -135,7 +136,7 @@ class TestNoise:
 
 
 def assert_chi_square(observed: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> None:
-    """Within five standard deviations of what chance gives. The numbers are fixed, so this never flickers."""
+    """Asserts a deviation below five standard deviations. The samples are fixed, so the test is deterministic."""
     degrees = len(wanted) - 1
     statistic = float(((observed - wanted) ** 2 / wanted).sum())
     assert statistic < degrees + 5 * math.sqrt(2 * degrees)
@@ -174,7 +175,7 @@ def test_a_row_gives_the_same_alone_and_in_any_batch(params: list[dict[str, Any]
 
 
 class TestFilters:
-    """Against a plain definition: sort, add up, cut."""
+    """Compares with a plain definition: sort, accumulate, cut."""
 
     @settings(deadline=None, max_examples=150)
     @given(
@@ -206,7 +207,7 @@ class TestFilters:
         got = {sample(logits, row(seed=seed, top_k=2))[0] for seed in range(100)}
         assert got == {0, 1, 2, 3}
 
-    def test_ties_that_a_shortlist_has_no_room_for_stay_together_too(self) -> None:
+    def test_ties_that_exceed_the_shortlist_stay_together(self) -> None:
         logits = torch.zeros(1, VOCAB)
         got = {sample(logits, row(seed=seed, top_k=2))[0] for seed in range(1000)}
         assert got == set(range(VOCAB))
@@ -307,7 +308,7 @@ class TestLogprobs:
         assert [len(logprobs.top) for logprobs in reported[1:] if logprobs is not None] == [0, 2, VOCAB]
 
 
-def test_tokens_may_be_read_after_they_were_copied_to_the_host() -> None:
+def test_tokens_can_be_read_after_copying_to_the_host() -> None:
     rows = [row(0, temperature=0.0, top_logprobs=2), row(1, temperature=1.0, seed=3), row(2, temperature=0.0)]
     logits, sampler = logits_of(5, rows=3), Sampler(VOCAB)
     assert sampler.choose(logits.clone(), rows).to_host().read() == sampler.sample(logits.clone(), rows)

@@ -1,0 +1,294 @@
+"""Decides where a request's prompt is prefilled, if other workers may help: here, or by a prefill worker.
+
+    ┌─▶ look at the cache: little is uncached ──▶ the engine takes the request (local)
+    │         the missing prefix is already being computed or received ──▶ wait for it, look again
+    │         much is uncached ──▶ the next candidate prefills it ──▶ the engine continues it (remote)
+    │                                    │ failed                     no candidate left ──▶ Reroute
+    └────────────────────────────────────┘
+
+A request without candidates, but with a prefix source, is computed here. If much of it is uncached here, its prefix is
+fetched first: one attempt of at most `prefill_progress_s`. The engine computes the rest.
+
+First tokens of a failed remote prefill are facts: the request continues as prompt plus first token, one request per
+choice.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+from cpd.common.blocks import BLOCK_SIZE, blocks_for, extend_hashes
+from cpd.common.errors import QueueFullError
+from cpd.rpc import cpd_pb2 as pb
+from decode_worker.landing_queue import LandingQueue
+from decode_worker.prefill_outcome import Outcome, Status
+from decode_worker.prefix_fetch import PrefixFetch
+from decode_worker.remote_prefill import RemotePrefill
+from decode_worker.router_request import RouterRequest
+from engine.engine import Engine
+from engine.types import Output, Request
+from worker.async_engine import EngineDiedError
+from worker.context import WorkerContext
+
+log = logging.getLogger(__name__)
+
+
+class PrefillCoordinator:
+    """Coordinates the prefills of a worker's requests.
+
+    Args:
+        on_engine_id: Called with each further name that the engine may use for a request.
+
+    Attributes:
+        remote_prefills: Counts remote prefills by outcome, and what became of requests after failures.
+        prefix_fetches: Counts prefix fetches by outcome.
+        failures: Counts failed ones of both by reason.
+        running: Those that have not ended. They may outlive their request.
+    """
+
+    def __init__(self, context: WorkerContext, on_engine_id: Callable[[str, RouterRequest], object]) -> None:
+        self.remote_prefills: Counter[str] = Counter()
+        self.prefix_fetches: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.running: dict[RemotePrefill, asyncio.Task[None]] = {}
+        self._context = context
+        self._on_engine_id = on_engine_id
+        self._landings = LandingQueue(context.engine)
+        self._coming: dict[bytes, asyncio.Future[None]] = {}  # ends of remote prefills, by their first missing block
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that the engine does not have yet."""
+        return len(self._tasks)
+
+    def start(self, request: RouterRequest, message: pb.Submit) -> None:
+        """Starts the prefill of a request."""
+        coordination = _Coordination(self, request, message)
+        task = asyncio.create_task(coordination.run(), name=f"coordinate-{request.request.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def stop(self) -> None:
+        """Returns when every request has ended. Call it after they were refused."""
+        await asyncio.gather(*self._tasks)
+        for task in self.running.values():
+            task.cancel()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._context.load_changed()
+
+
+class _Verdict(Enum):
+    TAKEN = auto()  # the engine has the request
+    TOO_LONG = auto()  # too much is uncached
+    UNWANTED = auto()  # the request has ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the cache has of a request, and what follows.
+
+    Attributes:
+        missing: The first full block that the cache lacks; empty if it lacks none.
+        cached_tokens: Tokens before it.
+    """
+
+    verdict: _Verdict
+    missing: bytes = b""
+    cached_tokens: int = 0
+
+
+class _Coordination:
+    """The way of one request to its first tokens."""
+
+    def __init__(self, coordinator: PrefillCoordinator, request: RouterRequest, message: pb.Submit) -> None:
+        self._all = coordinator
+        self._engine = coordinator._context.engine
+        self._request = request
+        self._candidates = list(message.prefill_candidates)
+        self._prefix_source = message.prefix_source if message.HasField("prefix_source") else None
+        self._long_prefill_tokens = message.long_prefill_tokens  # more uncached tokens are not prefilled here
+        self._parts = [request.request]  # one; after first tokens one per choice
+        self._awaited: bytes | None = None  # the block that the request waits for, being computed or received
+        self._failures: dict[str, str] = {}  # reason, by prefill worker
+
+    async def run(self) -> None:
+        """Returns when the engine has the request, or it has ended."""
+        try:
+            await self._run()
+        except (QueueFullError, EngineDiedError, ValueError) as error:
+            self._request.refuse_for(error)
+        except Exception:
+            log.exception("request %s failed unexpectedly", self._request.trace_id)
+            self._request.refuse(pb.Refusal.KIND_FAILED, "the worker failed to place the request")
+
+    async def _run(self) -> None:
+        if self._prefix_source is not None and not self._candidates:
+            look = await self._look()
+            if look.verdict is not _Verdict.TOO_LONG:
+                return
+            await self._fetch_prefix(self._prefix_source, look)
+            self._long_prefill_tokens = len(self._request.request.token_ids)
+        for candidate in self._candidates:
+            look = await self._look()
+            if look.verdict is not _Verdict.TOO_LONG:
+                return
+            if len(self._parts) > 1:
+                break  # choices that continue on their own share their prompt through the cache
+            outcome = await self._prefill_by(candidate, look)
+            if outcome.status is not Status.FAILED:
+                return
+            log.warning("prefill of %s by %s failed: %s", self._request.trace_id, candidate.worker_id, outcome.reason)
+            self._failures[candidate.worker_id] = outcome.reason
+            self._continue_after(outcome.first)
+        if (await self._look()).verdict is _Verdict.TOO_LONG:
+            self._all.remote_prefills["rerouted"] += 1
+            reasons = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in self._failures.items())
+            self._request.refuse(
+                pb.Refusal.KIND_REROUTE, f"prefill failed: {reasons}", failed_prefill_workers=self._failures
+            )
+
+    # ---- local ----
+
+    async def _look(self) -> _Look:
+        """Waits while the missing prefix is on its way; gives the request to the engine if little is missing."""
+        while True:
+            look = await self._engine.poll(self._take_or_wait)
+            coming = self._all._coming.get(look.missing)
+            if look.verdict is not _Verdict.TOO_LONG or coming is None:
+                if look.verdict is _Verdict.TAKEN and self._failures:
+                    self._all.remote_prefills["local_fallback"] += 1
+                return look
+            await asyncio.wait([coming, self._request.ended], return_when=asyncio.FIRST_COMPLETED)
+
+    def _take_or_wait(self, engine: Engine) -> _Look | None:
+        """Runs on the engine thread. Returns None while blocks that decide the answer are computed or received."""
+        if self._request.ended.done() or not self._parts:
+            return _Look(_Verdict.UNWANTED)
+        if self._awaited is not None and engine.is_pending(self._awaited):
+            return None  # without a lookup of the whole prefix
+        request = self._parts[0]
+        uncached = engine.uncached_tokens(request)
+        if uncached > self._long_prefill_tokens:
+            self._awaited = engine.pending(request, blocks_for(len(request.token_ids) - self._long_prefill_tokens))
+            if self._awaited is not None:
+                return None
+            cached_tokens = len(request.token_ids) - uncached
+            first = cached_tokens // BLOCK_SIZE
+            return _Look(_Verdict.TOO_LONG, b"".join(request.block_hashes[first : first + 1]), cached_tokens)
+        _add_all(engine, self._parts, self._request.closed)
+        return _Look(_Verdict.TAKEN)
+
+    # ---- remote ----
+
+    async def _fetch_prefix(self, source: pb.PrefixSource, look: _Look) -> None:
+        if look.cached_tokens >= source.blocks * BLOCK_SIZE:
+            return
+        fetch = self._make(PrefixFetch, source, look)
+        outcome = await self._outcome(fetch, look, timeout_s=self._all._context.settings.prefill_progress_s)
+        self._all.prefix_fetches[_OUTCOMES[outcome.status]] += 1
+        if outcome.status is Status.COMPLETE:
+            self._request.prefix_worker = source.worker_id
+        elif not self._request.ended.done():
+            log.warning("no prefix of %s from %s: %s", self._request.trace_id, source.worker_id, outcome.reason)
+
+    async def _prefill_by(self, candidate: pb.PrefillCandidate, look: _Look) -> Outcome:
+        outcome = await self._outcome(self._make(RemotePrefill, candidate, look), look)
+        self._all.remote_prefills[_OUTCOMES[outcome.status]] += 1
+        self._request.send(outcome.ended)
+        return outcome
+
+    def _make(
+        self, kind: type[RemotePrefill], candidate: pb.PrefillCandidate | pb.PrefixSource, look: _Look
+    ) -> RemotePrefill:
+        return kind(
+            self._parts[0],
+            candidate,
+            cached_tokens=look.cached_tokens,
+            context=self._all._context,
+            landings=self._all._landings,
+            on_first=self._request.send,
+            open_choices=lambda: self._request.open,
+        )
+
+    async def _outcome(self, prefill: RemotePrefill, look: _Look, timeout_s: float | None = None) -> Outcome:
+        """Runs a remote prefill, and cancels it when the request ends, or after `timeout_s`."""
+        coordinator = self._all
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if look.missing:
+            coordinator._coming[look.missing] = over
+        task = coordinator.running[prefill] = asyncio.create_task(prefill.run(), name="remote-prefill")
+        task.add_done_callback(lambda _: coordinator.running.pop(prefill))
+        ends: list[asyncio.Future[Any]] = [prefill.outcome, self._request.ended]
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not prefill.outcome.done():
+            prefill.cancel()
+        outcome = await prefill.outcome
+        if look.missing:
+            del coordinator._coming[look.missing]
+        over.set_result(None)
+        if outcome.failure is not None:
+            coordinator.failures[outcome.failure.value] += 1
+        return outcome
+
+    def _continue_after(self, first: Sequence[Output]) -> None:
+        if not first:
+            return
+        (request,) = self._parts
+        self._awaited = None
+        self._parts = [
+            _continuation(request, output)
+            for output in first
+            if output.finish is None and output.choice in self._request.open
+        ]
+        for part in self._parts:
+            self._request.engine_ids.append(part.id)
+            self._all._on_engine_id(part.id, self._request)
+
+
+_OUTCOMES = {
+    Status.COMPLETE: "completed",
+    Status.FINISHED: "completed",
+    Status.FAILED: "failed",
+    Status.CANCELLED: "cancelled",
+}
+
+
+def _add_all(engine: Engine, requests: Sequence[Request], closed: Collection[int]) -> None:
+    """Adds all of `requests` to the engine, or none; then ends the choices that were aborted before.
+
+    Raises:
+        QueueFullError: The engine's queue has no room.
+        ValueError: A request can never be served here.
+    """
+    try:
+        for request in requests:
+            engine.add(request)
+    except (QueueFullError, ValueError):
+        for request in requests:
+            engine.abort(request.id)
+        raise
+    if closed:
+        for request in requests:
+            engine.abort(request.id, list(closed))
+
+
+def _continuation(request: Request, output: Output) -> Request:
+    """Returns the rest of one choice of `request` after its first token was sent."""
+    token_ids = [*request.token_ids, *output.token_ids]
+    hashed = len(request.block_hashes)
+    parent = request.block_hashes[-1] if hashed else request.hash_root
+    return replace(
+        request,
+        id=f"{request.id}.{output.choice}",
+        token_ids=token_ids,
+        block_hashes=request.block_hashes + extend_hashes(parent, token_ids[hashed * BLOCK_SIZE :]),
+        first_choice=output.choice,
+        n=1,
+    )

@@ -1,0 +1,113 @@
+"""One request of a router: what is still sent for it, and how it ends.
+
+A choice is open until its last output was sent, it was aborted, or the whole request was refused. Nothing is sent for a
+closed choice, so each (request, attempt, choice) gets exactly one last message.
+"""
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from cpd.common.errors import QueueFullError
+from cpd.rpc import cpd_pb2 as pb
+from engine.types import Output, Request
+from worker.async_engine import EngineDiedError
+from worker.router_session import RouterSession
+
+Key = tuple[int, int, int]
+"""Session number, request, attempt."""
+
+
+class RouterRequest:
+    """One (request, attempt) of a session.
+
+    Attributes:
+        request: The submitted request.
+        closed: Choices that are not open any more. The engine thread reads it, too.
+        ended: Set when no choice is open.
+        engine_ids: The names that the engine has, or may get, for it.
+        prefix_worker: The worker that its first blocks were fetched from; empty if none.
+    """
+
+    def __init__(self, session: RouterSession, message: pb.Submit, request: Request) -> None:
+        self.session = session
+        self.request = request
+        self.key: Key = (session.number, message.request, message.attempt)
+        self.trace_id = message.trace_id
+        self.closed: set[int] = set()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.engine_ids = [request.id]
+        self.prefix_worker = ""
+        self._open = set(range(request.first_choice, request.first_choice + request.n))
+        self._prefilled_sent: set[int] = set()
+
+    @property
+    def open(self) -> Collection[int]:
+        """Choices that the router expects more of."""
+        return self._open
+
+    def send(self, outputs: Sequence[Output], prefilled: pb.Prefilled | None = None) -> None:
+        """Sends new tokens, or the end, of open choices.
+
+        Args:
+            prefilled: How the prompt was computed, if not by this worker.
+        """
+        _, request, attempt = self.key
+        for output in outputs:
+            if output.choice not in self._open:
+                continue
+            if output.choice in self._prefilled_sent:
+                self.session.send_output(request, attempt, output)
+            else:
+                self._prefilled_sent.add(output.choice)
+                here = pb.Prefilled(
+                    cached_tokens=output.cached_tokens or 0,
+                    queue_ms=output.queued_s * 1000,
+                    prefix_worker=self.prefix_worker,
+                )
+                self.session.send_output(request, attempt, output, prefilled or here)
+            if output.finish is not None:
+                self.close({output.choice})
+
+    def refuse(
+        self,
+        kind: pb.Refusal.Kind.ValueType,
+        message: str,
+        *,
+        retry_after_s: float = 0.0,
+        over_share: bool = False,
+        failed_prefill_workers: Collection[str] = (),
+    ) -> None:
+        """Ends all open choices with one refusal."""
+        if not self._open:
+            return
+        _, request, attempt = self.key
+        self.session.refuse(
+            pb.Refusal(
+                request=request,
+                attempt=attempt,
+                kind=kind,
+                message=message,
+                retry_after_ms=round(retry_after_s * 1000),
+                over_share=over_share,
+                failed_prefill_workers=failed_prefill_workers,
+            )
+        )
+        self.close(self._open)
+
+    def refuse_for(self, error: BaseException) -> None:
+        """Ends all open choices because the engine raised `error`."""
+        match error:
+            case QueueFullError():
+                kind = pb.Refusal.KIND_QUEUE_FULL
+                self.refuse(kind, str(error), retry_after_s=error.retry_after_s, over_share=error.over_share)
+            case EngineDiedError():
+                self.refuse(pb.Refusal.KIND_REROUTE, str(error))
+            case _:
+                self.refuse(pb.Refusal.KIND_FAILED, str(error))
+
+    def close(self, choices: Collection[int]) -> None:
+        """Sends nothing more for these choices."""
+        self.closed |= set(choices)
+        self._open -= self.closed
+        if not self._open and not self.ended.done():
+            self.ended.set_result(None)

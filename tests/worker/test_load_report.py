@@ -1,0 +1,70 @@
+import asyncio
+
+import pytest
+
+from cpd.rpc import cpd_pb2 as pb
+from tests.waiting import eventually
+from worker.load_report import LoadReporter
+
+
+@pytest.fixture(autouse=True)
+def no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.load_report.HEARTBEAT_S", 3600.0)
+
+
+class Worker:
+    """Its load, and what was published of it."""
+
+    def __init__(self) -> None:
+        self.load = pb.Load(state=pb.STATE_READY)
+        self.published: list[pb.Load] = []
+        self.reporter = LoadReporter(self._current, self.published.append)
+
+    def _current(self) -> pb.Load:
+        load = pb.Load()
+        load.CopyFrom(self.load)
+        return load
+
+    def set(self, **fields: int) -> None:
+        self.load.MergeFrom(pb.Load(**fields))  # type: ignore[arg-type]
+        self.reporter.changed()
+
+
+async def test_the_first_change_is_sent_at_once_and_the_last_is_never_lost() -> None:
+    worker = Worker()
+    worker.set(running=1)
+    assert [load.running for load in worker.published] == [1]
+    for running in range(2, 50):
+        worker.set(running=running)
+    assert len(worker.published) == 1
+    await eventually(lambda: worker.published[-1].running == 49)
+    assert len(worker.published) == 2
+    worker.reporter.close()
+
+
+async def test_an_unchanged_load_is_not_sent() -> None:
+    worker = Worker()
+    worker.set(running=1)
+    worker.reporter.changed()
+    await asyncio.sleep(0.15)  # an interval
+    worker.reporter.changed()
+    assert len(worker.published) == 1
+    worker.reporter.close()
+
+
+async def test_an_unchanged_load_is_sent_as_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.load_report.HEARTBEAT_S", 0.05)
+    worker = Worker()
+    await eventually(lambda: len(worker.published) >= 3)
+    assert worker.published[:3] == [worker.load] * 3
+    worker.reporter.close()
+
+
+async def test_becoming_idle_or_busy_is_sent_at_once() -> None:
+    worker = Worker()
+    worker.set(running=1)
+    worker.load.running = 0
+    worker.reporter.changed()
+    worker.set(waiting=1)
+    assert [(load.running, load.waiting) for load in worker.published] == [(1, 0), (0, 0), (0, 1)]
+    worker.reporter.close()

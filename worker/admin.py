@@ -1,0 +1,65 @@
+"""The administration service of a worker: drain it, or read its step trace."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from cpd.rpc import cpd_pb2 as pb
+from cpd.rpc import cpd_pb2_grpc as rpc
+from engine.inflight import LaneName
+from worker.async_engine import AsyncEngine
+from worker.context import Lifecycle
+
+_LANES: Mapping[LaneName, pb.Lane.ValueType] = {
+    "full": pb.LANE_FULL,
+    "prefill": pb.LANE_PREFILL,
+    "decode": pb.LANE_DECODE,
+}
+_STEPS_AT_ONCE = 200
+"""Steps converted before the event loop's other tasks run: about 1 ms."""
+
+
+class AdminServicer(rpc.AdminServicer):
+    """Serves `Admin` of proto/cpd.proto."""
+
+    def __init__(self, lifecycle: Lifecycle, engine: AsyncEngine) -> None:
+        self._lifecycle = lifecycle
+        self._engine = engine
+
+    async def Drain(  # noqa: N802
+        self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DrainReply:
+        """Starts to drain the worker."""
+        self._lifecycle.drain("asked to")
+        return pb.DrainReply()
+
+    async def Trace(  # noqa: N802
+        self, request: pb.TraceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.TraceReply:
+        """Returns the steps that began at most `seconds` ago; 0: all that are kept."""
+        records = await self._engine.call(lambda engine: engine.trace.records())
+        now_s = time.perf_counter()
+        to_unix_s = time.time() - now_s
+        if request.seconds:
+            records = [record for record in records if record.start_s >= now_s - request.seconds]
+        reply = pb.TraceReply()
+        for index, record in enumerate(records):
+            reply.steps.add(
+                lane=_LANES[record.lane],
+                share=record.share,
+                start_s=record.start_s + to_unix_s,
+                ms=record.ms,
+                decodes=record.decodes,
+                decode_context=record.decode_context,
+                prefills=record.prefills,
+                prefill_tokens=record.prefill_tokens,
+                prefill_context=record.prefill_context,
+                waiting=record.waiting,
+                waiting_tokens=record.waiting_tokens,
+            )
+            if index % _STEPS_AT_ONCE == _STEPS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return reply

@@ -1,0 +1,114 @@
+"""Shared by the parts of one worker process: its life cycle, its engine and its connections.
+
+Life cycle:
+    READY ──drain()──▶ DRAINING ──nothing left to do──▶ STOPPING
+      └───────────────────stop()──────────────────────────▲
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cpd.common.config import WorkerSettings
+from cpd.performance.colocation import Colocation
+from cpd.performance.model import Profile
+from cpd.rpc import cpd_pb2 as pb
+from engine.engine import Engine
+from kvtransfer.base import PoolMemory, Transport
+from worker.async_engine import AsyncEngine
+from worker.prefill_client import PrefillClient
+from worker.wire_format import Limits
+
+log = logging.getLogger(__name__)
+
+EXIT_RESTART = 75
+"""Exit code of a worker that must be restarted."""
+
+
+class Lifecycle:
+    """A worker's state and exit code.
+
+    Args:
+        on_change: Called when the state changed.
+    """
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self.state: pb.State.ValueType = pb.STATE_READY
+        self.draining = asyncio.Event()
+        self.stopping = asyncio.Event()
+        self.exit_code = 0
+
+    def drain(self, reason: str, exit_code: int = 0) -> None:
+        """Accepts no new requests, and stops when the running ones are done."""
+        if not self.draining.is_set():
+            log.info("draining: %s", reason)
+            self.exit_code = exit_code
+            self.state = pb.STATE_DRAINING
+            self.draining.set()
+            self._on_change()
+
+    def stop(self, reason: str, exit_code: int | None = None) -> None:
+        """Ends the worker now. Without `exit_code`, a drain under way keeps its own."""
+        if not self.stopping.is_set():
+            log.info("stopping: %s", reason)
+            if exit_code is not None:
+                self.exit_code = exit_code
+            self.state = pb.STATE_DRAINING
+            self.draining.set()
+            self.stopping.set()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine and its description.
+
+    Attributes:
+        memory: The KV pool as transports see it; it lives as long as the engine.
+        page_bytes: Size of a page on the device; a simulated page takes less in `memory`.
+        fingerprint: Equal on workers that can exchange pages.
+        dtype: The dtype of weights and pool.
+        device: The device and its kernels, for people to read.
+        profile: The engine predicts its steps with it.
+        token_budget: Most tokens of a batch on the whole device; 0: derived from the profile.
+        progress: Returns a value that changes while a step is computed. Any thread may call it.
+    """
+
+    engine: Engine
+    memory: PoolMemory
+    page_bytes: int
+    limits: Limits
+    fingerprint: bytes
+    dtype: str
+    device: str
+    profile: Profile
+    token_budget: int
+    progress: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a role's service (`worker/service.py`) works with.
+
+    Attributes:
+        prefill_client: Sends prefill requests to other workers.
+        fingerprint: Equal on workers that can exchange pages.
+        memory: The KV pool as transports see it.
+        colocation: The engine's; it predicts prefill times.
+        progress: See `LoadedEngine`.
+        load_changed: Call it when a value in the load report may have changed.
+    """
+
+    worker_id: str
+    settings: WorkerSettings
+    engine: AsyncEngine
+    transport: Transport
+    prefill_client: PrefillClient
+    limits: Limits
+    fingerprint: bytes
+    memory: PoolMemory
+    colocation: Colocation
+    progress: Callable[[], float]
+    lifecycle: Lifecycle
+    load_changed: Callable[[], None]

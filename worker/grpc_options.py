@@ -1,0 +1,76 @@
+"""The gRPC calls to workers (administration and health checks): authentication and connection options.
+
+Each call carries the cluster token: `authorization: Bearer <cluster token>`.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+HEADER = "authorization"
+HEALTH_SERVICE = "/grpc.health.v1.Health/"
+
+# A broken host or a stopped process is noticed after at most the sum of both. The keepalive timeout alone relies on
+# TCP, and the kernel of a stopped process still acknowledges: the ping timeout counts missing answers.
+KEEPALIVE_MS = 3_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+
+_KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CLIENT_OPTIONS = (
+    *_KEEPALIVE_OPTIONS,
+    ("grpc.enable_http_proxy", 0),  # the environment's proxy is for the outside world
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+SERVER_OPTIONS = (
+    *_KEEPALIVE_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.so_reuseport", 0),
+)
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata of a call to a worker."""
+    return ((HEADER, f"Bearer {token}"),)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses calls without the token. The health service answers everyone, because probes can't carry metadata.
+
+    Args:
+        token: The cluster token; empty admits every call.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode() if token else b""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """Passes an authorised call on and answers others with UNAUTHENTICATED."""
+        handler = await continuation(handler_call_details)
+        public = handler_call_details.method.startswith(HEALTH_SERVICE)
+        if handler is None or public or self._authorised(handler_call_details):
+            return handler
+        return _refusing(handler)
+
+    def _authorised(self, details: grpc.HandlerCallDetails) -> bool:
+        given = dict(details.invocation_metadata).get(HEADER, "")
+        data = given if isinstance(given, bytes) else given.encode()
+        return not self._expected or hmac.compare_digest(data, self._expected)
+
+
+def _refusing(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
+    async def refuse(_request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")
+
+    return grpc.unary_unary_rpc_method_handler(refuse, handler.request_deserializer, handler.response_serializer)
