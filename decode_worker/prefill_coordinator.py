@@ -9,8 +9,8 @@
 A request without candidates, but with a prefix source, is computed here. If much of it is uncached here, its prefix is
 fetched first: one attempt of at most `prefill_progress_s`. The engine computes the rest.
 
-First tokens of a failed remote prefill are facts: the request continues as prompt plus first token, one request per
-choice.
+First tokens of a failed remote prefill were sent to the client and can't be sampled again: the request continues as
+prompt plus first token, one request per choice.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ class PrefillCoordinator:
     """Coordinates the prefills of a worker's requests.
 
     Args:
-        on_engine_id: Called with each further name that the engine may use for a request.
+        on_engine_id: Called with each additional engine request id of a request.
 
     Attributes:
         remote_prefills: Counts remote prefills by outcome, and what became of requests after failures.
         prefix_fetches: Counts prefix fetches by outcome.
-        failures: Counts failed ones of both by reason.
-        running: Those that have not ended. They may outlive their request.
+        failures: Counts failed remote prefills and prefix fetches by reason.
+        running: Remote prefills and prefix fetches that have not ended. They may outlive their request.
     """
 
     def __init__(self, context: WorkerContext, on_engine_id: Callable[[str, RouterRequest], object]) -> None:
@@ -58,7 +58,8 @@ class PrefillCoordinator:
         self._context = context
         self._on_engine_id = on_engine_id
         self._landings = LandingQueue(context.engine)
-        self._coming: dict[bytes, asyncio.Future[None]] = {}  # ends of remote prefills, by their first missing block
+        # By first missing block: futures, done when that remote prefill ends.
+        self._arriving: dict[bytes, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -91,8 +92,8 @@ class _Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """What the cache has of a request, and what follows.
+class _CacheReport:
+    """What the cache has of a request, and what was done.
 
     Attributes:
         missing: The first full block that the cache lacks; empty if it lacks none.
@@ -108,7 +109,7 @@ class _Coordination:
     """The way of one request to its first tokens."""
 
     def __init__(self, coordinator: PrefillCoordinator, request: RouterRequest, message: pb.Submit) -> None:
-        self._all = coordinator
+        self._coordinator = coordinator
         self._engine = coordinator._context.engine
         self._request = request
         self._candidates = list(message.prefill_candidates)
@@ -130,25 +131,25 @@ class _Coordination:
 
     async def _run(self) -> None:
         if self._prefix_source is not None and not self._candidates:
-            look = await self._look()
-            if look.verdict is not _Verdict.TOO_LONG:
+            report = await self._take_or_report()
+            if report.verdict is not _Verdict.TOO_LONG:
                 return
-            await self._fetch_prefix(self._prefix_source, look)
-            self._long_prefill_tokens = len(self._request.request.token_ids)
+            await self._fetch_prefix(self._prefix_source, report)
+            self._long_prefill_tokens = len(self._request.request.token_ids)  # from here on everything is local
         for candidate in self._candidates:
-            look = await self._look()
-            if look.verdict is not _Verdict.TOO_LONG:
+            report = await self._take_or_report()
+            if report.verdict is not _Verdict.TOO_LONG:
                 return
             if len(self._parts) > 1:
-                break  # choices that continue on their own share their prompt through the cache
-            outcome = await self._prefill_by(candidate, look)
+                break  # a remote prefill takes one request; these are one per choice, and share the prompt in the cache
+            outcome = await self._prefill_by(candidate, report)
             if outcome.status is not Status.FAILED:
                 return
             log.warning("prefill of %s by %s failed: %s", self._request.trace_id, candidate.worker_id, outcome.reason)
             self._failures[candidate.worker_id] = outcome.reason
             self._continue_after(outcome.first)
-        if (await self._look()).verdict is _Verdict.TOO_LONG:
-            self._all.remote_prefills["rerouted"] += 1
+        if (await self._take_or_report()).verdict is _Verdict.TOO_LONG:
+            self._coordinator.remote_prefills["rerouted"] += 1
             reasons = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in self._failures.items())
             self._request.refuse(
                 pb.Refusal.KIND_REROUTE, f"prefill failed: {reasons}", failed_prefill_workers=self._failures
@@ -156,73 +157,79 @@ class _Coordination:
 
     # ---- local ----
 
-    async def _look(self) -> _Look:
+    async def _take_or_report(self) -> _CacheReport:
         """Waits while the missing prefix is on its way; gives the request to the engine if little is missing."""
         while True:
-            look = await self._engine.poll(self._take_or_wait)
-            coming = self._all._coming.get(look.missing)
-            if look.verdict is not _Verdict.TOO_LONG or coming is None:
-                if look.verdict is _Verdict.TAKEN and self._failures:
-                    self._all.remote_prefills["local_fallback"] += 1
-                return look
-            await asyncio.wait([coming, self._request.ended], return_when=asyncio.FIRST_COMPLETED)
+            report = await self._engine.poll(self._take_or_wait)
+            arriving = self._coordinator._arriving.get(report.missing)
+            if report.verdict is not _Verdict.TOO_LONG or arriving is None:
+                if report.verdict is _Verdict.TAKEN and self._failures:
+                    self._coordinator.remote_prefills["local_fallback"] += 1
+                return report
+            await asyncio.wait([arriving, self._request.ended], return_when=asyncio.FIRST_COMPLETED)
 
-    def _take_or_wait(self, engine: Engine) -> _Look | None:
+    def _take_or_wait(self, engine: Engine) -> _CacheReport | None:
         """Runs on the engine thread. Returns None while blocks that decide the answer are computed or received."""
         if self._request.ended.done() or not self._parts:
-            return _Look(_Verdict.UNWANTED)
+            return _CacheReport(_Verdict.UNWANTED)
         if self._awaited is not None and engine.is_pending(self._awaited):
             return None  # without a lookup of the whole prefix
         request = self._parts[0]
         uncached = engine.uncached_tokens(request)
         if uncached > self._long_prefill_tokens:
-            self._awaited = engine.pending(request, blocks_for(len(request.token_ids) - self._long_prefill_tokens))
+            # With these blocks at most `_long_prefill_tokens` stay uncached: it need not wait for later ones.
+            blocks = blocks_for(len(request.token_ids) - self._long_prefill_tokens)
+            self._awaited = engine.block_to_wait_for(request, blocks)
             if self._awaited is not None:
                 return None
             cached_tokens = len(request.token_ids) - uncached
             first = cached_tokens // BLOCK_SIZE
-            return _Look(_Verdict.TOO_LONG, b"".join(request.block_hashes[first : first + 1]), cached_tokens)
+            return _CacheReport(_Verdict.TOO_LONG, b"".join(request.block_hashes[first : first + 1]), cached_tokens)
         _add_all(engine, self._parts, self._request.closed)
-        return _Look(_Verdict.TAKEN)
+        return _CacheReport(_Verdict.TAKEN)
 
     # ---- remote ----
 
-    async def _fetch_prefix(self, source: pb.PrefixSource, look: _Look) -> None:
-        if look.cached_tokens >= source.blocks * BLOCK_SIZE:
+    async def _fetch_prefix(self, source: pb.PrefixSource, report: _CacheReport) -> None:
+        if report.cached_tokens >= source.blocks * BLOCK_SIZE:
             return
-        fetch = self._make(PrefixFetch, source, look)
-        outcome = await self._outcome(fetch, look, timeout_s=self._all._context.settings.prefill_progress_s)
-        self._all.prefix_fetches[_OUTCOMES[outcome.status]] += 1
+        fetch = self._make(PrefixFetch, source, report)
+        outcome = await self._run_prefill(
+            fetch, report, timeout_s=self._coordinator._context.settings.prefill_progress_s
+        )
+        self._coordinator.prefix_fetches[_OUTCOMES[outcome.status]] += 1
         if outcome.status is Status.COMPLETE:
             self._request.prefix_worker = source.worker_id
         elif not self._request.ended.done():
             log.warning("no prefix of %s from %s: %s", self._request.trace_id, source.worker_id, outcome.reason)
 
-    async def _prefill_by(self, candidate: pb.PrefillCandidate, look: _Look) -> Outcome:
-        outcome = await self._outcome(self._make(RemotePrefill, candidate, look), look)
-        self._all.remote_prefills[_OUTCOMES[outcome.status]] += 1
+    async def _prefill_by(self, candidate: pb.PrefillCandidate, report: _CacheReport) -> Outcome:
+        outcome = await self._run_prefill(self._make(RemotePrefill, candidate, report), report)
+        self._coordinator.remote_prefills[_OUTCOMES[outcome.status]] += 1
         self._request.send(outcome.ended)
         return outcome
 
     def _make(
-        self, kind: type[RemotePrefill], candidate: pb.PrefillCandidate | pb.PrefixSource, look: _Look
+        self, kind: type[RemotePrefill], candidate: pb.PrefillCandidate | pb.PrefixSource, report: _CacheReport
     ) -> RemotePrefill:
         return kind(
             self._parts[0],
             candidate,
-            cached_tokens=look.cached_tokens,
-            context=self._all._context,
-            landings=self._all._landings,
+            cached_tokens=report.cached_tokens,
+            context=self._coordinator._context,
+            landings=self._coordinator._landings,
             on_first=self._request.send,
             open_choices=lambda: self._request.open,
         )
 
-    async def _outcome(self, prefill: RemotePrefill, look: _Look, timeout_s: float | None = None) -> Outcome:
+    async def _run_prefill(
+        self, prefill: RemotePrefill, report: _CacheReport, timeout_s: float | None = None
+    ) -> Outcome:
         """Runs a remote prefill, and cancels it when the request ends, or after `timeout_s`."""
-        coordinator = self._all
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if look.missing:
-            coordinator._coming[look.missing] = over
+        coordinator = self._coordinator
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if report.missing:
+            coordinator._arriving[report.missing] = ended
         task = coordinator.running[prefill] = asyncio.create_task(prefill.run(), name="remote-prefill")
         task.add_done_callback(lambda _: coordinator.running.pop(prefill))
         ends: list[asyncio.Future[Any]] = [prefill.outcome, self._request.ended]
@@ -230,9 +237,9 @@ class _Coordination:
         if not prefill.outcome.done():
             prefill.cancel()
         outcome = await prefill.outcome
-        if look.missing:
-            del coordinator._coming[look.missing]
-        over.set_result(None)
+        if report.missing:
+            del coordinator._arriving[report.missing]
+        ended.set_result(None)
         if outcome.failure is not None:
             coordinator.failures[outcome.failure.value] += 1
         return outcome
@@ -249,7 +256,7 @@ class _Coordination:
         ]
         for part in self._parts:
             self._request.engine_ids.append(part.id)
-            self._all._on_engine_id(part.id, self._request)
+            self._coordinator._on_engine_id(part.id, self._request)
 
 
 _OUTCOMES = {

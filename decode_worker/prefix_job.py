@@ -17,7 +17,7 @@ from cpd.common.blocks import HASH_BYTES, split_hashes
 from cpd.common.errors import TransferError
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer
-from worker.page_sender import PageSource
+from worker.page_sender import SourcePool
 from worker.pool_connections import PoolConnections
 from worker.prefill_server import PrefillStoppedError, Send, ServedPrefill
 from worker.wire_format import InvalidRequestError
@@ -40,7 +40,7 @@ class PrefixJob(ServedPrefill):
     """
 
     def __init__(
-        self, name: str, start: pb.PrefillStart, send: Send, *, source: PageSource, pools: PoolConnections
+        self, name: str, start: pb.PrefillStart, send: Send, *, source: SourcePool, pools: PoolConnections
     ) -> None:
         super().__init__(name, start, send, source)
         if not start.block_hashes or len(start.block_hashes) % HASH_BYTES:

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.types import StepOutput
 from worker.async_engine import Update
 from worker.context import EXIT_RESTART, WorkerContext
-from worker.page_sender import PageSource
+from worker.page_sender import SourcePool
 from worker.pool_connections import PoolConnections
 from worker.prefill_server import IncomingStream, PrefillServer, Send
 from worker.router_session import RouterSession
@@ -41,7 +41,7 @@ class DecodeService:
         self._coordinator = PrefillCoordinator(context, self._by_engine_id.__setitem__)
         self._restart: asyncio.TimerHandle | None = None
         self._pools = PoolConnections(context.transport)
-        self._pages = PageSource(context.engine, context.memory)
+        self._pages = SourcePool(context.engine, context.memory)
         self._prefill_server = PrefillServer(context, self._make_prefix_job)
 
     @property
@@ -51,7 +51,7 @@ class DecodeService:
 
     # ---- from the engine ----
 
-    def hook(self, engine: Engine, output: StepOutput | None) -> None:
+    def after_pass(self, engine: Engine, output: StepOutput | None) -> None:
         """Does nothing."""
 
     def update(self, update: Update) -> None:

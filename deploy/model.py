@@ -93,15 +93,15 @@ def inspect_model(directory: Path, settings: ClusterSettings) -> str:
     import torch
 
     from cpd.performance.model import Profile
-    from engine.execution.device import explain_gpu_errors, resolve_device
     from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
     from engine.execution.memory_plan import count_slots, plan_memory
+    from engine.execution.torch_device import explain_gpu_errors, resolve_device
     from engine.model.config import load_config
     from engine.model.weights import Checkpoint
-    from router.text.checkpoint import load_checkpoint
+    from router.text.text_files import load_text_files
     from simulated_workers.engine import count_pages
 
-    load_checkpoint(directory)
+    load_text_files(directory)
     config = load_config(directory)
     if settings.simulate:
         count_pages(settings, Profile.load(settings.simulate), config)

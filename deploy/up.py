@@ -37,7 +37,7 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 from deploy.redis import EmbeddedRedis, embedded_redis
 from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
-from router.api.sampling_defaults import default_sampling
+from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
 from simulated_workers.simulation import NOTICE
 

@@ -2,9 +2,9 @@
 
     add ──▶ scheduler ──plan──▶ build_batch ──▶ lane.launch … collect ──▶ output processor ──▶ outputs
 
-A step's batch runs on the whole device, or on the decode lane while the prefill lane computes something else.
-`cpd/performance/colocation.py` decides where prefills go, `engine/inflight.py` what is launched before what is
-collected.
+A lane is a fixed share of the device with its own stream. A step's batch runs on the full lane (the whole device), or
+on the decode lane while the prefill lane computes a prompt. `cpd/performance/colocation.py` decides where prefills go,
+`engine/inflight.py` what is launched before what is collected.
 
 The engine runs on one thread and never reads a clock. Between two steps its state is consistent: pages are released and
 blocks published only when the step that touches them has been collected.
@@ -43,7 +43,7 @@ class Engine:
         colocation: Decides where prefills go while there are decodes.
         max_num_seqs: Maximum number of running sequences.
         max_queue_tokens: Maximum tokens of requests that have not been scheduled yet.
-        build: Makes the batches. An executor that computes nothing needs less in them.
+        build: Makes the batches. A simulated executor, which computes nothing, needs only their sizes and samples.
         host: Host memory for evicted blocks; None: they are lost.
 
     Attributes:
@@ -53,8 +53,8 @@ class Engine:
         host_pages: Maximum number of blocks in host memory.
         host_page_ms: Time to load one of them.
         landings: Pages that other workers write into.
-        scheduler, outputs, in_flight, times: The parts of a step, for code that makes steps in its own way, as the
-            simulator's fast-forward does.
+        scheduler, outputs, in_flight, times: The parts of a step, and statistics of step durations, for code that makes
+            steps in its own way, as the simulator's fast-forward does.
         trace: Records of the last steps.
     """
 
@@ -70,7 +70,7 @@ class Engine:
         host: HostMemory | None = None,
     ) -> None:
         self.max_model_len = min(max_model_len, executor.num_pages * BLOCK_SIZE)
-        self.max_num_seqs = min(max_num_seqs, colocation.max_tokens)  # so that each advances in each step
+        self.max_num_seqs = min(max_num_seqs, colocation.max_tokens)  # a step must hold one token of each
         self._max_queue_tokens = max_queue_tokens
         self.host_pages = host.num_slots if host is not None else 0
         self.host_page_ms = host.slot_ms if host is not None else 0.0
@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Changes whenever `landings.reserve`, `pending`, `loading` or `uncached_tokens` may give another answer."""
+        """Changes when `landings.reserve`, `block_to_wait_for`, `loading` or `uncached_tokens` may change."""
         return self.scheduler.version + self._pool.publications
 
     @property
@@ -125,7 +125,8 @@ class Engine:
         """True if a step would do something.
 
         False also when everything waits for pages that others hold (reservations, pins), for the prefill lane, or for
-        blocks from host memory. Ask again after the next call that changes the engine, and when `on_work` calls.
+        blocks from host memory. Ask again after the next call that changes the engine, and when `set_work_callback`'s
+        callback is called.
         """
         return self.has_results or (bool(self.outputs) and self._idle_at != self.scheduler.version)
 
@@ -136,11 +137,11 @@ class Engine:
         return bool(self.in_flight.main or self.in_flight.prefill_done or loaded or self.outputs.pages_to_release)
 
     @property
-    def prefill_lane_chunk(self) -> int:
-        """Number of the chunk that the prefill lane ends next; 0 if the lane is idle. Any thread may ask."""
-        return self.in_flight.prefill_number
+    def prefill_lane_chunk_number(self) -> int:
+        """Id, counted from 1, of the chunk that the prefill lane computes; 0 if it is idle. Any thread may ask."""
+        return self.in_flight.prefill_chunk_number
 
-    def on_work(self, callback: Callable[[], None]) -> None:
+    def set_work_callback(self, callback: Callable[[], None]) -> None:
         """Sets the function to call, on any thread, when the prefill lane or a load from host memory is done."""
         self._on_work = callback
 
@@ -162,7 +163,8 @@ class Engine:
             self._process(*self.in_flight.collect(), output)
         else:
             self._idle(output, now)
-        # Last, because the pages of `computed` must be as they are when the caller sees them.
+        # Last, because scheduling after this could preempt the sequences of `computed` and reuse their pages before the
+        # caller pins them.
         while self.in_flight.prefill_done:
             self._process(*self.in_flight.collect_prefill(), output)
             self._launch_next_chunk()
@@ -173,7 +175,7 @@ class Engine:
         num_tokens = len(request.token_ids)
         return max(1, num_tokens - self._cache.cached_blocks(request.block_hashes, num_tokens) * BLOCK_SIZE)
 
-    def pending(self, request: Request, blocks: int | None = None) -> bytes | None:
+    def block_to_wait_for(self, request: Request, blocks: int | None = None) -> bytes | None:
         """Returns the block to wait for if the first block that the cache lacks is being computed or received.
 
         It is the last block, among the first `blocks`, that comes from the same source without a gap.
@@ -183,7 +185,7 @@ class Engine:
 
     def is_pending(self, block_hash: bytes) -> bool:
         """True if this block is being computed or received."""
-        return self._cache.pending.is_filled(block_hash)
+        return self._cache.pending.has_producer(block_hash)
 
     def pin(self, pages: Sequence[int]) -> None:
         """Keeps used or cached pages unchanged while a transfer reads them."""
@@ -216,7 +218,7 @@ class Engine:
         self._pool.release(pages)
 
     def load(self, hashes: Sequence[bytes]) -> None:
-        """Loads the first blocks of a chain that only host memory has, if that is quicker than computing them."""
+        """Loads the blocks after the cached prefix that are only in host memory, if that is faster than computing."""
         found = self._pool.find(hashes)
         self._cache.load(hashes, found, len(hashes) * BLOCK_SIZE, self.scheduler.headroom)
 
@@ -230,15 +232,15 @@ class Engine:
     def stats(self, now: float = 0.0) -> EngineStats:
         """Figures for a load report at the time `now`, as in `step`."""
         scheduler, waiting = self.scheduler, self.scheduler.waiting
-        decodes, lacking = scheduler.running_work()
-        begin = now + self.colocation.prefill_ms(lacking, decodes) / 1e3
+        decodes, remaining = scheduler.running_work()
+        begin = now + self.colocation.prefill_ms(remaining, decodes) / 1e3
         late_ms = self.colocation.prefill_ms(waiting.late_work(begin), decodes)
-        lacking += waiting.queued_work
-        prefill_ms = self.colocation.prefill_ms(lacking, decodes)
+        remaining += waiting.queued_work
+        prefill_ms = self.colocation.prefill_ms(remaining, decodes)
         return EngineStats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
-            waiting_tokens=lacking.tokens,
+            waiting_tokens=remaining.tokens,
             pages=self._pool.counts(),
             preemptions=scheduler.preemptions,
             prefill_tokens=self.outputs.prefill_tokens,
@@ -294,11 +296,11 @@ class Engine:
         """Decides what is computed next: the main lane's plan, and the prefill lane's plan and split, if any."""
         plan = self.scheduler.schedule_decodes()
         if self.scheduler.wants_prefill(now):
-            busy = self.in_flight.split
-            budget, shares = self.colocation.prefill_budget(plan.work, busy.shares if busy else None)
+            in_use = self.in_flight.split
+            budget, chosen = self.colocation.prefill_budget(plan.work, in_use.shares if in_use else None)
             if lane_plan := self.scheduler.schedule_prefills(plan, budget, now):
-                assert shares is not None
-                return plan, lane_plan, self._splits[shares]
+                assert chosen is not None
+                return plan, lane_plan, self._splits[chosen]
         return plan, None, None
 
     def _launch(self, plan: Plan, lane_plan: Plan | None = None, split: Split | None = None) -> None:
@@ -313,7 +315,7 @@ class Engine:
 
     def _launch_ahead(self, now: float) -> None:
         """Launches the step after the one in flight, if it can be planned before that one's tokens are known."""
-        (step,) = self.in_flight.main
+        (step,) = self.in_flight.main  # one: the step before it has been collected, and none is launched ahead yet
         if step.lane.overlaps and step.lane is self.in_flight.main_lane and not self.in_flight.prefill_done:
             self._launch(lookahead.overlapped_decodes(self.scheduler, step.plan, now))
 
@@ -322,8 +324,8 @@ class Engine:
         split = self.in_flight.split
         if split is None:
             return
-        budget, shares = self.colocation.prefill_budget(self.scheduler.running_work()[0], None)
-        if shares == split.shares:
+        budget, chosen = self.colocation.prefill_budget(self.scheduler.running_work()[0], None)
+        if chosen == split.shares:
             plan = lookahead.next_lane_chunk(self.scheduler, self.in_flight.prefill[-1].plan, budget)
             if plan:
                 self._launch_prefill(split, plan)
@@ -334,7 +336,7 @@ class Engine:
 
     def _process(self, step: InFlightStep, result: StepResult, output: StepOutput) -> None:
         """Turns the sampled tokens of a collected step into outputs, and records the step."""
-        if step.name == "prefill":
+        if step.lane_kind == "prefill":
             self.scheduler.lane_collected(step.plan)
         else:
             self.times.add(result.ms, step.predicted_ms, decodes=bool(step.plan.decodes))

@@ -38,7 +38,7 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduling.plan import BuildBatch, Plan
 from engine.scheduling.sequence import Sequence, SequenceTable
 
-LaneName = Literal["full", "prefill", "decode"]
+LaneKind = Literal["full", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,12 @@ class InFlightStep:
     """A launched step.
 
     Attributes:
-        name: The kind of lane.
         predicted_ms: Duration by the performance model; 0: unknown.
         pages: Pages that sequences have left by ending since, released when the step is collected.
     """
 
     lane: Lane
-    name: LaneName
+    lane_kind: LaneKind
     plan: Plan
     work: Work
     predicted_ms: float = 0.0
@@ -93,7 +92,7 @@ class InFlight:
         return self.prefill[0].work if self.prefill else None
 
     @property
-    def prefill_number(self) -> int:
+    def prefill_chunk_number(self) -> int:
         """Number of the first chunk on the prefill lane; 0 if there is none. Any thread may ask."""
         return self._prefills_collected + 1 if self.prefill else 0
 

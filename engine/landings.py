@@ -1,7 +1,7 @@
 """Landings: pages that another worker fills with a prompt's keys and values, and how the request goes on from there.
 
     reserve ──▶ live ──activate────▶ (the pages belong to a running sequence)
-                 ├─────fill_cache──▶ (the pages are in the cache)
+                 ├───add_to_cache──▶ (the pages are in the cache)
                  └─────cancel──────▶ (the pages are free), or quarantined ──end_quarantine──▶ (the pages are free)
 
 A live landing holds the cached first blocks of the prompt, owns a page for each further block, and keeps a row of the
@@ -109,7 +109,7 @@ class Landings:
         self._outputs.fork(seq, going_on)
         return ended
 
-    def fill_cache(self, reservation: Reservation, request: Request) -> None:
+    def add_to_cache(self, reservation: Reservation, request: Request) -> None:
         """Puts the first full blocks of a prompt, whose pages have all arrived, into the cache.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Turns sampled tokens into outputs: finish reasons, forks of choices, progress of prefill-only requests."""
+"""Checks and opens requests, and turns sampled tokens into outputs: finish reasons, forks, prefill-only progress."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count, islice
@@ -17,7 +17,7 @@ MAX_AWAITING = 1024
 
 
 class OutputProcessor:
-    """Knows the sequences of every unfinished request.
+    """Checks and opens requests, and makes their outputs. Knows the sequences of every unfinished request.
 
     Args:
         release: Takes the pages that a finished sequence leaves.

@@ -5,7 +5,7 @@ from statistics import median
 from typing import NamedTuple
 
 from engine.execution.executor import StepResult
-from engine.inflight import InFlightStep, LaneName
+from engine.inflight import InFlightStep, LaneKind
 
 MAX_RECORDS = 16_384
 
@@ -33,7 +33,7 @@ class StepRecord(NamedTuple):
         waiting_tokens: Tokens of the requests among them that had never run.
     """
 
-    lane: LaneName
+    lane: LaneKind
     share: float
     start_s: float
     ms: float
@@ -58,7 +58,7 @@ class StepTrace:
         prefill_context = sum(chunk.end for chunk in prefills)
         self._records.append(
             StepRecord(
-                lane=step.name,
+                lane=step.lane_kind,
                 share=step.lane.share,
                 start_s=result.start_s,
                 ms=result.ms,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
+from typing import Self
 
 from cpd.common.blocks import Tier
 
@@ -204,7 +205,7 @@ class EngineStats:
             when they came.
         preemptions, prefill_tokens, decode_tokens, cached_tokens: Totals.
         queued_tokens: Tokens of requests that have never run, which the queue limit counts.
-        decodes: Number of sequences that lack one token.
+        decodes: Number of sequences with one token to compute.
         decode_context: Sum of the tokens that these attend to.
         prefill_ms: Predicted time until `waiting_tokens` are computed.
         overdue_ms: The part of `prefill_ms` that a new prompt passes if it can meet its deadline: late prompts wait.
@@ -230,3 +231,8 @@ class EngineStats:
     slowdown: float = 0.0
     host: HostStats = HostStats()
     awaiting_first_token: Sequence[int] = ()
+
+    @classmethod
+    def empty(cls) -> Self:
+        """The figures before the engine has run."""
+        return cls(0, 0, 0, PoolCounts(0, 0, 0, 0, 0), 0, 0, 0, 0)

@@ -28,7 +28,7 @@ from engine.engine import Engine
 from engine.scheduling.waiting_queue import terms_of
 from engine.types import Computed, Output, Request
 from prefill_worker.job_queue import JobQueue
-from worker.page_sender import PageSender, PageSource
+from worker.page_sender import PageSender, SourcePool
 from worker.pool_connections import PoolConnections
 from worker.prefill_server import PrefillStoppedError, Send, ServedPrefill
 from worker.wire_format import InvalidRequestError, output_to_wire
@@ -103,7 +103,7 @@ class PrefillJob(ServedPrefill):
         start: pb.PrefillStart,
         send: Send,
         *,
-        source: PageSource,
+        source: SourcePool,
         pools: PoolConnections,
         queue: JobQueue,
         to_send: dict[str, PagesToSend],

@@ -14,7 +14,7 @@ from prefill_worker.job_queue import JobQueue
 from prefill_worker.prefill_job import FinishedPages, PagesToSend, PrefillJob, PrefillJobState
 from worker.async_engine import Update
 from worker.context import WorkerContext
-from worker.page_sender import PageSource
+from worker.page_sender import SourcePool
 from worker.pool_connections import PoolConnections
 from worker.prefill_server import IncomingStream, PrefillServer, Send, ServedPrefill
 from worker.router_session import RouterSession
@@ -36,7 +36,7 @@ class PrefillService:
             early_pages=context.memory.num_pages - blocks_for(context.limits.max_model_len),
             predicted_s=lambda tokens: self._prefill_ms(Work.prefill(tokens)) / 1000,
         )
-        self._pages = PageSource(context.engine, context.memory)
+        self._pages = SourcePool(context.engine, context.memory)
         self._numbers = itertools.count(1)
         self._jobs: dict[str, PrefillJob] = {}
         self._server = PrefillServer(context, self._make, self._ended)
@@ -48,7 +48,7 @@ class PrefillService:
         """True while a job has not ended."""
         return bool(self._jobs)
 
-    def hook(self, engine: Engine, output: StepOutput | None) -> None:
+    def after_pass(self, engine: Engine, output: StepOutput | None) -> None:
         """Pins the pages that a step has finished, before the engine can release them."""
         if output is None:
             return

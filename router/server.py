@@ -18,17 +18,16 @@ from cpd.common.config import RouterSettings
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
 from router.api.app import create_app
+from router.api.completions import CompletionService
 from router.api.connection import Connection
-from router.api.sampling_defaults import default_sampling
-from router.api.service import Service
+from router.api.sampling import default_sampling
 from router.api.tenants import Keys, read_keys
 from router.dispatch.workers import Workers
-from router.metrics import Metrics
 from router.operations.peer_routers import PeerRouters
 from router.operations.worker_metrics import WorkerMetrics
-from router.text.checkpoint import load_checkpoint
+from router.request_metrics import RequestMetrics
+from router.text.text_files import load_text_files
 
-LEASE_S = 5.0
 REDIS_TIMEOUT_S = 2.0
 PEERS_POLL_S = 0.1
 """Interval at which a router that is not ready asks whether a peer serves the port, in seconds."""
@@ -84,12 +83,12 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     token = settings.cluster_token.get_secret_value()
     keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
-    checkpoint = load_checkpoint(Path(settings.model), settings.served_model_name)
+    text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
     workers = Workers(router_id, token, itl_ms=settings.slo_itl)
-    metrics = Metrics()
+    metrics = RequestMetrics()
     metrics.registry.register(WorkerMetrics(workers))
-    service = Service(settings, checkpoint, sampling_defaults, workers, metrics)
+    service = CompletionService(settings, text_files, sampling_defaults, workers, metrics)
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: workers.routers)
     server = _server(create_app(service, keys, peers))
@@ -120,7 +119,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         async with (
             redis,
             contextlib.aclosing(peers),
-            lease(redis, settings.cluster, member, LEASE_S),
+            lease(redis, settings.cluster, member, settings.lease_s),
             asyncio.TaskGroup() as group,
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))

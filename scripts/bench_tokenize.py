@@ -15,27 +15,27 @@ from string import ascii_lowercase
 
 from cpd.common.blocks import TOKEN_BYTES, extend_hashes, hash_root, pack_tokens
 from models.tiny import CHECKPOINT
-from router.text.checkpoint import load_checkpoint
+from router.text.text_files import load_text_files
 from router.text.tokenizer import Tokenizer
 
 REPEATS = 20
 
 
 async def _measure(model: Path, turns: int, chars: int) -> None:
-    checkpoint = load_checkpoint(model)
-    if checkpoint.template is None:
+    files = load_text_files(model)
+    if files.template is None:
         raise SystemExit(f"{model} has no chat template")
     rng = random.Random(0)
     messages = [{"role": "system", "content": _text(rng, chars)}]
     texts: list[str] = []
     for _ in range(turns):
         messages.append({"role": "user", "content": _text(rng, chars)})
-        texts.append(checkpoint.template.render(messages))
+        texts.append(files.template.render(messages))
         messages.append({"role": "assistant", "content": _text(rng, chars)})
     whole = [float("inf")] * turns
     tail, hashing = list(whole), list(whole)
     for _ in range(REPEATS):
-        tokenizer = Tokenizer(checkpoint.tokenizer.backend)
+        tokenizer = Tokenizer(files.tokenizer.backend)
         for turn, text in enumerate(texts):
             started = time.perf_counter()
             ids = await tokenizer.encode_chat(text, b"")
@@ -51,7 +51,7 @@ async def _measure(model: Path, turns: int, chars: int) -> None:
     print("| turn | characters | tokens | whole, ms | tail, ms | ratio | hashes, ms |")
     print("| --- " * 7 + "|")
     for turn in sorted({0, 1, turns // 4, turns // 2, turns - 1}):
-        tokens = len(await checkpoint.tokenizer.encode_chat(texts[turn], b"")) // TOKEN_BYTES
+        tokens = len(await files.tokenizer.encode_chat(texts[turn], b"")) // TOKEN_BYTES
         ratio = whole[turn] / tail[turn]
         print(
             f"| {turn + 1} | {len(texts[turn]):,} | {tokens:,} | {whole[turn] * 1e3:.2f} | {tail[turn] * 1e3:.2f} "

@@ -50,7 +50,7 @@ class EngineDriver:
             host=host,
         )
         self._woken = threading.Event()
-        self._engine.on_work(self._woken.set)
+        self._engine.set_work_callback(self._woken.set)
         self._added = 0
 
     def add(self, token_ids: Sequence[int], max_tokens: int) -> str:

@@ -94,7 +94,7 @@ class Host:
                 settings,
                 role,
                 _SERVICES[role],
-                load=partial(self._load, clock=clock),
+                build_engine=partial(self._load, clock=clock),
                 make_engine=partial(InlineEngine, clock=clock, choose=self._choose),
                 open_transport=self._open,
             )

@@ -148,13 +148,13 @@ class InlineEngine(AsyncEngine):
         self._passing = False
         alarm_s = self._clock.alarm_s
         if alarm_s is None:
-            self._set_next(self._loop.call_later(self._settles_in_s(self._loop.time()), self._check, engine))
+            self._set_next(self._loop.call_later(self._idle_check_in_s(self._loop.time()), self._check, engine))
         else:
             self._set_next(self._loop.call_at(alarm_s, self._wake))
 
     def _check(self, engine: Engine) -> None:
         try:
-            self._settle(engine, self._loop.time())
+            self._check_when_idle(engine, self._loop.time())
         except Exception as error:
             self._failed(error)
 

@@ -13,7 +13,7 @@ import pytest
 T = TypeVar("T")
 
 TIMER_LATENESS_S = 1e-4
-"""How late each timer fires."""
+"""Lateness of each timer."""
 
 
 class _VirtualTimeSelector(selectors.DefaultSelector):

@@ -9,11 +9,11 @@ import grpc
 
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
-from engine.inflight import LaneName
+from engine.inflight import LaneKind
 from worker.async_engine import AsyncEngine
 from worker.context import Lifecycle
 
-_LANES: Mapping[LaneName, pb.Lane.ValueType] = {
+_LANES: Mapping[LaneKind, pb.Lane.ValueType] = {
     "full": pb.LANE_FULL,
     "prefill": pb.LANE_PREFILL,
     "decode": pb.LANE_DECODE,

@@ -1,17 +1,17 @@
 """An engine for the event loop: it steps on its own thread, and the loop sends it commands and gets its results.
 
-A *pass* runs the queued commands and then, if there is work, one engine step. Without commands and work there are no
-passes. Who runs what:
+A *pass* runs the queued commands, then one engine step if there is work, then the callback `after_pass`. Without
+commands and work there are no passes. Who runs what:
 
     engine thread                                   event loop
     builds the engine, runs commands                `call`, `poll`, `post` queue commands
     steps while there is work                       gets the results of a pass, in order: command results before the
-    runs the hook and retries polls after a step      step; then the hook's deliveries, the Update and the stats
+    runs `after_pass` and retries polls               step; then `after_pass`'s deliveries, the Update, the stats
 
 Each pass wakes the event loop at most three times, however many requests there are, and not at all while an earlier
 wake-up is still pending.
 
-An exception in a step, the hook or a posted command means that the engine can no longer be trusted: it is logged,
+An exception in a step, `after_pass` or a posted command means that the engine can no longer be trusted: it is logged,
 `on_failure` is called, and later calls raise EngineDiedError. An exception in a `call` or `poll` goes to its caller.
 """
 
@@ -33,7 +33,7 @@ from engine.types import CacheEvent, EngineStats, StepOutput
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Hook = Callable[[Engine, StepOutput | None], None]
+AfterPass = Callable[[Engine, StepOutput | None], None]
 Listener = Callable[["Update"], None]
 
 STATS_INTERVAL_S = 0.1
@@ -95,7 +95,7 @@ class AsyncEngine(ABC):
     """An Engine and its passes. Subclasses decide where passes run.
 
     Attributes:
-        passing: Number of the pass under way; 0 between passes. Any thread may read it.
+        pass_number: Number of the pass under way; 0 between passes. Any thread may read it.
 
     Args:
         build: Builds the engine.
@@ -103,10 +103,10 @@ class AsyncEngine(ABC):
     """
 
     def __init__(self, build: Callable[[], Engine], *, on_failure: Callable[[BaseException], None]) -> None:
-        self.passing = 0
+        self.pass_number = 0
         self._build = build
         self._on_failure = on_failure
-        self._hook: Hook = lambda engine, output: None
+        self._after_pass: AfterPass = lambda engine, output: None
         self._listeners: tuple[Listener, ...] = ()
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Command] = deque()
@@ -117,7 +117,7 @@ class AsyncEngine(ABC):
         self._number = 0
         self._stats_at = 0.0
         self._checked_at = -CHECK_INTERVAL_S
-        self._settled = True  # idle and checked
+        self._checked = True  # idle and checked
 
     @abstractmethod
     async def start(self) -> Engine:
@@ -134,14 +134,15 @@ class AsyncEngine(ABC):
     async def close(self) -> None:
         """Stops after the current pass; queued calls raise EngineDiedError."""
 
-    def attach(self, hook: Hook, *listeners: Listener) -> None:
+    def attach(self, after_pass: AfterPass, *listeners: Listener) -> None:
         """Sets the receivers of results. Call it before there is any work.
 
         Args:
-            hook: Runs beside the engine after every pass, while the pages of `StepOutput.computed` are still held.
+            after_pass: Runs where the engine runs, at the end of every pass, while the pages of `StepOutput.computed`
+                are still held.
             listeners: Called on the event loop with each Update, in this order.
         """
-        self._hook, self._listeners = hook, listeners
+        self._after_pass, self._listeners = after_pass, listeners
 
     def call(self, fn: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Queues `fn` for the next pass; the future gets its result or exception.
@@ -207,14 +208,14 @@ class AsyncEngine(ABC):
 
     def _run_commands(self, engine: Engine) -> None:
         """Begins a pass."""
-        self._settled = False
+        self._checked = False
         # Commands that arrive meanwhile wait for the next pass, so that the engine keeps stepping.
         for _ in range(len(self._commands)):
             self._commands.popleft().run(engine)
 
     def _end_pass(self, engine: Engine, output: StepOutput | None, now: float) -> None:
         """Ends a pass. The step's `output` is handed over before statistics are taken."""
-        self._hook(engine, output)
+        self._after_pass(engine, output)
         if self._polls and (version := engine.version) != self._polled_version:
             self._polled_version = version
             self._polls = [poll for poll in self._polls if not poll.attempt(engine)]
@@ -228,15 +229,15 @@ class AsyncEngine(ABC):
         self._deliver_update(Update(None, None, self._number, engine.stats(now)))
         self._flush()
 
-    def _settles_in_s(self, now: float) -> float:
-        """Returns how long to stay idle before `_settle`."""
+    def _idle_check_in_s(self, now: float) -> float:
+        """Returns how long to stay idle before `_check_when_idle`."""
         return max(IDLE_CHECK_S, self._checked_at + CHECK_INTERVAL_S - now)
 
-    def _settle(self, engine: Engine, now: float) -> None:
+    def _check_when_idle(self, engine: Engine, now: float) -> None:
         """Checks the page accounts once per idle time."""
-        if not self._settled:
+        if not self._checked:
             engine.check_integrity()
-            self._settled, self._checked_at = True, now
+            self._checked, self._checked_at = True, now
 
     def _fail_waiters(self) -> None:
         """Fails every queued command and poll: there are no more passes."""
@@ -342,7 +343,7 @@ class EngineThread(AsyncEngine):
             self._send(lambda: _fail(self._started, failure))
             self._end()
             return
-        engine.on_work(self._wake)
+        engine.set_work_callback(self._wake)
         self._send(lambda: _set(self._started, engine))
         try:
             while self._wait_for_work(engine):
@@ -359,12 +360,12 @@ class EngineThread(AsyncEngine):
         while not engine.has_work:
             with self._wakeup:
                 if not (self._commands or self._engine_woke or self._closing):
-                    self._wakeup.wait(None if self._settled else self._settles_in_s(time.monotonic()))
+                    self._wakeup.wait(None if self._checked else self._idle_check_in_s(time.monotonic()))
                 if self._commands or self._closing:
                     break
                 woke, self._engine_woke = self._engine_woke, False
             if not woke:
-                self._settle(engine, time.monotonic())
+                self._check_when_idle(engine, time.monotonic())
         return not self._closing
 
     def _wake(self) -> None:
@@ -375,14 +376,14 @@ class EngineThread(AsyncEngine):
 
     def _pass(self, engine: Engine) -> None:
         self._passes += 1
-        self.passing = self._passes
+        self.pass_number = self._passes
         self._run_commands(engine)
         output = None
         if engine.has_work:
             self._flush()
             output = engine.step(time.monotonic())
         self._end_pass(engine, output, time.monotonic())
-        self.passing = 0
+        self.pass_number = 0
 
     def _flush(self) -> None:
         if self._deliveries:

@@ -12,8 +12,8 @@ from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
 from engine.execution.cpu.lanes import core_quota, own_cores, use_threads
-from engine.execution.device import explain_gpu_errors
 from engine.execution.runner import TorchRunner
+from engine.execution.torch_device import explain_gpu_errors
 from engine.profile.labels import profile_labels
 from engine.profile.rough import measure_rough_profile
 from kvtransfer.base import PoolMemory

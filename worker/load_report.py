@@ -1,4 +1,8 @@
-"""Sends load reports to the routers."""
+"""Sends load reports to the routers.
+
+Most fields come from the engine (`load_from_stats`), the rest from `add_load` of `decode_worker/service.py` and
+`prefill_worker/service.py`.
+"""
 
 import asyncio
 from collections.abc import Callable

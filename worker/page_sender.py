@@ -1,6 +1,7 @@
 """Sends pages from this worker's pool into one landing of another worker.
 
 A page is pinned by the caller of `send`, and unpinned here: when it has arrived, or when it will not be sent.
+`PageSender.pages_sent` counts a request's arrived pages (bytes: times `page_bytes`).
 """
 
 import asyncio
@@ -19,16 +20,16 @@ RUN_PAGES = 64
 
 
 @dataclass(slots=True)
-class PageSource:
-    """This worker's pool, shared by its page senders.
+class SourcePool:
+    """This worker's pool, from which all its page senders send.
 
     Attributes:
-        completed: Number of transfers completed so far.
+        completed_transfers: Number of transfers, of up to `RUN_PAGES` pages, completed so far.
     """
 
     engine: AsyncEngine
     memory: PoolMemory
-    completed: int = 0
+    completed_transfers: int = 0
 
     def unpin(self, pages: list[int]) -> None:
         """Unpins pages that are no longer read."""
@@ -60,7 +61,7 @@ class PageSender:
         landing: pb.PrefillLanding,
         blocks: int,
         *,
-        source: PageSource,
+        source: SourcePool,
         checksums: bool,
         announce: Callable[[pb.PrefillPages], None],
         failed: Callable[[str], None],
@@ -123,7 +124,7 @@ class PageSender:
             self._failed(str(error))
         else:
             self.pages_sent += len(pages)
-            self._source.completed += 1
+            self._source.completed_transfers += 1
         finally:
             self._source.unpin(pages)
 

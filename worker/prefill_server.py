@@ -19,7 +19,7 @@ from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer
 from worker.async_engine import EngineDiedError
 from worker.context import WorkerContext
-from worker.page_sender import PageSender, PageSource
+from worker.page_sender import PageSender, SourcePool
 from worker.wire_format import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class ServedPrefill(ABC):
         outcome: completed, failed or cancelled; empty until the request has ended.
     """
 
-    def __init__(self, name: str, start: pb.PrefillStart, send: Send, source: PageSource) -> None:
+    def __init__(self, name: str, start: pb.PrefillStart, send: Send, source: SourcePool) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
         self.landing: asyncio.Future[pb.PrefillLanding] = loop.create_future()
@@ -94,7 +94,7 @@ class ServedPrefill(ABC):
 
     def heartbeat(self, *, engine_works: bool) -> None:
         """Sends Progress if the engine works on, or pages have moved; otherwise Alive: this process still runs."""
-        completed = self._source.completed
+        completed = self._source.completed_transfers
         moved, self._completed_before = completed != self._completed_before, completed
         if engine_works and (moved or not self._only_sends):
             self._send_progress()

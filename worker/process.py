@@ -29,7 +29,7 @@ def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None
     from worker.engine_loader import load_engine  # imports torch, which simulated workers don't need
 
     async def serve() -> int:
-        worker = Worker(settings, role, make_service, load=lambda settings: load_engine(settings, role))
+        worker = Worker(settings, role, make_service, build_engine=lambda settings: load_engine(settings, role))
         on_stop_signals(worker.lifecycle.stop)
         on_failed_threads(worker.lifecycle.stop)
         return await worker.run()

@@ -13,13 +13,13 @@ from worker.session_server import RequestHandler
 
 
 class Service(RequestHandler, Protocol):
-    """Serves requests or prefill requests. Everything but `hook` runs on the event loop."""
+    """Serves requests or prefill requests. Everything but `after_pass` runs on the event loop."""
 
     @property
     def busy(self) -> bool:
         """True while a request or prefill request has not ended."""
 
-    def hook(self, engine: Engine, output: StepOutput | None) -> None:
+    def after_pass(self, engine: Engine, output: StepOutput | None) -> None:
         """Runs on the engine thread after every pass."""
 
     def update(self, update: Update) -> None:

@@ -1,13 +1,13 @@
 """A worker process: starts and stops engine, transport, servers and lease in the right order.
 
-Owners, in the order of their start; each is closed before the one above it:
+Parts in the order of their start; each is closed before the one above it:
 
-    pool memory     the engine's runner; lives as long as the process
-    engine          `AsyncEngine`: only the engine thread touches it
-    transport       the event loop; reads and writes pool memory
-    service         requests and prefill requests; uses engine and transport
-    servers         sessions and prefill requests (cpd/common/stream.py), administration (gRPC); use the service
-    lease           lists the worker for as long as its servers listen
+    part         runs on         what it does
+    engine       engine thread   computes (`AsyncEngine`); its runner owns the pool memory, as long as the process lives
+    transport    event loop      reads and writes pool memory
+    service      event loop      handles requests and prefill requests, with engine and transport
+    servers      event loop      take sessions and prefill requests (cpd/common/stream.py) and administration (gRPC)
+    lease        event loop      lists the worker for as long as its servers listen
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
-from engine.types import EngineStats, PoolCounts
+from engine.types import EngineStats
 from kvtransfer.base import PoolMemory, Transport
 from worker.admin import AdminServicer
 from worker.async_engine import AsyncEngine, EngineThread, Update
@@ -50,8 +50,9 @@ from worker.watchdog import HANG_S, hang
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
-STEP_S = 0.7
+STOP_STEP_S = 0.7
 """Time limit of each step of a stop; together they stay within the three seconds that a supervisor waits."""
+REDIS_TIMEOUT_S = 0.7
 
 
 class MakeEngine(Protocol):
@@ -74,7 +75,7 @@ class Worker:
     Args:
         settings: The worker's settings.
         make_service: Makes the service of this role.
-        load: Builds the engine; runs on the engine's thread.
+        build_engine: Builds the engine; runs on the engine's thread.
         make_engine: Makes the AsyncEngine.
         open_transport: Opens the transport over the engine's pool.
     """
@@ -85,7 +86,7 @@ class Worker:
         role: Role,
         make_service: MakeService,
         *,
-        load: Callable[[WorkerSettings], LoadedEngine],
+        build_engine: Callable[[WorkerSettings], LoadedEngine],
         make_engine: MakeEngine = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
     ) -> None:
@@ -93,13 +94,13 @@ class Worker:
         self._settings = settings.model_copy(update={"colocate": "mixed"}) if role == "prefill" else settings
         self._role = role
         self._make_service = make_service
-        self._load = load
+        self._build_engine = build_engine
         self._make_engine = make_engine
         self._open_transport = open_transport
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
-        self.address = self.session = ""
+        self.address = self.session_address = ""
         self.lifecycle = Lifecycle(self._load_changed)
-        self._stats = EngineStats(0, 0, 0, PoolCounts(0, 0, 0, 0, 0), 0, 0, 0, 0)
+        self._stats = EngineStats.empty()
         self._reporter: LoadReporter | None = None
         self._down = contextlib.AsyncExitStack()
 
@@ -171,15 +172,15 @@ class Worker:
         )
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
-        self._engine.attach(self._service.hook, self._service.update, self._sessions.publish, self._take_stats)
-        self._watch("a step", lambda: self._engine.passing, loaded.progress)
-        self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk, lambda: 0)
+        self._engine.attach(self._service.after_pass, self._service.update, self._sessions.publish, self._take_stats)
+        self._watch("a step", lambda: self._engine.pass_number, loaded.progress)
+        self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk_number, lambda: 0)
         await self._listen(host)
         await self._take_lease(host)
         log.info("%s worker %s listens on %s", self._role, self.id, self.address)
 
     def _build(self) -> Engine:
-        self._loaded = self._load(self._settings)
+        self._loaded = self._build_engine(self._settings)
         return self._loaded.engine
 
     async def _listen(self, host: str) -> None:
@@ -203,7 +204,7 @@ class Worker:
         except OSError as error:
             message = f"cannot listen on {self._settings.host}:{self._settings.session_port}: {error.strerror}"
             raise ConfigError(message) from None
-        self.session = f"{host}:{port}"
+        self.session_address = f"{host}:{port}"
 
     async def _take_lease(self, host: str) -> None:
         self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
@@ -211,7 +212,7 @@ class Worker:
             id=self.id,
             kind=self._role,
             address=self.address,
-            session=self.session,
+            session=self.session_address,
             host=socket.gethostname(),
             pid=os.getpid(),
             incarnation=secrets.randbits(63),
@@ -243,7 +244,7 @@ class Worker:
         return load
 
     def _hello(self) -> pb.Hello:
-        rule = self._loaded.engine.colocation
+        colocation = self._loaded.engine.colocation
         return pb.Hello(
             worker_id=self.id,
             role=pb.ROLE_PREFILL if self._role == "prefill" else pb.ROLE_COMBINED,
@@ -264,14 +265,15 @@ class Worker:
             transport_reason=self._transport.reason,
             profile=self._profile().model_dump_json(by_alias=True).encode(),
             token_budget=self._loaded.token_budget,
-            colocate=rule.mode,
-            decode_shares=[split.decode for split in rule.splits],
+            colocate=colocation.mode,
+            decode_shares=[split.decode for split in colocation.splits],
         )
 
     def _profile(self) -> Profile:
         """Returns the profile for routers, with the transfer cost measured at start-up if the file has none."""
         profile, cost = self._loaded.profile, self._transport.cost
-        if cost is None or profile.transfer != TransferProfile():
+        has_measured_cost = profile.transfer != TransferProfile()
+        if cost is None or has_measured_cost:
             return profile
         transfer = TransferProfile(fixed_ms=cost.fixed_ms, bytes_per_ms=cost.bytes_per_ms)
         return profile.model_copy(update={"transfer": transfer})
@@ -291,10 +293,10 @@ class Worker:
 
     async def _stop_serving(self) -> None:
         await _bounded(self._service.stop, "requests")
-        await _bounded(self._sessions.flush, "the last messages", STEP_S / 4)
+        await _bounded(self._sessions.flush, "the last messages", STOP_STEP_S / 4)
         self._sessions.end_all("the worker stops")
-        await _bounded(lambda: self._streams.close(STEP_S / 4), "sessions")
-        await _bounded(lambda: self._server.stop(STEP_S / 4), "calls")
+        await _bounded(lambda: self._streams.close(STOP_STEP_S / 4), "sessions")
+        await _bounded(lambda: self._server.stop(STOP_STEP_S / 4), "calls")
 
 
 def advertised_host(settings: WorkerSettings) -> str:
@@ -315,15 +317,15 @@ def _redis(url: str) -> Redis:
     try:
         return Redis.from_url(
             url,
-            socket_timeout=STEP_S,
-            socket_connect_timeout=STEP_S,
+            socket_timeout=REDIS_TIMEOUT_S,
+            socket_connect_timeout=REDIS_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),  # the lease retries
         )
     except ValueError as error:
         raise ConfigError(f"--redis-url is not a Redis URL: {error}") from None
 
 
-async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STEP_S) -> None:
+async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STOP_STEP_S) -> None:
     """Waits for one step of a stop, with a limit: the process ends anyway."""
     try:
         await asyncio.wait_for(close(), timeout_s)

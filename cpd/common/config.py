@@ -137,6 +137,9 @@ class SharedSettings(Settings):
     host: str = Field("127.0.0.1", description="Interface to listen on.")
     redis_url: str = Field("", description="URL of your own Redis; empty starts an embedded one.")
     cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
+    lease_s: float = Field(
+        5.0, gt=0, description="A process that does not renew its lease in Redis for this long is gone, in seconds."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
 
 
@@ -151,9 +154,6 @@ class AllWorkersSettings(SharedSettings, EngineSettings):
     kv_checksum: bool = Field(
         False,
         description="Check the checksum of every page that arrives from another worker or from host memory.",
-    )
-    lease_s: float = Field(
-        5.0, gt=0, description="A worker that does not renew its lease in Redis for this long is gone, in seconds."
     )
     prefill_progress_s: float = Field(
         10.0,

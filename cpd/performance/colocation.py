@@ -21,11 +21,11 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from cpd.performance.model import PerfModel, Work
-from cpd.performance.split import LaneLoad, LaneSplit, lane_split
+from cpd.performance.split import LaneLoad, SplitShares, lane_split
 
 Mode = Literal["mixed", "lanes", "auto"]
 
-MAX_SLOWDOWN = 2.0
+MAX_DECODE_SLOWDOWN = 2.0
 """Largest slowdown of a decode step while the prefill lane runs, if no split is within the ITL target."""
 
 CHUNK_STEPS = 16
@@ -97,7 +97,7 @@ class Colocation:
         *,
         token_budget: int = 0,
         mode: Mode = "mixed",
-        splits: Sequence[LaneSplit] = (),
+        splits: Sequence[SplitShares] = (),
         itl_ms: float = 0.0,
     ) -> None:
         self.max_tokens = token_budget or _full_speed_tokens(model)
@@ -107,7 +107,7 @@ class Colocation:
         self.splits = tuple(splits)
         self._itl_ms = ITL_MARGIN * itl_ms
 
-    def prefill_budget(self, decodes: Work, busy: LaneSplit | None) -> tuple[PrefillBudget, LaneSplit | None]:
+    def prefill_budget(self, decodes: Work, busy: SplitShares | None) -> tuple[PrefillBudget, SplitShares | None]:
         """Returns how much may be prefilled now, and the split to use if the prefill lane gets a chunk.
 
         Args:
@@ -155,11 +155,11 @@ class Colocation:
         target_ms = self._itl_ms or UNTARGETED_SLOWDOWN * self.model.step_ms(decodes)
         return PrefillBudget(min(left, max(MIN_BUDGET, self._fitting(decodes, target_ms))), chunked=True)
 
-    def _choose_split(self, decodes: Work, prefill: Work) -> LaneSplit:
+    def _choose_split(self, decodes: Work, prefill: Work) -> SplitShares:
         """Returns the split with the fastest prefill that leaves the decodes within their target."""
         model = self.model
 
-        def within(target_ms: float) -> LaneSplit:
+        def within(target_ms: float) -> SplitShares:
             load = LaneLoad(
                 prefill_ms=lambda share: model.step_ms(prefill, share, decodes),
                 decode_ms=lambda share: model.step_ms(decodes, share, prefill),
@@ -169,9 +169,9 @@ class Colocation:
 
         split = within(self._itl_ms)
         on_target = model.step_ms(decodes, split.decode, prefill) <= self._itl_ms
-        return split if on_target else within(MAX_SLOWDOWN * model.step_ms(decodes))
+        return split if on_target else within(MAX_DECODE_SLOWDOWN * model.step_ms(decodes))
 
-    def _lane_pays_off(self, decodes: Work, split: LaneSplit, prefill: Work) -> bool:
+    def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work) -> bool:
         model = self.model
         gap_ms = model.step_ms(decodes, split.decode, prefill)
         chunk = Work.prefill(self._whole_device(decodes).mixed)
@@ -181,7 +181,7 @@ class Colocation:
         delay_ms = model.step_ms(prefill, split.prefill, decodes) - together_ms
         return decodes.seqs * together_ms >= STALL_WEIGHT * delay_ms
 
-    def _mixed_tokens(self, decodes: Work, split: LaneSplit, on_lane: Work | None) -> int:
+    def _mixed_tokens(self, decodes: Work, split: SplitShares, on_lane: Work | None) -> int:
         """Returns the most prefill tokens in the decodes' batch.
 
         Args:
@@ -202,7 +202,7 @@ class Colocation:
             key=lambda tokens: self.model.step_ms(decodes + Work.prefill(tokens), share, on_lane),
         )
 
-    def _lane_chunk(self, decodes: Work, split: LaneSplit, prefill: Work) -> int:
+    def _lane_chunk(self, decodes: Work, split: SplitShares, prefill: Work) -> int:
         """Returns the tokens of the next chunk on the prefill lane."""
         model = self.model
         target_ms = CHUNK_STEPS * model.step_ms(decodes, split.decode, prefill)
@@ -291,7 +291,7 @@ class PrefillEstimator:
         return PrefillEstimate(ms, gap_ms, max(0.0, ms - -(-tokens // chunk) * self.alone_ms))
 
     @cached_property
-    def _budget(self) -> tuple[PrefillBudget, LaneSplit | None]:
+    def _budget(self) -> tuple[PrefillBudget, SplitShares | None]:
         return self.colocation.prefill_budget(self.decodes, None)
 
     def _chunks_ms(

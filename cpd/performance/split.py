@@ -201,7 +201,7 @@ def _bound_ms(workloads: Sequence[Workload], device: Device) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneSplit:
+class SplitShares:
     """Units of the two lanes, or their shares of the device: the arguments of a `LaneLoad`'s curves."""
 
     prefill: float
@@ -231,16 +231,16 @@ class LaneLoad:
         )
 
 
-def lane_splits(device: Device) -> list[LaneSplit]:
+def lane_splits(device: Device) -> list[SplitShares]:
     """Returns all ways to divide the device in two, smallest decode lane first; none if it is too small."""
     return [
-        LaneSplit(device.units - decode, decode)
+        SplitShares(device.units - decode, decode)
         for decode in _part_sizes(device)
         if device.units - decode >= device.minimum
     ]
 
 
-def lane_split(load: LaneLoad, splits: Iterable[LaneSplit]) -> LaneSplit:
+def lane_split(load: LaneLoad, splits: Iterable[SplitShares]) -> SplitShares:
     """Returns the split with the fastest prefill within decode's target; if there is none, the fastest decode.
 
     Raises:
@@ -249,7 +249,7 @@ def lane_split(load: LaneLoad, splits: Iterable[LaneSplit]) -> LaneSplit:
     return min(splits, key=lambda split: _cost(load, split))
 
 
-def prepared_splits(loads: Sequence[LaneLoad], splits: Sequence[LaneSplit], count: int) -> list[LaneSplit]:
+def prepared_splits(loads: Sequence[LaneLoad], splits: Sequence[SplitShares], count: int) -> list[SplitShares]:
     """Finds, by exhaustive search, the `count` splits among which `lane_split` does best for these loads.
 
     First it minimises the loads that miss their target, then the mean of (time / best time of any split).
@@ -265,7 +265,7 @@ def prepared_splits(loads: Sequence[LaneLoad], splits: Sequence[LaneSplit], coun
     return [splits[index] for index in min(combinations(range(len(splits)), min(count, len(splits))), key=loss)]
 
 
-def _cost(load: LaneLoad, split: LaneSplit) -> tuple[bool, float, float]:
+def _cost(load: LaneLoad, split: SplitShares) -> tuple[bool, float, float]:
     """Returns whether decode misses its target, then both times, the more important one first."""
     prefill_ms, decode_ms = load.prefill_ms(split.prefill), load.decode_ms(split.decode)
     return (False, prefill_ms, decode_ms) if decode_ms <= load.target_ms else (True, decode_ms, prefill_ms)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cpd.performance.split import LaneSplit
+from cpd.performance.split import SplitShares
 from engine.batch import Batch, Sampled
 
 
@@ -23,7 +23,7 @@ class StepResult(NamedTuple):
 
 
 class Lane(Protocol):
-    """A share of the device that runs one batch at a time, with its own stream, buffers and workspaces.
+    """A fixed share of the device with its own stream, buffers and workspaces. It runs one batch at a time.
 
     A CPU lane on the caller's thread computes a step in `launch`; other lanes compute it in the background. The prefill
     lane of a split accepts a second step before the first one is collected, and starts it when the first one ends.
@@ -59,9 +59,9 @@ class Split:
     decode: Lane
 
     @property
-    def shares(self) -> LaneSplit:
+    def shares(self) -> SplitShares:
         """The lanes' shares of the device."""
-        return LaneSplit(self.prefill.share, self.decode.share)
+        return SplitShares(self.prefill.share, self.decode.share)
 
 
 class Executor(Protocol):

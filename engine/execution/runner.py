@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from engine.execution.cpu.lanes import CallerLane, make_splits
-from engine.execution.device import resolve_device
 from engine.execution.executor import Lane, Split
 from engine.execution.host_memory import CpuHostMemory, TorchHostMemory
 from engine.execution.memory_limits import check_host_memory, check_memory, default_pool
 from engine.execution.memory_plan import count_slots, plan_memory
 from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import Sampler
+from engine.execution.torch_device import resolve_device
 from engine.model.config import load_config
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint, model_fingerprint
@@ -71,7 +71,7 @@ class TorchRunner:
         Raises:
             CheckpointError: The directory cannot be served.
             ConfigError: The settings do not fit the checkpoint or the machine.
-            RuntimeError: An error of CUDA; see `engine.execution.device.explain_gpu_errors`.
+            RuntimeError: An error of CUDA; see `engine.execution.torch_device.explain_gpu_errors`.
         """
         config = load_config(model_dir)
         with Checkpoint(model_dir) as checkpoint:

@@ -156,12 +156,8 @@ class BlockPool:
         """Makes these pages, in block order, the last to be evicted, if they are cached."""
         self._enqueue([page for page in reversed(pages) if not self._refcount[page]])
 
-    def publish(self, pages: Sequence[int], block_hashes: Sequence[bytes]) -> int:
-        """Makes complete used pages findable, except those whose block is in another page already.
-
-        Returns:
-            The number of pages that became findable.
-        """
+    def publish(self, pages: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """Makes complete used pages findable, except those whose block is in another page already."""
         refcount, hashes, page_of = self._refcount, self._hash, self._page_of
         new = []
         for page, block_hash in zip(pages, block_hashes, strict=True):
@@ -172,7 +168,6 @@ class BlockPool:
                 new.append(block_hash)
         self._record(Tier.PAGES, new)
         self.publications += bool(new)
-        return len(new)
 
     def is_cached(self, block_hash: bytes) -> bool:
         """True if a block is in a page."""

@@ -214,3 +214,14 @@ class Ops(Protocol):
 
     def fuse(self, stack: Stack) -> FusedStack | None:
         """Returns a faster way to run all layers than one operation at a time; None if this back end has none."""
+
+    def capturable_decodes(self, max_decodes: int, max_pages: int) -> "Callable[[int], Ops] | None":
+        """Returns a maker of ops for steps of exactly so many decodes; None if this back end has none.
+
+        All calls but their `prepare` can be captured in a CUDA graph. They share this one's workspaces, and the buffers
+        that this call allocates on the current stream, so that only one step may run at a time.
+
+        Args:
+            max_decodes: Most decodes of a step.
+            max_pages: Most pages of one sequence.
+        """

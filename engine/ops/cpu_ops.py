@@ -4,7 +4,7 @@ A result has the same bits in any batch, any chunk and with any number of thread
 on the token's position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.ops import kernels
-from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
+from engine.ops.base import DeviceBatch, FusedStack, Linear, Ops, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,9 @@ class CpuOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.cpd.silu_mul(gate_up)
         return out
+
+    def capturable_decodes(self, max_decodes: int, max_pages: int) -> Callable[[int], Ops] | None:
+        return None
 
     def fuse(self, stack: Stack) -> FusedStack | None:
         """Returns one call of the kernels for all layers, without Python or starting threads in between."""

@@ -7,13 +7,14 @@ A layer's view of the pool has FlashInfer's layout HND, with a stride between pa
 
 | memory                            | owner                     | shared with                                      |
 | --- | --- | --- |
-| float workspace (partial results) | `FlashInferOps`           | its `graphed` ops: they never run concurrently   |
+| float workspace (partial results) | `FlashInferOps`           | its capturable decodes: never run concurrently   |
 | plan on the device                | each wrapper              | –                                                |
 | plan in pinned memory             | each wrapper              | the copy from it, until an event                 |
 | page tables of captured decodes   | `PageBuffer` of each lane | all captured sizes of the lane                   |
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -149,9 +150,9 @@ class FlashInferOps(TritonOps):
         heads, sms = self._geometry.heads, self._geometry.sms
         return type(self)(self._library, heads, self._dtype, self._device, sms, self._max_decodes)
 
-    def graphed(self, size: int, pages: "PageBuffer") -> "GraphedDecodeOps":
-        """Returns ops for steps of exactly `size` decodes. Everything but `prepare` can be captured."""
-        return GraphedDecodeOps(self._library, self._geometry, self._dtype, self._workspace, size, pages)
+    def capturable_decodes(self, max_decodes: int, max_pages: int) -> "Callable[[int], GraphedDecodeOps]":
+        pages = PageBuffer(max_decodes, max_pages, self._device)
+        return lambda size: GraphedDecodeOps(self._library, self._geometry, self._dtype, self._workspace, size, pages)
 
     def compile_attention(self) -> None:
         """Builds FlashInfer's kernels, or finds them in its cache, by planning a step.

@@ -1,5 +1,6 @@
 """Ops of plain torch: correct on every device, fast on none. The fallback, and the tests' reference for the others."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Self
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cpd.common.blocks import BLOCK_SIZE
-from engine.ops.base import DeviceBatch, FusedStack, Linear, Stack
+from engine.ops.base import DeviceBatch, FusedStack, Linear, Ops, Stack
 from engine.ops.buffers import upload
 
 _DECODES_AT_ONCE = 16
@@ -134,6 +135,9 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def capturable_decodes(self, max_decodes: int, max_pages: int) -> Callable[[int], Ops] | None:
+        return None
 
     def fuse(self, stack: Stack) -> FusedStack | None:
         return None

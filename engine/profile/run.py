@@ -8,8 +8,8 @@ from cpd.common.errors import ConfigError
 from cpd.performance.fit import Sample, fit_profile
 from cpd.performance.model import Profile
 from engine.execution.cpu.lanes import own_cores, use_threads
-from engine.execution.device import explain_gpu_errors
 from engine.execution.runner import TorchRunner
+from engine.execution.torch_device import explain_gpu_errors
 from engine.profile.budget import BudgetSweep, sweep_budget
 from engine.profile.labels import profile_labels
 from engine.profile.lanes import measure_samples

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cpd.common.errors import ConfigError
 from cpd.performance.model import PerfModel, Profile, Work
-from cpd.performance.split import Device, LaneLoad, LaneSplit, lane_split, lane_splits, prepared_splits
+from cpd.performance.split import Device, LaneLoad, SplitShares, lane_split, lane_splits, prepared_splits
 
 DECODES = (1, 4, 16, 64, 128)
 CONTEXTS = (256, 1024, 4096)
@@ -24,7 +24,7 @@ class SplitRow:
         prepared: True if workers prepare this split.
     """
 
-    split: LaneSplit
+    split: SplitShares
     prefill_ms: float
     decode_ms: float
     keeps_target: bool
@@ -43,7 +43,7 @@ class SplitTable:
     """
 
     rows: list[SplitRow]
-    choice: LaneSplit
+    choice: SplitShares
     target_ms: float
     alone_ms: tuple[float, float]
 
@@ -83,6 +83,6 @@ def _load(model: PerfModel, device: Device, prefill: Work, decode: Work, itl_ms:
     return LaneLoad.predicted(model, device, prefill, decode, itl_ms or 2 * model.step_ms(decode))
 
 
-def _row(load: LaneLoad, split: LaneSplit, prepared: Sequence[LaneSplit]) -> SplitRow:
+def _row(load: LaneLoad, split: SplitShares, prepared: Sequence[SplitShares]) -> SplitRow:
     prefill_ms, decode_ms = load.prefill_ms(split.prefill), load.decode_ms(split.decode)
     return SplitRow(split, prefill_ms, decode_ms, decode_ms <= load.target_ms, split in prepared)

@@ -8,7 +8,7 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.waiting_queue import WaitingQueue
 
 
-class Limits(NamedTuple):
+class AdmissionLimits(NamedTuple):
     """Limits for sequences that start.
 
     Attributes:
@@ -38,7 +38,7 @@ class Admitted(NamedTuple):
 
 
 class WaitsForPrefix(NamedTuple):
-    """A sequence whose next blocks are being filled; `block` is the last of them."""
+    """A sequence whose next blocks have a producer; `block` is the last of them."""
 
     seq: Sequence
     block: bytes
@@ -51,7 +51,7 @@ class Admission:
         self._waiting = waiting
         self._cache = cache
 
-    def first(self, now: float, limits: Limits) -> Sequence | None:
+    def first(self, now: float, limits: AdmissionLimits) -> Sequence | None:
         """The sequence to start next; None if there is none, or if it is known not to fit at this version."""
         seq = self._waiting.first(now)
         if seq is None or self._waiting.is_blocked(seq, limits.version):
@@ -61,10 +61,10 @@ class Admission:
             return None
         return seq
 
-    def take_next(self, longest: int, now: float, limits: Limits) -> Admitted | WaitsForPrefix | None:
+    def take_next(self, longest: int, now: float, limits: AdmissionLimits) -> Admitted | WaitsForPrefix | None:
         """Takes the next sequence out, to start or to wait for its prefix. Returns None if no sequence can start now.
 
-        A sequence that lacks more than `longest` tokens waits for the prefill lane; shorter ones may pass it meanwhile.
+        A sequence with more than `longest` tokens to compute waits for the prefill lane; shorter ones may pass it.
         """
         seq = self.first(now, limits)
         if seq is None:
@@ -77,8 +77,8 @@ class Admission:
             return self._take_passing(seq, longest, now, limits)
         return self._admit(seq, found, limits)
 
-    def _take_passing(self, first: Sequence, longest: int, now: float, limits: Limits) -> Admitted | None:
-        """Admits a sequence that lacks at most `longest` tokens, while `first` waits for the prefill lane.
+    def _take_passing(self, first: Sequence, longest: int, now: float, limits: AdmissionLimits) -> Admitted | None:
+        """Admits a sequence with at most `longest` tokens to compute, while `first` waits for the prefill lane.
 
         `first` does not start later for it: a row and all the pages that it may need stay available, and when the lane
         becomes free does not depend on the sequences that pass.
@@ -87,7 +87,7 @@ class Admission:
             return None
         left = self._cache.pool.available - limits.headroom - blocks_for(first.num_tokens) - 1
         for seq in self._waiting.passing(now):
-            # First by what it lacked when it came, which is cheap to know.
+            # First by its work when it came, which is cheap to know.
             if seq.work.tokens > longest or blocks_for(seq.num_tokens) > left:
                 continue
             found = self._cache.pool.find(seq.hashes)
@@ -97,7 +97,7 @@ class Admission:
                 return self._admit(seq, found, limits)
         return None
 
-    def _admit(self, seq: Sequence, found: list[int], limits: Limits) -> Admitted | None:
+    def _admit(self, seq: Sequence, found: list[int], limits: AdmissionLimits) -> Admitted | None:
         """Admits a sequence whose first blocks are in the pages `found`. Returns None if there are too few pages."""
         pages = self._cache.allocate(found, seq.num_tokens, limits.headroom)
         if pages is None:

@@ -1,6 +1,6 @@
 """The KV cache as the scheduler sees it: where the blocks of a prompt are, and pages for new blocks.
 
-A block is in a page, or is being filled (by a running sequence, a landing, or a load from host memory), or is in host
+A block is in a page, or has a producer (a running sequence, a landing, or a load from host memory), or is in host
 memory only, or nowhere.
 """
 
@@ -24,7 +24,7 @@ class KVCacheManager:
         on_loaded: Called on any thread when `take_loaded` has something to do.
 
     Attributes:
-        pending: Blocks that are being filled, and the sequences that wait for them.
+        pending: Blocks with a producer, and the sequences that wait for them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KVCacheManager:
             headroom: Number of pages that a load must leave available, beside those for the whole prompt.
 
         Returns:
-            The pages of the cached blocks, and the last of the following blocks that are being filled; None if the next
+            The pages of the cached blocks, and the last of the following blocks that have a producer; None if the next
             block must be computed.
         """
         found = self.pool.find(hashes)
@@ -107,13 +107,13 @@ class KVCacheManager:
             self.copy_page(found[-1], own[0])
         return shared + own
 
-    def fill(self, filler: Hashable, hashes: Sequence[bytes], *, computes: bool = False) -> None:
-        """Notes that `filler` is going to publish these blocks.
+    def claim(self, producer: Hashable, hashes: Sequence[bytes], *, computes: bool = False) -> None:
+        """Claims the blocks that `producer` will publish.
 
         Args:
             computes: True if it computes them, even those that are in host memory.
         """
-        self.pending.claim(filler, hashes)
+        self.pending.claim(producer, hashes)
         if computes and self._host is not None:
             self._host.computed(hashes)
 
@@ -123,4 +123,4 @@ class KVCacheManager:
         return self.pending.published(hashes)
 
     def _is_known(self, block_hash: bytes) -> bool:
-        return self.pool.is_cached(block_hash) or self.pending.is_filled(block_hash)
+        return self.pool.is_cached(block_hash) or self.pending.has_producer(block_hash)

@@ -20,7 +20,7 @@ def overlapped_decodes(scheduler: Scheduler, step: Plan, now: float = 0.0) -> Pl
     if scheduler.may_start(now):
         return Plan()
     running = [(i, chunk.seq) for i, chunk in enumerate(step.decodes) if chunk.seq.state is SequenceState.RUNNING]
-    if len(running) != len(scheduler.decoding):  # another sequence joins the batch
+    if len(running) != len(scheduler.on_main_lane):  # another sequence joins the batch
         return Plan()
     going_on = [(i, seq) for i, seq in running if not _ends_next(scheduler, seq)]
     if any(seq.request.params.looks_back for _, seq in going_on):
@@ -42,8 +42,8 @@ def next_lane_chunk(scheduler: Scheduler, step: Plan, budget: PrefillBudget) -> 
         decodes' batch; also if running sequences lack pages, because the prompt may have to give up its own.
     """
     plan = Plan()
-    lacking = sum(seq.num_pages * BLOCK_SIZE < seq.num_tokens for seq in scheduler.running)
-    if lacking > scheduler.pool.available:
+    missing_pages = sum(seq.num_pages * BLOCK_SIZE < seq.num_tokens for seq in scheduler.running)
+    if missing_pages > scheduler.pool.available:
         return plan
     for chunk in step.chunks:
         seq, left = chunk.seq, chunk.seq.num_tokens - chunk.end

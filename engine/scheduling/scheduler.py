@@ -6,10 +6,10 @@ There are no phases: every sequence has `num_computed` tokens and catches up wit
 before waiting ones, sequences with one token to compute before those with more, older ones before newer ones.
 `cpd/performance/colocation.py` decides how many prefill tokens a step may have, and on which lane.
 
-A waiting sequence starts when there are a row, pages for all its tokens, and one more page for each running sequence
-and landing to grow. While its next block is being computed, received or loaded, it waits for that prefix. If pages run
-out all the same, the newest running sequence is preempted: its pages go to the cache, and it is the first to be
-scheduled again.
+A waiting sequence starts when there are a free row of the sequence table, pages for all its tokens, and one more page
+for each running sequence and landing (`engine/landings.py`) to grow. While its next block is being computed, received
+or loaded, it waits for that prefix. If pages run out all the same, the newest running sequence is preempted: its pages
+go to the cache, and it is the first to be scheduled again.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ import numpy as np
 from cpd.common.blocks import BLOCK_SIZE, blocks_for, extend_hashes
 from cpd.performance.colocation import PrefillBudget
 from cpd.performance.model import Work
-from engine.scheduling.admission import Admission, Limits, WaitsForPrefix
+from engine.scheduling.admission import Admission, AdmissionLimits, WaitsForPrefix
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.plan import Chunk, Plan
 from engine.scheduling.queue_limit import QueueLimit
@@ -37,7 +37,7 @@ class Scheduler:
         max_len: Maximum tokens of a sequence.
         max_num_seqs: Maximum number of running sequences.
         limit: The limit of the waiting queue.
-        step_ms: Predicts how long work takes with nothing beside it.
+        step_ms: Predicts how long work takes on the whole device.
 
     Attributes:
         cache, pool: The KV cache and its pages.
@@ -87,14 +87,17 @@ class Scheduler:
         return self.cache.pending.num_waiting + len(self.waiting)
 
     @property
-    def decoding(self) -> list[Sequence]:
+    def on_main_lane(self) -> list[Sequence]:
         """The running sequences that are not on the prefill lane."""
         return [seq for seq in self.running if not seq.lane_chunks]
 
     # ---- which tokens a step computes ----
 
     def schedule_decodes(self) -> Plan:
-        """Begins a step with the running sequences that lack one token, preempting others if pages run out."""
+        """Begins a step with the running sequences that have one token to compute, preempting others if pages run out.
+
+        Notes the other running sequences in `_prefilling`, for the next `schedule_prefills`.
+        """
         decodes: list[Chunk] = []
         prefilling: list[Sequence] = []
         running = SequenceState.RUNNING
@@ -126,7 +129,9 @@ class Scheduler:
         """
         self._exhausted_at = -1
         lane = Plan()
-        mixed, beside_lane, lane_left = budget.mixed, budget.mixed_with_lane, budget.lane_chunk
+        # Tokens left: in the decodes' batch, in it if the prefill lane gets a chunk too, and on the prefill lane. Once
+        # the lane has a chunk the second limit holds; once the batch exceeds that, the lane gets none.
+        mixed, mixed_with_lane, lane_left = budget.mixed, budget.mixed_with_lane, budget.lane_chunk
         while mixed > 0 or lane_left:
             longest = self.table.max_len if lane_left or budget.chunked else mixed
             seq = self._next_prefilling(longest) or self._start_next(longest, now)
@@ -137,13 +142,13 @@ class Scheduler:
             if count <= mixed or budget.chunked:
                 count = min(count, mixed)
                 step.add(seq, seq.num_computed, count)
-                mixed, beside_lane = mixed - count, beside_lane - count
-                if beside_lane < 0:
-                    lane_left = 0  # this batch needs the whole device
+                mixed, mixed_with_lane = mixed - count, mixed_with_lane - count
+                if mixed_with_lane < 0:
+                    lane_left = 0
             else:
                 count = min(count, lane_left)
                 lane.add(seq, seq.num_computed, count)
-                mixed, lane_left = min(mixed, beside_lane), lane_left - count
+                mixed, lane_left = min(mixed, mixed_with_lane), lane_left - count
         return lane
 
     def may_start(self, now: float = 0.0) -> bool:
@@ -169,7 +174,7 @@ class Scheduler:
         seq.num_computed, seq.num_published = num_computed, num_published
         seq.state = SequenceState.RUNNING
         insort(self.running, seq, key=attrgetter("order"))
-        self._changes += 1  # it no longer keeps landings from its pages
+        self._changes += 1  # a landing may fit now
 
     def lane_launched(self, plan: Plan) -> None:
         """Notes that the prefill lane computes a plan. Its sequences can't be in another step, or be preempted."""
@@ -183,7 +188,11 @@ class Scheduler:
         self._changes += 1
 
     def commit(self, chunk: Chunk, num_accepted: int) -> None:
-        """Commits a computed chunk and its first `num_accepted` sampled tokens, and publishes complete blocks."""
+        """Commits a computed chunk and its first `num_accepted` sampled tokens, and publishes complete blocks.
+
+        A chunk that verifies draft tokens samples after each; tokens after a rejected draft don't count as computed.
+        Without drafts all samples are accepted.
+        """
         seq = chunk.seq
         seq.num_computed = chunk.start + chunk.num_tokens - chunk.num_samples + num_accepted
         if seq.num_computed >= (seq.num_published + 1) * BLOCK_SIZE:
@@ -200,7 +209,7 @@ class Scheduler:
 
     def publish_pages(self, pages: list[int], hashes: list[bytes]) -> None:
         """Publishes full blocks in pages that the caller holds."""
-        self._wake(self.cache.publish(pages, hashes))
+        self._make_resumable(self.cache.publish(pages, hashes))
 
     def append(self, seq: Sequence, token_ids: list[int]) -> None:
         """Appends tokens to a running sequence, to be computed next."""
@@ -238,7 +247,7 @@ class Scheduler:
         )
         own = self.pool.take(0 if partial is None else 1) if self._free_rows > 0 else None
         if own is None:
-            self._wake([child])
+            self._make_resumable([child])
             return child
         self.pool.hold(shared)
         if partial is not None:
@@ -263,48 +272,48 @@ class Scheduler:
 
     def take_loaded(self) -> None:
         """Publishes blocks that have been loaded from host memory."""
-        self._wake(self.cache.take_loaded())
+        self._make_resumable(self.cache.take_loaded())
 
     # ---- landing reservations ----
 
     def spare_for_reservation(self) -> int | None:
-        """Number of pages that a landing must leave available; None if waiting sequences come first.
+        """Number of pages that a landing must leave available; None if waiting sequences need rows or pages first.
 
-        These are the headroom, and the pages for resumable sequences, which may be waiting for the prefill lane only.
+        These are the headroom, and the pages for resumable sequences: some wait only until the prefill lane is free.
         """
         resumable = self.waiting.resumable
         if self._free_rows <= len(resumable) or not self.waiting.may_be_overtaken:
             return None
         return self.headroom + sum(blocks_for(seq.num_tokens) + 1 for seq in resumable)
 
-    def reserve_row(self, filler: Hashable, hashes: list[bytes]) -> None:
-        """Keeps a row free for a landing, which is going to fill these blocks."""
-        self.cache.fill(filler, hashes)
+    def reserve_row(self, producer: Hashable, hashes: list[bytes]) -> None:
+        """Keeps a row free for a landing, and claims the blocks that it will publish."""
+        self.cache.claim(producer, hashes)
         self._reserved_rows += 1
-        self.waiting.overtake()
+        self.waiting.landing_overtook_first()
 
-    def free_reserved_row(self, filler: Hashable) -> None:
+    def free_reserved_row(self, producer: Hashable) -> None:
         """Frees the row of a landing that has ended, and wakes the sequences that wait for its blocks."""
         self._reserved_rows -= 1
         self._changes += 1
-        self._wake(self.cache.pending.give_up(filler))
+        self._make_resumable(self.cache.pending.give_up(producer))
 
     # ---- figures ----
 
     def running_work(self) -> tuple[Work, Work]:
-        """The work of the scheduled sequences: their decodes, and the prefills that they lack."""
+        """The work of the scheduled sequences: their decodes, and their remaining prefills."""
         num_decodes = context = 0
-        lacking = Work()
+        remaining = Work()
         for seq in self.running:
             if seq.num_tokens - seq.num_computed == 1:
                 num_decodes += 1
                 context += seq.num_tokens
             else:
-                lacking += Work.prefill(seq.num_tokens - seq.num_computed, seq.num_computed)
+                remaining += Work.prefill(seq.num_tokens - seq.num_computed, seq.num_computed)
         for seq in (*self.waiting.resumable, *self.cache.pending.waiting()):
             if not seq.queued:
-                lacking += Work.prefill(seq.num_tokens)
-        return Work.decode(num_decodes, context), lacking
+                remaining += Work.prefill(seq.num_tokens)
+        return Work.decode(num_decodes, context), remaining
 
     def seqs(self) -> list[Sequence]:
         """All sequences, whatever their state."""
@@ -327,10 +336,10 @@ class Scheduler:
         self.waiting.check_integrity([seq for seq in states if seq.queued])
         if self._reserved_rows != num_reservations:
             raise AssertionError("rows are reserved for no landing")
-        for block_hash, filler in self.cache.pending.fillers().items():
-            is_waiting = isinstance(filler, Sequence) and filler.state is not SequenceState.RUNNING
+        for block_hash, producer in self.cache.pending.producers().items():
+            is_waiting = isinstance(producer, Sequence) and producer.state is not SequenceState.RUNNING
             if is_waiting or self.pool.is_cached(block_hash):
-                raise AssertionError("a block is pending that is in the cache, or that nothing fills")
+                raise AssertionError("a block is pending that is in the cache, or has no producer")
 
     # ---- starting and preempting ----
 
@@ -340,36 +349,36 @@ class Scheduler:
         return self.table.free_rows - self._reserved_rows
 
     @property
-    def _limits(self) -> Limits:
-        return Limits(self._free_rows, self.headroom, self.version)
+    def _limits(self) -> AdmissionLimits:
+        return AdmissionLimits(self._free_rows, self.headroom, self.version)
 
     def _start_next(self, longest: int, now: float) -> Sequence | None:
-        """Starts the next waiting sequence that lacks at most `longest` tokens. Returns None if none can start now."""
+        """Starts the next waiting sequence with at most `longest` tokens to compute. Returns None if none can start."""
         while isinstance(taken := self._admission.take_next(longest, now, self._limits), WaitsForPrefix):
             taken.seq.state = SequenceState.WAITING_FOR_PREFIX
             self.cache.pending.wait(taken.seq, taken.block)
-            self._changes += 1  # it no longer keeps landings from its pages
+            self._changes += 1  # a landing may fit now
         if taken is None:
             return None
         seq, cached = taken.seq, taken.cached_tokens
         if seq.queued:
             seq.cached_tokens = min(cached, seq.request.prompt_len)
             self.cached_tokens += seq.cached_tokens
-            seq.queued_s = max(0.0, now - seq.request.received)  # simulated time may be a little behind
+            seq.queued_s = max(0.0, now - seq.request.received)  # a simulator's clock may be a little behind `received`
             self.waiting.first_run(seq, now)
         self.start(seq, taken.pages, cached, cached // BLOCK_SIZE)
-        self.cache.fill(seq, seq.hashes[taken.found :], computes=True)
+        self.cache.claim(seq, seq.hashes[taken.found :], computes=True)
         return seq
 
     def _next_prefilling(self, longest: int) -> Sequence | None:
-        """Takes the next of `_prefilling` that lacks at most `longest` tokens."""
+        """Takes the next of `_prefilling` with at most `longest` tokens to compute."""
         for index, seq in enumerate(self._prefilling):
             if seq.num_tokens - seq.num_computed <= longest:
                 return self._prefilling.pop(index)
         return None
 
     def _grow(self, seq: Sequence) -> bool:
-        """Gives a running sequence the pages that it lacks, preempting newer ones. Returns False if it must wait."""
+        """Gives a running sequence pages for all its tokens, preempting newer ones. Returns False if it must wait."""
         while seq.num_pages * BLOCK_SIZE < seq.num_tokens:
             if self.add_page_to_each([seq]):
                 continue
@@ -379,7 +388,7 @@ class Scheduler:
             if len(self.running) > 1:
                 self.preemptions += 1
                 self.pool.release(self._stop(newest))
-                self._wake([newest])
+                self._make_resumable([newest])
             if newest is seq:
                 return False
         return True
@@ -387,11 +396,11 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> list[int]:
         self.running.remove(seq)
         pages = self.table.leave(seq)
-        self._wake(self.cache.pending.give_up(seq))
+        self._make_resumable(self.cache.pending.give_up(seq))
         return pages
 
-    def _wake(self, seqs: Iterable[Sequence]) -> None:
-        """Makes these sequences resumable: they go before those that were never scheduled."""
+    def _make_resumable(self, seqs: Iterable[Sequence]) -> None:
+        """Queues preempted sequences, new forks, and those whose prefix has come, before those never scheduled."""
         for seq in seqs:
             seq.state = SequenceState.RESUMABLE
             self.waiting.resume(seq)

@@ -109,8 +109,8 @@ class WaitingQueue:
         """True if a landing may take pages that the first sequence may lack."""
         return self._blocked is None or not self._overtaken
 
-    def overtake(self) -> None:
-        """Notes that a landing was reserved."""
+    def landing_overtook_first(self) -> None:
+        """Notes that a landing was reserved, before the first sequence if that one is blocked."""
         self._overtaken = self._blocked is not None
 
     def check_integrity(self, queued: list[Sequence]) -> None:

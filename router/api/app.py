@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from router.api.body import read_body
+from router.api.completions import Caller, CompletionService
 from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
 from router.api.responses import (
@@ -27,7 +28,6 @@ from router.api.responses import (
     TextCompletionChunk,
 )
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
-from router.api.service import Caller, Service
 from router.api.tenants import Keys
 from router.dispatch.dispatcher import RETRY_S
 from router.errors import ApiError, unavailable
@@ -38,7 +38,7 @@ from router.operations.status import ClusterStatus
 R = TypeVar("R", bound=GenerateRequest)
 
 
-def create_app(service: Service, keys: Keys, peers: PeerRouters | None) -> ASGIApp:
+def create_app(service: CompletionService, keys: Keys, peers: PeerRouters | None) -> ASGIApp:
     """Creates the router's ASGI application.
 
     Args:
@@ -75,7 +75,7 @@ def create_app(service: Service, keys: Keys, peers: PeerRouters | None) -> ASGIA
     return Gate(app, generating, keys, refuse)
 
 
-def _add_api(app: FastAPI, service: Service) -> dict[str, Endpoint]:
+def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
     """Adds the routes of OpenAI's API. Returns the endpoints that generate text, by path."""
     created = int(time.time())
 
@@ -95,7 +95,7 @@ def _add_api(app: FastAPI, service: Service) -> dict[str, Endpoint]:
 
     def model_card() -> ModelCard:
         return {
-            "id": service.checkpoint.name,
+            "id": service.text_files.name,
             "object": "model",
             "created": created,
             "owned_by": "cpd",
@@ -116,11 +116,11 @@ def _add_api(app: FastAPI, service: Service) -> dict[str, Endpoint]:
     return {"/v1/chat/completions": create_chat_completion, "/v1/completions": create_completion}
 
 
-def _add_operations(app: FastAPI, service: Service, peers: PeerRouters | None) -> None:
+def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters | None) -> None:
     """Adds the routes for operators."""
     workers = service.workers
     overview = Overview(
-        workers, service.dispatcher.decisions, peers, cluster=service.settings.cluster, model=service.checkpoint.name
+        workers, service.dispatcher.decisions, peers, cluster=service.settings.cluster, model=service.text_files.name
     )
 
     @app.get("/livez", responses=returns(Health), openapi_extra=NO_KEY)

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.body import ClientGoneError
+from router.api.completions import Caller
 from router.api.connection import connection_of
-from router.api.service import Caller
 from router.api.tenants import Keys, Tenant
 from router.errors import ApiError, failed
 

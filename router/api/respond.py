@@ -19,7 +19,7 @@ from router.dispatch.attempts import RequestRoute, RoutedRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.errors import ApiError, error_event
-from router.metrics import Metrics
+from router.request_metrics import RequestMetrics
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -41,7 +41,7 @@ class CompletionResponse(Response):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        metrics: Metrics,
+        metrics: RequestMetrics,
         request: GenerateRequest,
         form: Format,
         choices: Sequence[Choice],

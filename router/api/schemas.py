@@ -90,13 +90,6 @@ class StreamOptions(_Model):
     include_obfuscation: bool = Field(False, description="Accepted and ignored: no padding is ever sent.")
 
 
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-"""Fields whose defaults can come from a model's generation_config.json."""
-
-
 class GenerateRequest(_Model):
     """The fields that both endpoints share."""
 
@@ -281,7 +274,7 @@ def parse(body: bytes, kind: type[R], *, max_n: int, defaults: Mapping[str, floa
 
     Args:
         max_n: Largest valid `n`.
-        defaults: Defaults of `SAMPLING` fields that differ from OpenAI's.
+        defaults: Defaults of sampling fields that differ from OpenAI's.
 
     Raises:
         ApiError: The request is not valid; the error names the field.

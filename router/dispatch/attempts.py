@@ -141,6 +141,11 @@ class Attempt:
         """The output tokens to continue after. Before the first output all choices have none."""
         return self.request.outputs[min(self.choices)]
 
+    @property
+    def may_wait(self) -> bool:
+        """True if it may wait for a worker: it has run before, or was rerouted and found no full queue."""
+        return bool(self.losses or self.request.started or (self.reroutes and not self.queue_full))
+
     def submit(self, placement: Placement, tokens: bytes, hashes: Sequence[bytes], deadline_ms: int) -> pb.Submit:
         """The message that sends the attempt to the worker of a placement.
 

@@ -26,10 +26,10 @@ from router.dispatch.loop_slices import LoopSlices
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.errors import ApiError, failed, one_line, too_many, unavailable
-from router.metrics import Metrics
 from router.placement.costs import PolicySettings, Prompt
 from router.placement.decisions import Decisions
 from router.placement.policy import place
+from router.request_metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +66,14 @@ class Dispatcher:
         decisions: Recent placements.
     """
 
-    def __init__(self, workers: Workers, metrics: Metrics, policy: PolicySettings, *, rng: Random) -> None:
+    def __init__(self, workers: Workers, metrics: RequestMetrics, policy: PolicySettings, *, rng: Random) -> None:
         self.decisions = Decisions()
         self._workers = workers
         self._metrics = metrics
         self._policy = policy
         self._rng = rng
-        self._ids = itertools.count(rng.randrange(1, 1 << 60))  # load reports show them to all routers
+        # unique over all routers, since `Load.awaiting_first_token` carries them
+        self._ids = itertools.count(rng.randrange(1, 1 << 60))
         self._attempts: dict[int, Attempt] = {}
         self._slices = LoopSlices(self._on_output)
 
@@ -106,10 +107,10 @@ class Dispatcher:
     def ready(self, session: WorkerSession) -> None:
         """Places waiting attempts again, because a worker is live."""
         for attempt in [attempt for attempt in self._attempts.values() if attempt.timer is not None]:
-            self._retry_part(attempt, RETRY_S)
+            self._place_or_wait(attempt, RETRY_S)
 
     def step(self, session: WorkerSession, step: pb.StepOutput) -> None:
-        """Handles the tokens of one engine step: first tokens now, others in a later slice of the loop."""
+        """Handles the tokens of one engine step: first tokens now, others after yielding to the event loop."""
         for output in step.outputs:
             attempt = self._attempts.get(output.request)
             if attempt is not None and attempt.request.started:
@@ -137,7 +138,7 @@ class Dispatcher:
             log.warning("request %s is rerouted: %s", attempt.request.trace_id, message)
             attempt.reroutes += 1
             attempt.failed_prefill.update(refusal.failed_prefill_workers)
-            # the same worker may take it at once, unless it keeps rerouting: then it drains
+            # the same worker may take it at once, unless it keeps rerouting: such a worker is probably draining
             self._retry(attempt, 0 if attempt.reroutes <= IMMEDIATE_REROUTES else retry_after_s)
         else:
             log.error("worker %s failed request %s: %s", session.id, attempt.request.trace_id, message)
@@ -146,7 +147,7 @@ class Dispatcher:
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
 
     def lost(self, session: WorkerSession) -> None:
-        """Replays the attempts of a session that ended on other workers."""
+        """Replays, on other workers, the attempts of a session that has ended."""
         self._slices.flush()
         for attempt in [attempt for attempt in self._attempts.values() if attempt.session is session]:
             if attempt.id not in self._attempts:
@@ -226,6 +227,7 @@ class Dispatcher:
         total, longest = request.prompt_len + len(emitted), request.prompt_len + request.sampling.max_tokens
         placement = place(
             Prompt(total, request.sampling.max_tokens - len(emitted), len(attempt.choices)),
+            # workers lost while running it get it again only if there are no others
             workers.candidates("combined", longest, exclude=attempt.lost_by | attempt.refused_by)
             or workers.candidates("combined", longest, exclude=attempt.refused_by),
             workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill),
@@ -243,15 +245,16 @@ class Dispatcher:
         # sent first, so that the worker begins while the router keeps its books
         decode.submit(attempt.submit(placement, tokens, hashes, deadline_ms))
         self.decisions.add(attempt.attach(placement, decode, prefill, now))
-        self._metrics.placements(placement.route, "yes" if placement.replicated else "no").inc()
+        self._metrics.placements(placement.route, "yes" if placement.replicates_prefix else "no").inc()
         return True
 
     def _retry(self, attempt: Attempt, retry_after_s: float) -> None:
-        """Places an attempt again, split by choice if it has output. If no worker takes it, it waits or fails."""
+        """Places an attempt again, split by choice if it has output."""
         for part in self._split(attempt):
-            self._retry_part(part, retry_after_s)
+            self._place_or_wait(part, retry_after_s)
 
-    def _retry_part(self, attempt: Attempt, retry_after_s: float) -> None:
+    def _place_or_wait(self, attempt: Attempt, retry_after_s: float) -> None:
+        """Places an attempt. If no worker takes it, it waits or fails."""
         if attempt.id not in self._attempts:
             return  # another attempt of its request has failed
         self._end_wait(attempt)
@@ -259,7 +262,7 @@ class Dispatcher:
             return
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if not (attempt.losses or attempt.request.started) and (attempt.queue_full or not attempt.reroutes):
+        if not attempt.may_wait:
             self._fail(attempt.request, _queues_full(attempt.queue_full, retry_after_s))
             return
         if attempt.deadline is None:
@@ -271,7 +274,7 @@ class Dispatcher:
         attempt.refused_by.clear()
         attempt.queue_full.clear()
         wait_s = min(retry_after_s, attempt.deadline - now)
-        attempt.timer = loop.call_later(wait_s, self._retry_part, attempt, RETRY_S)
+        attempt.timer = loop.call_later(wait_s, self._place_or_wait, attempt, RETRY_S)
 
     def _split(self, attempt: Attempt) -> list[Attempt]:
         """Replaces the attempt by one per choice if the request has output."""
@@ -282,7 +285,7 @@ class Dispatcher:
 
     def _add_attempt(self, request: RoutedRequest, choices: set[int], origin: Attempt | None = None) -> Attempt:
         attempt = Attempt(next(self._ids), request, choices)
-        if origin is not None:
+        if origin is not None:  # it has output: refusals for full queues and failures no longer count
             attempt.number, attempt.deadline = origin.number, origin.deadline
             attempt.losses, attempt.lost_by = origin.losses, set(origin.lost_by)
             attempt.reroutes = origin.reroutes

@@ -1,4 +1,7 @@
-"""Prometheus metrics of the workers, from their load reports; docs/metrics.md describes them."""
+"""Prometheus metrics of the workers, from their load reports; docs/metrics.md describes them.
+
+`router/request_metrics.py` has the metrics of requests.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter

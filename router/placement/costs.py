@@ -8,13 +8,16 @@ an option is the delay to this user plus the delay to all others:
             + prefill_ms            computing the uncached tokens
             + handoff_ms            HANDOFF_MS if another worker computes; with the two above, this user's TTFT
             + first_gap_ms          what the transfer of pages adds to the gap after the first token
-            + decode_ms             choices · tokens · itl_ms: this user's decode steps
-            + interference_ms       requests · tokens · (itl_ms - all_decode_ms): longer steps for all other streams
+            + decode_ms             choices · horizon · itl_ms: this user's decode steps
+            + interference_ms       requests · horizon · (itl_ms - all_decode_ms): longer steps for all other streams
             + stall_ms              decodes · delay_ms: delay of the other streams' tokens when a local prefill ends
             + queued_behind_ms      QUEUED_BEHIND · (prefill_ms + fetch_ms): prompts that arrive meanwhile
             + eviction_ms           EVICTED_REUSE · missing_pages · page_ms: computing evicted pages again
-            + imbalance_ms          excess · tokens · lone_step_ms: requests beyond the worker's share
+            + imbalance_ms          excess · horizon · lone_step_ms: requests beyond the worker's share
             + slo_violation_ms      violation_ms of this user's TTFT, and of every stream's gaps
+
+`requests` are the sequences that the combined worker has already, `decodes` those of them that decode, `horizon` is
+HORIZON_TOKENS or the request's limit, and `excess` counts the requests beyond BALANCED_SHARE of the worker's share.
 
 The terms are the fields of `Cost`; `GET /requests/{id}` shows them.
 """
@@ -32,10 +35,10 @@ HANDOFF_MS = 2.0
 """Time that the calls between two workers add to the TTFT."""
 
 EXPECTED_OUTPUT = 256
-"""Expected tokens of an output, if the request allows that many."""
+"""Expected tokens of an output, if the request allows that many: for that long it has a batch slot and pages."""
 
-CONCURRENT_TOKENS = 64
-"""The other streams of a worker are expected to run on for this many tokens."""
+HORIZON_TOKENS = 64
+"""Delays of later tokens are counted over this many tokens, of this request and of the other streams."""
 
 QUEUED_BEHIND = 2.0
 """Average number of other prompts that wait for a prefill that starts now."""
@@ -44,14 +47,14 @@ EVICTED_REUSE = 0.25
 """Probability that an evicted page is wanted again."""
 
 VIOLATION_TTFTS = 50.0
-"""Cost of a violated SLO, in TTFT targets: far more than any delay."""
+"""Cost of a violated SLO, as a multiple of --slo-ttft also for the ITL: far more than any delay."""
 
 SAFE_SHARE = 0.8
 """Predictions up to this part of a target cost nothing. From there the cost of a violation grows linearly, because
 predictions are not exact and more streams will come."""
 
 BALANCED_SHARE = 1.1
-"""A worker may have this multiple of its share of all requests, by its speed, at no cost."""
+"""A worker may have this multiple of its share of all requests at no cost. Shares are proportional to decode speed."""
 
 MIN_BALANCED = 2
 """Workers with at most this many requests are not balanced: the difference is noise."""
@@ -148,7 +151,7 @@ class PlacementQuery:
     """A prompt to place, with what all its options share.
 
     Attributes:
-        tokens: Expected tokens of each choice during which the other streams run on.
+        horizon: Tokens of each choice over which delays of later tokens are counted.
         full_violation_ms: Cost of one violated SLO.
     """
 
@@ -158,7 +161,7 @@ class PlacementQuery:
         self.prompt = prompt
         self.settings = settings
         self.now = now
-        self.tokens = min(prompt.output_tokens, CONCURRENT_TOKENS)
+        self.horizon = min(prompt.output_tokens, HORIZON_TOKENS)
         self.full_violation_ms = VIOLATION_TTFTS * settings.slo_ttft_ms
         requests = prompt.choices + sum([worker.requests for worker in combined])
         self._share_by_speed = BALANCED_SHARE * requests / sum([worker.speed for worker in combined])
@@ -185,13 +188,13 @@ class PlacementQuery:
         return self.settings.long_prefill_tokens == "auto" or not self.may_be_local(worker)
 
     def guess_prefill_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of the cost of a remote prefill on this worker."""
+        """Cheap estimate of the cost of a remote prefill on this worker; policy.py shortlists by it."""
         cached = self.cached(worker)
         uncached = self.prompt.tokens - cached.tokens
         return worker.queue_ms(self.now) + cached.load_ms + (1 + QUEUED_BEHIND) * uncached * worker.token_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of the cost of a local prefill on this worker."""
+        """Cheap estimate of the cost of a local prefill on this worker; policy.py shortlists by it."""
         cached = self.cached(worker)
         return (
             max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, EXPECTED_OUTPUT))
@@ -200,8 +203,8 @@ class PlacementQuery:
         )
 
     def guess_decode_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of the cost of decoding on this worker."""
-        return self.tokens * worker.added_stream_ms + self.imbalance_ms(worker)
+        """Cheap estimate of the cost of decoding on this worker; policy.py shortlists by it."""
+        return self.horizon * worker.added_stream_ms + self.imbalance_ms(worker)
 
     def imbalance_ms(self, worker: Candidate) -> float:
         """The time of a lone stream's steps for each request that the worker would have beyond its share.
@@ -211,7 +214,7 @@ class PlacementQuery:
         """
         share = max(MIN_BALANCED, self._share_by_speed * worker.speed)
         excess = worker.requests + self.prompt.choices - share
-        return excess * self.tokens * worker.lone_step_ms if excess > 0 else 0.0
+        return excess * self.horizon * worker.lone_step_ms if excess > 0 else 0.0
 
     def eviction_ms(self, worker: Candidate) -> float:
         """The expected time to compute again, or to load back, the pages that this prompt would evict."""
@@ -240,29 +243,29 @@ class PlacementQuery:
 
     def _cached_part(self, worker: Candidate) -> CachedPart:
         name, tokens = worker.worker_id, self.prompt.tokens
-        last, host_tokens = self._tokens_in(self._prefixes.cached[name]), 0
+        cached, host_tokens = self._tokens_in(self._prefixes.cached[name]), 0
         if name in self._prefixes.in_pages:
-            first = self._tokens_in(self._prefixes.in_pages[name])
+            in_pages = self._tokens_in(self._prefixes.in_pages[name])
             # blocks in host memory are loaded only if that is faster than computing them
-            saved_ms = worker.prefill(tokens - first, first).ms - worker.prefill(tokens - last, last).ms
-            if blocks_for(last - first) * worker.host_page_ms < saved_ms:
-                host_tokens = last - first
+            saved_ms = worker.prefill(tokens - in_pages, in_pages).ms - worker.prefill(tokens - cached, cached).ms
+            if blocks_for(cached - in_pages) * worker.host_page_ms < saved_ms:
+                host_tokens = cached - in_pages
             else:
-                last = first
-        missing = blocks_for(tokens) - (last - host_tokens) // BLOCK_SIZE
-        return CachedPart(last, host_tokens, blocks_for(host_tokens) * worker.host_page_ms, missing)
+                cached = in_pages
+        missing = blocks_for(tokens) - (cached - host_tokens) // BLOCK_SIZE
+        return CachedPart(cached, host_tokens, blocks_for(host_tokens) * worker.host_page_ms, missing)
 
     def _tokens_in(self, blocks: int) -> int:
         return min(blocks * BLOCK_SIZE, self.prompt.tokens - 1)
 
 
-class RemotePrefill:
+class PrefillPrediction:
     """Predictions for the prompt on a prefill worker.
 
     Attributes:
         wait_ms, prefill_ms, uncached_tokens, host_tokens: See `Cost` and `Option`.
         last_pages: Pages of the prompt's last chunk.
-        least_ms: Lower bound on the cost of its options, without `Decode.shared_ms`.
+        least_ms: Lower bound on the cost of its options, without `DecodePrediction.shared_ms`.
     """
 
     def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
@@ -276,7 +279,7 @@ class RemotePrefill:
         self.least_ms = self.wait_ms + HANDOFF_MS + (1 + QUEUED_BEHIND) * self.prefill_ms
 
 
-class Decode:
+class DecodePrediction:
     """Predictions for the request on a combined worker, and its options there.
 
     Attributes:
@@ -285,14 +288,14 @@ class Decode:
     """
 
     def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
-        prompt, tokens = query.prompt, query.tokens
+        prompt, horizon = query.prompt, query.horizon
         self.worker = worker
         self.cached = query.cached(worker)
         self._query = query
         self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, EXPECTED_OUTPUT)
         self._itl_ms = itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
-        self._decode_ms = prompt.choices * tokens * itl_ms
-        self._interference_ms = worker.requests * tokens * max(0.0, itl_ms - worker.all_decode_ms)
+        self._decode_ms = prompt.choices * horizon * itl_ms
+        self._interference_ms = worker.requests * horizon * max(0.0, itl_ms - worker.all_decode_ms)
         self._eviction_ms = query.eviction_ms(worker)
         self._imbalance_ms = query.imbalance_ms(worker)
         streams = prompt.choices + worker.requests
@@ -309,20 +312,20 @@ class Decode:
             uncached: Tokens to compute; None: those that this worker, or the source, has not cached.
         """
         query, worker, cached = self._query, self.worker, self.cached
-        first = cached if source is None else query.cached(source)
+        prefix = cached if source is None else query.cached(source)
         tokens = query.prompt.tokens
-        uncached = tokens - first.tokens if uncached is None else uncached
+        uncached = tokens - prefix.tokens if uncached is None else uncached
         prefill = worker.prefill(uncached, tokens - uncached)
         wait_ms, fetch_ms = max(worker.wait_ms(uncached, query.now), self._batch_slot_ms), 0.0
         if source is None:
             wait_ms += cached.load_ms
         else:
-            fetch_ms = worker.transfer_ms(blocks_for(first.tokens) - cached.tokens // BLOCK_SIZE)
-            wait_ms = max(wait_ms, HANDOFF_MS + first.load_ms + cached.load_ms + fetch_ms)
+            fetch_ms = worker.transfer_ms(blocks_for(prefix.tokens) - cached.tokens // BLOCK_SIZE)
+            wait_ms = max(wait_ms, HANDOFF_MS + prefix.load_ms + cached.load_ms + fetch_ms)
         return self._option(
             prefix_source="" if source is None else source.worker_id,
             uncached_tokens=uncached,
-            host_tokens=first.host_tokens,
+            host_tokens=prefix.host_tokens,
             wait_ms=query.with_overdue_ms(worker, wait_ms, prefill.ms),
             prefill_ms=prefill.ms,
             fetch_ms=fetch_ms,
@@ -330,9 +333,10 @@ class Decode:
             slo_violation_ms=worker.decodes * query.violation_ms(prefill.gap_ms, query.settings.slo_itl_ms),
         )
 
-    def remote(self, prefill: RemotePrefill) -> Option:
+    def remote(self, prefill: PrefillPrediction) -> Option:
         """The option that a prefill worker computes the prompt."""
         pages = self.cached.missing_pages - blocks_for(self.cached.host_tokens)
+        # pages move while later chunks compute: after the first token those of the last chunk are left, at least
         last_ms = self.worker.transfer_ms(min(pages, prefill.last_pages))
         wait_ms = max(prefill.wait_ms, self._batch_slot_ms)
         return self._option(
@@ -346,7 +350,10 @@ class Decode:
         )
 
     def break_even(self, chosen: Option) -> int:
-        """Uncached tokens up to which a local prefill costs no more than the chosen option."""
+        """Uncached tokens up to which a local prefill costs no more than the chosen option.
+
+        The worker gets it as `Submit.long_prefill_tokens`.
+        """
         threshold = self._query.settings.long_prefill_tokens
         if threshold != "auto" and not chosen.prefix_source:
             return threshold

@@ -63,7 +63,7 @@ class Decision:
             "attempt": self.attempt,
             "prompt_tokens": self.prompt_tokens,
             "why": _why(placement),
-            "replicated": placement.replicated,
+            "replicated": placement.replicates_prefix,
             "outcome": self.outcome,
             "predicted": _describe(placement.chosen) | {"tardiness": placement.prompt_worker.tardiness},
             "actual": self._actual(),

@@ -20,7 +20,7 @@ from random import Random
 from typing import NamedTuple
 
 from router.placement.candidate import Candidate
-from router.placement.costs import Decode, Option, PlacementQuery, PolicySettings, Prompt, RemotePrefill
+from router.placement.costs import DecodePrediction, Option, PlacementQuery, PolicySettings, PrefillPrediction, Prompt
 from router.prefix_index.index import Prefixes
 
 COMBINED_PREDICTED = 4
@@ -45,7 +45,7 @@ class Placement:
         prefill: Prefill workers to try, in this order; empty if `decode` computes the prompt.
         prefix_source: The worker from which `decode` fetches the first blocks.
         long_prefill_tokens: `decode` computes up to this many uncached tokens without remote prefill or fetch.
-        replicated: Another combined worker has more of the prompt cached.
+        replicates_prefix: Another combined worker has more of the prompt cached; `decode` gets a further copy.
         predicted: The options predicted in full, the chosen one first.
         prefix_source_blocks: The number of blocks to fetch.
         others: Predicts the remaining options, which can't be as good, for display.
@@ -55,7 +55,7 @@ class Placement:
     prefill: tuple[Candidate, ...]
     prefix_source: Candidate | None
     long_prefill_tokens: int
-    replicated: bool
+    replicates_prefix: bool
     predicted: tuple[Option, ...]
     prefix_source_blocks: int = 0
     others: Callable[[], Iterable[Option]] = field(default=tuple, compare=False)
@@ -109,7 +109,7 @@ def place(
     warm = [one for one in combined if one.worker_id in blocks] if blocks else []
     decodes = _most_promising(query, combined, warm, rng)
     guesses = map(query.guess_prefill_ms, prefill)
-    prefills = [RemotePrefill(query, one) for one in _lowest(prefill, PREFILL_PREDICTED, guesses, rng)]
+    prefills = [PrefillPrediction(query, one) for one in _lowest(prefill, PREFILL_PREDICTED, guesses, rng)]
     source = max(warm, key=lambda one: (query.cached(one).tokens, -one.requests), default=None)
     if source is not None and prefills and not query.may_be_local(source):
         source = None
@@ -145,7 +145,7 @@ def place(
         prefix_source=source if option.prefix_source else None,
         prefix_source_blocks=blocks[option.prefix_source] if option.prefix_source else 0,
         long_prefill_tokens=decode.break_even(option),
-        replicated=blocks.get(decode.worker.worker_id, 0) < most_cached,
+        replicates_prefix=blocks.get(decode.worker.worker_id, 0) < most_cached,
         predicted=(option, *(way.option for way in ways if way is not chosen)),
         others=others,
     )
@@ -155,8 +155,8 @@ class _Way(NamedTuple):
     """An option with the predictions it was made from."""
 
     option: Option
-    decode: Decode
-    prefill: RemotePrefill | None = None
+    decode: DecodePrediction
+    prefill: PrefillPrediction | None = None
 
 
 def _cost_ms(way: _Way) -> float:
@@ -169,7 +169,7 @@ def _near_ms(ways: Iterable[_Way]) -> float:
     return best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
 
 
-def _remote_options(decodes: Sequence[Decode], prefills: Sequence[RemotePrefill]) -> list[Option]:
+def _remote_options(decodes: Sequence[DecodePrediction], prefills: Sequence[PrefillPrediction]) -> list[Option]:
     return [decode.remote(prefill) for decode in decodes for prefill in prefills]
 
 
@@ -180,15 +180,16 @@ def _effort(option: Option) -> tuple[int, bool]:
 
 def _most_promising(
     query: PlacementQuery, workers: Sequence[Candidate], warm: Sequence[Candidate], rng: Random
-) -> list[Decode]:
+) -> list[DecodePrediction]:
     """The combined workers to predict in full; `warm` ones have some of the prompt cached."""
     if len(workers) <= COMBINED_PREDICTED:
-        return [Decode(query, worker) for worker in workers]
+        return [DecodePrediction(query, worker) for worker in workers]
     decode_ms = [query.guess_decode_ms(one) for one in workers]
     local = _lowest(workers, COMBINED_PREDICTED, map(add, decode_ms, map(query.guess_local_ms, workers)), rng)
     remote = _lowest(workers, COMBINED_PREDICTED, decode_ms, rng)
     most = _lowest(warm, WARM_PREDICTED, [-query.cached(one).tokens for one in warm], rng)
-    return [Decode(query, worker) for worker in {one.worker_id: one for one in (*local, *remote, *most)}.values()]
+    shortlist = {one.worker_id: one for one in (*local, *remote, *most)}
+    return [DecodePrediction(query, worker) for worker in shortlist.values()]
 
 
 def _lowest(workers: Sequence[Candidate], count: int, guesses: Iterable[float], rng: Random) -> list[Candidate]:

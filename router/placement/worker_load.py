@@ -12,7 +12,7 @@ from typing import get_args
 from cpd.common.errors import ConfigError
 from cpd.performance.colocation import Colocation, Mode, PrefillEstimator
 from cpd.performance.model import MIN_SHARE, PerfModel, Profile, Work
-from cpd.performance.split import LaneSplit
+from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_load
 from router.placement.candidate import NOMINAL, TARDINESS_UNIT_MS, Candidate
@@ -197,7 +197,7 @@ def _colocation(hello: pb.Hello, itl_ms: float) -> Colocation:
         _model(hello.profile) if hello.profile else NOMINAL,
         token_budget=hello.token_budget,
         mode=mode,
-        splits=[LaneSplit(1 - share, share) for share in shares],
+        splits=[SplitShares(1 - share, share) for share in shares],
         itl_ms=itl_ms,
     )
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from cpd.common.blocks import pack_tokens
 from cpd.common.errors import CheckpointError
 from router.lru import LRU
+from router.text.detokenize import Vocabulary
 from router.text.special_token_splitter import cut_pattern
 
 INLINE_CHARS = 4_096
@@ -37,7 +38,8 @@ class Tokenizer:
     """A model's tokenizer.
 
     Attributes:
-        backend: The tokenizers library's object.
+        backend: The tokenizers library's object. Only this module, `Vocabulary` and `cut_pattern` use it.
+        vocabulary: Converts tokens back to text.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -45,6 +47,7 @@ class Tokenizer:
         # the checkpoint may have truncation and padding from training; prompts have neither
         backend.no_truncation()
         backend.no_padding()
+        self.vocabulary = Vocabulary(backend)
         self._cuts = cut_pattern(backend)
         self._parts: LRU[tuple[bytes, str], bytes] = LRU(CACHED_CHARS)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
@@ -72,6 +75,10 @@ class Tokenizer:
             known[part] = tokens
             self._parts.put((owner, part), tokens, len(part) + PART_OVERHEAD_CHARS)
         return b"".join([known[part] or b"" for part in parts])
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token; None if there is no such token."""
+        return self.backend.token_to_id(token)
 
     async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
         def encode() -> list[bytes]:

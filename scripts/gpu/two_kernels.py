@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cpd.performance.split import Curve, Device, LaneSplit, Workload, lane_splits, plan_split
+from cpd.performance.split import Curve, Device, SplitShares, Workload, lane_splits, plan_split
 from engine.execution.cuda.driver import CudaDriver, Driver
 from engine.execution.cuda.greenctx import GreenContexts, PartitionPair, UnusablePartitionError
 from scripts.gpu.common import require_cuda
@@ -175,7 +175,7 @@ def plan(points: Sequence[Point], whole: tuple[float, float], device: Device, pi
         return Plan((), chosen.ms)
     least = chosen.stages[0].units  # the planner may leave SMs unused; here all are used
 
-    def cost(split: LaneSplit) -> tuple[bool, float]:
+    def cost(split: SplitShares) -> tuple[bool, float]:
         total_ms = first.total_ms(int(split.prefill), together=True), second.total_ms(int(split.decode), together=True)
         return split.prefill < least["first"] or split.decode < least["second"], max(total_ms)
 

@@ -116,7 +116,7 @@ class DecodeSide:
         if not (placed.prefill or source) or uncached <= placed.long_prefill_tokens:
             self._add(engine, placed)
             return True
-        if engine.pending(request):
+        if engine.block_to_wait_for(request):
             return False
         missing = self._missing(request, uncached)
         if missing in self._arriving:
@@ -195,7 +195,7 @@ class PrefixFetch:
     def _push(self, reservation: Reservation) -> None:
         def arrived() -> None:
             self._unpin()
-            self.decode.worker.do(lambda engine: engine.landings.fill_cache(reservation, self.placed.request))
+            self.decode.worker.do(lambda engine: engine.landings.add_to_cache(reservation, self.placed.request))
             self._over()
 
         self.decode.links.push(self.source.id, self.decode.worker.id, len(reservation.pages), arrived)

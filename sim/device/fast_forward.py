@@ -28,7 +28,7 @@ def possible_steps(engine: Engine) -> int:
     scheduler = engine.scheduler
     if engine.has_results or not scheduler.running or scheduler.num_waiting:
         return 0
-    decoding, max_len = scheduler.decoding, scheduler.table.max_len
+    decoding, max_len = scheduler.on_main_lane, scheduler.table.max_len
     steps = scheduler.pool.available // len(scheduler.running) * BLOCK_SIZE if decoding else 0
     for seq in decoding:
         request, known = seq.request, seq.num_tokens
@@ -43,7 +43,7 @@ def possible_steps(engine: Engine) -> int:
 
 def next_work(engine: Engine) -> Work:
     """The work of the next step if it only decodes."""
-    decoding = engine.scheduler.decoding
+    decoding = engine.scheduler.on_main_lane
     return Work.decode(len(decoding), sum(seq.num_tokens for seq in decoding))
 
 
@@ -63,7 +63,7 @@ class FastForward:
     def __init__(self, engine: Engine, steps: int, choose: Choose) -> None:
         self._engine = engine
         self._choose = choose
-        self._seqs = engine.scheduler.decoding
+        self._seqs = engine.scheduler.on_main_lane
         self._chosen: list[list[int]] = [[] for _ in self._seqs]
         self.work = next_work(engine)
         # The coming steps after which a sequence needs a page (False) or has completed a block (True).

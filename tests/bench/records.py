@@ -1,4 +1,4 @@
-"""Records of requests as a client would have made them."""
+"""Records of requests, as a client makes them."""
 
 from typing import Any
 
@@ -30,6 +30,6 @@ def completed(due_s: float = 0.0, ttft_s: float = 0.1, gaps_s: list[float] | Non
 
 
 def failed(error: str, due_s: float = 0.0, ended_s: float = 1.0, **fields: Any) -> Record:
-    """A request that got nothing but an error."""
+    """A request that failed without output."""
     known: dict[str, Any] = {"session": 0, "turn": 0, "input_len": 8, "output_len": 8, "due_s": due_s, "sent_s": due_s}
     return Record(**{**known, **fields}, ended_s=ended_s, error=error)

@@ -33,14 +33,14 @@ def test_the_latencies_of_a_request_count_from_when_it_was_due() -> None:
     assert row.answer_ms == 90.0
     assert row.first_gap_ms == 30.0
     assert row.itl_ms == [30.0, 10.0, 20.0]
-    assert row.tpot_ms == 10.0  # 60 ms for the 6 tokens after the first, whatever the chunks hold
+    assert row.tpot_ms == 10.0  # 60 ms for the 6 tokens after the first, however they are split into chunks
 
 
 @pytest.mark.parametrize(
     "record",
     [
         completed(gaps_s=[]),
-        completed(gaps_s=[], output_tokens=5),  # all in one chunk: when each came is unknown
+        completed(gaps_s=[], output_tokens=5),  # all in one chunk: the times of single tokens are unknown
         completed(output_tokens=1),
         completed(output_tokens=None),
     ],
@@ -210,7 +210,7 @@ def test_the_steady_window_leaves_out_ramp_and_drain() -> None:
     assert steady.requests_per_s == pytest.approx(1 / 17)
     # A chunk of each stream every half second, both ends included.
     assert steady.output_tokens_per_s == pytest.approx((3 * 35 + 34) / 17)
-    assert steady.ttft_ms.count == 1  # the others' first chunks came before
+    assert steady.ttft_ms.count == 1  # the first chunks of the others came earlier
     assert steady.itl_ms.count == 3 * 35 + 33
 
 

@@ -1,4 +1,4 @@
-"""The client against a server process with every odd behaviour that servers have: each is counted as what it is."""
+"""The client against a server process with every known odd behaviour: each is counted correctly."""
 
 import asyncio
 from collections import Counter
@@ -39,7 +39,7 @@ def mock() -> Iterator[MockServer]:
 async def asking(
     url: str, endpoint: Endpoint = "chat", timeout_s: float = 30.0, model: str = "mock", **odd: Any
 ) -> AsyncIterator[Client]:
-    """A client whose requests are answered in this odd way."""
+    """A client of a server with this odd behaviour."""
     client = Client(Target(url, model, "", endpoint, 0.0, True, {"mock": odd}, timeout_s))
     try:
         yield client

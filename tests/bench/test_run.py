@@ -1,4 +1,4 @@
-"""`cpd bench run` as a person uses it, against the mock server."""
+"""`cpd bench run` as a command, against the mock server."""
 
 import os
 import signal
@@ -160,7 +160,7 @@ def test_ctrl_c_prints_and_saves_what_there_is(tmp_path: Path) -> None:
             env={**os.environ, "COLUMNS": "120"},
         )
         assert process.stderr is not None
-        process.stderr.readline()  # a line of progress: it is well under way
+        process.stderr.readline()  # a progress line: the run is under way
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -203,7 +203,7 @@ def test_an_open_loop_that_is_ended_early_is_held_against_what_was_due_until_the
         process.communicate(timeout=60)
     result = saved(file)
     assert not any("requests/s where" in reason for reason in result["client"]["reasons"])
-    assert result["summary"]["offered_per_s"] < 10  # of the 15.5 a second over the whole ramp
+    assert result["summary"]["offered_per_s"] < 10  # the whole ramp would offer 15.5 a second
 
 
 def test_figures_that_cannot_be_saved_are_shown(server: MockServer) -> None:

@@ -46,7 +46,7 @@ def test_a_chunk_that_the_client_missed_is_refused() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shortest self-test: one request a stream."""
+    """The shortest self-test: one request per stream."""
     monkeypatch.setattr("bench.selftest._TEST_S", 0.0)
 
 

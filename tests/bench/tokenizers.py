@@ -8,14 +8,14 @@ _TEXT = [(Path(__file__).parents[2] / "bench" / "words.txt").read_text()] * 3
 
 
 def write(directory: Path, tokenizer: Tokenizer) -> Path:
-    """Saves it as tokenizer.json and returns the directory."""
+    """Saves the tokenizer as tokenizer.json and returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2 has it: no splitting before BPE, spaces are visible characters, one is put before the text."""
+    """A tokenizer like Llama 2's: no splitting before BPE; ▁ stands for a space and is put before the text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -27,7 +27,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5 has it."""
+    """A tokenizer like T5's."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(vocab_size=700, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
@@ -36,7 +36,7 @@ def unigram() -> Tokenizer:
 
 
 def characters() -> Tokenizer:
-    """Bytes and nothing else: no word is one token."""
+    """A tokenizer with bytes only: no word is a single token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

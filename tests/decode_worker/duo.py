@@ -1,4 +1,4 @@
-"""Two decode workers in one process: one has a prompt in its cache, the other one is asked for it."""
+"""Two decode workers in one process: one has a prompt in its cache, the other one serves a request with it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,12 +21,12 @@ from tests.worker.cluster import Running, running
 from tests.worker.fakes import Gate, fake_loader
 
 TOKENS, CACHED = 300, 288
-"""Of the prompt, and of its full blocks."""
+"""Number of tokens in the prompt, and in its full blocks."""
 
 
 @dataclass
 class Side:
-    """One of the workers, a session with it, and a gate in front of its steps and its pushes each."""
+    """One of the workers, a session with it, and gates before its steps and its pushes."""
 
     worker: Running
     router: Client
@@ -34,7 +34,7 @@ class Side:
     pushes: asyncio.Event
 
     def hint(self, blocks: int = CACHED // BLOCK_SIZE) -> pb.PrefixSource:
-        """What a router says that believes so many blocks to be in this worker's cache."""
+        """The prefix source of a router that believes this many blocks to be in this worker's cache."""
         return pb.PrefixSource(worker_id=self.worker.worker.id, address=self.worker.session, blocks=blocks)
 
     def states(self) -> list[RemotePrefillState]:
@@ -44,26 +44,26 @@ class Side:
         return [prefill.state for prefill in service._coordinator.running]
 
     def has(self, number: int) -> bool:
-        """Whether it knows the request, and somebody waits for it."""
+        """True if the worker has a request with this number."""
         service = self.worker.worker._service
         assert isinstance(service, DecodeService)
         return any(key[1] == number for key in service._requests)
 
     async def serve(self, request: Request, number: int) -> None:
-        """Has it answer a request by itself; it has the prompt in its cache then."""
+        """Lets this worker serve a request alone, which leaves the prompt in its cache."""
         await self.router.done(await self.router.submit(request, number))
 
 
 @dataclass
 class Duo:
-    """`source` has the prompt in its cache."""
+    """Two connected decode workers. `source` has the prompt in its cache."""
 
     here: Side
     source: Side
     network: LocalNetwork
 
     async def submit(self, request: Request, number: int, hint: pb.PrefixSource | None = None) -> Answer:
-        """Submits to `here`; `hint` says where else the prompt is, by default at `source`."""
+        """Submits to `here`. `hint` names the worker that has the prompt cached; by default `source`."""
         return await self.here.router.submit(request, number, prefix_source=hint or self.source.hint())
 
     async def balanced(self) -> None:
@@ -96,7 +96,7 @@ async def duo(
     network: LocalNetwork | None = None,
     **settings: Any,
 ) -> AsyncIterator[Duo]:
-    """Args: here, source: What `fake_loader` makes their engines with."""
+    """Starts both workers. `here` and `source` are arguments of `fake_loader` for their engines."""
     network = network or LocalNetwork()
     async with (
         _side(redis_url, network, source or {}, **settings) as there,
@@ -107,7 +107,7 @@ async def duo(
 
 
 class Stage(Enum):
-    """How far a prefix fetch has come."""
+    """Stage of a prefix fetch."""
 
     CONNECTING = RemotePrefillState.CONNECTING
     QUEUED = RemotePrefillState.QUEUED
@@ -140,14 +140,14 @@ async def reached(redis_url: str, stage: Stage, n: int = 1) -> AsyncIterator[tup
 
 
 async def _hold(side: Side) -> None:
-    """Its engine is in a step from now on."""
+    """Blocks the worker's engine in a step."""
     side.gate.close()
     await side.router.submit(make_request("holds", prompt(20, 7), max_tokens=2), 2000)
     await eventually(lambda: side.gate.held)
 
 
 def let_go(d: Duo) -> None:
-    """Nothing is held any more."""
+    """Releases everything that is held."""
     for side in (d.here, d.source):
         side.gate.open()
         side.pushes.set()

@@ -22,7 +22,7 @@ from tests.worker.fakes import MAX_MODEL_LEN, Gate, fake_loader
 
 @dataclass
 class Pair:
-    """One prefill and one decode worker, a session with each, and a gate in front of each one's steps."""
+    """One prefill and one decode worker, a session with each, and a gate before the steps of each."""
 
     prefill: Running
     decode: Running
@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def restarts_soon(self) -> bool:
-        """Whether the decode worker will start anew if its pages stay in quarantine."""
+        """True if the decode worker will restart unless its pages leave quarantine."""
         return self._service._restart is not None
 
     @property
@@ -88,7 +88,7 @@ def assert_right(request: Request, answer: Answer) -> None:
 
 
 class Stage(Enum):
-    """How far a request with a prefill candidate has come: the state, and whether first tokens were sent."""
+    """Stage of a request with a prefill candidate: its state, and whether first tokens were sent."""
 
     CONNECTING = RemotePrefillState.CONNECTING, False
     QUEUED = RemotePrefillState.QUEUED, False
@@ -104,7 +104,7 @@ TARGET = 1
 
 @asynccontextmanager
 async def reached(redis_url: str, stage: Stage, n: int = 1, num_pages: int = 66) -> AsyncIterator[tuple[Pair, Answer]]:
-    """A request with number TARGET that is held in `stage`; behind another one where that takes another one."""
+    """A request with number TARGET that is held in `stage`, if necessary behind another request."""
     async with pair(redis_url, decode={"num_pages": num_pages}) as p, silent_server() as silent:
         candidates = [p.prefill.candidate]
         ahead = make_request("ahead", prompt(900, 9), max_tokens=2)
@@ -147,7 +147,7 @@ async def eventually_started(answer: Answer) -> None:
 
 @asynccontextmanager
 async def silent_server() -> AsyncIterator[str]:
-    """Accepts connections and never says a word."""
+    """A server that accepts connections and sends nothing. Yields its address."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -1,4 +1,4 @@
-"""Prefill workers that refuse, hang or end: the request goes on elsewhere, or is placed anew."""
+"""Prefill workers that refuse, hang or end: the request continues on another worker, or is rerouted."""
 
 import time
 
@@ -94,7 +94,7 @@ async def test_a_hanging_engine_is_given_up_although_its_process_runs(redis_url:
 
 
 async def test_a_long_step_with_progress_is_not_given_up(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
-    """As long as it gets on: here with as many layers as there were heartbeats."""
+    """A step may take long while it makes progress: here one layer for each heartbeat."""
     monkeypatch.setattr("worker.prefill_server.HEARTBEAT_S", 0.05)
     layers = 0
 
@@ -108,7 +108,7 @@ async def test_a_long_step_with_progress_is_not_given_up(monkeypatch: pytest.Mon
         p.prefill_gate.close()
         answer = await p.submit(request, 1)
         await eventually(lambda: p.prefill_gate.held)
-        await eventually(lambda: layers > 3.0 / 0.05)  # heartbeats: for longer than an engine may hang
+        await eventually(lambda: layers > 3.0 / 0.05)  # 3 s of heartbeats, longer than the time limit
         p.prefill_gate.open()
         await p.router.done(answer)
         assert_right(request, answer)
@@ -116,7 +116,7 @@ async def test_a_long_step_with_progress_is_not_given_up(monkeypatch: pytest.Mon
 
 
 async def test_a_queued_remote_prefill_is_not_given_up(redis_url: str) -> None:
-    """Deadlines measure progress: the queue moves on, so nobody in it is forgotten."""
+    """Deadlines measure progress: while the queue advances, no job in it times out."""
     requests = [make_request(f"r{i}", prompt(900, i), max_tokens=2) for i in range(12)]
     async with pair(redis_url, prefill_progress_s=3.0, decode={"num_pages": 70}) as p:
         p.prefill_gate.slow()  # the last one waits longer than the limit without progress
@@ -141,7 +141,7 @@ async def test_after_a_full_queue_the_next_candidate_is_tried(redis_url: str) ->
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_first_tokens_of_a_failed_remote_prefill_are_kept(redis_url: str, n: int) -> None:
-    """The prefill worker ends after its first tokens: they are facts, and the rest follows from them."""
+    """The prefill worker ends after its first tokens. They have been sent, so the answer must continue from them."""
     request = make_request("a", prompt(207), max_tokens=20, n=n)
     async with pair(redis_url) as p:
         p.transfer_gate.clear()

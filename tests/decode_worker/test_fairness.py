@@ -17,20 +17,20 @@ from tests.worker.fakes import Gate, fake_loader
 
 
 def first_tokens(router: Client) -> list[int]:
-    """The requests (by number) in the order of their first tokens."""
+    """Request numbers in the order of their first tokens."""
     outputs = [output for message in router.messages for output in message.step.outputs]
     return list(dict.fromkeys(output.request for output in outputs))
 
 
 @dataclass
 class Busy:
-    """A session with a worker that runs one request at a time, and one now: number 0, slowly."""
+    """A session with a worker that runs one request at a time; number 0 is running, slowly."""
 
     router: Client
     gate: Gate
 
     async def end_first(self) -> None:
-        """Number 0 ends, and those who wait have their turn."""
+        """Ends request 0, so that the waiting requests run."""
         await self.router.abort(0)
         self.gate.open()
 
@@ -64,7 +64,7 @@ async def test_a_flood_leaves_the_other_tenant_its_share(redis_url: str) -> None
         await busy.end_first()
         await router.done(*answers)
         others = [place for place, number in enumerate(first_tokens(router)) if number > 100]
-        assert max(others) < 14, "five of each, the one that ran, and what is due by age"
+        assert max(others) < 14, "five of each tenant, the running one, and those due to age"
 
 
 async def test_a_flood_uses_up_only_its_own_share_of_the_queue(redis_url: str) -> None:

@@ -1,4 +1,4 @@
-"""Prompts of which blocks lie in a worker's host memory, and that come from another worker."""
+"""Prompts with some blocks in a worker's host memory and the rest on another worker."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,16 +17,16 @@ from tests.worker.client import Client
 from tests.worker.cluster import Running, running
 
 NUM_PAGES = 64
-"""Of the pool: it has room for the prompt that evicts it."""
-KEPT = CACHED // BLOCK_SIZE
-"""Blocks of the prompt that host memory has, and the pool has not."""
+"""Size of the pool. It has room for the prompt that evicts the first one."""
+OFFLOADED = CACHED // BLOCK_SIZE
+"""Number of blocks of the prompt that are only in host memory."""
 
 LONGER = prompt(TOKENS) + prompt(200, 3)
-"""A prompt that goes on after it."""
+"""A longer prompt that begins with the first one."""
 
 
 def _count_pages(worker: Running) -> list[int]:
-    """Pages of each landing, from now on."""
+    """Records the number of pages of each landing from now on."""
     counts: list[int] = []
     expect = worker.worker._transport.expect
 
@@ -44,8 +44,8 @@ async def _serve_and_evict(router: Client) -> None:
 
 
 @asynccontextmanager
-async def _kept_here(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Pair, FakeHostMemory, list[int]]]:
-    """The decode worker has the prompt in host memory; what it then lands is counted."""
+async def _offloaded_here(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Pair, FakeHostMemory, list[int]]]:
+    """The decode worker has the prompt in host memory. The list records the pages of each later landing."""
     hosts: list[FakeHostMemory] = []
     decode = {"num_pages": NUM_PAGES, "host_pages": 200, "on_host": hosts.append}
     async with pair(redis_url, decode=decode, **settings) as p:
@@ -54,13 +54,13 @@ async def _kept_here(redis_url: str, **settings: Any) -> AsyncIterator[tuple[Pai
 
 
 async def test_routers_know_in_which_tier_a_block_is_from_events_and_from_a_snapshot(redis_url: str) -> None:
-    async with _kept_here(redis_url) as (p, host, _):
+    async with _offloaded_here(redis_url) as (p, host, _):
         short = make_request("short", prompt(BLOCK_SIZE * 2))
-        kept = [block_hash[:8] for block_hash in make_request("", prompt(TOKENS)).block_hashes[:KEPT]]
+        hashes = [block_hash[:8] for block_hash in make_request("", prompt(TOKENS)).block_hashes[:OFFLOADED]]
         assert p.router.hello.host_page_ms == host.slot_ms
-        await eventually(lambda: {p.router.cached.get(block_hash) for block_hash in kept} == {pb.TIER_HOST})
+        await eventually(lambda: {p.router.cached.get(block_hash) for block_hash in hashes} == {pb.TIER_HOST})
         await p.router.done(await p.router.submit(short, 1003))
-        await eventually(lambda: [p.router.cached[block_hash] for block_hash in kept].count(pb.TIER_PAGES) == 2)
+        await eventually(lambda: [p.router.cached[block_hash] for block_hash in hashes].count(pb.TIER_PAGES) == 2)
         async with Client(p.decode, router_id="another") as late:
             assert late.cached == p.router.cached
 
@@ -68,18 +68,18 @@ async def test_routers_know_in_which_tier_a_block_is_from_events_and_from_a_snap
 class TestFromAPrefillWorker:
     async def test_blocks_in_host_memory_are_not_sent(self, redis_url: str) -> None:
         request = make_request("a", LONGER, max_tokens=20)
-        async with _kept_here(redis_url) as (p, _, moved):
+        async with _offloaded_here(redis_url) as (p, _, moved):
             answer = await p.submit(request, TARGET)
             await p.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefill_worker=p.prefill.worker.id)
-            assert moved == [blocks_for(len(LONGER)) - KEPT]
+            assert moved == [blocks_for(len(LONGER)) - OFFLOADED]
             await p.balanced()
-            await eventually(lambda: p.router.load.host_blocks["loaded"] == KEPT)
+            await eventually(lambda: p.router.load.host_blocks["loaded"] == OFFLOADED)
 
     async def test_a_damaged_block_and_its_successors_are_sent(self, redis_url: str) -> None:
         request, good = make_request("a", LONGER, max_tokens=20), 2
-        async with _kept_here(redis_url) as (p, host, moved):
+        async with _offloaded_here(redis_url) as (p, host, moved):
             content = states_of(LONGER)[good * BLOCK_SIZE : (good + 1) * BLOCK_SIZE]
             host.damaged.add(host.slots.index(content))
             answer = await p.submit(request, TARGET)
@@ -91,7 +91,7 @@ class TestFromAPrefillWorker:
 
     async def test_with_too_few_pages_everything_is_sent(self, redis_url: str) -> None:
         request, ahead = make_request("a", LONGER, max_tokens=20), make_request("ahead", prompt(900, 9), max_tokens=2)
-        async with _kept_here(redis_url) as (p, host, moved):
+        async with _offloaded_here(redis_url) as (p, host, moved):
             host.by_hand = True
             p.transfer_gate.clear()
             before = await p.submit(ahead, 2)
@@ -108,10 +108,10 @@ class TestFromAPrefillWorker:
 
     async def test_a_request_that_waits_for_the_copy_delays_no_other(self, redis_url: str) -> None:
         request, other = make_request("a", LONGER, max_tokens=20), make_request("b", prompt(200, 9), max_tokens=20)
-        async with _kept_here(redis_url, token_budget=1024) as (p, host, moved):
+        async with _offloaded_here(redis_url, token_budget=1024) as (p, host, moved):
             host.by_hand = True
             answer = await p.submit(request, TARGET)
-            await eventually_started(answer)  # by then it waits for nothing but its pages
+            await eventually_started(answer)  # from then on it waits only for its pages
             await eventually(lambda: host.copying)
             passing = await p.submit(other, 2)
             await p.router.done(passing)
@@ -120,11 +120,11 @@ class TestFromAPrefillWorker:
             host.finish()
             await p.router.done(answer)
             assert_right(request, answer)
-            assert moved == [blocks_for(200), blocks_for(len(LONGER)) - KEPT]
+            assert moved == [blocks_for(200), blocks_for(len(LONGER)) - OFFLOADED]
             await p.balanced()
 
     async def test_an_abort_does_not_wait_for_the_copy(self, redis_url: str) -> None:
-        async with _kept_here(redis_url) as (p, host, moved):
+        async with _offloaded_here(redis_url) as (p, host, moved):
             host.by_hand = True
             await p.submit(make_request("a", LONGER, max_tokens=20), TARGET)
             await eventually(lambda: host.copying)
@@ -140,10 +140,10 @@ class TestFromAPrefillWorker:
             await p.router.done(answer)
             assert_right(again, answer)
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED)
-            assert not host.copying, "what came back for the other one is in the cache"
+            assert not host.copying, "the blocks copied back for the other request are in the cache"
 
     async def test_the_decode_worker_ends_during_the_copy(self, redis_url: str) -> None:
-        async with _kept_here(redis_url) as (p, host, _):
+        async with _offloaded_here(redis_url) as (p, host, _):
             host.by_hand = True
             answer = await p.submit(make_request("a", LONGER, max_tokens=20), TARGET)
             await eventually(lambda: host.copying)
@@ -155,7 +155,7 @@ class TestFromAPrefillWorker:
 
 
 @asynccontextmanager
-async def _some_kept_here(redis_url: str) -> AsyncIterator[tuple[Duo, FakeHostMemory, list[int]]]:
+async def _some_offloaded_here(redis_url: str) -> AsyncIterator[tuple[Duo, FakeHostMemory, list[int]]]:
     """The prompt is in another worker's cache, and its first six blocks are in this one's host memory."""
     hosts: list[FakeHostMemory] = []
     here = {"num_pages": NUM_PAGES, "host_pages": 200, "on_host": hosts.append}
@@ -168,16 +168,16 @@ async def _some_kept_here(redis_url: str) -> AsyncIterator[tuple[Duo, FakeHostMe
 class TestFromAnotherCache:
     async def test_blocks_in_host_memory_are_not_sent(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
-        async with _some_kept_here(redis_url) as (d, _, moved):
+        async with _some_offloaded_here(redis_url) as (d, _, moved):
             answer = await d.submit(request, TARGET)
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0] == pb.Prefilled(cached_tokens=CACHED, prefix_worker=d.source.worker.worker.id)
-            assert moved == [KEPT - 6]
+            assert moved == [OFFLOADED - 6]
             await d.balanced()
 
     async def test_an_abort_does_not_wait_for_the_copy(self, redis_url: str) -> None:
-        async with _some_kept_here(redis_url) as (d, host, moved):
+        async with _some_offloaded_here(redis_url) as (d, host, moved):
             host.by_hand = True
             await d.submit(make_request("a", prompt(TOKENS), max_tokens=20), TARGET)
             await eventually(lambda: host.copying)
@@ -211,4 +211,4 @@ async def test_a_prefill_worker_computes_only_what_its_host_memory_lacks(redis_u
             await router.balanced()
             await p.balanced()
             await eventually(lambda: p.prefill_view.load.prefill_tokens == TOKENS + 1010 + TOKENS - CACHED)
-            assert p.prefill_view.load.host_blocks["loaded"] == KEPT
+            assert p.prefill_view.load.host_blocks["loaded"] == OFFLOADED

@@ -32,7 +32,7 @@ async def test_hello_describes_the_worker(redis_url: str) -> None:
         assert client.hello.role == pb.ROLE_COMBINED
         assert client.hello.state == pb.STATE_READY
         assert (client.hello.num_pages, client.hello.page_bytes, client.hello.block_size) == (256, 128, 16)
-        assert client.hello.max_num_seqs == 64  # so that each may advance in a step of 64 tokens
+        assert client.hello.max_num_seqs == 64  # so that each can advance in a step of 64 tokens
         assert client.hello.epoch > 0
 
 

@@ -112,7 +112,7 @@ class TestPrefixFetch:
 
     @pytest.mark.parametrize("num_pages", [256, 44, 40])
     async def test_two_workers_fetch_from_each_other_at_once(self, redis_url: str, num_pages: int) -> None:
-        """Also where neither has pages for more than that."""
+        """Also with pools that have pages for nothing else."""
         async with duo(redis_url, here={"num_pages": num_pages}, source={"num_pages": num_pages}) as d:
             await d.here.serve(make_request("there", prompt(TOKENS, 5)), 1)
             d.here.pushes.clear()
@@ -132,7 +132,7 @@ class TestPrefixFetch:
 
 
 class TestWithoutPrefixFetch:
-    """The prefix does not come, or not all of it: the rest is computed."""
+    """If the prefix does not arrive, or only a part of it, the rest is computed."""
 
     async def test_a_short_prefix_is_computed_and_not_fetched(self, redis_url: str) -> None:
         request = make_request("a", prompt(32), max_tokens=20)
@@ -179,7 +179,7 @@ class TestWithoutPrefixFetch:
             assert dict(d.here.router.load.prefix_fetches) == {"completed": 1}
 
     async def test_pinned_blocks_are_not_evicted(self, redis_url: str) -> None:
-        """The pool of the other worker is full of other things as soon as it may be."""
+        """Another request needs nearly the whole pool of the other worker."""
         async with duo(redis_url, source={"num_pages": 66}) as d:
             d.source.pushes.clear()
             request = make_request("a", prompt(TOKENS), max_tokens=20)
@@ -195,7 +195,7 @@ class TestWithoutPrefixFetch:
             await d.balanced()
 
     async def test_there_are_no_pages_for_it_here(self, redis_url: str) -> None:
-        """Nobody waits for pages while another one's cache is held."""
+        """A request does not wait for pages while it pins the cache of another worker."""
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with duo(redis_url, here={"num_pages": 34}) as d:
             d.here.gate.slow()
@@ -291,7 +291,7 @@ class TestWithoutPrefixFetch:
 
 
 class TestEnds:
-    """Somebody goes while a prefix is on its way: nothing hangs, and every page comes back."""
+    """A client or worker goes away during a prefix fetch: nothing hangs, and every page is freed."""
 
     @pytest.mark.parametrize("stage", Stage)
     async def test_the_request_is_aborted(self, redis_url: str, stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker, or two of these, as processes: a real model, real UCX, and real signals."""
+"""A prefill and a decode worker, or two decode workers, as processes with a real model, UCX and signals."""
 
 import asyncio
 import random
@@ -73,7 +73,7 @@ def request(name: str, length: int, *, seed: int = 0, salt: int = 0, n: int = 1,
 
 
 def with_own_cache(request: Request) -> Request:
-    """The same request in another tenant's name: nothing of it is cached."""
+    """The same request of another tenant, for which nothing is cached."""
     root = hash_root(b"another tenant")
     return Request(
         request.id,
@@ -129,7 +129,7 @@ async def test_workers_that_choose_their_transport_take_nixl_and_say_why_and_wha
 async def test_a_prefix_from_another_decode_workers_cache_changes_no_answer(
     model: Path, redis_url: str, tmp_path: Path, transport: str
 ) -> None:
-    """Whether the other worker works, is stopped, goes on, or is dead."""
+    """The other worker runs, is stopped, continues, and is killed."""
     length, cached = 900, 900 // BLOCK_SIZE * BLOCK_SIZE
     given: dict[str, Any] = {**FLAGS, "model": model, "cluster": tmp_path.name, "transport": transport}
     given["prefill_progress_s"] = 60
@@ -158,7 +158,7 @@ async def test_a_prefix_from_another_decode_workers_cache_changes_no_answer(
         source.signal(signal.SIGSTOP)
         assert (await ask(1)).prefilled[0] == pb.Prefilled()
         source.signal(signal.SIGCONT)
-        await ask(2)  # by then the connection may be broken
+        await ask(2)  # the connection may be broken now
         await there.balanced()
         source.signal(signal.SIGKILL)
         assert (await ask(3)).prefilled[0] == pb.Prefilled()
@@ -178,7 +178,7 @@ async def test_prefill_workers_are_killed_one_after_another(model: Path, redis_u
 
 
 async def _killed(c: Cluster, prefill: WorkerProcess, number: int, far_enough: Callable[[Answer], bool]) -> None:
-    """Kills `prefill` when one of several long requests is far enough; everything must come to an end."""
+    """Kills `prefill` when one of several long requests is far enough; all requests must end."""
     answers = [
         await c.router.submit(
             request(f"r{i}", 1200, salt=number + i, max_tokens=60), number + i, candidates=[prefill.candidate]
@@ -196,7 +196,7 @@ async def _killed(c: Cluster, prefill: WorkerProcess, number: int, far_enough: C
 
 
 async def test_the_prefill_worker_is_stopped_and_goes_on(model: Path, redis_url: str, tmp_path: Path) -> None:
-    """Whatever it still writes when it goes on, nobody's answer suffers."""
+    """Its late writes after it continues must not change any answer."""
     async with cluster(model, redis_url, tmp_path) as c:
         wanted = request("again", 900, salt=77, max_tokens=30)
         reference = await c.router.submit(with_own_cache(wanted), 1)

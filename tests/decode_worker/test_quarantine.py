@@ -1,4 +1,4 @@
-"""Pages into which a write may still be under way."""
+"""Pages that may still be written to."""
 
 from cpd.rpc import cpd_pb2 as pb
 from tests.decode_worker.pair import assert_right, pair

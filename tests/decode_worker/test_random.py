@@ -1,4 +1,4 @@
-"""A random mix of everything at once: whatever happens, no wrong token, no lost request, no lost page."""
+"""A random mix of events: no token is wrong, and no request or page is lost."""
 
 import asyncio
 import random
@@ -78,7 +78,7 @@ async def _ask(
     prefills: list[Running],
     hint: pb.PrefixSource,
 ) -> None:
-    """Behaves like a router: places anew what was refused, with the tokens so far; or hangs up."""
+    """Acts as a router: reroutes a refused request with its tokens so far, or aborts it."""
     await asyncio.sleep(rng.random() * 0.5)
     candidates = [prefill.candidate for prefill in rng.sample(prefills, rng.randint(0, 3))]
     answer = await router.submit(
@@ -123,7 +123,7 @@ async def _stop_later(rng: random.Random, router: Client, prefill: Running) -> N
 
 
 async def _come_and_go(rng: random.Random, decode: Running, prefills: list[Running]) -> None:
-    """Another router, whose sessions end in the middle of its requests."""
+    """Another router. Its sessions end in the middle of requests."""
     for visit in range(4):
         async with Client(decode, router_id="another") as router:
             for number in range(5):

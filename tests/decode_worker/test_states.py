@@ -1,4 +1,4 @@
-"""Aborts and ends in every state of a remote prefill: nothing hangs, and every page comes back."""
+"""Aborts and ends in every state of a remote prefill: nothing hangs, and every page is freed."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ class TestAbort:
             await p.balanced()
             assert not answer.done
             if stage is not Stage.DECODING:
-                # where the pages were on their way, they may be there before the abort is
+                # pages in flight may arrive before the abort
                 ends = {"cancelled", "completed"} if stage is Stage.LANDED_FIRST else {"cancelled"}
                 await eventually(lambda: sum(p.router.load.remote_prefills[end] for end in ends) == 1)
 
@@ -69,7 +69,7 @@ class TestEnd:
                 await p.router.abort(TARGET)
             else:
                 await p.router.done(answer)
-                if answer.refusal is None:  # what had left before the end was enough
+                if answer.refusal is None:  # everything needed was sent before the end
                     assert_right(make_request("a", prompt(300), max_tokens=len(answer.tokens[0])), answer)
                 assert stage is not Stage.LANDED_FIRST or answer.refusal
             await stopping

@@ -1,4 +1,4 @@
-"""Landings of which nobody knows whether something still writes into them."""
+"""Landings that may still be written to."""
 
 import asyncio
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def supervise() -> Iterator[Callable[..., Supervised]]:
 
 
 def test_processes_started_by_the_child_end_with_it(supervise: Callable[..., Supervised]) -> None:
-    """As a compiler would be."""
+    """The child starts a compiler, for example."""
     compiler = "subprocess.Popen(['sleep', '300'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
     child = supervise(
         f"import subprocess, sys, time; print({compiler}.pid, file=sys.stderr, flush=True); time.sleep(300)"

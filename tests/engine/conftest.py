@@ -4,5 +4,5 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """These models are too small to gain from more."""
+    """Limits torch to one thread: the tests' models are too small to gain from more."""
     torch.set_num_threads(1)

@@ -481,7 +481,7 @@ def arrive(engine: Engine, runner: FakeRunner, reservation: Reservation, request
 def arrive_first_blocks(engine: Engine, runner: FakeRunner, reservation: Reservation, request: Request) -> None:
     """Acts as another worker's cache: fills the reserved pages with the first blocks."""
     _write(runner, reservation, request)
-    engine.landings.fill_cache(reservation, request)
+    engine.landings.add_to_cache(reservation, request)
 
 
 def _write(runner: FakeRunner, reservation: Reservation, request: Request) -> None:

@@ -10,18 +10,18 @@ from engine.batch import Batch
 from engine.ops.base import DeviceBatch
 
 Lens = Sequence[tuple[int, int]]
-"""Of each sequence: query tokens, context tokens."""
+"""Query tokens and context tokens of each sequence."""
 
 
 def lay_out(lens: Lens, rng: np.random.Generator) -> tuple[list[list[int]], int]:
-    """Pages of each sequence in random order, and how many a pool for all of them needs (some stay unused)."""
+    """Returns each sequence's pages, in random order, and the size of a pool for all (a few pages stay unused)."""
     counts = [blocks_for(context) for _, context in lens]
     order = iter(rng.permutation(sum(counts) + 3).tolist())
     return [[next(order) for _ in range(count)] for count in counts], sum(counts) + 3
 
 
 def step_of(lens: Lens, pages: Sequence[Sequence[int]]) -> DeviceBatch:
-    """A step over sequences that lie in these pages. Decodes must come first."""
+    """Makes a step over sequences in these pages. Decodes must come first."""
     tables = np.zeros((len(lens), max(len(row) for row in pages) + 1), np.int32)
     positions: list[int] = []
     slots: list[int] = []

@@ -199,7 +199,7 @@ class TestRefusal:
         request = make_request("a", prompt(100, 1))
         engine.add(request)
         assert engine.step().outputs == []
-        assert not engine.has_work  # the reservation may still end well
+        assert not engine.has_work  # the reservation may still complete
         engine.landings.cancel(reservation, quarantine=True)
         served = drain(engine)
         assert "4 in quarantine" in served.failed["a"]
@@ -302,14 +302,14 @@ class TestPrefixCache:
 
     def test_waiting_request_waits_for_prefix_being_computed(self) -> None:
         engine, _ = make_engine(token_budget=100)
-        filler, follower = make_request("a", prompt(64)), make_request("b", prompt(64) + prompt(8, 1))
+        producer, follower = make_request("a", prompt(64)), make_request("b", prompt(64) + prompt(8, 1))
         unrelated = make_request("c", prompt(10, 5), max_tokens=1)
-        for request in (filler, follower, unrelated):
+        for request in (producer, follower, unrelated):
             engine.add(request)
         served = Served()
         served.take(engine.step())
         assert set(served.token_ids) == {("a", 0), ("c", 0)}
-        assert_as_expected(drain(engine, served), engine, filler, follower, unrelated)
+        assert_as_expected(drain(engine, served), engine, producer, follower, unrelated)
         assert served.cached_tokens["b", 0] == 64
         assert engine.stats().prefill_tokens == 64 + 8 + 10
 
@@ -334,7 +334,7 @@ class TestPrefixCache:
         engine.abort("a")
         served = drain(engine)
         assert_as_expected(served, engine, follower)
-        assert served.cached_tokens["b", 0] == 32  # what the filler had completed
+        assert served.cached_tokens["b", 0] == 32  # the blocks that the producer had completed
         assert_all_released(engine)
 
     def test_followers_of_an_aborted_filler_compute_the_prefix_once(self) -> None:
@@ -527,7 +527,7 @@ class TestPrefillOnly:
         assert [len(computed.pages) for computed in progress] == [2, 4, 6]
         outputs = [output for step in steps for output in step.outputs]
         assert [output.choice for output in outputs] == [0, 1]
-        assert [output.finish for output in outputs] == [None, None]  # the choice goes on elsewhere
+        assert [output.finish for output in outputs] == [None, None]  # another worker continues the choice
         for output in outputs:
             assert output.token_ids == expected(request, output.choice, 512).token_ids[:1]
         assert_all_released(engine)
@@ -684,7 +684,7 @@ class TestQueue:
         assert (after.decodes, after.decode_context, after.queued_tokens) == (1, 21, 200)
         assert after.waiting_tokens == 320 - 50
         engine.step()
-        assert engine.stats().step_ms == 1.0  # all steps of a fake lane take so long
+        assert engine.stats().step_ms == 1.0  # all steps of a fake lane take this long
 
     def test_stats_have_the_slowdown_against_the_prediction(self) -> None:
         engine, _ = make_engine()

@@ -105,7 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
         step = self.engine.step(self.now)
         self.served.take(step)
         for computed in step.computed:
-            if len(computed.pages) % 2:  # as good as any rule
+            if len(computed.pages) % 2:  # any rule will do
                 self.engine.pin(computed.pages)
                 self.pinned.append((computed, self.content(computed)))
         if step.failed:
@@ -289,7 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert self.served.finish[key] is want.finish
 
     def check_what_is_cached(self) -> None:
-        """Serves every prompt once more, from the cache as it is by now."""
+        """Serves every prompt once more, from the cache as it is now."""
         for request in self.requests.values():
             again = make_request("again", request.token_ids, seed=9, max_tokens=3)
             if len(again.token_ids) < self.engine.max_model_len:
@@ -299,7 +299,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class LaneMachine(EngineMachine):
-    """The same beside a prefill lane whose chunks end at random times. Some prompts take several chunks."""
+    """The same beside a prefill lane. Its chunks end at random times, and some prompts take several."""
 
     modes = ("lanes", "auto")
     num_pages = st.integers(8, 30)

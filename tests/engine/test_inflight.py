@@ -48,7 +48,7 @@ def test_the_next_decodes_are_launched_before_the_tokens_are_known() -> None:
     assert_all_released(engine)
     # An end by length is known in advance, so nothing is computed in vain.
     assert sum(len(batch.samples) for batch in runner.batches) == 30
-    assert runner.full.overlapped == 18  # all but the prompts' step and the first one of decodes
+    assert runner.full.overlapped == 18  # all except the prompts' step and the first decode step
 
 
 def test_steps_do_not_overlap_on_a_lane_that_computes_at_once() -> None:

@@ -34,7 +34,7 @@ def test_a_landed_request_goes_on_after_its_first_token() -> None:
 
 @pytest.mark.parametrize("host_pages", [0, 8])
 def test_copies_are_settled_before_pages_are_reserved(host_pages: int) -> None:
-    """Another worker may write into them at once."""
+    """Another worker may start writing into them immediately."""
     engine, runner = make_engine(num_pages=8, host_pages=host_pages)
     engine.add(make_request("copies and evicts", prompt(70), n=3, max_tokens=20))
     drain(engine)
@@ -65,15 +65,15 @@ def test_blocks_that_are_being_computed_or_received_are_pending() -> None:
     shared, other = make_request("b", prompt(150)), make_request("c", prompt(70, 2))
     reservation = engine.landings.reserve(make_request("a", prompt(70)))
     assert reservation is not None
-    assert (engine.pending(shared), engine.pending(other)) == (shared.block_hashes[3], None)
-    assert engine.pending(shared, 2) == shared.block_hashes[1]
+    assert (engine.block_to_wait_for(shared), engine.block_to_wait_for(other)) == (shared.block_hashes[3], None)
+    assert engine.block_to_wait_for(shared, 2) == shared.block_hashes[1]
     engine.landings.cancel(reservation, quarantine=False)
-    assert not engine.pending(shared)
+    assert not engine.block_to_wait_for(shared)
     engine.add(make_request("a", prompt(200)))
     engine.step()
-    assert engine.pending(shared)
+    assert engine.block_to_wait_for(shared)
     drain(engine)
-    assert not engine.pending(shared)
+    assert not engine.block_to_wait_for(shared)
 
 
 def test_the_first_blocks_alone_may_arrive() -> None:
@@ -84,12 +84,12 @@ def test_the_first_blocks_alone_may_arrive() -> None:
     reservation = engine.landings.reserve(request, 5)
     assert reservation is not None
     assert (reservation.first_block, len(reservation.pages)) == (2, 3)
-    assert engine.pending(request)
+    assert engine.block_to_wait_for(request)
     local = make_request("b", prompt(70), max_tokens=20)
     engine.add(local)
     assert engine.step().outputs == []
     arrive_first_blocks(engine, runner, reservation, request)
-    assert not engine.pending(request)
+    assert not engine.block_to_wait_for(request)
     assert engine.uncached_tokens(request) == 20
     engine.add(request)
     served = drain(engine)

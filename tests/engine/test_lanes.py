@@ -1,4 +1,4 @@
-"""Decodes beside a prefill lane whose chunks end when the test says."""
+"""Decodes beside a prefill lane; the test decides when its chunks end."""
 
 import pytest
 
@@ -118,7 +118,7 @@ def test_a_queued_chunk_may_be_done_as_soon_as_the_one_before() -> None:
 def test_on_work_is_called_when_the_lane_is_done() -> None:
     has_work: list[bool] = []
     engine, runner = make_engine(colocate="lanes")
-    engine.on_work(lambda: has_work.append(engine.has_work))
+    engine.set_work_callback(lambda: has_work.append(engine.has_work))
     decoding(engine)
     engine.add(make_request("long", prompt(60, 1)))
     engine.step()
@@ -160,7 +160,7 @@ def test_a_request_may_come_again_while_its_aborted_chunk_runs() -> None:
 
 
 def woken_prompt_waits_for_the_lane(max_num_seqs: int = 8) -> Engine:
-    """Two prompts begin with the same 64 tokens, and the lane goes on with the first one."""
+    """Two prompts begin with the same 64 tokens, and the lane continues with the first one."""
     engine, runner = make_engine(num_pages=80, colocate="lanes", max_num_seqs=max_num_seqs)
     decoding(engine)
     for i in range(2):

@@ -94,7 +94,7 @@ def serve(
         host=host,
     )
     done = threading.Event()
-    engine.on_work(done.set)
+    engine.set_work_callback(done.set)
     outputs: dict[tuple[str, int], list[Output]] = {}
     left, step = list(comings), 0
     while left or engine.has_work or engine.stats().pages.used:

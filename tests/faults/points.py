@@ -74,7 +74,7 @@ class InjectionPoints:
         self._armed[point] = _Armed(action, k, delay_s)
 
     def disarm(self, *points: Point) -> None:
-        """Disarms these points, or all if none are given. Whatever is held there goes on."""
+        """Disarms these points, or all if none are given. Workers held there continue."""
         if not points:
             self.any_reached = False
         for point in points or tuple(Point):

@@ -78,7 +78,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
     async def serve() -> int:
         server = await asyncio.start_unix_server(functools.partial(serve_commands, points), socket)
         service = PrefillService if role == "prefill" else DecodeService
-        worker = Worker(settings, role, service, load=loader(role, points), open_transport=opener(points))
+        worker = Worker(settings, role, service, build_engine=loader(role, points), open_transport=opener(points))
         on_stop_signals(worker.lifecycle.stop)
         on_failed_threads(worker.lifecycle.stop)
         async with server:

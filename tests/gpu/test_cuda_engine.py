@@ -88,7 +88,7 @@ def test_float32_chooses_as_transformers(load: Load, directory: Path) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_bfloat16_stays_within_tolerance(load: Load, directory: Path, graphs: bool) -> None:
-    """Batches of 1 to 11 decodes: with graphs, without, padded, and larger than the largest graph."""
+    """Batches of 1 to 11 decodes, without graphs and with them: exact, padded, and larger than the largest graph."""
     runner = load(directory, "bfloat16", graphs)
     pager = Pager(runner, seed=1)
     prompts = [prompt_of(length, seed=length) for length in (3, 200, 17, 90, 64, 33, 700, 5, 1, 40, 120)]
@@ -103,10 +103,10 @@ def test_bfloat16_stays_within_tolerance(load: Load, directory: Path, graphs: bo
         assert_follows(directory, prompt, sequence.output)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch's own, when it is set
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch warns when the mode is set
 @pytest.mark.parametrize("graphs", [False, True])
 def test_starting_a_step_waits_for_nothing(load: Load, directory: Path, graphs: bool) -> None:
-    """In this mode torch raises on every call that waits for the device."""
+    """In sync debug mode, torch raises on every call that waits for the device."""
     runner = load(directory, "bfloat16", graphs)
     pager = Pager(runner)
     sequences = [pager.start(prompt_of(length, seed=length)) for length in (30, 50, 70, 20)]
@@ -150,7 +150,7 @@ def test_a_copied_page_continues_alike(load: Load, directory: Path) -> None:
 
 
 def test_pages_come_back_from_pinned_memory(load: Load, directory: Path) -> None:
-    """Eight prompts come twice; the pool holds seven."""
+    """Eight prompts are served twice; the pool holds seven."""
     root, arrivals = hash_root(b"model"), []
     for number in range(16):
         tokens = prompt_of(900, seed=number % 8)

@@ -14,7 +14,7 @@ from engine.execution.cuda.graphs import graph_sizes
 from engine.execution.sampling.sampler import Sampler
 from engine.ops import make_ops
 from engine.ops.base import DeviceBatch, Heads
-from engine.ops.flashinfer_ops import FlashInferOps, PageBuffer
+from engine.ops.flashinfer_ops import FlashInferOps
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_ops import TritonOps
 from engine.types import SamplingParams
@@ -100,9 +100,9 @@ def test_a_captured_attention_serves_every_step_of_its_size(heads: Heads) -> Non
     """Covers short and long contexts, whose work FlashInfer divides differently."""
     flashinfer, device = make(heads, torch.bfloat16), torch.device("cuda")
     generator = np.random.default_rng(0)
-    buffer = PageBuffer(128, 400, device)
+    ops_of_size = flashinfer.capturable_decodes(128, 400)
     for size in graph_sizes(128)[::3]:
-        graphed = flashinfer.graphed(size, buffer)
+        graphed = ops_of_size(size)
         graph, captured_q, out = torch.cuda.CUDAGraph(), None, None
         pool = torch.randn(6000, LAYERS, 2, heads.num_kv, BLOCK_SIZE, heads.dim, dtype=torch.bfloat16, device=device)
         for longest in (1, 40, 5000, 300):

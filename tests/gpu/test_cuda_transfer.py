@@ -1,4 +1,4 @@
-"""Pages between the pools of two processes on GPUs, by the transport that workers use there."""
+"""Pages between the pools of two processes on GPUs, by the transport that workers use on GPUs."""
 
 import asyncio
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Choice of a transport."""
+"""Choice of the transport."""
 
 import sys
 from pathlib import Path

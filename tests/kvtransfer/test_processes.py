@@ -28,7 +28,7 @@ from tests.waiting import eventually
 
 @dataclass(frozen=True)
 class Setup:
-    """Which transport moves pages, and between what.
+    """A transport, and the kind of its peers and pools.
 
     Attributes:
         name: Name of the transport.

@@ -157,10 +157,10 @@ def test_every_job_of_a_decode_worker_is_granted_in_order(actions: list[tuple[st
                     live.remove(job)
             for decode_worker in "ab":
                 turns = granted(*(job for job in live if job.decode_worker == decode_worker))
-                assert turns == sorted(turns, reverse=True), "somebody overtook another one of the same decode worker"
+                assert turns == sorted(turns, reverse=True), "a job overtook another one of the same decode worker"
         while live:
             turn = [job for job in live if job.granted.done()]
-            assert turn, "nobody has a turn although nothing computes"
+            assert turn, "no job runs although the engine is idle"
             for job in turn:
                 q.remove(job, 0.0)
                 live.remove(job)

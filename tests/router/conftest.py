@@ -157,7 +157,7 @@ Says = Callable[..., Script]
 
 @pytest.fixture(scope="session")
 def says(tokenizer: Tokenizer) -> Says:
-    """`says("text", ...)`: a script that answers choice i with the i-th text, one token per step, then EOS."""
+    """`says("text", ...)` makes a script that answers choice i with the i-th text, one token per step, then EOS."""
 
     def make(*texts: str, prefill_worker: str = "", after: Callable[[int], Awaitable[None]] | None = None) -> Script:
         end = tokenizer.encode("<|end|>").ids[0]

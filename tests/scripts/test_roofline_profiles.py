@@ -1,4 +1,4 @@
-"""The shipped profiles are what the script writes, and say about what the data sheets say."""
+"""The shipped profiles are the script's output and agree roughly with the data sheets."""
 
 import pytest
 

@@ -13,7 +13,7 @@ def test_devices_that_take_turns_need_the_sum_and_lanes_less() -> None:
     lanes = [*turns, (0.5, 0.9)]
     assert devices(2.0, 3.0, turns) == pytest.approx(5.0)
     assert devices(1.0, 1.8, lanes) == pytest.approx(2.0)
-    assert devices(2.0, 1.8, lanes) == pytest.approx(3.0)  # the rest one after the other
+    assert devices(2.0, 1.8, lanes) == pytest.approx(3.0)  # the others run one after the other
     assert devices(1.0, 2.8, lanes) == pytest.approx(3.0)
 
 

@@ -1,4 +1,4 @@
-"""The engines of simulated workers, as they describe themselves."""
+"""Descriptions that simulated workers give of their engines."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_without_a_kv_memory_they_are_as_many_as_the_device_has(config: ModelCon
     assert loaded.memory.num_pages == 50_000
     assert loaded.limits.max_model_len == CONTEXT
     assert load(make, WorkerSettings.load({"max_model_len": 100_000})).limits.max_model_len == 100_000
-    for given, pages in (("64MiB", 64), ("1GiB", 1024)):  # the latter being what real workers have by default
+    for given, pages in (("64MiB", 64), ("1GiB", 1024)):  # the second is the default of real workers
         assert load(make, WorkerSettings.load({"kv_memory": given})).memory.num_pages == pages
 
 

@@ -103,11 +103,11 @@ async def test_a_worker_that_ends_is_restarted_and_the_others_go_on(redis_url: s
         async with Client(before["combined-0"]) as drained, Client(before["combined-1"]) as other:
             await drained.drain()
 
-            async def anew() -> bool:
+            async def restarted() -> bool:
                 now = await it.members()
                 return len(now) == len(WORKERS) and now["combined-0"] != before["combined-0"]
 
-            await until(anew)
+            await until(restarted)
             answer = await other.submit(make_request("r", prompt(40)), 1)
             await other.done(answer)
         assert (await it.members())["combined-1"] == before["combined-1"]

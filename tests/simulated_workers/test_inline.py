@@ -41,10 +41,10 @@ class Bridge:
         self.clock = VirtualTime()
         self.brought: list[tuple[float, Update]] = []
         self.failures: list[BaseException] = []
-        self.hook: Callable[[Engine, StepOutput | None], None] = lambda engine, output: None
+        self.after_pass: Callable[[Engine, StepOutput | None], None] = lambda engine, output: None
         build = partial(self._build, made, mode)
         self.inline = InlineEngine(build, on_failure=self.failures.append, clock=self.clock, choose=choose)
-        self.inline.attach(lambda engine, output: self.hook(engine, output), self._take)
+        self.inline.attach(lambda engine, output: self.after_pass(engine, output), self._take)
 
     def _build(self, made: Profile, mode: Mode) -> Engine:
         model = PerfModel(made)
@@ -171,12 +171,12 @@ async def test_an_error_in_a_call_is_its_callers() -> None:
         assert not b.failures
 
 
-@pytest.mark.parametrize("where", ["hook", "post"])
+@pytest.mark.parametrize("where", ["after_pass", "post"])
 async def test_any_other_error_fails_the_engine_and_all_waiters(where: str) -> None:
     async with bridge() as b:
         waiting: asyncio.Future[None] = b.inline.poll(lambda engine: None)
-        if where == "hook":
-            b.hook = lambda engine, output: fail(RuntimeError("broken"))
+        if where == "after_pass":
+            b.after_pass = lambda engine, output: fail(RuntimeError("broken"))
             b.inline.nudge()
         else:
             b.inline.post(lambda engine: fail(RuntimeError("broken")))

@@ -1,4 +1,4 @@
-"""A router's end of a session, for tests: submits engine requests and collects what comes back."""
+"""A router's end of a session, for tests: submits engine requests and collects the answers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from worker.wire_format import sampling_to_wire
 
 @dataclass
 class Answer:
-    """What a worker has said to one (request, attempt)."""
+    """Everything that a worker has sent for one (request, attempt)."""
 
     choices: set[int]
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Answer:
 
     @property
     def started(self) -> bool:
-        """Whether a token has come."""
+        """True if a token has arrived."""
         return bool(self.tokens)
 
     @property
     def done(self) -> bool:
-        """Whether everything has come to an end."""
+        """True if all choices have ended, or the request was refused."""
         return self.refusal is not None or self.choices == set(self.finish)
 
     def take(self, output: pb.Output) -> None:
@@ -54,7 +54,7 @@ class Answer:
 
 
 class Listens(Protocol):
-    """A worker, by where it listens."""
+    """A worker with an address for sessions."""
 
     @property
     def address(self) -> str: ...
@@ -140,16 +140,16 @@ class Client:
         return answer
 
     async def abort(self, number: int, choices: Sequence[int] = (), attempt: int = 0) -> None:
-        """Aborts a request; what was sent before may still come."""
+        """Aborts a request. Outputs sent before may still arrive."""
         self._wire.send(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
 
     async def done(self, *answers: Answer) -> None:
-        """Waits until all have ended."""
+        """Waits until all these answers have ended."""
         await eventually(lambda: all(answer.done for answer in answers) or self._reader.done())
         assert all(answer.done for answer in answers), f"the session ended: {self.broken}"
 
     async def balanced(self) -> None:
-        """Waits until the worker is idle and every page of it is free or cached."""
+        """Waits until the worker is idle and each of its pages is free or cached."""
 
         def idle() -> bool:
             load = self.load
@@ -202,7 +202,7 @@ class Client:
 
     def _follow(self, told: pb.Snapshot | pb.CacheEvent) -> None:
         for block_hash in _hashes(told.hashes):
-            assert self.cached.pop(block_hash, pb.TIER_NONE) != told.tier, "nothing changes"
+            assert self.cached.pop(block_hash, pb.TIER_NONE) != told.tier, "an event without effect"
             if told.tier != pb.TIER_NONE:
                 self.cached[block_hash] = told.tier
 

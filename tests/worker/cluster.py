@@ -41,7 +41,7 @@ def opener(network: LocalNetwork | None, gate: asyncio.Event | None) -> OpenTran
 
 
 class Running:
-    """A worker that runs as a task."""
+    """A worker that runs as an asyncio task."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -53,14 +53,14 @@ class Running:
 
     @property
     def session(self) -> str:
-        return self.worker.session
+        return self.worker.session_address
 
     @property
     def candidate(self) -> pb.PrefillCandidate:
         return pb.PrefillCandidate(worker_id=self.worker.id, address=self.session)
 
     async def stop(self) -> int:
-        """Ends it; returns its exit code."""
+        """Ends the worker; returns its exit code."""
         self.worker.lifecycle.stop("the test ends")
         return await asyncio.wait_for(asyncio.shield(self.task), DEADLINE_S)
 
@@ -78,8 +78,8 @@ async def running(
     """A worker that has taken its lease.
 
     Args:
-        network: Where it moves pages; None for the real transport.
-        transfer_gate: Its pushes begin only while this is set.
+        network: The network for its pages; None for the real transport.
+        transfer_gate: Pushes begin only while this is set.
     """
     name = f"{role}-{next(_names)}"
     given: dict[str, Any] = {"worker_id": name, "cluster": f"test-{name}", "redis_url": redis_url, "token_budget": 64}
@@ -88,7 +88,7 @@ async def running(
         WorkerSettings(**given),
         role,
         PrefillService if role == "prefill" else DecodeService,
-        load=load or fake_loader(),
+        build_engine=load or fake_loader(),
         open_transport=opener(network, transfer_gate),
     )
     it = Running(worker)

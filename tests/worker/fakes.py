@@ -81,7 +81,7 @@ def fake_loader(
     progress: Callable[[], float] = lambda: 0,
     lanes: bool = False,
 ) -> Callable[[WorkerSettings], LoadedEngine]:
-    """What `Worker` takes for `load`. `on_host` gets the host memory, if there is any."""
+    """Makes the `load` argument of `Worker`. `on_host` is called with the host memory, if there is any."""
 
     def load(settings: WorkerSettings) -> LoadedEngine:
         runner = SharedRunner(num_pages, before_step, lanes)
@@ -118,7 +118,7 @@ def fake_loader(
 
 
 class Gate:
-    """Holds an engine in its step while closed; for `fake_loader(before_step=gate.wait)`."""
+    """Holds an engine in its step while closed. Use as `fake_loader(before_step=gate.wait)`."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -128,27 +128,27 @@ class Gate:
         self.held = False
 
     def close(self) -> None:
-        """The next step waits."""
+        """Holds the next step."""
         self._slow = False
         self._open.clear()
 
     def open(self) -> None:
-        """Steps go on."""
+        """Lets all steps run."""
         self._slow = False
         self._open.set()
 
     def slow(self) -> None:
-        """A step takes SLOW_STEP_S from now on."""
+        """Makes each step take SLOW_STEP_S from now on."""
         self._slow = True
         self._open.clear()
 
     def open_once(self) -> None:
-        """The step that is held goes on, the next one waits."""
+        """Releases the held step; the next one waits."""
         self.held = False
         self._one.set()
 
     def wait(self) -> None:
-        """What the engine thread calls."""
+        """Called by the engine thread before each step."""
         deadline = time.monotonic() + DEADLINE_S
         while not self._open.is_set():
             if self._slow:
@@ -163,7 +163,7 @@ class Gate:
 
 
 class GatedTransport:
-    """A transport whose pushes begin only while `gate` is set; otherwise the one it wraps."""
+    """Wraps a transport. Pushes begin only while `gate` is set."""
 
     def __init__(self, transport: Transport, gate: asyncio.Event) -> None:
         self._transport = transport

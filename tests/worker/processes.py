@@ -1,4 +1,4 @@
-"""Workers as real processes, started as a user or a supervisor would."""
+"""Workers as real processes, started like a user or a supervisor starts them."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ class WorkerProcess:
         self._process.send_signal(number)
 
     async def ended(self) -> int:
-        """Waits for its end; returns its exit code."""
+        """Waits until it ends; returns its exit code."""
         return await asyncio.wait_for(asyncio.to_thread(self._process.wait), STOP_S)
 
 

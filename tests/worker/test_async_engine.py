@@ -22,13 +22,13 @@ class RunningEngine:
         self.updates: list[Update] = []
         self.hooks: list[StepOutput | None] = []
         self.failures: list[BaseException] = []
-        self.hook: Callable[[Engine, StepOutput | None], None] = lambda engine, output: None
+        self.after_pass: Callable[[Engine, StepOutput | None], None] = lambda engine, output: None
         self.thread = EngineThread(build, on_failure=self.failures.append)
-        self.thread.attach(self._hook, self.updates.append)
+        self.thread.attach(self._after_pass, self.updates.append)
 
-    def _hook(self, engine: Engine, output: StepOutput | None) -> None:
+    def _after_pass(self, engine: Engine, output: StepOutput | None) -> None:
         self.hooks.append(output)
-        self.hook(engine, output)
+        self.after_pass(engine, output)
 
     @property
     def outputs(self) -> list[Output]:
@@ -69,7 +69,7 @@ async def test_the_engine_is_built_and_used_on_its_own_thread_only() -> None:
         return make_engine()[0]
 
     b = RunningEngine(build)
-    b.hook = lambda engine, output: threads.add(threading.current_thread().name)
+    b.after_pass = lambda engine, output: threads.add(threading.current_thread().name)
     await b.thread.start()
     assert await b.thread.call(lambda engine: threading.current_thread().name) == "engine"
     await b.thread.close()
@@ -125,11 +125,11 @@ async def test_a_failing_step_is_reported_and_nothing_hangs() -> None:
             await b.thread.call(lambda engine: None)
 
 
-@pytest.mark.parametrize("where", ["hook", "post"])
+@pytest.mark.parametrize("where", ["after_pass", "post"])
 async def test_an_error_without_a_caller_is_the_engines_failure(where: str) -> None:
     async with running() as b:
-        if where == "hook":
-            b.hook = lambda engine, output: _raise(KeyError("lost"))
+        if where == "after_pass":
+            b.after_pass = lambda engine, output: _raise(KeyError("lost"))
             b.thread.nudge()
         else:
             b.thread.post(lambda engine: _raise(KeyError("lost")))
@@ -138,7 +138,7 @@ async def test_an_error_without_a_caller_is_the_engines_failure(where: str) -> N
 
 async def test_a_failing_listener_is_reported() -> None:
     async with running() as b:
-        b.thread.attach(b._hook, lambda update: _raise(KeyError("bug")))
+        b.thread.attach(b._after_pass, lambda update: _raise(KeyError("bug")))
         await b.thread.call(lambda engine: engine.add(make_request("a", prompt(20), max_tokens=1)))
         await eventually(lambda: bool(b.failures))
 
@@ -292,7 +292,7 @@ async def test_the_end_of_a_prefill_lane_chunk_wakes_a_sleeping_engine() -> None
     async with running(engine) as b:
         await b.thread.call(begin)
         await eventually(lambda: sum(output.finish is not None for output in b.outputs) == 2)
-        await eventually(lambda: not engine.has_work)  # it sleeps
+        await eventually(lambda: not engine.has_work)  # the engine thread sleeps
         assert b.tokens("long") == []
         await asyncio.to_thread(runner.prefill_lane.finish)
         await eventually(lambda: len(b.tokens("long")) == 2)

@@ -1,4 +1,4 @@
-"""What a worker's settings and role make of its runner."""
+"""A worker's settings and role determine its runner."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from worker import engine_loader
 def test_a_prefill_worker_captures_no_decode_graphs(
     role: Role, graphs: bool, checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But it has room for steps of as many sequences: each of them may lack its last token only."""
+    """It still has room for steps with this many sequences: each may need only its last token."""
     asked: list[dict[str, Any]] = []
 
     class Spy(TorchRunner):

@@ -13,7 +13,7 @@ def no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Worker:
-    """Its load, and what was published of it."""
+    """A worker's load, and the loads that were published."""
 
     def __init__(self) -> None:
         self.load = pb.Load(state=pb.STATE_READY)

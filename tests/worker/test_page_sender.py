@@ -1,4 +1,4 @@
-"""Pages on their way: how many at a time, and how long they are pinned."""
+"""Page transfers: how many pages at a time, and how long they are pinned."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ import pytest
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer, PoolMemory, Ticket
 from worker.async_engine import AsyncEngine
-from worker.page_sender import RUN_PAGES, PageSender, PageSource
+from worker.page_sender import RUN_PAGES, PageSender, SourcePool
 
 
 class HeldTransfer:
-    """Arrives when `arrived` is set."""
+    """A transfer that completes when `arrived` is set."""
 
     def __init__(self, pages: Sequence[tuple[int, int]]) -> None:
         self.pages = list(pages)
@@ -26,7 +26,7 @@ class HeldTransfer:
 
 
 class HeldPeer:
-    """Holds its transfers."""
+    """A peer that keeps its transfers open."""
 
     def __init__(self) -> None:
         self.transfers: list[HeldTransfer] = []
@@ -50,13 +50,13 @@ class Pins:
 
 
 class Sending:
-    """A delivery of a prompt of so many blocks, the first ones of which are there already."""
+    """Sends a prompt of `blocks` blocks. The receiver has the first `there` of them already."""
 
     def __init__(
         self, blocks: int, there: int = 0, announce: Callable[[pb.PrefillPages], None] = lambda pages: None
     ) -> None:
         self.pins, self.peer = Pins(), HeldPeer()
-        self.source = PageSource(cast(AsyncEngine, self.pins), PoolMemory(0, 0, 0))
+        self.source = SourcePool(cast(AsyncEngine, self.pins), PoolMemory(0, 0, 0))
         self.sender = PageSender(
             cast(Peer, self.peer),
             pb.PrefillLanding(reservation=1, generation=1, epoch=1, first_block=there, pages=range(blocks - there)),
@@ -68,7 +68,7 @@ class Sending:
         )
 
 
-async def others_turn() -> None:
+async def run_other_tasks() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -81,8 +81,8 @@ async def test_many_pages_are_sent_in_runs_that_show_progress() -> None:
     assert [page for run in runs for page in run] == [(page, index) for index, page in enumerate(pages[5:])]
     assert max(map(len, runs)) == RUN_PAGES
     sending.peer.transfers[0].arrived.set()
-    await others_turn()
-    assert sending.source.completed == 1
+    await run_other_tasks()
+    assert sending.source.completed_transfers == 1
     assert sending.pins.unpinned == pages[: 5 + RUN_PAGES]
     for transfer in sending.peer.transfers:
         transfer.arrived.set()
@@ -98,7 +98,7 @@ async def test_pages_stay_pinned_during_the_transfer_even_if_they_cannot_be_anno
     sending = Sending(2, announce=announce)
     sending.sender.send(0, [3, 4])
     done = asyncio.ensure_future(sending.sender.done())
-    await others_turn()
+    await run_other_tasks()
     assert not done.done()
     assert not sending.pins.unpinned
     sending.peer.transfers[0].arrived.set()

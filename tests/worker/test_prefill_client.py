@@ -21,7 +21,7 @@ Event = pb.PrefillEvent | StreamEnded
 
 
 class Worker:
-    """The other worker: greets those who know the token, and then answers nothing by itself."""
+    """The other worker. Accepts clients with the right token, and sends nothing else by itself."""
 
     def __init__(self) -> None:
         self.streams: list[Stream[pb.RouterMessage]] = []
@@ -56,7 +56,7 @@ async def connected(hello: pb.RouterHello = HELLO) -> AsyncIterator[tuple[Prefil
 
 
 async def request(client: PrefillClient, there: Worker) -> None:
-    """One that ends in order."""
+    """Makes a request that ends normally."""
     events: list[Event] = []
     known = len(there.requests)
     with client.request(there.address, events.append) as send:
@@ -111,7 +111,7 @@ async def test_concurrent_requests_have_a_stream_each() -> None:
             await eventually(lambda: bool(first and second))
         assert first == [READY]
         assert second == [RELEASED]
-        await eventually(lambda: len(there.streams) == 1)  # the first one had not ended
+        await eventually(lambda: len(there.streams) == 1)  # the first request had not ended
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -128,7 +128,7 @@ async def test_cancelling_a_request_closes_its_stream(began: bool) -> None:
 async def test_the_end_of_a_stream_is_reported_once_and_only_to_its_request() -> None:
     async with connected() as (client, there):
         await request(client, there)
-        there.streams[0].abort()  # while nobody uses it
+        there.streams[0].abort()  # while no request uses it
         await eventually(lambda: not client._streams)
         events: list[Event] = []
         with client.request(there.address, events.append) as send:

@@ -15,7 +15,7 @@ from worker.process import on_failed_threads
 
 
 class BrokenGpu:
-    """A writer back end on a GPU that can't tell whether something is still being written."""
+    """A writer back end on a GPU that can't tell whether a write is still in progress."""
 
     def write(self, sources: Addresses, targets: Addresses, num_bytes: Addresses) -> int:
         return 0

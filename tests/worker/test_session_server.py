@@ -119,14 +119,14 @@ class Router:
         return message
 
     async def opened(self) -> list[pb.WorkerMessage]:
-        """Everything up to the first load."""
+        """Reads all messages up to the first load report."""
         messages = [await self.read()]
         while messages[-1].WhichOneof("kind") != "load":
             messages.append(await self.read())
         return messages
 
     async def ended(self) -> str:
-        """Why the session ended; empty: the worker did not say."""
+        """Returns why the session ended; empty if the worker gave no reason."""
         reason = ""
         async with asyncio.timeout(20):
             while (message := await self.wire.receive()) is not None:
@@ -213,7 +213,7 @@ async def test_a_new_session_of_the_same_router_supersedes_the_old_one() -> None
             await other.opened()
             assert server.handler.ended == [session]
             assert "superseded" in await old.ended()
-            session.send_output(1, 0, Output("", 0, [], []))  # goes nowhere
+            session.send_output(1, 0, Output("", 0, [], []))  # dropped
             server.sessions.publish_load(pb.Load(running=3))
             assert (await new.read_until("load")).load.running == 3
             assert (await other.read_until("load")).load.running == 3

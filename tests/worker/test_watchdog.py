@@ -18,30 +18,30 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Passes:
-    """What the watch sees of an engine, until it stands still in a pass."""
+    """An engine's passes and progress, as the watchdog sees them, until it hangs in a pass."""
 
-    def __init__(self, gets_on: str) -> None:
+    def __init__(self, activity: str) -> None:
         self.looks = 0
-        self.stands = False
-        self._gets_on = gets_on
+        self.hanging = False
+        self._activity = activity
 
     def passing(self) -> int:
-        self.looks += not self.stands
-        if self._gets_on == "with nothing" and not self.stands:
+        self.looks += not self.hanging
+        if self._activity == "with nothing" and not self.hanging:
             return 0
-        return self.looks if self._gets_on == "with one pass after the other" else 1
+        return self.looks if self._activity == "with one pass after the other" else 1
 
     def progress(self) -> float:
-        return float(self.looks) if self._gets_on == "within a pass" else 0.0
+        return float(self.looks) if self._activity == "within a pass" else 0.0
 
 
-@pytest.mark.parametrize("gets_on", ["with one pass after the other", "within a pass", "with nothing"])
-async def test_progress_or_idleness_is_not_a_hang(gets_on: str) -> None:
-    passes = Passes(gets_on)
+@pytest.mark.parametrize("activity", ["with one pass after the other", "within a pass", "with nothing"])
+async def test_progress_or_idleness_is_not_a_hang(activity: str) -> None:
+    passes = Passes(activity)
     watch = asyncio.create_task(hang(passes.passing, passes.progress))
     await eventually(lambda: passes.looks > 200)
     assert not watch.done()
-    passes.stands = True
+    passes.hanging = True
     async with asyncio.timeout(DEADLINE_S):
         await watch
 
@@ -60,7 +60,7 @@ async def test_a_worker_with_a_hanging_step_asks_for_a_restart(redis_url: str) -
 
 
 async def test_a_worker_with_a_hanging_prefill_lane_asks_for_a_restart(redis_url: str) -> None:
-    """Also while decodes get on beside it."""
+    """Also while decodes make progress beside it."""
     gate = Gate()
     async with (
         running(

@@ -34,7 +34,7 @@ def worker(redis_url: str, load: Any = None, **settings: Any) -> Worker:
         WorkerSettings(**given),
         "combined",
         DecodeService,
-        load=load or fake_loader(),
+        build_engine=load or fake_loader(),
         open_transport=opener(LocalNetwork(), None),
     )
 

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch per step instead of one per kernel.
 
     capture   once for each of a few batch sizes, on the lane's stream, so that a graph stays on the lane's SMs
-    run       copies inputs to the graph's buffers, plans FlashInfer's work, replays; pads batches to the next size
+    run       copies inputs to the graph's buffers, plans the attention, replays; pads batches to the next size
 
 A graph spans everything from the embedding to the final norm, without the head, whose outputs for all sizes would need
 more memory than the rest. Padding decodes one token on a spare page that belongs to no sequence.
@@ -22,9 +22,8 @@ import torch
 from cpd.common.blocks import BLOCK_SIZE
 from engine.batch import Batch, IntArray
 from engine.model.decoder import Decoder
-from engine.ops.base import DeviceBatch
+from engine.ops.base import DeviceBatch, Ops
 from engine.ops.buffers import upload_arrays, upload_size
-from engine.ops.flashinfer_ops import FlashInferOps, PageBuffer
 
 log = logging.getLogger(__name__)
 
@@ -50,37 +49,34 @@ class DecodeGraphs:
     """The graphs of one lane, which runs one step at a time.
 
     Args:
-        model: Decoder with the ops `ops`.
-        ops: Ops shared with the lane's other steps.
+        model: Decoder with the ops of the lane's other steps.
+        ops_of_size: See `Ops.capturable_decodes`.
         kv: Each layer's [num_pages, 2, Hkv, BS, D].
         spare_page: Page for padding, of no sequence.
         max_decodes: Most decodes of a captured step.
-        max_pages: Most pages of one sequence.
         stream: Stream of the lane.
     """
 
     def __init__(
         self,
         model: Decoder,
-        ops: FlashInferOps,
+        ops_of_size: Callable[[int], Ops],
         kv: Sequence[torch.Tensor],
         *,
         spare_page: int,
         max_decodes: int,
-        max_pages: int,
         stream: torch.cuda.Stream,
         device: torch.device,
     ) -> None:
         self.sizes = graph_sizes(max_decodes)
         self._model = model
-        self._ops = ops
+        self._ops_of_size = ops_of_size
         self._kv = kv
         self._spare_page = spare_page
         self._stream = stream
         self._device = device
         lengths = [max_decodes] * 3 + [max_decodes + 1, max_decodes]
         with torch.cuda.stream(stream):
-            self._pages = PageBuffer(max_decodes, max_pages, device)
             self._inputs = torch.zeros(upload_size(lengths), dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
 
@@ -134,7 +130,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, pool: Any) -> _Graph:
         with torch.cuda.stream(self._stream):
-            model = self._model.with_ops(self._ops.graphed(size, self._pages))
+            model = self._model.with_ops(self._ops_of_size(size))
             batch = self._load(padding(size, self._spare_page))
             model.prepare(batch)
             for _ in range(_WARM_UPS):

@@ -20,7 +20,6 @@ from engine.execution.model_step import ModelStep
 from engine.execution.sampling.sampler import Sampler
 from engine.model.decoder import Decoder
 from engine.ops.base import Ops
-from engine.ops.flashinfer_ops import FlashInferOps
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +79,16 @@ def make_lanes(
 
     def with_graphs(lane: str, stream: torch.cuda.Stream) -> ModelStep:
         """Returns the step of a lane, with captured decodes if possible."""
-        if not isinstance(ops, FlashInferOps) or not max_decodes:
+        with torch.cuda.stream(stream):
+            ops_of_size = ops.capturable_decodes(max_decodes, blocks_for(max_model_len)) if max_decodes else None
+        if ops_of_size is None:
             return step
         graphs = DecodeGraphs(
             model,
-            ops,
+            ops_of_size,
             kv,
             spare_page=spare_page,
             max_decodes=max_decodes,
-            max_pages=blocks_for(max_model_len),
             stream=stream,
             device=device,
         )

@@ -23,7 +23,7 @@ ASK = (Message("user", "Say it."),)
 
 @asynccontextmanager
 async def serving(script: Script, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """Runs `script` for every connection, then closes that; gives the URL."""
+    """Runs `script` on each connection and then closes it. Yields the URL."""
     running: set[asyncio.Task[None]] = set()
 
     async def serve(reader: Reader, writer: Writer) -> None:
@@ -53,7 +53,7 @@ async def serving(script: Script, host: str = "127.0.0.1", tls: ssl.SSLContext |
 async def asking(
     url: str, endpoint: Literal["chat", "completions"] = "chat", timeout_s: float = 20.0, **options: Any
 ) -> AsyncIterator[Client]:
-    """A client of the server at `url`; closed at the end."""
+    """Yields a client of the server at `url`, and closes it at the end."""
     target = Target(url, "m", options.pop("api_key", ""), endpoint, 0.0, True, {}, timeout_s)
     client = Client(target, **options)
     try:
@@ -91,7 +91,7 @@ HELLO = (delta(content="Hel"), delta(content="lo"), delta("length"), usage(3, 2)
 
 
 def chunked(pieces: Sequence[bytes] = HELLO) -> bytes:
-    """A whole chunked response."""
+    """A complete chunked response."""
     body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
     return EVENT_STREAM + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
 

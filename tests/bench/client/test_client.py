@@ -79,7 +79,7 @@ async def test_a_connection_that_was_closed_while_idle_costs_no_request(response
         await request(reader)
         if connections == 1:
             writer.write(response)
-            await request(reader)  # comes when the server has just decided to close
+            await request(reader)  # arrives just after the server has decided to close
         else:
             writer.write(chunked())
 
@@ -154,7 +154,7 @@ async def test_a_connection_that_is_never_made() -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        waiting = [socket.socket() for _ in range(3)]  # they fill the queue of a server that accepts nobody
+        waiting = [socket.socket() for _ in range(3)]  # they fill the backlog of a server that never accepts
         for other in waiting:
             other.setblocking(False)
             other.connect_ex(full.getsockname())

@@ -1,4 +1,4 @@
-"""What can happen on one connection, seen through the client's records."""
+"""Everything that can happen on one connection, seen in the client's records."""
 
 import asyncio
 import socket
@@ -270,7 +270,7 @@ async def test_a_connection_that_cannot_be_used_again_is_not(response: bytes) ->
         connections += 1
         await reader.readuntil(b"\r\n\r\n")
         writer.write(response)
-        await asyncio.sleep(60)  # neither reads on nor closes
+        await asyncio.sleep(60)  # stops reading but does not close
 
     long = (Message("user", "word " * 4_000_000),)
     async with serving(script) as url, asking(url) as client:

@@ -17,7 +17,7 @@ def count_words(text: str) -> int:
 
 
 def answer(*pieces: bytes, status: int = 200, counting: bool = False) -> tuple[Record, str]:
-    """Gives `pieces` at second 1, 2, … to an answer and ends it."""
+    """Feeds `pieces` to an answer at seconds 1, 2, …, and ends it."""
     record = new_record()
     made = StreamedAnswer(record, count_words if counting else None)
     failure = None

@@ -1,4 +1,4 @@
-"""Cells without a server."""
+"""Cells made without a server."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ BEFORE_MS = 10.0
 
 
 def burst(increase_percent: float, **fields: Any) -> Burst:
-    """A burst that went well, of 100 tokens."""
+    """A successful burst of 100 tokens."""
     during_ms = BEFORE_MS * (1 + increase_percent / 100)
     usual: dict[str, Any] = {
         "before": Window(mean_ms=BEFORE_MS, p99_ms=11, max_ms=12),
@@ -32,7 +32,7 @@ def burst(increase_percent: float, **fields: Any) -> Burst:
 
 
 def grid(increase_percent: Callable[[int], float]) -> list[Cell]:
-    """One burst of each size from 128 to 65,536 tokens; its increase is a function of that."""
+    """One burst of each size from 128 to 65,536 tokens. `increase_percent` maps a size to its increase."""
     return [
         Cell(prefills=count, prefill_len=length, bursts=[burst(increase_percent(count * length))])
         for length in (128, 512, 2048, 4096)

@@ -17,16 +17,16 @@ CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "m
 
 @dataclass(frozen=True)
 class Engine:
-    """How a server behaves.
+    """Behaviour of a server.
 
     Args:
-        step_ms: A step without prompt tokens.
-        ms_per_1000: What 1,000 prompt tokens add to a step.
-        budget: Most prompt tokens of a step.
+        step_ms: Duration of a step without prompt tokens.
+        ms_per_1000: Time that 1,000 prompt tokens add to a step.
+        budget: Maximum number of prompt tokens in a step.
         lanes: Prompts are computed beside the steps, which they don't slow down.
-        answer: Most output tokens, whatever is asked for.
-        longest: More prompt tokens are refused.
-        worn_by: After a prompt of so many tokens beside decoding every step takes twice as long for ever.
+        answer: Maximum number of output tokens; overrides the request.
+        longest: Longer prompts, in tokens, are refused.
+        worn_by: Once a prompt of this many tokens was computed beside decodes, every step takes twice as long.
         keeps_running: Requests go on after their client has gone, and slow other prompts down tenfold.
     """
 
@@ -167,13 +167,13 @@ def _write(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> N
 
 
 def engine_beside(engine: Engine) -> AbstractAsyncContextManager[str]:
-    """Such a server in the running event loop; its URL."""
+    """Runs such a server in the running event loop. Yields its URL."""
     return _Server(engine).serving()
 
 
 @contextmanager
 def engine_server(engine: Engine) -> Iterator[str]:
-    """Runs such a server in a thread; its URL."""
+    """Runs such a server in a thread. Yields its URL."""
     started: Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
 
     async def serve() -> None:

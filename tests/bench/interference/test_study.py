@@ -1,4 +1,4 @@
-"""The study against servers of known behaviour, in a time of their own: nothing else takes any."""
+"""The study against servers of known behaviour, in virtual time: nothing else takes any time."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_prompts_in_the_decoding_step_lengthen_it() -> None:
     (cell,) = study(Engine(ms_per_1000=200))
     (burst,) = cell.bursts
     assert burst.increase_percent > 200
-    assert burst.during.max_ms > 90  # one prompt, if they came in two steps
+    assert burst.during.max_ms > 90  # for one prompt, if they arrived in two steps
     assert burst.recovery_s is not None
     assert len(burst.ttft_ms) == len(burst.idle_ttft_ms) == 2
     assert burst.prompt_tokens == 1000

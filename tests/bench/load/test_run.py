@@ -22,7 +22,7 @@ from bench.tokens import Texts
 
 
 class Collected:
-    """A watch that remembers, and says when so many requests were in flight."""
+    """Records what it is shown, and notices when this many requests are in flight."""
 
     def __init__(self, enough: int = 1) -> None:
         self._enough = enough
@@ -84,7 +84,7 @@ def test_an_open_loop_keeps_its_times_with_any_server() -> None:
     assert due == pytest.approx([index / 50 for index in range(150)])
     assert all(0 <= record.sent_s - record.due_s < 1.5 for record in report.records)
     longest = max(record.content_s[0] - record.due_s for record in report.records)
-    assert longest > 1.5  # those that were due in the stall waited for its end, and are seen to
+    assert longest > 1.5  # requests due in the stall waited for its end, and the records show it
 
 
 def test_the_sessions_of_several_processes_are_those_of_one(server: MockServer) -> None:
@@ -112,7 +112,7 @@ def test_turns_follow_one_another_and_carry_the_answers_before(server: MockServe
             assert after.sent_s >= before.ended_s
             assert before.prompt_tokens is not None
             assert after.prompt_tokens is not None
-            # what was said before, the answer's 8 words, and 12 new ones
+            # the conversation so far, the 8 words of the answer, and 12 new ones
             assert after.prompt_tokens - before.prompt_tokens == pytest.approx(20, abs=1)
 
 

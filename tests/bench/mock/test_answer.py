@@ -25,7 +25,7 @@ def steps(how: Answering, **changed: Any) -> list[Step]:
 
 
 def events(steps: list[Step]) -> list[Any]:
-    """The data of the events: JSON, or text that is none."""
+    """The data of the events: parsed JSON, or the text if it is not JSON."""
     body = b"".join(step.payload for step in steps).partition(b"\r\n\r\n")[2]
     made = []
     for line in body.splitlines():

@@ -28,7 +28,7 @@ def ask(server: MockServer, prompt: str = "one two", **fields: Any) -> httpx.Res
 
 
 def sends(mock: MockServer) -> dict[str, list[float]]:
-    """By prompt, when each chunk was sent."""
+    """The times at which the chunks were sent, by prompt."""
     times: dict[str, list[float]] = httpx.get(f"{mock.url}/sends", timeout=PATIENT).json()
     assert all(sorted(stamps) == stamps for stamps in times.values())
     return {prompt: sent for prompt, (_read, *sent) in times.items()}

@@ -1,4 +1,4 @@
-"""Results of runs that never were, alike to real ones: two routes, some errors, a server that stalls once."""
+"""Synthetic results that resemble real runs: two routes, some errors, and a server that stalls once."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from bench.slo import Slo
 
 @dataclass(frozen=True)
 class Server:
-    """How the imagined server behaves. `speed` divides its compute times; `stall_s` is when it stops for a second."""
+    """Behaviour of the synthetic server. `speed` divides its compute times; at `stall_s` it stops for a second."""
 
     speed: float = 1.0
     stall_s: float | None = 30.0
@@ -32,7 +32,7 @@ def synthetic_result(
     limited: bool = False,
     interrupted: bool = False,
 ) -> Result:
-    """A run in an open loop of `requests` sessions at `rate` a second."""
+    """An open-loop run of `requests` sessions, `rate` a second."""
     server = server or Server()
     rng = np.random.default_rng(seed)
     due_s = np.cumsum(rng.exponential(1 / rate, requests))

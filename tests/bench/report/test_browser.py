@@ -19,7 +19,7 @@ def test_every_chart_is_drawn_without_an_error(tmp_path: Path, width: int) -> No
     page = tmp_path / "report.html"
     runs = [synthetic_result("a", requests=100, turns=2), synthetic_result("b", requests=100, seed=1)]
     write_html(runs, page)
-    with page.open("a") as html:  # for paper, all charts are drawn at once
+    with page.open("a") as html:  # for printing, all charts are drawn at once
         html.write('<script>dispatchEvent(new Event("beforeprint"));</script>')
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]

@@ -44,7 +44,7 @@ def _read(page: Page) -> _Texts:
 
 
 def _coloured(part: Any) -> Any:
-    """With colours that plotly knows instead of the page's names."""
+    """Replaces the page's colour names with colours that plotly knows."""
     if isinstance(part, str) and re.fullmatch(r"\$[a-z0-9]+", part):
         return "#123456"
     if isinstance(part, list):

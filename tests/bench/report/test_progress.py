@@ -69,7 +69,7 @@ def test_a_run_with_two_ends_is_over_at_the_first() -> None:
     with LiveProgress(plain) as progress:
         progress.begin(total=1000, duration_s=10.0)
         progress.update([completed()] * 10, 1, 5.0)
-        progress.update([], 1, 12.0)  # what runs may end
+        progress.update([], 1, 12.0)  # running requests may finish
     first, second = output(plain).splitlines()
     assert first.endswith("5 s left")
     assert "left" not in second
@@ -93,7 +93,7 @@ def test_a_terminal_gets_a_display_a_few_times_a_second_that_is_gone_at_the_end(
         for tick in range(100):  # a second
             progress.update([], 3, tick / 100)
         progress.update([completed()], 4, 1.5)
-    assert 5 <= output(terminal).count("in flight") <= 6  # the last one is drawn again when it ends
+    assert 5 <= output(terminal).count("in flight") <= 6  # the last line is drawn again at the end
     assert "1/10 done" in output(terminal)
     assert output(terminal).endswith("\x1b[2K")  # the display's lines are erased
 

@@ -65,11 +65,11 @@ def test_what_ends_a_sweep_between_its_points_leaves_those_until_then(
 def test_a_search_ends_below_the_rate_that_the_target_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(*arguments: Any) -> Any:
         result = bench.run.measure(*arguments)
-        result.client.limited = False  # however busy the machine is
+        result.client.limited = False  # even if the machine is busy
         return result
 
     monkeypatch.setattr("bench.sweep.run.measure", measure)
-    # While a prompt is prefilled nobody else is served: 16 words take 160 ms, so 6.25 requests/s are the limit.
+    # A prefill blocks all other requests: 16 words take 160 ms, so the limit is 6.25 requests/s.
     with MockServer(Behaviour(ttft_ms=1, itl_ms=50, prefill_us_per_token=10_000)) as slow:
         file = tmp_path / "sweep.json"
         done = sweep(
@@ -130,7 +130,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_sent(argumen
 
 
 def test_a_rate_under_which_the_queue_grows_is_ended_early_and_is_too_much(tmp_path: Path) -> None:
-    # 16 words take 160 ms of prefill, during which nobody is sent anything: 40 requests a second are never served.
+    # A prefill of 16 words takes 160 ms and blocks all other requests: the server can't keep up with 40 requests/s.
     with MockServer(Behaviour(ttft_ms=1, itl_ms=50, prefill_us_per_token=10_000)) as slow:
         file = tmp_path / "sweep.json"
         sweep("--url", slow.url, "--rates", "40", "--duration", "60", "--slo", "ttft=60000", "--json", str(file))

@@ -11,7 +11,7 @@ from bench.workloads.make import make_workload
 from models.tiny import CHECKPOINT
 
 OVERHEAD = 9
-"""What a chat template like the bundled model's adds: 4 tokens before the text, 5 behind it."""
+"""Tokens that a chat template like the bundled model's adds: 4 before the text and 5 after it."""
 
 
 @cache
@@ -26,19 +26,19 @@ def workload(seed: int = 0, texts: Texts | None = None, **flags: Any) -> Workloa
 
 
 def prompt_len(text: str) -> int:
-    """Tokens of a prompt of one message."""
+    """Number of tokens of a prompt with one message."""
     return tokens(text) + OVERHEAD
 
 
 def tokens(text: str) -> int:
-    """Tokens of a text alone."""
+    """Number of tokens of a text without a template."""
     count = exact().count
     assert count
     return count(text)
 
 
 def common_tokens(one: str, other: str) -> int:
-    """Tokens that two texts have in common at their beginnings."""
+    """Number of tokens in the common prefix of two texts."""
     tokenizer = exact().tokenizer
     assert tokenizer
     ids, others = (tokenizer.encode(text, add_special_tokens=False).ids for text in (one, other))
@@ -46,10 +46,10 @@ def common_tokens(one: str, other: str) -> int:
 
 
 def first_texts(made: Workload, number: int = 20) -> list[str]:
-    """What the first sessions say first."""
+    """The first messages of the first sessions."""
     return [made.session(index).turns[0].text for index in range(number)]
 
 
 def all_messages(session: Session) -> Sequence[str]:
-    """Everything that a session says."""
+    """All messages of a session."""
     return [*(message.content for message in session.opening), *(turn.text for turn in session.turns)]

@@ -90,7 +90,7 @@ def test_sharegpt_lists_are_read_like_lines(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
     path.write_text(json.dumps([TALK, {"conversations": []}, {"conversations": TALK["conversations"][:1]}, TALK]))
     made = read(path)
-    assert made.size == 2, "conversations in which nobody asks anything are left out"
+    assert made.size == 2, "conversations without a question are left out"
     assert made.session(0).turns == made.session(1).turns
     (tmp_path / "talks.jsonl").write_text(json.dumps(TALK))
     assert read(tmp_path / "talks.jsonl").session(0).turns == made.session(0).turns

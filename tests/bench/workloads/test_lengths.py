@@ -1,4 +1,4 @@
-"""Distributions as people write them."""
+"""Parsing of length distributions."""
 
 import math
 

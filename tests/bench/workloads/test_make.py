@@ -1,4 +1,4 @@
-"""What all workloads have in common."""
+"""Properties that all workloads share."""
 
 import json
 from pathlib import Path

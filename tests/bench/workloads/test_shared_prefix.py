@@ -1,4 +1,4 @@
-"""Groups of prompts that begin alike."""
+"""Groups of prompts with a common prefix."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -16,7 +16,7 @@ def test_a_primed_cache_holds_the_set_share_of_every_prompt(hit_rate: float) -> 
     assert len(primed) == 4
     for text in first_texts(made, 40):
         assert prompt_len(text) == 512
-        before_text = OVERHEAD - 5  # what the template puts before it is in the cache as well
+        before_text = OVERHEAD - 5  # the tokens that the template puts first are in the cache, too
         cached = before_text + max(common_tokens(prime, text) for prime in primed)
         assert 0 <= cached - round(hit_rate * 512) < 16  # a server that keeps blocks of 16 has the set share
 

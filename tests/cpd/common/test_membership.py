@@ -45,7 +45,7 @@ async def test_a_lease_is_renewed_before_it_runs_out(redis: Redis) -> None:
     async with lease(redis, "c", MEMBER, ttl_s=3):
         await eventually(lambda: _listed(redis))
         [key] = await redis.keys("*")
-        await redis.pexpire(key, 60)  # as if no renewal had come for long
+        await redis.pexpire(key, 60)  # as if there had been no renewal for a long time
         await eventually(lambda: _renewed(redis, key))
 
 

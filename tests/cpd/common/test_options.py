@@ -22,7 +22,7 @@ class Invoke:
 
     def __call__(self, *arguments: str) -> tuple[int, str]:
         def run(settings: ClusterSettings) -> None:
-            """Do it."""
+            """Does it."""
             self.given = settings
             if settings.cluster == "broken":
                 raise ConfigError("the cluster is broken")

@@ -45,8 +45,8 @@ async def both() -> AsyncIterator[tuple[Wire, Wire]]:
 
 
 def streams() -> int:
-    """That are remembered by somebody."""
-    return sum(type(one) is Stream for one in gc.get_objects())  # other libraries' objects mind being asked for more
+    """Number of Stream objects that are still referenced."""
+    return sum(type(one) is Stream for one in gc.get_objects())  # isinstance disturbs objects of other libraries
 
 
 async def received(wire: Wire) -> str:
@@ -96,7 +96,7 @@ async def test_messages_sent_before_a_break_are_received_before_its_error() -> N
         there.send(hello("a"))
         assert await received(here) == "a"
         there.send(hello("b"))
-        await asyncio.sleep(0)  # writes are made at the end of a turn
+        await asyncio.sleep(0)  # writes happen at the end of the loop's iteration
         cast(asyncio.Transport, here._transport).pause_reading()
         there.close()
         cast(asyncio.Transport, here._transport).resume_reading()
@@ -214,7 +214,7 @@ def test_a_failed_or_cancelled_connect_leaks_no_stream(cancelled: bool) -> None:
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         if not cancelled:
             await server.close()
-        await connect_in_vain(address)
+        await connect_and_cancel(address)
         await server.close()
         async with asyncio.timeout(10):
             while streams() > before:
@@ -224,8 +224,8 @@ def test_a_failed_or_cancelled_connect_leaks_no_stream(cancelled: bool) -> None:
     uvloop.run(try_it())
 
 
-async def connect_in_vain(address: str) -> None:
-    """Whoever connects gives up just when the connection is made."""
+async def connect_and_cancel(address: str) -> None:
+    """Connects, and is cancelled at the moment when the connection is made."""
     made = Stream.connection_made
     connecting = asyncio.ensure_future(connect(address, pb.RouterMessage, MOST))
 

@@ -12,7 +12,7 @@ from cpd.performance.colocation import (
     PrefillEstimator,
 )
 from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, Work
-from cpd.performance.split import LaneSplit
+from cpd.performance.split import SplitShares
 
 
 def model(*, fixed_ms: float = 10.0, token_ms: float = 0.1) -> PerfModel:
@@ -83,12 +83,12 @@ class TestPrefillMs:
 
     def test_on_a_lane_it_is_the_time_of_the_lane(self) -> None:
         predict = model()
-        split = LaneSplit(0.5, 0.5)
+        split = SplitShares(0.5, 0.5)
         rule = Colocation(predict, mode="lanes", splits=[split])
         assert rule.mode == "lanes"
         chunk = rule.prefill_budget(DECODES, None)[0].lane_chunk
         one = predict.step_ms(Work.prefill(chunk), split.prefill, DECODES)
-        notice_ms = predict.step_ms(DECODES, split.decode, Work.prefill(chunk)) / 2  # until its end is noticed
+        notice_ms = predict.step_ms(DECODES, split.decode, Work.prefill(chunk)) / 2  # until the end is noticed
         assert rule.prefill_ms(Work.prefill(3 * chunk), DECODES) == pytest.approx(3 * one + notice_ms)
         assert rule.prefill_ms(Work.prefill(chunk) + Work.prefill(chunk), DECODES) == pytest.approx(
             2 * (one + notice_ms)
@@ -111,7 +111,7 @@ def test_a_device_that_cannot_be_split_is_mixed() -> None:
 @pytest.mark.parametrize("mode", ["mixed", "lanes", "auto"])
 @pytest.mark.parametrize("itl_ms", [0.0, 50.0])
 def test_an_instant_device_has_a_budget(mode: Mode, itl_ms: float) -> None:
-    rule = Colocation(PerfModel(Profile.load("instant")), mode=mode, splits=[LaneSplit(0.5, 0.5)], itl_ms=itl_ms)
+    rule = Colocation(PerfModel(Profile.load("instant")), mode=mode, splits=[SplitShares(0.5, 0.5)], itl_ms=itl_ms)
     budget, _ = rule.prefill_budget(DECODES, None)
     assert budget.mixed + budget.lane_chunk > 0
     estimate = PrefillEstimator(rule, DECODES).estimate(5000, 64)
@@ -120,7 +120,7 @@ def test_an_instant_device_has_a_budget(mode: Mode, itl_ms: float) -> None:
 
 @pytest.mark.parametrize("itl_ms", [0.0, 1000.0])
 def test_the_lane_is_busy_or_gets_a_chunk(itl_ms: float) -> None:
-    split = LaneSplit(0.5, 0.5)
+    split = SplitShares(0.5, 0.5)
     rule = Colocation(model(), mode="auto", splits=[split], itl_ms=itl_ms)
     budget, chosen = rule.prefill_budget(DECODES, None)
     assert chosen is split
@@ -131,7 +131,7 @@ def test_the_lane_is_busy_or_gets_a_chunk(itl_ms: float) -> None:
 class TestTarget:
     """Decodes take 30 ms; on a lane, 30 ms / share."""
 
-    SPLITS = (LaneSplit(0.5, 0.5), LaneSplit(0.25, 0.75))
+    SPLITS = (SplitShares(0.5, 0.5), SplitShares(0.25, 0.75))
 
     def rule(self, itl_ms: float, token_ms: float, mode: Mode = "auto") -> Colocation:
         def cost(share: float) -> StepCost:
@@ -162,7 +162,7 @@ class TestTarget:
 
 
 class TestPrefillEstimator:
-    RULE = Colocation(model(), mode="auto", splits=[LaneSplit(0.5, 0.5)], itl_ms=50)
+    RULE = Colocation(model(), mode="auto", splits=[SplitShares(0.5, 0.5)], itl_ms=50)
 
     def test_without_decodes_a_prompt_has_the_whole_device(self) -> None:
         estimate = PrefillEstimator(self.RULE).estimate(100, 0)

@@ -15,7 +15,7 @@ from cpd.performance.model import PerfModel, Profile, TransferProfile, Work
 Lens = list[tuple[int, int]]
 """Computed tokens and cached tokens of each sequence."""
 Device = Callable[[Lens, float], float]
-"""ms of a step on a share of the device."""
+"""Duration of a step on a share of the device, ms."""
 
 
 def work_of(lens: Lens) -> Work:

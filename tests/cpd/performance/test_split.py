@@ -12,8 +12,8 @@ from cpd.performance.split import (
     Curve,
     Device,
     LaneLoad,
-    LaneSplit,
     NoSplitError,
+    SplitShares,
     Workload,
     lane_split,
     lane_splits,
@@ -53,7 +53,7 @@ def best_stage(stage: Sequence[Workload], device: Device) -> float:
     for shares in product(sizes, repeat=len(stage)):
         idle = device.units - sum(shares)
         odd = [size for size in shares if size % device.step]
-        # One part need not be a multiple of the step: it is what the others, and idle ones, leave.
+        # One part need not be a multiple of the step: it gets the remainder.
         if idle < 0 or len(odd) > 1 or (odd and idle % device.step):
             continue
         times = [w.total_ms(share, together=len(stage) > 1) for w, share in zip(stage, shares, strict=True)]
@@ -118,8 +118,8 @@ def published_kernels(compute_ms: float, saturated_at: float) -> list[Workload]:
 
 @pytest.mark.parametrize(("compute_ms", "saturated_at"), [(2668, 55.0), (2455, 62.3), (2241, 68.3)])
 def test_the_published_two_kernel_case_is_reproduced(compute_ms: float, saturated_at: float) -> None:
-    # Measured on an H200: 4717 ms in one stream, 4446 in two, 3522 in two Green Contexts. How the 4717 divide into the
-    # two kernels is not published; these are the curves that give the other figure on 100, 92 and 84 SMs.
+    # Measured on an H200: 4717 ms in one stream, 4446 in two, 3522 in two Green Contexts. The times of the two
+    # kernels alone are not published; these curves reproduce the other figure on 100, 92 and 84 SMs.
     plan = plan_split(published_kernels(compute_ms, saturated_at), H200)
     (stage,) = plan.stages
     assert plan.ms == pytest.approx(3522, rel=0.03)
@@ -164,9 +164,9 @@ def test_invalid_arguments_are_refused() -> None:
 
 
 def test_a_device_is_divided_at_every_step_with_the_remainder_on_either_side() -> None:
-    assert lane_splits(Device(2)) == [LaneSplit(prefill=1, decode=1)]
+    assert lane_splits(Device(2)) == [SplitShares(prefill=1, decode=1)]
     assert lane_splits(Device(1)) == []
-    assert lane_splits(Device(20, step=8, minimum=8)) == [LaneSplit(12, 8), LaneSplit(8, 12)]
+    assert lane_splits(Device(20, step=8, minimum=8)) == [SplitShares(12, 8), SplitShares(8, 12)]
     splits = lane_splits(H200)
     assert [split.decode for split in splits] == sorted({*range(8, 125, 8), *range(12, 125, 8)})
     assert all(split.prefill + split.decode == 132 for split in splits)
@@ -184,7 +184,7 @@ def test_prefill_gets_the_most_units_within_decodes_target() -> None:
 def test_decode_is_fastest_if_no_split_is_within_its_target() -> None:
     decode = curve({u: max(10.0, 600 / u) for u in range(1, 133)})
     split = lane_split(LaneLoad(lambda units: 132 / units, decode, 9), lane_splits(H200))
-    assert split == LaneSplit(prefill=72, decode=60)  # faster than 10 ms it never is
+    assert split == SplitShares(prefill=72, decode=60)  # it never gets faster than 10 ms
 
 
 def test_a_split_follows_the_performance_model() -> None:

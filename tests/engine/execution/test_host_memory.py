@@ -41,7 +41,7 @@ def test_pages_come_back_unchanged(dtype: torch.dtype) -> None:
     pool, done = random_pool(6, dtype), threading.Event()
     host = CpuHostMemory(pool, torch.zeros(4, *pool.shape[1:], dtype=dtype), checksums=True)
     assert host.slot_ms > 0
-    pool.copy_(random_pool(6, dtype))  # copies were timed with it
+    pool.copy_(random_pool(6, dtype))  # used to time copies
     want = pool[[4, 1]].clone()
     host.copy_out([4, 1], [3, 0])
     pool.zero_()

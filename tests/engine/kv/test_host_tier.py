@@ -1,4 +1,4 @@
-"""Blocks that the pool evicts, offloaded to host memory and loaded again."""
+"""Evicted blocks that are offloaded to host memory and loaded again."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ from tests.engine.fakes import (
 
 LONG = 70  # four full blocks and a partial one
 PAGES = 5
-"""The pool has room for one such prompt."""
+"""Size of the pool: room for one such prompt."""
 
 
 class Tier:
@@ -140,7 +140,7 @@ def test_a_request_that_waits_for_a_load_does_not_block_others() -> None:
         tier.serve(str(number), number)
     tier.host.by_hand = True
     has_work: list[bool] = []
-    tier.engine.on_work(lambda: has_work.append(tier.engine.has_work))
+    tier.engine.set_work_callback(lambda: has_work.append(tier.engine.has_work))
     requests = [tier.add("again", 0), tier.add("short", 9, length=5)]
     served = drain(tier.engine)
     assert served.finish.keys() == {("short", 0)}
@@ -190,7 +190,7 @@ def test_a_damaged_block_and_the_blocks_after_it_are_computed() -> None:
     assert served.cached_tokens["again", 0] == 32
     assert (tier.blocks["damaged"], tier.blocks["loaded"]) == (1, 2)
     tier.serve("c", 2)
-    assert tier.serve("once more", 0).cached_tokens["once more", 0] == 64, "it was copied out anew"
+    assert tier.serve("once more", 0).cached_tokens["once more", 0] == 64, "it was copied out again"
 
 
 def test_blocks_that_are_quicker_to_compute_are_not_loaded() -> None:
@@ -199,7 +199,7 @@ def test_blocks_that_are_quicker_to_compute_are_not_loaded() -> None:
     tier.serve("b", 1)
     assert tier.serve("again", 0).cached_tokens["again", 0] == 0
     assert "loaded" not in tier.blocks
-    assert tier.blocks["recomputed"] == 1  # one page takes 50 ms: no more is copied out of one eviction
+    assert tier.blocks["recomputed"] == 1  # one page takes 50 ms: an eviction copies out no more than that
     assert tier.blocks["skipped"] > 0
 
 

@@ -1,6 +1,6 @@
 """FlashInfer 0.6.4 without a GPU: its checks of a plan, its division of the work, and attention written out in torch.
 
-What a captured step reads on a GPU is read here when it runs, from the same buffers, so that a graph that knows stale
+What a captured step reads on a GPU is read here when it runs, from the same buffers, so that a graph that holds stale
 addresses or numbers computes something wrong.
 """
 

@@ -30,7 +30,7 @@ class _Properties:
 @pytest.fixture(autouse=True)
 def _everything_there(cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # back to what it is now, in the end
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # restored after the test
     monkeypatch.setattr(engine.ops, "triton_kernels", fake_kernels, raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -114,7 +114,7 @@ def test_a_full_or_broken_gpu_is_not_mistaken_for_a_missing_back_end(
 def test_torch_alone_if_triton_cannot_compile_a_kernel(
     kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For example if the GPU is newer than Triton."""
+    """This happens, for example, if the GPU is newer than Triton."""
 
     def refuse(*_: object, **__: object) -> None:
         raise fake_kernels.TritonError("sm_103a is not defined")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import engine.ops
 from cpd.common.blocks import BLOCK_SIZE
 from engine.ops.base import Heads
-from engine.ops.flashinfer_ops import FlashInferOps, Geometry, PageBuffer, PageTable
+from engine.ops.flashinfer_ops import FlashInferOps, Geometry, PageTable
 from engine.ops.torch_ops import TorchOps
 from tests.engine.execution.cuda.fake_cuda import FakeEvent, cuda
 from tests.engine.ops import fake_flashinfer, fake_kernels
@@ -111,15 +111,15 @@ def test_ops_with_own_workspaces_share_none(ops: FlashInferOps) -> None:
 
 
 def test_captured_sizes_read_each_steps_pages_from_the_same_buffers(ops: FlashInferOps) -> None:
-    buffer = PageBuffer(max_decodes=4, max_pages=20, device=CPU)
-    graphed = {size: ops.graphed(size, buffer) for size in (4, 2)}
+    ops_of_size = ops.capturable_decodes(max_decodes=4, max_pages=20)
+    graphed = {size: ops_of_size(size) for size in (4, 2)}
     for seed, lens in enumerate(([1, 1], [1] * 4, [300, 5], [17, 33, 290, 1], [16, 320])):
         compare(graphed[len(lens)], [(1, context) for context in lens], seed)  # type: ignore[arg-type]
     assert {size: each._wrapper.plans for size, each in graphed.items()} == {2: 3, 4: 2}
 
 
 def test_a_plan_that_differs_from_the_captured_one_is_refused(ops: FlashInferOps) -> None:
-    graphed = ops.graphed(1, PageBuffer(1, 4, CPU))
+    graphed = ops.capturable_decodes(1, 4)(1)
     graphed.prepare(step_of([(1, 1)], [[1]]))
     graphed._captured_plan = [0]
     with pytest.raises(RuntimeError, match="this version of FlashInfer is not supported"):

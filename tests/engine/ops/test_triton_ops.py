@@ -57,7 +57,7 @@ def test_norms_equal_torch(ops: Ops, dtype: torch.dtype, rows: int, width: int) 
     assert torch.equal(*sums)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter: e^10,000 is inf, as meant
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # interpreter: e^10,000 is inf, as intended
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(2, 1024), (3, 2500), (5, 97)])
 def test_silu_equals_torch(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:

@@ -19,7 +19,7 @@ def test_a_larger_budget_prefills_faster_and_slows_decodes_more() -> None:
     assert stretches == sorted(stretches)
     assert sweep.decode_ms == pytest.approx(gpu_like(Step.decode(32, 512)))
     assert sweep.points[0].slowdown < 1.1
-    assert sweep.knee.token_budget in (256, 512)  # from 300 tokens on a larger budget mostly stretches
+    assert sweep.knee.token_budget in (256, 512)  # from 300 tokens on a larger budget mostly lengthens steps
     chunk = Step.decode(32, 512) + Step.prefill(480, 3 * 480)
     assert sweep.points[2].step_ms > gpu_like(chunk)
     assert sweep.points[2].prefill_ms > 8 * gpu_like(chunk)

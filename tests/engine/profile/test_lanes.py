@@ -19,7 +19,7 @@ DECODE_SLOWDOWN, PREFILL_SLOWDOWN = 1.25, 1.5
 class FakeLane:
     """A step's time follows from share and tokens, and is longer while the other lane is busy.
 
-    The prefill lane is done when it has been asked `patience` times.
+    The prefill lane is done when it has been polled `patience` times.
     """
 
     overlaps = False

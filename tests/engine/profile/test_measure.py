@@ -50,7 +50,7 @@ def test_the_time_to_spend_is_not_exceeded() -> None:
 def test_steps_that_are_too_long_are_skipped() -> None:
     device = Device(3.0)
     measure(device, prefill_series(ROOMY), 60, lambda fraction: None)
-    assert max(step.work.tokens for step in device.runs) == 512  # the first one over a fortieth of a minute
+    assert max(step.work.tokens for step in device.runs) == 512  # the first step that takes more than 1/40 of a minute
 
 
 def test_short_steps_are_repeated_more_often_and_none_endlessly() -> None:

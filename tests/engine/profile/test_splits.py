@@ -4,7 +4,7 @@ import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.performance.model import Profile, ShareProfile, StepCost
-from cpd.performance.split import LaneSplit
+from cpd.performance.split import SplitShares
 from engine.profile.splits import SplitTable, split_table
 
 
@@ -43,7 +43,7 @@ def test_without_a_target_decode_may_take_twice_as_long() -> None:
 
 def test_two_cores_leave_no_choice() -> None:
     found = table(2, 1)
-    assert [row.split for row in found.rows] == [found.choice] == [LaneSplit(1, 1)]
+    assert [row.split for row in found.rows] == [found.choice] == [SplitShares(1, 1)]
     assert found.rows[0].prepared
 
 

@@ -1,4 +1,4 @@
-"""Which sequences may start, and which wait."""
+"""Admission: which sequences start, and which wait."""
 
 from cpd.performance.colocation import PrefillBudget
 from engine.scheduling.sequence import SequenceState
@@ -26,10 +26,10 @@ def test_a_sequence_that_needs_a_block_of_a_running_step_waits_until_it_is_colle
 
 def test_followers_are_woken_when_the_filler_ends_early() -> None:
     scheduler = create_scheduler()
-    filler, follower = add(scheduler, 40, number=0), add(scheduler, 40, number=1)
+    producer, follower = add(scheduler, 40, number=0), add(scheduler, 40, number=1)
     scheduler.schedule()
     assert scheduler.cache.pending.waiting() == [follower]
-    scheduler.pool.release(scheduler.finish(filler))
+    scheduler.pool.release(scheduler.finish(producer))
     scheduler.check_integrity()
     assert scheduler.waiting.resumable == [follower]
     assert step(scheduler) == [("1", 0, 40)]
@@ -74,7 +74,7 @@ def pass_by(scheduler: MixedScheduler, mixed: int = 20, lane_chunk: int = 0) -> 
 
 
 class TestPassing:
-    """While the first sequence waits for a busy prefill lane."""
+    """A sequence arrives while the first one waits for a busy prefill lane."""
 
     def test_short_prompts_pass_while_there_is_room(self) -> None:
         scheduler = create_scheduler()
@@ -91,7 +91,7 @@ class TestPassing:
             add(scheduler, 10, start=number, number=number)
         for _ in range(10):
             pass_by(scheduler)
-        assert len(scheduler.running) == 3  # a row is left
+        assert len(scheduler.running) == 3  # one row is left
         mixed, lane = pass_by(scheduler, lane_chunk=64)
         assert lane == ["0"]
         assert len(mixed) == 3
@@ -102,7 +102,7 @@ class TestPassing:
         for number in range(1, 9):
             add(scheduler, 10, start=number, number=number)
         passed, _ = pass_by(scheduler, mixed=60)
-        assert passed == ["1", "2"]  # a page each to be in and one each to grow by
+        assert passed == ["1", "2"]  # one page each to start with, and one each to grow
         assert pass_by(scheduler, mixed=10, lane_chunk=100)[1] == ["0"]
 
     def test_a_sequence_that_would_wait_for_a_block_does_not_pass(self) -> None:

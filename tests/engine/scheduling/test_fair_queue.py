@@ -80,7 +80,7 @@ def test_items_that_come_after_too_much_work_are_late() -> None:
 def test_an_item_in_time_passes_all_late_work_except_what_is_due_to_age() -> None:
     assert overdue_part(80, 0) == 0
     assert overdue_part(AGED_SHARE * 100, 800 - 70) == pytest.approx(800 - 70 - 10)
-    assert overdue_part(80, 5) == 0  # those that are late are due before
+    assert overdue_part(80, 5) == 0  # late items go first
     assert overdue_part(80, 80) == overdue_part(80, 81) == 80
 
 
@@ -240,9 +240,9 @@ def test_the_order_is_that_of_a_simple_model(data: st.DataObject) -> None:
     rivals=st.lists(TERMS, min_size=1, max_size=4),
     now=st.sampled_from([0.0, 20.0]),
 )
-@example([Terms(1)], Terms(1), [Terms(50, deadline=5.0)], 0.0)  # each turn of a large one goes beyond what was due
+@example([Terms(1)], Terms(1), [Terms(50, deadline=5.0)], 0.0)  # each large item exceeds its tenant's credit
 def test_no_item_starves(before: list[Terms], victim: Terms, rivals: list[Terms], now: float) -> None:
-    """Rivals of any kind keep coming. The bound is the one in the module's docstring."""
+    """Competing items of any kind keep arriving. The module's docstring states the bound."""
     queue, terms = FairQueue[int](), [*before, victim]
     for number, each in enumerate(terms):
         queue.push(number, each)
@@ -313,5 +313,5 @@ def test_the_oldest_item_gets_its_share_and_no_more() -> None:
         queue.push(item, Terms(QUANTUM, priority=1))
     queue.push(200, Terms(QUANTUM, priority=0))
     for item in range(1, 100):
-        queue.take(item)  # the oldest one can't go for long
+        queue.take(item)  # the oldest one stays blocked
     assert order(queue)[:3] == [0, 100, 101]

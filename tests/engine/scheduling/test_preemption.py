@@ -11,7 +11,7 @@ def test_when_pages_run_out_the_newest_sequence_gives_up_its_pages_and_claims() 
         step(scheduler)
     assert (old.state, new.state) == (SequenceState.RUNNING, SequenceState.RESUMABLE)
     assert scheduler.waiting.resumable == [new]
-    assert set(scheduler.cache.pending.fillers().values()) <= {old}
+    assert set(scheduler.cache.pending.producers().values()) <= {old}
 
 
 def test_a_single_sequence_without_a_free_page_keeps_its_pages() -> None:

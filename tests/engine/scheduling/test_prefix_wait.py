@@ -7,7 +7,7 @@ def test_the_first_filler_keeps_its_claim() -> None:
     pending = PendingBlocks[str]()
     pending.claim("first", [A, B])
     pending.claim("second", [B, C])
-    assert pending.fillers() == {A: "first", B: "first", C: "second"}
+    assert pending.producers() == {A: "first", B: "first", C: "second"}
     pending.check_integrity()
 
 
@@ -23,7 +23,7 @@ def test_last_shared_is_the_last_block_of_one_filler_without_a_gap() -> None:
 
 def test_publishing_a_block_wakes_its_waiters() -> None:
     pending = PendingBlocks[str]()
-    pending.claim("filler", [A, B])
+    pending.claim("producer", [A, B])
     for waiter, block_hash in (("x", A), ("y", B), ("z", B)):
         pending.wait(waiter, block_hash)
     assert pending.published([A]) == ["x"]
@@ -35,13 +35,13 @@ def test_publishing_a_block_wakes_its_waiters() -> None:
 
 def test_giving_up_wakes_all_waiters_of_the_filler() -> None:
     pending = PendingBlocks[str]()
-    pending.claim("filler", [A, B])
+    pending.claim("producer", [A, B])
     pending.claim("other", [C])
     for waiter, block_hash in (("x", A), ("y", B), ("z", C)):
         pending.wait(waiter, block_hash)
-    assert pending.give_up("filler") == ["x", "y"]
-    assert pending.give_up("filler") == []
-    assert pending.fillers() == {C: "other"}
+    assert pending.give_up("producer") == ["x", "y"]
+    assert pending.give_up("producer") == []
+    assert pending.producers() == {C: "other"}
     pending.check_integrity()
 
 
@@ -51,12 +51,12 @@ def test_giving_up_leaves_blocks_that_another_filler_has_claimed_since() -> None
     pending.published([A])
     pending.claim("second", [A])  # it was evicted meanwhile
     assert pending.give_up("first") == []
-    assert pending.fillers() == {A: "second"}
+    assert pending.producers() == {A: "second"}
 
 
 def test_a_waiter_that_stops_waiting_is_not_woken() -> None:
     pending = PendingBlocks[str]()
-    pending.claim("filler", [A])
+    pending.claim("producer", [A])
     pending.wait("x", A)
     pending.wait("y", A)
     pending.stop_waiting("x")

@@ -44,7 +44,7 @@ def test_no_more_sequences_run_than_the_budget_has_tokens() -> None:
 
 
 class TestBothLanes:
-    """While the prefill lane has a prompt, the decodes' batch has only a part of the device."""
+    """While the prefill lane has a prompt, decodes run on only a part of the device."""
 
     def waiting(self, *lengths: int) -> MixedScheduler:
         scheduler = create_scheduler()
@@ -102,4 +102,4 @@ def test_invariants_of_every_step(
         if seq.state is not SequenceState.FINISHED:
             scheduler.pool.release(scheduler.finish(seq))
     assert scheduler.pool.counts().used == 0
-    assert (scheduler.waiting.limit.tokens, scheduler.cache.pending.fillers()) == (0, {})
+    assert (scheduler.waiting.limit.tokens, scheduler.cache.pending.producers()) == (0, {})

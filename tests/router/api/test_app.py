@@ -24,7 +24,7 @@ REPLY = "the quick brown fox: 你好 🙂"
 
 @pytest.fixture
 async def router(start_router: StartRouter, start_worker: StartWorker, says: Says) -> Router:
-    """A router with one worker that says REPLY (as every choice)."""
+    """A router with one worker that answers REPLY for each choice."""
     return await start_router(await start_worker(says(REPLY)))
 
 
@@ -633,7 +633,7 @@ async def test_a_very_long_prompt_is_hashed_without_blocking_other_requests(
         longest.append(len(tokens) // TOKEN_BYTES)
         return extend_hashes(parent, tokens)
 
-    monkeypatch.setattr("router.api.service.extend_hashes", counted)
+    monkeypatch.setattr("router.api.completions.extend_hashes", counted)
     worker = await start_worker(says("fox"), hello={"max_model_len": 200_000})
     router = await start_router(worker)
     prompt = [number % 400 for number in range(131_080)]

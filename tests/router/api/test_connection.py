@@ -205,7 +205,7 @@ async def test_an_idle_connection_stays_open_for_longer_than_that(port: int, mon
     async with asyncio.timeout(10):
         transport.write(request("/stays"))
         await client.has(b"0\r\n\r\n")
-        await answer_to(port)  # comes when a connection without a head has had its time
+        await answer_to(port)  # returns when the server closes a connection without a head
         client.pieces.clear()
         transport.write(request("/stays"))
         await client.has(b"0\r\n\r\n")

@@ -21,8 +21,8 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
 from router.errors import ApiError, failed
-from router.metrics import Metrics
 from router.placement.costs import PolicySettings
+from router.request_metrics import RequestMetrics
 from router.text.detokenize import Vocabulary
 from tests.router.conftest import eventually
 
@@ -57,7 +57,7 @@ class Exchange:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
-        metrics = Metrics()
+        metrics = RequestMetrics()
         workers = Workers("router-a", "", itl_ms=50.0)
         dispatcher = Dispatcher(workers, metrics, PolicySettings(), rng=Random(0))
         vocabulary = Vocabulary(tokenizer)

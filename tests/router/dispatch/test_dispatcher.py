@@ -383,7 +383,7 @@ class TestReplay:
         workers: list[FakeWorker] = []
 
         async def deadly(submit: pb.Submit) -> AsyncIterator[Answer]:
-            # a choice that was not asked for: the session breaks
+            # a choice that was not requested: the session breaks
             yield pb.Output(choice=5, token_ids=[7])
 
         workers = [await start_worker(deadly, worker_id=f"combined-{i}") for i in range(2)]
@@ -408,7 +408,7 @@ class TestReplay:
         call = asyncio.create_task(
             router.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 99})
         )
-        await eventually(lambda: _is(lambda: len(flaps.submits) > 1))  # there was no other one
+        await eventually(lambda: _is(lambda: len(flaps.submits) > 1))  # there was no other worker
         await start_worker(says(REPLY), worker_id="stays")
         response = await call
         assert (response.status_code, response.headers["x-cpd-decode-worker"]) == (200, "stays")

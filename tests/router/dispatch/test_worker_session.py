@@ -292,7 +292,7 @@ class TestProtocolError:
         async def misbehaves(submit: pb.Submit) -> AsyncIterator[Answer]:
             usual = pb.Output(token_ids=[5], prefilled=pb.Prefilled(queue_ms=1.0)), pb.Refusal()
             yield anything(rng.choice(usual), rng)
-            yield pb.Output(token_ids=[5], finish=pb.FINISH_LENGTH)  # it may wait for the rest
+            yield pb.Output(token_ids=[5], finish=pb.FINISH_LENGTH)  # in case the router waits for more
 
         good = await start_worker(says("fox"), worker_id="good", cached=_short(0))
         bad = await start_worker(misbehaves, worker_id="bad", cached=_short(*range(4)))
@@ -315,7 +315,7 @@ class TestProtocolError:
         bad = await start_worker(misbehaves, worker_id="bad", cached=_short(*range(4)))
         good = await start_worker(says("fox"), worker_id="good")
         router = await start_router(bad, good)
-        assert await _complete(router) == "bad"  # it made the first token
+        assert await _complete(router) == "bad"  # it computed the first token
         assert await _disconnected(router, "bad", "token id 512, but its vocabulary has 512")
         (submit,) = good.submits
         assert unpack_tokens(submit.tokens)[submit.prompt_len :].tolist() == [5]
@@ -752,15 +752,15 @@ async def test_requests_avoid_a_silent_worker(
     assert await _complete(router, LONG_PROMPT) == "silent"
     monkeypatch.setattr(sessions, "SILENT_S", 0.5)
 
-    async def kept_away() -> bool:
-        await asyncio.sleep(0.6)  # of silence on the one side
+    async def avoids_silent() -> bool:
+        await asyncio.sleep(0.6)  # the other worker stays silent
         talks.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, free_pages=100)))
         return await _complete(router, LONG_PROMPT) == "talks"
 
-    await eventually(kept_away)
+    await eventually(avoids_silent)
     talks.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_DRAINING)))
     await eventually(lambda: _has(router, "talks", state="draining"))
-    assert await _complete(router) == "silent"  # there is no other
+    assert await _complete(router) == "silent"  # the only worker left
 
 
 async def test_many_workers_come_and_go(start_router: StartRouter, redis: Redis, cluster: str, says: Says) -> None:
@@ -781,7 +781,7 @@ async def test_lost_workers_leave_no_state_behind(monkeypatch: pytest.MonkeyPatc
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *arguments: None
 
-    async def connected(session: WorkerSession, listener: Listener) -> None:  # in place of a network with 5,000 workers
+    async def connected(session: WorkerSession, listener: Listener) -> None:  # instead of 5,000 real connections
         session._index.reset(session.id)
         session._index.move(session.id, CHAIN[0][:8] + os.urandom(8 * 10), Tier.PAGES)
         await asyncio.Event().wait()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.performance.colocation import Colocation, Mode, PrefillEstimator
 from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
-from cpd.performance.split import LaneSplit
+from cpd.performance.split import SplitShares
 from router.placement.candidate import Candidate
 from router.placement.costs import PlacementQuery, PolicySettings, Prompt
 from router.placement.policy import Placement, place
@@ -53,7 +53,7 @@ def _worker(name: str, *, streams: int = 0, queue_ms: float = 0.0, **fields: Any
 
 
 def _estimator(streams: int, *, itl_ms: float = 50.0, budget: int = 0, mode: Mode = "mixed") -> PrefillEstimator:
-    splits = [LaneSplit(1 - share, share) for share in (0.25, 0.5)]
+    splits = [SplitShares(1 - share, share) for share in (0.25, 0.5)]
     rule = Colocation(MODEL, token_budget=budget, mode=mode, splits=splits, itl_ms=itl_ms)
     return PrefillEstimator(rule, Work.decode(streams, streams * 1000))
 
@@ -209,15 +209,15 @@ class TestCache:
 
     def test_a_hot_prefix_is_copied_when_its_worker_is_crowded(self) -> None:
         home, other = _worker("home", streams=2), _worker("other", streams=2)
-        assert not _place(1024, [home, other], cached={"home": 63}).replicated
+        assert not _place(1024, [home, other], cached={"home": 63}).replicates_prefix
         crowded = replace(home, requests=80, estimator=_estimator(80))
         placement = _place(1024, [crowded, other], cached={"home": 63})
-        assert (_decode(placement), placement.replicated) == ("other", True)
+        assert (_decode(placement), placement.replicates_prefix) == ("other", True)
 
     def test_a_session_does_not_move_for_a_slightly_lower_load(self) -> None:
         home, other = _worker("home", streams=110), _worker("other", streams=100)
         assert _decode(_place(2000, [home, other], cached={"home": 120})) == "home"
-        home, other = (replace(one, host_page_ms=0.05) for one in (home, other))  # from where they come back quickly
+        home, other = (replace(one, host_page_ms=0.05) for one in (home, other))  # from where they are loaded quickly
         assert _decode(_place(2000, [home, other], cached={"home": 120})) == "other"
 
     def test_a_burst_of_one_prefix_spreads(self) -> None:
@@ -351,7 +351,7 @@ class TestBalance:
 
     @pytest.mark.parametrize(("streams", "cost"), [(19, False), (24, True)])
     def test_the_share_of_a_faster_worker_is_larger(self, streams: int, cost: bool) -> None:
-        # three of five are for the one that needs two thirds of the time, and 1 in 10 more
+        # the fast worker needs two thirds of the time: its share is 3/5, plus 10 %
         slow = _worker(
             "slow", estimator=PrefillEstimator(Colocation(MODEL), Work.decode(12, 12_000), slowdown=1.5), requests=12
         )
@@ -380,7 +380,7 @@ def test_near_equals_with_fewer_requests_are_chosen_more_often() -> None:
 
 
 def test_a_worker_without_a_profile_can_be_placed_on() -> None:
-    """No profile, no token budget beyond the default, no pages."""
+    """A worker without a profile, with the default token budget and without pages."""
     mute, busy = Candidate("mute", "mute:1"), Candidate("busy", "busy:1", requests=9, idle_at=0.5)
     placement = _place(2000, [mute, busy], [Candidate("p", "p:1")])
     assert _decode(placement) == "mute"
@@ -449,7 +449,7 @@ def test_a_decision_is_one_of_its_options_and_is_deterministic(
 
 
 def _way(worker: Candidate, uncached: int) -> object:
-    """The way a worker would compute a prompt: its split, whether mixed, and whether before queued prompts."""
+    """How a worker would compute a prompt: its split, mixed or not, before queued prompts or not."""
     estimator = worker.estimator
     if estimator.colocation.mode == "mixed":
         return None
@@ -487,6 +487,6 @@ def test_more_load_makes_no_worker_more_attractive_unless_the_prompt_is_computed
     same_way = _way(worker, uncached) == _way(loaded, uncached)
     for route, option in before.items():
         assert after[route].itl_ms >= option.itl_ms - 1e-6
-        # with a stream more it may let short prompts pass, or spare the streams a long one: that is better then
+        # one more stream may change how the prompt is computed, which can lower the cost
         if route or same_way:
             assert after[route].cost_ms >= option.cost_ms - 1e-6

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, Work
-from cpd.performance.split import LaneSplit
+from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.placement.candidate import NOMINAL
@@ -40,7 +40,7 @@ def test_a_candidate_has_the_figures_of_hello_and_load() -> None:
     )
     one = load.candidate
     assert (one.worker_id, one.address, one.token_budget) == ("w", "w:1", 256)
-    assert (one.estimator.colocation.mode, one.estimator.colocation.splits) == ("lanes", (LaneSplit(0.75, 0.25),))
+    assert (one.estimator.colocation.mode, one.estimator.colocation.splits) == ("lanes", (SplitShares(0.75, 0.25),))
     assert (one.num_pages, one.page_bytes, one.free_pages, one.cached_pages) == (100, 64, 7, 9)
     assert (one.host_page_ms, one.max_num_seqs) == (0.5, 32)
     assert (one.requests, one.estimator.decodes) == (5, Work.decode(2, 500))

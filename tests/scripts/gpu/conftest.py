@@ -12,7 +12,7 @@ from tests.scripts.gpu.test_results import CEILINGS, ENVIRONMENT
 
 @pytest.fixture
 def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For `run_experiment`."""
+    """Makes `run_experiment` run on the CPU."""
     monkeypatch.setattr(run, "require_cuda", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "environment", lambda: ENVIRONMENT)
     monkeypatch.setattr(run, "measure_ceilings", lambda: CEILINGS)
@@ -20,7 +20,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """In the place of torch's CUDA."""
+    """A fake GPU that replaces `torch.cuda`."""
     fake = FakeGpu(FakeDriver(), 132)
     fake.install(monkeypatch)
     return fake
@@ -28,5 +28,5 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.fixture
 def experiment_report(tmp_path: Path) -> Report:
-    """Of an experiment that writes into a folder."""
+    """A report of an experiment that writes into `tmp_path`."""
     return Report("experiment", "?", ENVIRONMENT, CEILINGS, tmp_path)

@@ -1,4 +1,4 @@
-"""A CPU in place of a GPU, and torch's attention in place of FlashInfer's: boundaries that this machine lacks."""
+"""Replaces a GPU with the CPU, and FlashInfer's attention with torch's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
+    """Makes tensors on the CPU that are requested on a GPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -21,7 +21,7 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 class _Wrapper:
-    """What both of FlashInfer's paged wrappers do, a sequence at a time, through the layout that they were told."""
+    """Base of both paged wrappers of FlashInfer: attention for one sequence at a time, in the given layout."""
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, **_: Any) -> None:
         self._layout = kv_layout

@@ -1,6 +1,6 @@
-"""A GPU that is not there: streams with clocks of their own, on which work takes as long as it says.
+"""A fake GPU: each stream has its own clock, and work takes the time it declares.
 
-Everything that is timed runs in this virtual time; what computes, computes on the CPU at once.
+All timings use this virtual time; computations run on the CPU immediately.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from scripts.gpu.probes import Policy
 from tests.engine.execution.cuda.fakes import FakeDriver
 
 RECORD_MS = 1e-3
-"""Recording an event takes no time on a real device, but no two are at the same moment."""
+"""Time to record an event. On a real device it is negligible, but no two events coincide."""
 
 
 class FakeStream:
@@ -49,7 +49,7 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """See `torch.cuda.CUDAGraph`: what is captured keeps the stream that it was captured on."""
+    """See `torch.cuda.CUDAGraph`. Captured work keeps its stream."""
 
     def __init__(self) -> None:
         self.nodes: list[Callable[[], None]] = []
@@ -63,7 +63,7 @@ class FakeGpu:
     """A device whose SMs a `FakeDriver` hands out.
 
     Attributes:
-        now: When the host last waited for all of it, ms.
+        now: Time at which the host last waited for the whole device, ms.
         current: torch's current stream.
     """
 
@@ -78,13 +78,13 @@ class FakeGpu:
         self.current = self.stream_of(0)
 
     def stream_of(self, handle: int) -> FakeStream:
-        """The one stream with that handle."""
+        """The stream with this handle."""
         if handle not in self._streams:
             self._streams[handle] = FakeStream(self, handle)
         return self._streams[handle]
 
     def sms_of_current(self) -> list[int]:
-        """Where work on the current stream runs."""
+        """The SMs on which work on the current stream runs."""
         handle = self.current.cuda_stream
         return sorted(self.driver.sms_of(handle)) if handle in self.driver.streams else list(range(self.sms))
 
@@ -92,8 +92,8 @@ class FakeGpu:
         """Launches work on the current stream, or captures it.
 
         Args:
-            work: Gets the SMs that it runs on.
-            ms: How long it takes on so many SMs.
+            work: Called with the SMs that it runs on.
+            ms: Maps a number of SMs to the duration, ms.
         """
         sms = self.sms_of_current()
 
@@ -133,7 +133,7 @@ class FakeGpu:
                 self._capturing = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Puts it in the place of torch's CUDA."""
+        """Replaces `torch.cuda`."""
         for name, value in {
             "Stream": lambda: self.stream_of(next(self._plain)),
             "ExternalStream": lambda handle, device: self.stream_of(handle),
@@ -148,7 +148,7 @@ class FakeGpu:
 
 
 class FakeProbes:
-    """See `scripts.gpu.probes.Probes`: arithmetic shares out over SMs, a third of them is enough for all the memory."""
+    """See `scripts.gpu.probes.Probes`. Arithmetic scales with SMs; a third of them saturates the memory."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
@@ -173,7 +173,7 @@ class FakeProbes:
 
 
 def take_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, workload: type[Callable[[], object]]) -> None:
-    """Work of torch is computed at once: here a piece takes 1 ms on all SMs, and can be captured."""
+    """Makes a piece of the workload take 1 ms on all SMs in virtual time, also when captured."""
     real = workload.__call__
 
     def call(self: Any) -> None:

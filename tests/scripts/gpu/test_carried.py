@@ -81,7 +81,7 @@ def test_kernels_for_this_device_go_where_flashinfer_looks_for_them(tmp_path: Pa
         "flashinfer-kernels-0.6.4-sm90a.tar.gz",
     ]
     unpack_kernels(archives, "9.0", tmp_path / "site")
-    assert not (tmp_path / "site").exists()  # FlashInfer is not carried
+    assert not (tmp_path / "site").exists()  # no FlashInfer in this folder
     (tmp_path / "site" / "flashinfer").mkdir(parents=True)
     unpack_kernels(archives, "9.0", tmp_path / "site")
     library = tmp_path / "site" / "flashinfer" / "data" / "aot" / "attention" / "attention.so"

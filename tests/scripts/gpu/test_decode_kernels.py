@@ -29,11 +29,11 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 def test_the_matrices_are_all_that_a_step_reads(fields: dict[str, object]) -> None:
     config = model_config(fields)
     weights = sum(matrix.bytes * matrix.count for matrix in matrices(config))
-    assert weights == pytest.approx(step_bytes(config, []), rel=2e-2)  # which has the norms, too
+    assert weights == pytest.approx(step_bytes(config, []), rel=2e-2)  # which includes the norms
 
 
 def check_every_way(work: Work) -> None:
-    """Triton's kernels are interpreted where there is no GPU. FlashInfer is not there."""
+    """Without a GPU, Triton's kernels are interpreted. FlashInfer is not available."""
     ways = [way for kind, ways in work.ways().items() if kind != "FlashInfer" for way in ways]
     assert len(ways) >= 3
     assert all(decode_kernels.MAX_ERROR.met(work.error(way)) for way in ways)
@@ -71,7 +71,7 @@ def test_attention_reads_as_much_as_it_says() -> None:
 
 
 class FakeWork:
-    """See `decode_work.Work`: takes as long on the whole device as its kinds are told, for two parts."""
+    """See `decode_work.Work`. Has two parts; each kind has a fixed time on the whole device."""
 
     def __init__(self, gpu: FakeGpu, name: str) -> None:
         self.name, self.parts, self.part_bytes = name, 2, 1 << 20

@@ -63,7 +63,7 @@ def test_a_runner_has_room_for_what_was_asked() -> None:
 
 
 def test_on_a_gpu_slower_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker would go on with them. Their figures would be taken for those of the fastest ones."""
+    """A worker would accept them, but the experiment must not report their figures as the fastest kernels'."""
 
     def broken() -> None:
         raise OSError("no C compiler")
@@ -111,7 +111,7 @@ def test_a_process_set_up_like_a_worker_has_short_waits() -> None:
 GIB = 2**30
 H100_GIB = 78.0
 BESIDE_GIB = 8.0
-"""For the context, kernels, workspaces, activations of the longest chunk, and captured graphs."""
+"""Memory for the context, kernels, workspaces, activations of the longest chunk, and captured graphs."""
 
 
 @pytest.mark.parametrize("experiment", ENGINES)
@@ -158,7 +158,7 @@ def test_decode_floor_compares_graphs_with_eager_and_an_outlier_with_uniform_len
 
 
 class QueueingLane:
-    """Chooses token 7 for each sample, and checks who may be launched when. See `engine.execution.executor.Lane`."""
+    """Chooses token 7 for each sample, and checks the order of launches. See `engine.execution.executor.Lane`."""
 
     share, overlaps = 1.0, True
 

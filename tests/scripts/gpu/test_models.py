@@ -33,7 +33,7 @@ def test_the_shapes_are_those_of_the_real_models(name: str, parameters: float, k
 def test_a_step_reads_the_weights_once_and_every_context() -> None:
     config = model_config(MODELS["Llama-3-8B"])
     alone, many = step_bytes(config, [(1, 1024)]), step_bytes(config, [(1, 1024)] * 64)
-    # 8.03e9 parameters without the embedding of 128,256 x 4,096, which is not read but for a row a token
+    # 8.03e9 parameters without the embedding of 128,256 x 4,096, of which a token reads only one row
     assert alone == pytest.approx(15.01 * GB + 1024 * kv_bytes(config), rel=0.001)
     assert many - alone == 63 * (1024 * kv_bytes(config) + 4096 * 2)
 
@@ -48,7 +48,7 @@ def test_a_prefill_computes_two_operations_a_weight_and_token_and_half_the_squar
     tokens = 8192
     attention = attention_flop(config, [(tokens, tokens)])
     assert attention == pytest.approx(4 * 36 * 32 * 128 * tokens**2 / 2, rel=0.001)
-    linear = 2 * 6.95e9 * tokens  # all weights but embedding and head
+    linear = 2 * 6.95e9 * tokens  # all weights except embedding and head
     assert step_flop(config, [(tokens, tokens)]) == pytest.approx(linear + attention, rel=0.005)
 
 

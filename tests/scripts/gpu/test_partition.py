@@ -20,7 +20,7 @@ from tests.scripts.gpu.fake_gpu import FakeGpu, FakeGraph, FakeProbes, FakeStrea
 def run(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pretend_device: None
 ) -> Callable[[], dict[str, Any]]:
-    """Runs the whole experiment; returns its figures by name. FlashInfer is not there."""
+    """Runs the whole experiment without FlashInfer; returns its figures by name."""
     monkeypatch.setattr(partition, "require_cuda", lambda: torch.device("cpu"))
     monkeypatch.setattr(partition, "CudaDriver", lambda: gpu.driver)
     monkeypatch.setattr(Probes, "build", lambda device: FakeProbes(gpu))

@@ -104,7 +104,7 @@ def test_what_no_time_is_left_for_is_not_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_process_that_cannot_be_killed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that hangs in the driver."""
+    """A process that hangs in the driver can't be killed."""
     kill = parts._kill_group
     monkeypatch.setattr(parts, "_kill_group", lambda process: not kill(process))
     outcome = run(program("hangs", "import time; time.sleep(1000)"), tmp_path, seconds=0.5)

@@ -1,4 +1,4 @@
-"""How runs under compute-sanitizer are judged, with a script in its place that prints what it would."""
+"""Evaluation of runs under compute-sanitizer, which a script with canned output replaces."""
 
 import sys
 from pathlib import Path

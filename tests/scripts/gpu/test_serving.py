@@ -37,7 +37,7 @@ def report(measured: Path, tmp_path: Path) -> Report:
 
 @pytest.fixture(autouse=True)
 def all_cores() -> None:
-    """As at start of a worker: lanes are shares of them."""
+    """Uses all cores, as a worker does at start: lanes are shares of them."""
     use_threads(own_cores())
 
 
@@ -111,7 +111,7 @@ def test_bursts_are_compared_with_undisturbed_streams_and_the_lane_alone(
     if own_cores() > 1:
         split = next(name for name in report.series if name.startswith("decodes on"))
         assert found[f"{beside}{split}: worst gap / the decode lane alone"].target == interference.MAX_OVER_LANE
-    assert next(iter(report.series)) == "mixed", "a run that is cut short has the baseline"
+    assert next(iter(report.series)) == "mixed", "an interrupted run has the baseline"
     assert len(report.series["lanes"]) == 4
     assert all(burst["during_ms"] > 0 and burst["ttft_ms"] > 0 for burst in report.series["lanes"])
 
@@ -127,7 +127,7 @@ def test_the_device_is_measured_once(report: Report, monkeypatch: pytest.MonkeyP
 def test_the_engine_is_compared_with_transformers(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PROMPTS", 3), ("PROMPT", 20), ("OUTPUT", 6), ("WARM_UP", (1, 2))):
         monkeypatch.setattr(transformers_batching, name, value)
-    limits = {"num_blocks": 8, "max_batch_tokens": 256}  # of two, what is not given takes all memory
+    limits = {"num_blocks": 8, "max_batch_tokens": 256}  # without either limit, it takes all memory
     transformers_batching.measure_all(report, SMALL, device="cpu", limits=limits)
     found = figures(report)
     own, theirs = (found[f"Qwen3-4B: 3 x 20 + 6, {name}"].value for name in ("engine", "transformers"))

@@ -31,7 +31,7 @@ def test_kernels_are_classified_by_their_names(kernel: str, kind: str) -> None:
 
 
 def sum_of_kernels(report: Report) -> float:
-    """Of all kinds, ms."""
+    """Total time of all kinds of kernels, ms."""
     return sum(figure.value or 0.0 for figure in report.figures if figure.name != "step: no kernel")
 
 
@@ -67,7 +67,7 @@ def test_each_kind_stands_beside_its_floor(experiment_report: Report, monkeypatc
 
 
 def test_a_profiler_without_kernels_is_reported(experiment_report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the driver lets nobody look."""
+    """Some drivers do not allow profiling."""
     runner = random_runner(SMALL, tokens=64, graph_decodes=0, device="cpu")
     monkeypatch.setattr("scripts.gpu.step_parts.kernel_times", lambda *_: [])
     report_parts(experiment_report, runner, "step", [(1, 8)], 1.0)

@@ -42,7 +42,7 @@ def test_libraries_that_the_linker_would_not_find_are_put_in_one_folder(toolkit:
     environment = compile_environment(links)
     assert environment == {"CUDA_HOME": str(toolkit), "FLASHINFER_EXTRA_LDFLAGS": f"-L{links}"}
     assert (links / "libcudart.so").resolve() == toolkit / "lib64" / "libcudart.so.13"
-    assert (links / "libcuda.so").exists()  # the driver's, or a stub
+    assert (links / "libcuda.so").exists()  # the driver's library, or a stub
     assert compile_environment(links) == environment  # a second time changes nothing
 
 

@@ -69,7 +69,7 @@ def test_a_split_that_clusters_do_not_fit_is_left_out(
 
 
 def test_a_split_that_the_device_does_not_have_is_planned_around(gpu: FakeGpu, experiment_report: Report) -> None:
-    """The best one has 32 SMs for the second kind: here 72 at most can be split off, or are what is left."""
+    """The best split gives 32 SMs to the second kind; this device can split off 72 at most."""
     gpu.driver.most = 72
     gpu.driver.no_clusters_on = 32
     study(experiment_report, gpu.driver, compute_and_memory(gpu), pieces=2)

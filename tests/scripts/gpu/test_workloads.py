@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class FakeWrapper:
-    """See FlashInfer's `BatchDecodeWithPagedKVCacheWrapper`: what its documentation says of plan and run, by torch."""
+    """See FlashInfer's `BatchDecodeWithPagedKVCacheWrapper`. Implements its documented `plan` and `run` in torch."""
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str, **options: Any) -> None:
         assert kv_layout == "HND"

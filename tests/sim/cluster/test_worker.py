@@ -50,7 +50,7 @@ def test_a_command_made_by_another_one_waits_for_one_step() -> None:
             Request("r", tokens, len(tokens), SamplingParams(max_tokens=200), ROOT, extend_hashes(ROOT, tokens))
         )
     )
-    events.run(lambda: events.now > 0.1)  # until it decodes
+    events.run(lambda: events.now > 0.1)  # until decoding starts
     worker.do(lambda engine: worker.do(lambda engine: at_s.append(events.now)))
     begin_s = events.now
     events.run(lambda: bool(at_s))

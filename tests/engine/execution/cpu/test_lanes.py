@@ -23,7 +23,7 @@ def threads_used(batch: Batch) -> list[Sampled]:
 
 @pytest.fixture
 def split() -> Split:
-    """One core for decodes, three for prefills."""
+    """A split with one core for decodes and three for prefills."""
     return make_splits(threads_used, threads_used, 4)[0]
 
 

@@ -84,7 +84,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def recorded(call: Callable[[], None]) -> None:
-    """Runs a kernel that is not torch's, and captures it during a capture."""
+    """Runs a kernel that is not torch's; during a capture, also records it."""
     recording = _Recording.current
     if recording is None:
         call()

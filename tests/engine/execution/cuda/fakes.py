@@ -7,15 +7,15 @@ from engine.execution.cuda.driver import CudaError, SmResource
 
 
 class FakeDriver:
-    """Hands out SMs by number, and refuses what a real driver would punish.
+    """Hands out SMs by number, and refuses invalid calls.
 
     Attributes:
         contexts: SMs of each live context.
         streams: Context of each live stream.
         calls: Names of the calls so far.
         fail_at: Which call fails, counted from 0. A teardown call that fails has done its work.
-        no_clusters_on: A part of so many SMs has no neighbours.
-        most: SMs that can be split off.
+        no_clusters_on: A part of this many SMs has no clusters.
+        most: Maximum number of SMs that can be split off.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ def test_decodes_replay_graphs_and_everything_else_runs_eagerly(start: Start, re
     outputs = []
     for pager in (Pager(reference, seed=1), Pager(runner, seed=2)):
         sequences = [pager.start(prompt_of(length)) for length in (3, 50, 17, 33, 16)]
-        for sequence in sequences:  # each joins the others' step, which for some is then a mixed one
+        for sequence in sequences:  # each joins the step of the others, so some steps are mixed
             running = [(other, other.remaining) for other in sequences if other.output]
             pager.step([*running, (sequence, sequence.remaining)])
         for count in (5, 4, 3, 2, 1, 3, 5) * 2:
@@ -143,7 +143,7 @@ def test_decodes_replay_graphs_and_everything_else_runs_eagerly(start: Start, re
 
 
 def test_a_step_of_decodes_may_sample_some_of_its_rows(start: Start, reference: TorchRunner) -> None:
-    """Prompts in chunks of one token are decodes of which only the last one samples."""
+    """Chunks of one token run as decodes; only the last one samples."""
     outputs = []
     for pager in (Pager(reference), Pager(start())):
         first, second = pager.start(prompt_of(4)), pager.start(prompt_of(7))
@@ -203,7 +203,7 @@ def test_pages_come_back_from_pinned_memory(start: Start, reference: TorchRunner
 def test_steps_with_token_ids_from_the_device_give_the_same_tokens(
     start: Start, reference: TorchRunner, max_decodes: int
 ) -> None:
-    """With padded graphs and without graphs; some rows end before others."""
+    """With padded graphs and without graphs. Some rows end earlier than others."""
     root, arrivals = hash_root(b"model"), []
     for number, length in enumerate((9, 70, 33)):
         tokens = prompt_of(length)
@@ -279,7 +279,7 @@ def test_every_lane_computes_a_step_before_it_serves(start: Start, monkeypatch: 
 
 
 def test_the_largest_steps_run_before_serving(start: Start) -> None:
-    """One of prompts that fill it, and one of decodes that use every sampling parameter."""
+    """A step full of prompts, and one of decodes with every sampling parameter."""
     runner = start()
     batches: list[Batch] = []
     launch = runner.full.launch

@@ -91,7 +91,7 @@ class TestNoise:
             assert (base == other).sum() < 3
 
     def test_is_pinned(self) -> None:
-        """With other noise, seeds would give users other tokens, and old and new workers would disagree."""
+        """Changing the noise would change the tokens of a seed, and old and new workers would disagree."""
         noise = gumbel_noise(seed=42, choice=1, position=7, vocab_size=5)
         torch.testing.assert_close(
             noise, torch.tensor([-0.1692525, 4.662744, 0.2962484, -0.3467665, 0.8548867]), rtol=0, atol=1e-6
@@ -257,7 +257,7 @@ class TestPenalties:
         return sample(torch.tensor([logits]), row(tokens=tokens, prompt_len=prompt_len, temperature=0.0, **params))[0]
 
     def test_presence_counts_output_tokens_once(self) -> None:
-        assert self.greedy([1.0, 0.7, 0.0], [0, 0, 0, 1], 3, presence_penalty=0.5) == 0  # token 0 is prompt only
+        assert self.greedy([1.0, 0.7, 0.0], [0, 0, 0, 1], 3, presence_penalty=0.5) == 0  # token 0 is only in the prompt
         assert self.greedy([1.0, 0.7, 0.0], [0, 0, 0, 0], 1, presence_penalty=0.2) == 0
         assert self.greedy([1.0, 0.7, 0.0], [0, 0, 0, 0], 1, presence_penalty=0.4) == 1
 
@@ -268,7 +268,7 @@ class TestPenalties:
     def test_repetition_divides_positive_and_multiplies_negative_logits_of_all_tokens(self) -> None:
         assert self.greedy([1.0, 0.7, 0.0], [0], 1, repetition_penalty=1.3) == 0
         assert self.greedy([1.0, 0.7, 0.0], [0], 1, repetition_penalty=1.5) == 1
-        assert self.greedy([1.0, 0.7, 0.0], [0, 0], 1, repetition_penalty=1.3) == 0  # once, however often it came
+        assert self.greedy([1.0, 0.7, 0.0], [0, 0], 1, repetition_penalty=1.3) == 0  # once, however often it occurred
         assert self.greedy([-1.0, -1.2, -9.0], [0, 0], 1, repetition_penalty=1.3) == 1
 
     def test_repetition_comes_before_the_others(self) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from cpd.common.blocks import unpack_tokens
 from cpd.common.errors import CheckpointError
-from router.text.checkpoint import load_checkpoint
+from router.text.text_files import load_text_files
 
 
 @pytest.fixture
@@ -23,28 +23,28 @@ def _edit(file: Path, **fields: Any) -> None:
 
 
 def test_the_default_name_is_the_name_of_the_directory(model_dir: Path) -> None:
-    assert load_checkpoint(model_dir).name == "small-model"
-    assert load_checkpoint(model_dir, "org/other").name == "org/other"
+    assert load_text_files(model_dir).name == "small-model"
+    assert load_text_files(model_dir, "org/other").name == "org/other"
 
 
 def test_eos_is_the_same_as_in_transformers_generate(copy: Path) -> None:
-    assert load_checkpoint(copy).eos_ids == (1,)
+    assert load_text_files(copy).eos_ids == (1,)
     _edit(copy / "config.json", eos_token_id=[5, 6])
-    assert load_checkpoint(copy).eos_ids == (5, 6)
+    assert load_text_files(copy).eos_ids == (5, 6)
     _edit(copy / "generation_config.json", eos_token_id=7)
-    assert load_checkpoint(copy).eos_ids == (7,)
+    assert load_text_files(copy).eos_ids == (7,)
 
 
 def test_the_tokenizers_eos_is_used_if_the_configurations_have_none(copy: Path) -> None:
     (copy / "config.json").unlink()
-    assert load_checkpoint(copy).eos_ids == (1,)
+    assert load_text_files(copy).eos_ids == (1,)
     _edit(copy / "tokenizer_config.json", eos_token=None)
-    assert load_checkpoint(copy).eos_ids == ()
+    assert load_text_files(copy).eos_ids == ()
 
 
 def test_a_base_model_has_no_template(copy: Path) -> None:
     (copy / "tokenizer_config.json").unlink()
-    assert load_checkpoint(copy).template is None
+    assert load_text_files(copy).template is None
 
 
 async def test_tokens_that_only_the_configuration_declares_are_known(copy: Path) -> None:
@@ -55,11 +55,11 @@ async def test_tokens_that_only_the_configuration_declares_are_known(copy: Path)
         pad_token="<|pad|>",
         bos_token={"__type": "AddedToken", "content": "<|b|>", "special": True},
     )
-    ours, theirs = load_checkpoint(copy), AutoTokenizer.from_pretrained(copy)
+    ours, theirs = load_text_files(copy), AutoTokenizer.from_pretrained(copy)
     text = "<|b|>a<think>b<|pad|><|end|>"
     ids = unpack_tokens(await ours.tokenizer.encode(text)).tolist()
     assert ids == theirs(text)["input_ids"]
-    detokenizer = ours.vocabulary.detokenizer(b"")
+    detokenizer = ours.tokenizer.vocabulary.detokenizer(b"")
     pieces = [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
     assert "".join(pieces) == theirs.decode(ids, skip_special_tokens=True) == "a<think>b"
 
@@ -80,10 +80,10 @@ def test_a_damaged_file_is_named(copy: Path, file: str, content: str | None, mes
     else:
         (copy / file).write_text(content)
     with pytest.raises(CheckpointError, match=message) as error:
-        load_checkpoint(copy)
+        load_text_files(copy)
     assert "\n" not in str(error.value)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        load_checkpoint(tmp_path / "nowhere")
+        load_text_files(tmp_path / "nowhere")

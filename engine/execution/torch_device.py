@@ -1,4 +1,4 @@
-"""Finds the requested device, and explains GPU errors in one sentence."""
+"""Turns `--device` into a torch device, and GPU errors into one sentence."""
 
 import contextlib
 from collections.abc import Iterator

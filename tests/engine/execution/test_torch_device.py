@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpd.common.errors import ConfigError
-from engine.execution.device import explain_gpu_errors, resolve_device
+from engine.execution.torch_device import explain_gpu_errors, resolve_device
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""The router's Prometheus metrics of requests, which docs/metrics.md describes."""
+"""Prometheus metrics of requests, which docs/metrics.md describes.
+
+`router/operations/worker_metrics.py` has those of workers.
+"""
 
 from functools import cache
 
@@ -8,8 +11,8 @@ _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 
 
-class Metrics:
-    """All metrics of one router process, in a registry of its own.
+class RequestMetrics:
+    """The metrics of one router process, in a registry of its own, to which `WorkerMetrics` is added.
 
     A metric with labels is a cached function of their values, since finding one in the library takes microseconds.
     """

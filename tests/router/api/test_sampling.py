@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cpd.common.errors import CheckpointError
-from router.api.sampling_defaults import default_sampling
+from router.api.sampling import default_sampling
 
 
 def _write(directory: Path, **fields: Any) -> None:

@@ -8,9 +8,9 @@ from random import Random
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.config import RouterSettings
-from cpd.rpc import cpd_pb2 as pb
 from router.api.openai import ChatFormat, CompletionFormat, Format
 from router.api.respond import CompletionResponse
+from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
@@ -18,12 +18,9 @@ from router.dispatch.dispatcher import RETRY_S, Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
 from router.errors import invalid, unavailable
-from router.metrics import Metrics
 from router.placement.costs import PolicySettings
-from router.text.checkpoint import Checkpoint
-
-_LEAST_TOP_P = 1e-6
-"""Replaces top_p = 0: only the most likely token remains."""
+from router.request_metrics import RequestMetrics
+from router.text.text_files import TextFiles
 
 _MANY_CHARS = 16
 """Nearly all tokens have fewer characters than this."""
@@ -46,8 +43,8 @@ class Caller:
     started: float
 
 
-class Service:
-    """Starts completions.
+class CompletionService:
+    """Starts chat and text completions.
 
     Args:
         sampling_defaults: Sampling fields whose defaults differ from OpenAI's.
@@ -56,12 +53,12 @@ class Service:
     def __init__(
         self,
         settings: RouterSettings,
-        checkpoint: Checkpoint,
+        text_files: TextFiles,
         sampling_defaults: Mapping[str, float],
         workers: Workers,
-        metrics: Metrics,
+        metrics: RequestMetrics,
     ) -> None:
-        self.checkpoint = checkpoint
+        self.text_files = text_files
         self.sampling_defaults = sampling_defaults
         self.workers = workers
         self.metrics = metrics
@@ -71,8 +68,8 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not the model that this server has."""
-        if name != self.checkpoint.name:
-            message = f"The model '{name}' does not exist. This server has '{self.checkpoint.name}'."
+        if name != self.text_files.name:
+            message = f"The model '{name}' does not exist. This server has '{self.text_files.name}'."
             raise invalid("model", message, code="model_not_found", status=404)
 
     async def chat(self, request: ChatRequest, caller: Caller) -> CompletionResponse:
@@ -82,13 +79,13 @@ class Service:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
-        if self.checkpoint.template is None:
+        if self.text_files.template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
         messages = [one.model_dump(exclude_none=True) for one in request.messages]
-        text = self.checkpoint.template.render(messages, request.chat_template_kwargs)
+        text = self.text_files.template.render(messages, request.chat_template_kwargs)
         await self._check_text(text, "messages")
-        prompt = await self.checkpoint.tokenizer.encode_chat(text, caller.tenant.salt)
+        prompt = await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
         return await self._start(request, [prompt], caller, "messages", ChatFormat)
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> CompletionResponse:
@@ -98,7 +95,7 @@ class Service:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
-        encode = self.checkpoint.tokenizer.encode
+        encode = self.text_files.tokenizer.encode
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 await self._check_text(prompt, "prompt")
@@ -121,12 +118,18 @@ class Service:
         model = self.workers.model  # read before the first await, since workers may change meanwhile
         seed = secrets.randbits(63) if request.seed is None else request.seed & ((1 << 63) - 1)
         samplings = [
-            self._sampling(request, seed, request.output_limit or model.max_model_len - len(prompt) // TOKEN_BYTES)
+            sampling_message(
+                request,
+                seed=seed,
+                max_tokens=request.output_limit or model.max_model_len - len(prompt) // TOKEN_BYTES,
+                vocab_size=model.vocab_size,
+                eos_ids=self.text_files.eos_ids,
+            )
             for prompt in prompts
         ]
         root = hash_root(model.fingerprint, caller.tenant.salt)
         hashes = [await _hash(root, prompt) for prompt in prompts]
-        vocabulary, n = self.checkpoint.vocabulary, request.n
+        vocabulary, n = self.text_files.tokenizer.vocabulary, request.n
         choices = [
             Choice(index, vocabulary.detokenizer(prompt), request.stops, request.min_tokens)
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
@@ -171,7 +174,7 @@ class Service:
         context = self.workers.model.max_model_len
         chars = context * _MANY_CHARS
         while 0 < chars < len(text):
-            beginning = await self.checkpoint.tokenizer.encode(text[:chars])
+            beginning = await self.text_files.tokenizer.encode(text[:chars])
             if len(beginning) // TOKEN_BYTES > 2 * context:
                 message = (
                     f"This model's maximum context length is {context} tokens. However, the {param} alone has more "
@@ -197,29 +200,6 @@ class Service:
                 f"Please reduce the length of the {param} or completion.",
                 code="context_length_exceeded",
             )
-
-    def _sampling(self, request: GenerateRequest, seed: int, max_tokens: int) -> pb.Sampling:
-        """The request's sampling parameters as a protobuf message."""
-        vocab_size = self.workers.model.vocab_size
-        bias = {int(token_id): value for token_id, value in request.logit_bias.items()}
-        if bias and max(bias) >= vocab_size:
-            message = f"'logit_bias' has token id {max(bias)}, but the model's vocabulary has {vocab_size}."
-            raise invalid("logit_bias", message)
-        return pb.Sampling(
-            temperature=request.temperature,
-            top_p=max(request.top_p, _LEAST_TOP_P),
-            top_k=max(request.top_k, 0),
-            min_p=request.min_p,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
-            logit_bias=bias,
-            seed=seed,
-            top_logprobs=request.alternatives,
-            max_tokens=max_tokens,
-            min_tokens=request.min_tokens,
-            stop_token_ids=() if request.ignore_eos else self.checkpoint.eos_ids,
-        )
 
 
 async def _hash(root: bytes, tokens: bytes) -> list[bytes]:

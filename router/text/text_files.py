@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that the router needs: tokenizer, chat template, end-of-sequence tokens."""
+"""Reads the parts of a checkpoint that the router needs: tokenizer, chat template, end-of-sequence tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +7,12 @@ from typing import Any
 import orjson
 
 from cpd.common.errors import CheckpointError
-from router.text.detokenize import Vocabulary
 from router.text.template import ChatTemplate, read_template
 from router.text.tokenizer import Tokenizer, load_tokenizer, special_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TextFiles:
     """The parts of a model that the router needs.
 
     Attributes:
@@ -24,13 +23,12 @@ class Checkpoint:
 
     name: str
     tokenizer: Tokenizer
-    vocabulary: Vocabulary
     template: ChatTemplate | None
     eos_ids: tuple[int, ...]
 
 
-def load_checkpoint(model_dir: Path, served_name: str = "") -> Checkpoint:
-    """Reads the small files of a checkpoint.
+def load_text_files(model_dir: Path, served_name: str = "") -> TextFiles:
+    """Reads the files of a checkpoint that deal with text.
 
     Args:
         model_dir: Has tokenizer.json, and may have tokenizer_config.json, config.json and generation_config.json.
@@ -46,10 +44,9 @@ def load_checkpoint(model_dir: Path, served_name: str = "") -> Checkpoint:
     config = read_json(model_dir / "tokenizer_config.json")
     tokenizer = load_tokenizer(model_dir, config)
     source = read_template(model_dir, config)
-    return Checkpoint(
+    return TextFiles(
         name=served_name or model_dir.resolve().name,
         tokenizer=tokenizer,
-        vocabulary=Vocabulary(tokenizer.backend),
         template=ChatTemplate(source, special_tokens(config)) if source is not None else None,
         eos_ids=_eos_ids(model_dir, config, tokenizer),
     )
@@ -64,7 +61,7 @@ def _eos_ids(model_dir: Path, tokenizer_config: dict[str, Any], tokenizer: Token
             case [*token_ids] if token_ids:
                 return tuple(int(token_id) for token_id in token_ids)
     text = special_tokens(tokenizer_config).get("eos_token")
-    found = tokenizer.backend.token_to_id(text) if text is not None else None
+    found = tokenizer.token_id(text) if text is not None else None
     return (found,) if found is not None else ()
 
 

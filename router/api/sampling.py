@@ -1,0 +1,80 @@
+"""Sampling parameters: from a request's fields (schemas.py) and the model's defaults to the message for workers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from cpd.common.config import SamplingDefaults
+from cpd.common.errors import CheckpointError
+from cpd.rpc import cpd_pb2 as pb
+from router.api.schemas import GenerateRequest
+from router.errors import invalid
+from router.text.text_files import read_json
+
+_MODEL_DEFAULTS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields whose defaults can come from a model's generation_config.json."""
+
+_LEAST_TOP_P = 1e-6
+"""Replaces top_p = 0: only the most likely token remains."""
+
+
+def default_sampling(model_dir: Path, source: SamplingDefaults) -> dict[str, float]:
+    """Returns the sampling fields whose defaults differ from OpenAI's.
+
+    If `source` is "model", they come from the checkpoint's generation_config.json. As in vLLM and SGLang, `do_sample`
+    is not read.
+
+    Raises:
+        CheckpointError: generation_config.json has a value that a request can't have.
+    """
+    if source == "openai":
+        return {}
+    file = model_dir / "generation_config.json"
+    config = read_json(file)
+    sampling = {name: config[name] for name in _MODEL_DEFAULTS if config.get(name) is not None}
+    try:
+        GenerateRequest.model_validate({"model": "", **sampling})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][0])
+        reason = f"{file}: {name} is {sampling[name]!r}: {wrong['msg']}"
+        raise CheckpointError(f"{reason}; correct it, or start with --sampling-defaults openai") from None
+    return sampling
+
+
+def sampling_message(
+    request: GenerateRequest, *, seed: int, max_tokens: int, vocab_size: int, eos_ids: Sequence[int]
+) -> pb.Sampling:
+    """Returns the request's sampling parameters as the protobuf message that workers get.
+
+    Args:
+        seed: The request's seed, or a random one.
+        max_tokens: Upper bound on the tokens of an output.
+        eos_ids: Tokens that end an output, unless the request ignores them.
+
+    Raises:
+        ApiError: `logit_bias` has a token id beyond the vocabulary.
+    """
+    bias = {int(token_id): value for token_id, value in request.logit_bias.items()}
+    if bias and max(bias) >= vocab_size:
+        message = f"'logit_bias' has token id {max(bias)}, but the model's vocabulary has {vocab_size}."
+        raise invalid("logit_bias", message)
+    return pb.Sampling(
+        temperature=request.temperature,
+        top_p=max(request.top_p, _LEAST_TOP_P),
+        top_k=max(request.top_k, 0),
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=bias,
+        seed=seed,
+        top_logprobs=request.alternatives,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=() if request.ignore_eos else eos_ids,
+    )
