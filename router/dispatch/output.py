@@ -79,16 +79,21 @@ class Choice:
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], finish: int) -> None:
         """Adds tokens. Sets `finish` if the choice ends, by the argument `finish` or by a stop string."""
         text_tokens = token_ids[:-1] if finish == pb.FINISH_STOP else token_ids
-        for position, token_id in enumerate(text_tokens):
-            self.num_tokens += 1
-            self._token_ids.append(token_id)
-            if logprobs:
-                scored = logprobs[position]
-                top = tuple(zip(scored.top_ids, scored.top_logprobs, strict=True))
-                self._scores.append(TokenScore(token_id, scored.logprob, top, self._seen))
-            self._release(self._detokenizer.push(token_id))
-            if self.finish is not None:
-                return
+        if self._stops is None and not logprobs:  # nearly always: nothing to look at token by token
+            self.num_tokens += len(text_tokens)
+            self._token_ids += text_tokens
+            self._pieces += filter(None, map(self._detokenizer.push, text_tokens))
+        else:
+            for position, token_id in enumerate(text_tokens):
+                self.num_tokens += 1
+                self._token_ids.append(token_id)
+                if logprobs:
+                    scored = logprobs[position]
+                    top = tuple(zip(scored.top_ids, scored.top_logprobs, strict=True))
+                    self._scores.append(TokenScore(token_id, scored.logprob, top, self._seen))
+                self._release(self._detokenizer.push(token_id))
+                if self.finish is not None:
+                    return
         if finish == pb.FINISH_STOP:
             self.num_tokens += 1
             self._token_ids.append(token_ids[-1])
