@@ -5,7 +5,8 @@ has completed a block, once in 16 steps. The engine knows nothing of this: a `Fa
 engine's scheduler and output processor, as the steps would have done.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import repeat
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.performance.model import Work
@@ -110,11 +111,13 @@ class FastForward:
 
     def _record(self, ms: Sequence[float]) -> None:
         """Records the durations of the last steps. Steps that take no time are not compared with the prediction."""
-        engine, seqs, context = self._engine, self.work.seqs, self.work.context
-        share, lane_work = engine.in_flight.main_lane.share, engine.in_flight.prefill_work
-        compared = any(ms)
-        first = max(0, len(ms) - RECENT_STEPS)  # the durations of earlier steps would be forgotten
-        for step, step_ms in enumerate(ms[first:], first):
+        engine, recent = self._engine, ms[-RECENT_STEPS:]  # the durations of earlier steps would be forgotten
+        predicted_ms = self._predicted_ms(len(ms) - len(recent), len(ms)) if any(ms) else repeat(0.0)
+        for step_ms, step_predicted_ms in zip(recent, predicted_ms, strict=False):
+            engine.times.add(step_ms, step_predicted_ms, decodes=True)
+
+    def _predicted_ms(self, first: int, end: int) -> Iterator[float]:
+        in_flight, seqs, context = self._engine.in_flight, self.work.seqs, self.work.context
+        for step in range(first, end):
             work = Work.decode(seqs, context + step * seqs)
-            predicted_ms = engine.colocation.model.step_ms(work, share, lane_work) if compared else 0.0
-            engine.times.add(step_ms, predicted_ms, decodes=True)
+            yield self._engine.colocation.model.step_ms(work, in_flight.main_lane.share, in_flight.prefill_work)
