@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
-from cpd.common.config import Settings
+from cpd.common.settings import Settings
 
 
 class TargetSettings(Settings):

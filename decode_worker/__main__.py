@@ -4,8 +4,8 @@ import os
 
 import typer
 
-from cpd.common.config import WorkerSettings
 from cpd.common.options import command
+from cpd.common.settings import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> None:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cpd.common.config import ClusterSettings
 from cpd.common.errors import CheckpointError, CPDError
+from cpd.common.settings import ClusterSettings
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]

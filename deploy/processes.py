@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import SecretStr
 
-from cpd.common.config import AllRoutersSettings, AllWorkersSettings, ClusterSettings, Settings, WorkersSettings
+from cpd.common.settings import AllRoutersSettings, AllWorkersSettings, ClusterSettings, Settings, WorkersSettings
 
 Kind = Literal["combined", "prefill", "simulated", "router"]
 

@@ -22,9 +22,9 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from cpd.common.config import ClusterSettings
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
+from cpd.common.settings import ClusterSettings
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
 from deploy.cluster import Cluster, launched

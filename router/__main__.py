@@ -7,9 +7,9 @@ import signal
 import typer
 import uvloop
 
-from cpd.common.config import RouterSettings
 from cpd.common.options import command
 from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging
+from cpd.common.settings import RouterSettings
 from router.server import listen, serve
 
 

@@ -14,9 +14,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from starlette.types import ASGIApp
 
-from cpd.common.config import RouterSettings
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
+from cpd.common.settings import RouterSettings
 from router.api.app import create_app
 from router.api.completions import CompletionService
 from router.api.connection import Connection

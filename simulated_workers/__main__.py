@@ -4,8 +4,8 @@ import os
 
 import typer
 
-from cpd.common.config import SimulatedSettings
 from cpd.common.options import command
+from cpd.common.settings import SimulatedSettings
 
 
 def run(settings: SimulatedSettings) -> None:

@@ -5,8 +5,8 @@ from hashlib import blake2b
 from typing import Protocol
 
 from cpd.common.blocks import POOL_BYTES
-from cpd.common.config import EngineSettings, WorkerSettings
 from cpd.common.errors import ConfigError
+from cpd.common.settings import EngineSettings, WorkerSettings
 from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cpd.common.config import Role, SimulatedSettings, WorkerSettings
+from cpd.common.settings import Role, SimulatedSettings, WorkerSettings
 from cpd.performance.model import PerfModel, Profile
 from decode_worker.service import DecodeService
 from engine.model.config import load_config

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cpd.common.config import WorkerSettings
+from cpd.common.settings import WorkerSettings
 from cpd.performance.colocation import Colocation
 from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpd.common.config import Role, WorkerSettings
 from cpd.common.errors import ConfigError
+from cpd.common.settings import Role, WorkerSettings
 from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from cpd.common.config import Role, WorkerSettings
 from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging, switch_threads_often
+from cpd.common.settings import Role, WorkerSettings
 from worker.context import EXIT_RESTART
 from worker.service import MakeService
 from worker.worker import Worker

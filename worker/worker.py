@@ -27,9 +27,9 @@ from redis.backoff import NoBackoff
 
 import kvtransfer
 from cpd.common.blocks import BLOCK_SIZE
-from cpd.common.config import Role, WorkerSettings
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
+from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
 from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
-from cpd.common.config import Settings
+from cpd.common.settings import Settings
 
 
 class Answering(BaseModel):

@@ -7,8 +7,8 @@ import typer
 from bench.app import app as bench_app
 from cpd.cli.profile import app as profile_app
 from cpd.cli.transfer import bench_transfer
-from cpd.common.config import ClusterSettings
 from cpd.common.options import clean_exit, command
+from cpd.common.settings import ClusterSettings
 from kvtransfer.bench.settings import TransferBenchSettings
 from sim.cluster.app import app as sim_app
 

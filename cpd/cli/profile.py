@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cpd.common.config import ModelSettings
 from cpd.common.options import clean_exit, command
 from cpd.common.process import switch_threads_often
+from cpd.common.settings import ModelSettings
 from engine.profile.settings import BudgetSettings, ProfileSettings, SplitSettings
 
 if TYPE_CHECKING:

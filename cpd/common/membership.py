@@ -1,7 +1,7 @@
 """Leases in Redis: which processes are alive, and where.
 
 A process keeps one key, `cpd:<cluster>:member:<id>`, whose value describes the process. The key expires after
-`--lease-s` seconds; the process renews it four times within them.
+`--lease-s` seconds (`lease_s` in `cpd/common/settings.py`); the process renews it four times within them.
 Whether a worker really serves is known from the session with it.
 """
 

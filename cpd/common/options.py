@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic import ByteSize
 
-from cpd.common.config import Settings
 from cpd.common.errors import CPDError
+from cpd.common.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 

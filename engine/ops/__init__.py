@@ -1,4 +1,7 @@
-"""Device-specific operations of the forward pass, and the choice of their back end."""
+"""Device-specific operations of the forward pass, attention among them, and the choice of their back end (`make_ops`).
+
+A back end is a class with the protocol `Ops` of `base.py`.
+"""
 
 import importlib
 import logging

@@ -3,8 +3,8 @@
 from functools import partial
 from pathlib import Path
 
-from cpd.common.config import ModelSettings
 from cpd.common.errors import ConfigError
+from cpd.common.settings import ModelSettings
 from cpd.performance.fit import Sample, fit_profile
 from cpd.performance.model import Profile
 from engine.execution.cpu.lanes import own_cores, use_threads

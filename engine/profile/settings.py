@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from cpd.common.config import ModelSettings, Settings
+from cpd.common.settings import ModelSettings, Settings
 
 
 class ProfileSettings(ModelSettings):

@@ -1,4 +1,7 @@
-"""The plan of a step, and the batch that is built from it."""
+"""The plan of a step, and the batch that is built from it.
+
+`scheduler.py` fills plans; the sizes of their chunks come from the budget of `cpd/performance/colocation.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import SettingsConfigDict
 
-from cpd.common.config import Settings
+from cpd.common.settings import Settings
 
 
 class TransferBenchSettings(Settings):

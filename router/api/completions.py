@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
-from cpd.common.config import RouterSettings
+from cpd.common.settings import RouterSettings
 from router.api.openai import ChatFormat, CompletionFormat, Format
 from router.api.respond import CompletionResponse
 from router.api.sampling import sampling_message

@@ -1,12 +1,16 @@
-"""Sampling parameters: from a request's fields (schemas.py) and the model's defaults to the message for workers."""
+"""Sampling parameters: from a request's fields (`schemas.py`) and the model's defaults to the message for workers.
+
+From there: `Sampling` in `proto/cpd.proto`, `worker/wire_format.py`, `SamplingParams` in `engine/types.py`,
+`engine/execution/sampling/sampler.py`.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from cpd.common.config import SamplingDefaults
 from cpd.common.errors import CheckpointError
+from cpd.common.settings import SamplingDefaults
 from cpd.rpc import cpd_pb2 as pb
 from router.api.schemas import GenerateRequest
 from router.errors import invalid

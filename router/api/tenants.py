@@ -1,4 +1,7 @@
-"""Tenants: each API key has its own permissions and its own cached prefixes."""
+"""Tenants: each API key has its own permissions and its own cached prefixes.
+
+A limit of a tenant is stored here and checked by `completions.py` before a request is dispatched.
+"""
 
 import hmac
 from collections.abc import Sequence

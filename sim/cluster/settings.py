@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from cpd.common.config import Settings
+from cpd.common.settings import Settings
 from sim.cluster.policies import PolicyName
 
 

@@ -1,7 +1,7 @@
 import re
 from pathlib import Path
 
-from cpd.common.config import ClusterSettings
+from cpd.common.settings import ClusterSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
-from cpd.common.config import Role
+from cpd.common.settings import Role
 from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request, SamplingParams

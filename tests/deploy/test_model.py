@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from cpd.common.config import ClusterSettings
 from cpd.common.errors import CheckpointError, CPDError
+from cpd.common.settings import ClusterSettings
 from deploy.model import check_model, inspect_model, resolve_model
 from models.tiny import CHECKPOINT
 

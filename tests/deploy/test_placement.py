@@ -1,7 +1,7 @@
 import pytest
 
-from cpd.common.config import ClusterSettings
 from cpd.common.errors import ConfigError
+from cpd.common.settings import ClusterSettings
 from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import processes
 

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from cpd.common.config import ClusterSettings, RouterSettings, Settings, SimulatedSettings, WorkerSettings
+from cpd.common.settings import ClusterSettings, RouterSettings, Settings, SimulatedSettings, WorkerSettings
 from deploy.processes import ProcessSpec, processes
 
 GIVEN = {

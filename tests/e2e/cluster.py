@@ -16,9 +16,9 @@ from typing import Any, Self
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from cpd.common.config import ClusterSettings
 from cpd.common.errors import CPDError
 from cpd.common.membership import Member, members
+from cpd.common.settings import ClusterSettings
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import has_workers, read_cluster, url_of
 from deploy.process import Supervised

@@ -19,8 +19,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import typer
 
 import kvtransfer
-from cpd.common.config import Role, WorkerSettings
 from cpd.common.options import command
+from cpd.common.settings import Role, WorkerSettings
 from decode_worker.service import DecodeService
 from kvtransfer.base import PoolMemory, Transport
 from prefill_worker.service import PrefillService

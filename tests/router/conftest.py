@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cpd.common.config import RouterSettings
+from cpd.common.settings import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import worker_session as sessions
 from router.operations import peer_routers

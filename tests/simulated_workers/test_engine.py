@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cpd.common.config import WorkerSettings
 from cpd.common.errors import ConfigError
+from cpd.common.settings import WorkerSettings
 from cpd.performance.model import Profile
 from engine.model.config import ModelConfig, load_config
 from models import tiny

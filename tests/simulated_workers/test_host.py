@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 from redis.asyncio import Redis
 
-from cpd.common.config import Role, WorkerSettings
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, members
+from cpd.common.settings import Role, WorkerSettings
 from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb
 from engine.model.config import load_config

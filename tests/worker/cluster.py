@@ -9,8 +9,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 import kvtransfer
-from cpd.common.config import Role, WorkerSettings
 from cpd.common.membership import members
+from cpd.common.settings import Role, WorkerSettings
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.service import DecodeService
 from kvtransfer.base import PoolMemory, Transport

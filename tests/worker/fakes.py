@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from cpd.common.config import WorkerSettings
 from cpd.common.errors import TransferError
+from cpd.common.settings import WorkerSettings
 from cpd.performance.colocation import Colocation
 from engine.batch import Batch
 from engine.engine import Engine

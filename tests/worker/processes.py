@@ -12,8 +12,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from cpd.common.config import Role
 from cpd.common.membership import Member, members
+from cpd.common.settings import Role
 from cpd.rpc import cpd_pb2 as pb
 
 START_S = 120.0

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cpd.common.config import Role, WorkerSettings
+from cpd.common.settings import Role, WorkerSettings
 from engine.execution.runner import TorchRunner
 from tests.conftest import MakeCheckpoint
 from worker import engine_loader

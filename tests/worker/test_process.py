@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from cpd.common.config import WorkerSettings
 from cpd.common.errors import TransferError
+from cpd.common.settings import WorkerSettings
 from kvtransfer.nixl.writer import Writer
 from kvtransfer.segments import Addresses
 from tests.waiting import DEADLINE_S

@@ -10,9 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
-from cpd.common.config import WorkerSettings
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.membership import members
+from cpd.common.settings import WorkerSettings
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from decode_worker.service import DecodeService

@@ -4,9 +4,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cpd.common.config import ClusterSettings
 from cpd.common.errors import ConfigError
 from cpd.common.options import command
+from cpd.common.settings import ClusterSettings
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from cpd.common.config import ClusterSettings, RouterSettings, WorkerSettings
 from cpd.common.errors import ConfigError
+from cpd.common.settings import ClusterSettings, RouterSettings, WorkerSettings
 
 
 @pytest.fixture
