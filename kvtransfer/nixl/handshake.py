@@ -27,7 +27,7 @@ class Address(addresses.Address):
 
 @dataclass(frozen=True, slots=True)
 class SenderDetails:
-    """Who will write.
+    """The sender of pages, as the receiver needs to know it.
 
     Attributes:
         connection_id: Secret name of the connection, for `kvtransfer.session.frames.CloseNotice`.
