@@ -20,6 +20,8 @@ class Finish(IntEnum):
 class SamplingParams:
     """How tokens are chosen. Penalties, min and max tokens count output tokens, from `Request.prompt_len` on.
 
+    `router/api/sampling.py` names the files that a parameter passes through before it is used here.
+
     Attributes:
         temperature: 0 takes the most likely token.
         top_p, top_k, min_p: Filters; 1, 0 and 0 turn them off.

@@ -1,5 +1,7 @@
 """The transport protocol: copies pages of a sender's pool into pages that a receiver has reserved.
 
+Its caller at the sender, `worker/page_sender.py`, counts what moves.
+
     receiver (decode worker)                      sender (prefill worker)
     address = transport.address
     landing = transport.expect(r, g, pages)

@@ -6,6 +6,8 @@
                        ├──free_reserved──▶ free
                        └──quarantine─────▶ quarantined ──end_quarantine──▶ free
 
+Pages in host memory have an order of eviction of their own (`host_pool.py`).
+
 Every page has exactly one owner state:
 
 | state       | owner                               | may be written by          | leaves the state when        |

@@ -1,5 +1,7 @@
 """The protocol that a device's back end implements for the forward pass; each back end has a file of its own.
 
+`make_ops` in `engine/ops/__init__.py` chooses one.
+
 Letters in shapes: T tokens of the step, S sequences, H hidden size, Hq query heads, Hkv key-value heads, D head size,
 I width of the MLP, R sampled rows, V vocabulary, BS block size (`cpd.common.blocks.BLOCK_SIZE`).
 

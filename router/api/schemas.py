@@ -1,7 +1,7 @@
 """The fields of the API's requests, and their valid values.
 
 A field is honoured, or accepted and ignored because it can't change the result, or refused by name. A field that would
-change the result is never ignored.
+change the result is never ignored. `router/api/sampling.py` names the files that a sampling parameter passes through.
 """
 
 from collections.abc import Mapping

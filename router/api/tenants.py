@@ -1,6 +1,7 @@
 """Tenants: each API key has its own permissions and its own cached prefixes.
 
 A limit of a tenant is stored here and checked by `completions.py` before a request is dispatched.
+Workers limit a tenant's share of their queue (`engine/scheduling/queue_limit.py`).
 """
 
 import hmac

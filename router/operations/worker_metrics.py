@@ -1,5 +1,6 @@
 """Prometheus metrics of the workers, from their load reports; docs/metrics.md describes them.
 
+Workers fill their reports in `worker/load_report.py` and in `add_load` of their `service.py`.
 `router/request_metrics.py` has the metrics of requests.
 """
 

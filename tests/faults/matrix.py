@@ -4,8 +4,9 @@ A cell of the matrix holds a request in the phase, injects the fault, and lets t
 router serves other requests. Then the cell ends the fault and checks that every answer was right and nothing leaked.
 
 To add a fault, add a value to `Fault` and say in `inject`, `_inject_into_redis` and `_inject_into_network` how it
-begins and how it ends; mypy reports a missing case, and the tests run it for each `Subject` in each `Phase`. To add a
-phase, add a value to `Phase` and to `_HOLD_AT`, if necessary with a new injection point in `points.py`.
+begins and how it ends; mypy reports a missing case, and the tests run it for each `Subject` in each `Phase`, and
+for each `Side` and `FetchPhase` of `fetch_matrix.py`. To add a phase, add a value to `Phase` and to `_HOLD_AT`, if
+necessary with a new injection point in `points.py`.
 """
 
 import asyncio
