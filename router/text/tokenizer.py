@@ -1,6 +1,7 @@
 """Converts text to token ids, with the tokenizers library. Long texts are tokenised on a thread, off the event loop.
 
 The tokens of a chat's parts are cached for each API key, so that the next turn of a chat tokenises only new parts.
+Those of single words are cached for all clients (`word_cache.py`).
 """
 
 import asyncio
@@ -18,9 +19,13 @@ from cpd.common.errors import CheckpointError
 from router.lru import LRU
 from router.text.detokenize import Vocabulary
 from router.text.special_token_splitter import cut_pattern
+from router.text.word_cache import WordCache, can_cut_at_spaces
 
 INLINE_CHARS = 4_096
 """Length of the longest text that is tokenised on the event loop, in about a millisecond."""
+
+WORDWISE_CHARS = 32_768
+"""Longer texts bypass the word cache: looking them up would keep the event loop for more than a millisecond."""
 
 CACHED_CHARS = 1 << 24
 """Size of the cache of chat parts, in characters; in bytes it is about twice that."""
@@ -51,6 +56,8 @@ class Tokenizer:
         self._cuts = cut_pattern(backend)
         self._parts: LRU[tuple[bytes, str], bytes] = LRU(CACHED_CHARS)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._words = WordCache(self._encode_whole) if can_cut_at_spaces(backend) else None
+        self._before, self._after = _special_tokens_around(backend)
 
     async def encode(self, text: str) -> bytes:
         """Returns packed token ids of `text`, with the tokenizer's own special tokens (such as BOS)."""
@@ -81,14 +88,27 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
     async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
-        def encode() -> list[bytes]:
+        if self._words is None or sum(map(len, texts)) > WORDWISE_CHARS:
+            return list(map(pack_tokens, await self._encode_whole(texts, special_tokens=special_tokens)))
+        encoded = [await self._words.encode(text) for text in texts]
+        return [self._before + tokens + self._after for tokens in encoded] if special_tokens else encoded
+
+    async def _encode_whole(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
+        def encode() -> list[list[int]]:
             # unlike `encode`, the batch call releases the GIL, and its fast form computes no offsets
             batch = self.backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
-            return [pack_tokens(encoding.ids) for encoding in batch]
+            return [encoding.ids for encoding in batch]
 
         if sum(map(len, texts)) <= INLINE_CHARS:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+
+def _special_tokens_around(backend: Backend) -> tuple[bytes, bytes]:
+    """Returns the packed tokens that the tokenizer puts before and after those of a text."""
+    encoding = backend.encode("a")
+    inside = [position for position, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
+    return pack_tokens(encoding.ids[: inside[0]]), pack_tokens(encoding.ids[inside[-1] + 1 :])
 
 
 def load_tokenizer(model_dir: Path, config: Mapping[str, Any]) -> Tokenizer:
