@@ -10,6 +10,8 @@ import torch
 
 from engine.batch import SampleRow
 from engine.execution.sampling.sampler import Sampler
+from engine.ops import make_ops
+from engine.ops.base import Heads
 from engine.types import SamplingParams
 
 VOCAB = 151_936
@@ -25,7 +27,8 @@ KINDS = {
 
 def main() -> None:
     torch.manual_seed(0)
-    sampler, tokens = Sampler(VOCAB), np.zeros(100, np.int32)
+    ops = make_ops(torch.device("cpu"), torch.bfloat16, Heads(1, 1, 64))
+    sampler, tokens = Sampler(VOCAB, top_k=ops.top_k), np.zeros(100, np.int32)
     print(f"{torch.get_num_threads()} threads, {VOCAB} tokens; fastest of {REPEAT} runs\n")
     print("| sampling | 1 row, ms | 16 rows, ms |\n| --- | --- | --- |")
     for name, params in KINDS.items():

@@ -102,7 +102,7 @@ class TorchRunner:
                     lambda fraction: progress("loading weights", fraction),
                 )
         self._max_num_seqs = max_num_seqs
-        sampler = Sampler(config.vocab_size, self._device)
+        sampler = Sampler(config.vocab_size, self._device, ops.top_k)
         self.full: Lane
         self.splits: Sequence[Split]
         if self._device.type == "cuda":

@@ -214,6 +214,12 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Returns silu(gate) · up: [T, 2I], scratch, gate first -> [T, I]"""
 
+    def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds the `count` largest of each row, descending, and their columns: [R, V] -> [R, count] twice.
+
+        `torch.topk` does so, but slowly for a whole vocabulary on a CPU. The values can be of `x`'s type or float32.
+        """
+
     def fuse(self, stack: Stack) -> FusedStack | None:
         """Returns a faster way to run all layers than one operation at a time; None if this back end has none."""
 

@@ -85,6 +85,10 @@ class CpuOps:
         out: torch.Tensor = torch.ops.cpd.silu_mul(gate_up)
         return out
 
+    def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, columns = torch.ops.cpd.top_k(x, count)
+        return values, columns
+
     def capturable_decodes(self, max_decodes: int, max_pages: int) -> Callable[[int], Ops] | None:
         return None
 

@@ -136,6 +136,10 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def top_k(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, columns = torch.topk(x, count)
+        return values, columns
+
     def capturable_decodes(self, max_decodes: int, max_pages: int) -> Callable[[int], Ops] | None:
         return None
 

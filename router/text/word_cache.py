@@ -56,17 +56,24 @@ class WordCache:
     async def encode(self, text: str) -> bytes:
         """Returns the packed token ids of `text`."""
         words = text.split(" ")
+        try:
+            return b"".join([self._first[words[0]], *map(self._after_space.__getitem__, words[1:])])
+        except KeyError:
+            return await self._encode_new(text, words)
+
+    async def _encode_new(self, text: str, words: Sequence[str]) -> bytes:
+        """Encodes a text of which some words are not cached, and caches them."""
         tokens = self._find(words)
-        if None in tokens and not all(_is_cacheable(words[i]) for i in _missing(tokens)):
+        if not all(_is_cacheable(words[i]) for i in _missing(tokens)):
             words = _CUT.split(text)  # there is other whitespace beside some spaces; slower
             tokens = self._find(words)
-        if missing := _missing(tokens):
-            texts = {i: " " + words[i] if i else words[i] for i in missing}
-            unique = list(dict.fromkeys(texts.values()))
-            encoded = dict(zip(unique, map(pack_tokens, await self._encode(unique)), strict=True))
-            for i, word in texts.items():
-                tokens[i] = encoded[word]
-                self._put(self._after_space if i else self._first, words[i], encoded[word])
+        missing = _missing(tokens)
+        texts = {i: " " + words[i] if i else words[i] for i in missing}
+        unique = list(dict.fromkeys(texts.values()))
+        encoded = dict(zip(unique, map(pack_tokens, await self._encode(unique)), strict=True))
+        for i, word in texts.items():
+            tokens[i] = encoded[word]
+            self._put(self._after_space if i else self._first, words[i], encoded[word])
         return b"".join([word or b"" for word in tokens])
 
     def _find(self, words: Sequence[str]) -> list[bytes | None]:

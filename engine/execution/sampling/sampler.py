@@ -17,8 +17,9 @@ On a GPU only `ChosenTokens.read` waits for the device.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -36,8 +37,8 @@ GREEDY_BELOW = 1e-5
 MAX_SHORTLIST = 1024
 """Longest shortlist. It has 2 · top-k tokens, so that ties with the k-th fit too."""
 
-_BLOCK = 64
-"""Adjacent tokens of which only the maximum is compared at first: most blocks contain none of the best tokens."""
+TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""See `engine.ops.base.Ops.top_k`."""
 
 _UINT_TO_UNIT = (1 - 2**-24) * 2**-31  # the largest 31-bit number stays below 1 after rounding to float32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -85,8 +86,9 @@ class ChosenTokens:
 class Sampler:
     """Samples one token per row. Its only state is a constant: a hash of every token id, for the noise."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", top_k: TopK = torch.topk) -> None:
         self._vocab_size = vocab_size
+        self._top_k = top_k
         self._token_keys = _token_keys(vocab_size).to(device)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
@@ -103,15 +105,17 @@ class Sampler:
         params = [row.params for row in rows]
         drawn = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         with_logprobs = [i for i, p in enumerate(params) if p.top_logprobs is not None]
-        if not drawn and not with_logprobs and not any(_adjusts(row) for row in rows):
-            return ChosenTokens(logits.max(dim=-1).indices)  # argmax of bfloat16 is four times slower on a CPU
-        logits = logits.float()
-        raw_logprobs = torch.log_softmax(_take(logits, with_logprobs), dim=-1) if with_logprobs else None
-        _adjust(logits, rows)
+        raw_logprobs = None
+        if with_logprobs:
+            logits = logits.float()
+            raw_logprobs = torch.log_softmax(_take(logits, with_logprobs), dim=-1)
+        if any(_adjusts(row) for row in rows):
+            logits = logits.float()
+            _adjust(logits, rows)
         if len(drawn) == len(rows):
             chosen = self._draw(logits, rows)
         else:
-            chosen = torch.argmax(logits, dim=-1)
+            chosen = logits.max(dim=-1).indices  # argmax of bfloat16 is four times slower on a CPU
             if drawn:
                 chosen[_index(drawn, logits)] = self._draw(_take(logits, drawn), [rows[i] for i in drawn])
         if raw_logprobs is None:
@@ -122,13 +126,13 @@ class Sampler:
         return ChosenTokens(chosen, with_logprobs, tops, (of_chosen, best.values, best.indices))
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites `logits`."""
+        """Draws from the tempered and filtered distribution. [R, V] -> [R] int64; overwrites float32 `logits`."""
         if logits.device.type != "cpu":  # checking that a shortlist suffices would wait for the device
             return self._draw_from(logits, None, rows)
         short = [i for i, row in enumerate(rows) if 0 < 2 * row.params.top_k <= min(MAX_SHORTLIST, self._vocab_size)]
         if not short:
             return self._draw_from(logits, None, rows)
-        best, ids = _best(_take(logits, short), 2 * max(rows[i].params.top_k for i in short))
+        best, ids = self._top_k(_take(logits, short), 2 * max(rows[i].params.top_k for i in short))
         kth = best.gather(1, torch.tensor([[rows[i].params.top_k - 1] for i in short]))
         complete = (best[:, -1:] < kth).flatten()  # otherwise tokens as likely as the k-th may be missing
         listed = [i for i, is_complete in zip(short, complete.tolist(), strict=True) if is_complete]
@@ -142,7 +146,7 @@ class Sampler:
         return chosen
 
     def _draw_from(self, logits: Tensor, ids: Tensor | None, rows: Sequence[SampleRow]) -> Tensor:
-        """Draws a token for each row, from some tokens or all. Overwrites `logits`.
+        """Draws a token for each row, from some tokens or all. Overwrites float32 `logits`.
 
         argmax(logit + noise) = argmax(probability / E), as noise = -log(E) with an exponentially distributed E. That
         saves a logarithm per token.
@@ -155,32 +159,15 @@ class Sampler:
             Token ids. [R] int64
         """
         params = [row.params for row in rows]
+        logits = logits.float()
         if any(p.temperature != 1.0 for p in params):
             logits.div_(_column([p.temperature for p in params], logits))
-        _filter(logits, params)
-        keys = _row_keys([p.seed for p in params], [r.choice for r in rows], [r.position for r in rows])
+        _filter(logits, params, descending=ids is not None)
+        keys = _row_keys(rows)
         token_keys = self._token_keys if ids is None else self._token_keys[ids]
         race = torch.softmax(logits, dim=-1).div_(_minus_exponential(token_keys, upload(keys, logits.device)))
         winner = race.argmin(dim=-1)
         return winner if ids is None else ids.gather(1, winner[:, None]).flatten()
-
-
-def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Finds the `count` largest logits of each row, descending, and their columns. [R, V] -> [R, count] twice
-
-    The `count` best tokens are in the `count` blocks with the largest maxima, or after the last whole block.
-    """
-    num_rows, size = logits.shape
-    blocks = size // _BLOCK
-    if blocks <= 2 * count:
-        return torch.topk(logits, count, dim=-1)
-    by_block = logits[:, : blocks * _BLOCK].view(num_rows, blocks, _BLOCK)
-    chosen = torch.topk(by_block.amax(dim=-1), count, dim=-1, sorted=False).indices
-    columns = (chosen[:, :, None] * _BLOCK + torch.arange(_BLOCK)).view(num_rows, -1)
-    rest = torch.arange(blocks * _BLOCK, size).expand(num_rows, -1)
-    columns = torch.cat([columns, rest], dim=1)
-    values, places = torch.topk(logits.gather(1, columns), count, dim=-1)
-    return values, columns.gather(1, places)
 
 
 def _minus_exponential(token_keys: Tensor, row_keys: Tensor) -> Tensor:
@@ -209,14 +196,19 @@ def _token_keys(vocab_size: int) -> Tensor:
     return torch.from_numpy(x.view(np.int32))
 
 
-def _row_keys(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> Tensor:
+def _row_keys(rows: Sequence[SampleRow]) -> Tensor:
     """Computes two 32-bit keys for each row, the second one odd. [R, 2] int32"""
-    state = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
-    for numbers in (choices, positions):
-        state = _mix(state) + np.array(numbers, dtype=np.uint64)
-    keys = _mix(state).view(np.int32).reshape(-1, 2)
+    states = np.array([_choice_state(row.params.seed, row.choice) for row in rows], dtype=np.uint64)
+    keys = _mix(states + np.array([row.position for row in rows], dtype=np.uint64)).view(np.int32).reshape(-1, 2)
     keys[:, 1] |= 1
     return torch.from_numpy(keys)
+
+
+@lru_cache(maxsize=4096)
+def _choice_state(seed: int, choice: int) -> int:
+    """Hashes what stays the same for all tokens of an answer."""
+    state = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+    return int(_mix(state + np.uint64(choice))[0])
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -232,7 +224,7 @@ def _take(rows: Tensor, indices: Sequence[int]) -> Tensor:
     return rows if len(indices) == len(rows) else rows[_index(indices, rows)]
 
 
-def _index(indices: Sequence[int], like: Tensor) -> Tensor:
+def _index(indices: Sequence[int] | Sequence[Sequence[int]], like: Tensor) -> Tensor:
     return upload(torch.tensor(indices), like.device)
 
 
@@ -299,17 +291,22 @@ class _Entries:
         return upload(torch.from_numpy(where), self._device), upload(torch.from_numpy(numbers), self._device)
 
 
-def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+def _filter(logits: Tensor, params: Sequence[SamplingParams], *, descending: bool) -> None:
     """Masks tokens that top-k, top-p or min-p exclude, in place. [R, V]
 
     Every filter keeps the logits from some smallest one up, so that ties stay together.
+
+    Args:
+        descending: The logits of each row are in descending order.
     """
     vocab_size = logits.shape[1]
     floor = torch.full((len(params), 1), -math.inf, device=logits.device)
     if by_k := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
-        ks = [params[i].top_k for i in by_k]
-        best = torch.topk(_take(logits, by_k), max(ks), dim=-1).values
-        floor[_index(by_k, logits)] = best.gather(1, _index(ks, logits)[:, None] - 1)
+        best = _take(logits, by_k)
+        if not descending:
+            best = torch.topk(best, max(params[i].top_k for i in by_k), dim=-1).values
+        kth = best.gather(1, _index([[params[i].top_k - 1] for i in by_k], logits))
+        floor = kth if len(by_k) == len(params) else floor.index_put((_index(by_k, logits),), kth)
     if by_p := [i for i, p in enumerate(params) if p.top_p < 1.0]:
         where = _index(by_p, logits)
         left = _take(logits, by_p)

@@ -112,6 +112,30 @@ Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
   return y;
 }
 
+std::tuple<Tensor, Tensor> top_k_op(const Tensor& x, int64_t count) {
+  const int64_t m = x.size(0), n = x.size(1);
+  TORCH_CHECK(0 < count && count <= n, "cpd::top_k: there are ", n, " columns, not ", count);
+  const Tensor values = at::empty({m, count}, x.options().dtype(at::kFloat));
+  const Tensor columns = at::empty({m, count}, x.options().dtype(at::kLong));
+  with_type(x, [&]<typename T>(T) {
+    const T* from = data<T>(x);
+    float* to = data<float>(values);
+    int64_t* to_columns = columns.data_ptr<int64_t>();
+    run_team(m * n * 8 > kParallelWork, [=](Team& team) {
+      team.ranges(m, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const std::vector<Candidate> best = top_k(from + row * n, n, count);
+          for (int64_t i = 0; i < count; ++i) {
+            to[row * count + i] = best[i].value;
+            to_columns[row * count + i] = best[i].column;
+          }
+        }
+      });
+    });
+  });
+  return {values, columns};
+}
+
 void add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
   const int64_t m = x.size(0), n = x.size(1);
   with_type(x, [&]<typename T>(T) {
@@ -228,6 +252,7 @@ TORCH_LIBRARY(cpd, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor", linear_op);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_op);
   m.def("add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()", add_rms_norm_op);
+  m.def("top_k(Tensor x, int count) -> (Tensor, Tensor)", top_k_op);
   m.def("silu_mul(Tensor gate_up) -> Tensor", silu_mul_op);
   m.def(
       "rope_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, "

@@ -1,6 +1,11 @@
-// Operations on single rows: norms, RoPE with the store into pages, SiLU. They compute in float32 and round where
-// transformers does.
+// Operations on single rows: norms, RoPE with the store into pages, SiLU, the largest values. They compute in float32
+// and round where transformers does.
 #pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <vector>
 
 #include "linear.h"
 #include "team.h"
@@ -66,6 +71,43 @@ void silu_mul(Team& team, const T* gate_up, int64_t m, int64_t n, T* to) {
       }
     }
   });
+}
+
+struct Candidate {
+  float value;
+  int64_t column;
+};
+
+// Returns the `count` largest of x [n], descending; of equal ones, any. NaN is less than any number.
+template <typename T>
+std::vector<Candidate> top_k(const T* x, int64_t n, size_t count) {
+  constexpr int64_t kBlock = 8 * kLanes;
+  std::vector<float> maxima(n / kBlock);  // of whole blocks
+  for (size_t block = 0; block < maxima.size(); ++block) {
+    Floats most = splat(-INFINITY);
+    for (int64_t i = 0; i < kBlock; i += kLanes) most = larger(load(x + block * kBlock + i), most);
+    maxima[block] = largest(most);
+  }
+  float least = -INFINITY;  // `count` values are at least this large, and hardly any more
+  if (maxima.size() >= count) {
+    std::vector<float> sorted = maxima;
+    std::nth_element(sorted.begin(), sorted.begin() + count - 1, sorted.end(), std::greater());
+    least = sorted[count - 1];
+  }
+  std::vector<Candidate> best;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const size_t block = begin / kBlock;
+    if (block < maxima.size() && maxima[block] < least) continue;
+    for (int64_t i = begin; i < std::min(n, begin + kBlock); i += kLanes) {
+      const Floats values = load(x + i, n - i);
+      for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, n - i); ++lane)
+        if (values[lane] >= least) best.push_back({values[lane], i + lane});
+    }
+  }
+  best.resize(std::max(count, best.size()), {-INFINITY, 0});
+  const auto comes_first = [](const Candidate& a, const Candidate& b) { return a.value > b.value; };
+  std::partial_sort(best.begin(), best.begin() + count, best.end(), comes_first);
+  return best;
 }
 
 // Rotates dimension i with i + dim / 2; cos_sin [dim]: cosines, then sines.

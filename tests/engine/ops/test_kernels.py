@@ -1,5 +1,6 @@
 """The compiled CPU kernels against the torch back end, and the bits of one token in different batches."""
 
+import math
 import os
 import platform
 import subprocess
@@ -109,6 +110,43 @@ def test_silu_equals_torch(ops: CpuOps, threads: int, dtype: torch.dtype, rows: 
 
 SHAPES = [(1, 1, 64), (2, 2, 32), (4, 2, 64), (8, 2, 128), (8, 1, 80), (6, 2, 24), (7, 7, 40), (4, 4, 22), (71, 1, 8)]
 """Query heads, key-value heads, head size."""
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, 1000),
+    size=st.integers(1, 3000),
+    levels=st.sampled_from([2, 50, 100_000]),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_the_largest_values_are_those_of_a_whole_sort(
+    ops: CpuOps, seed: int, size: int, levels: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, size))
+    x = (torch.randint(levels, (3, size), generator=torch.Generator().manual_seed(seed)) - levels // 2).to(dtype)
+    values, columns = ops.top_k(x, count)
+    assert torch.equal(values, x.float().sort(dim=-1, descending=True).values[:, :count])
+    assert torch.equal(values, x.float().gather(1, columns))
+    assert all(len(set(row)) == count for row in columns.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_whole_vocabulary_share_the_threads(ops: CpuOps, threads: int, dtype: torch.dtype) -> None:
+    x = torch.randn(16, 100_000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    values, columns = ops.top_k(x, 40)
+    assert torch.equal(values, x.float().topk(40).values)
+    assert torch.equal(values, x.float().gather(1, columns))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_less_than_any_number(ops: CpuOps, dtype: torch.dtype) -> None:
+    x = torch.full((2, 5000), torch.nan, dtype=dtype)
+    x[0, 4321], x[0, 7] = 1.0, -2.0
+    values, columns = ops.top_k(x, 3)
+    assert values.tolist() == [[1.0, -2.0, -math.inf], [-math.inf] * 3]
+    assert columns[0, :2].tolist() == [4321, 7]
+    assert ((columns >= 0) & (columns < 5000)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

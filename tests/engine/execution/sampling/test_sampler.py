@@ -241,17 +241,6 @@ class TestFilters:
         assert sample(logits, row(top_p=1e-9, temperature=9.0)) == [int(logits.argmax())]
 
 
-@settings(deadline=None, max_examples=50)
-@given(seed=st.integers(0, 1000), size=st.integers(1, 3000), levels=st.sampled_from([2, 50, 100_000]), data=st.data())
-def test_the_best_logits_are_those_of_a_whole_sort(seed: int, size: int, levels: int, data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, size))
-    logits = torch.randint(levels, (3, size), generator=torch.Generator().manual_seed(seed)).float()
-    values, columns = sampler_module._best(logits, count)
-    assert torch.equal(values, logits.sort(dim=-1, descending=True).values[:, :count])
-    assert torch.equal(values, logits.gather(1, columns))
-    assert all(len(set(row)) == count for row in columns.tolist())
-
-
 class TestPenalties:
     def greedy(self, logits: list[float], tokens: list[int], prompt_len: int, **params: Any) -> int:
         return sample(torch.tensor([logits]), row(tokens=tokens, prompt_len=prompt_len, temperature=0.0, **params))[0]
