@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 from cpd.common.settings import AllRoutersSettings, AllWorkersSettings, ClusterSettings, Settings, WorkersSettings
 
@@ -104,6 +104,8 @@ def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str,
             secrets["CPD_REDIS_URL"] = value
         elif isinstance(value, list):
             secrets[f"CPD_{name.upper()}"] = ",".join(value)
+        elif isinstance(value, BaseModel):
+            flags[name] = value.model_dump_json(exclude_defaults=True)
         elif isinstance(value, bool):
             flags[name if value else f"no_{name}"] = ""
         else:

@@ -39,6 +39,7 @@ from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
 from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
+from router.placement.policies import make_policy
 from simulated_workers.simulation import NOTICE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -101,6 +102,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     directory = resolve_model(settings.model)
     for profile in filter(None, (settings.profile, settings.simulate)):
         Profile.load(profile)
+    make_policy(settings.policy)
     if settings.api_key_file:
         read_keys(settings.api_key_file)
     with console.status(f"Checking {directory}"):

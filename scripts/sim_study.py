@@ -24,31 +24,31 @@ import orjson
 
 from bench.record import Record
 from sim.cluster.compare import as_row, search_rate
-from sim.cluster.policies import PolicyName
 from sim.cluster.run import evidence
 from sim.cluster.settings import CompareSettings
 from sim.cluster.simulation import SimCluster
 from sim.cluster.workload import Session, Turn, Workload, make_workload
 
-CHOSEN: dict[PolicyName, dict[str, Any]] = {
-    "aggregated": {},
+CHOSEN: dict[str, dict[str, Any]] = {
+    "sglang": {},
     "static-pd": {"prefill_workers": 11},
-    "cpd": {"prefill_workers": 4},
+    "cost": {"prefill_workers": 4},
 }
 """The best settings on the base mix (part `settings`). The other mixes use them too."""
 
-TRIED: dict[PolicyName, list[dict[str, Any]]] = {
-    "aggregated": [{"token_budget": tokens} for tokens in (512, 2048)],
+TRIED: dict[str, list[dict[str, Any]]] = {
+    "sglang": [{"token_budget": tokens} for tokens in (512, 2048)],
     "static-pd": [{"prefill_workers": number} for number in (9, 10, 12)],
-    "cpd": [{"prefill_workers": number} for number in (0, 6, 8)],
+    "cost": [{"prefill_workers": number} for number in (0, 6, 8)],
 }
 
-ABLATIONS: tuple[PolicyName, ...] = (
-    "cpd-no-lanes",
-    "cpd-no-remote",
-    "cpd-no-cache",
-    "cpd-no-interference",
-    "cpd-no-queue",
+ABLATIONS: tuple[str, ...] = (
+    "cost-no-lanes",
+    "cost-no-remote",
+    "cost-no-fetch",
+    "cost-no-cache",
+    "cost-no-interference",
+    "cost-no-queue",
 )
 
 MIXES = (
@@ -82,7 +82,7 @@ class Cell:
     """
 
     part: str
-    policy: PolicyName
+    policy: str
     settings: dict[str, Any]
     rate: float | None = None
 
@@ -120,33 +120,34 @@ def cells(part: str, seeds: Sequence[int]) -> Iterator[Cell]:
             for policy, tried in TRIED.items():
                 yield from (Cell(part, policy, {**CHOSEN[policy], **other}) for other in tried)
         case "ablations":
-            yield from (Cell(part, policy, CHOSEN["cpd"]) for policy in ABLATIONS)
+            yield from (Cell(part, policy, CHOSEN["cost"]) for policy in ABLATIONS)
         case "mixes":
             for mix in MIXES:
                 yield from (Cell(part, policy, {**chosen, **mix}) for policy, chosen in CHOSEN.items())
         case "cache":
-            policies: tuple[PolicyName, ...] = ("cpd", "cpd-no-remote", "most-cached")
+            policies: tuple[str, ...] = ("cost", "cost-no-remote", "most-cached")
             for policy in policies:
-                yield Cell(part, policy, CHOSEN["cpd"], CACHE_RATE)
+                yield Cell(part, policy, CHOSEN["cost"], CACHE_RATE)
         case "burst":
             yield from (Cell(part, policy, chosen) for policy, chosen in CHOSEN.items())
 
 
 def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
     """Computes the content of a cell's file."""
-    settings = base.model_copy(update=cell.settings)
+    policy = base.policy.model_copy(update={"name": cell.policy})
+    settings = base.model_copy(update={**cell.settings, "policy": policy})
     if cell.part == "burst":
-        with_burst, without = (_gaps(settings, cell.policy, prompts) for prompts in (BURST_PROMPTS, 0))
+        with_burst, without = (_gaps(settings, prompts) for prompts in (BURST_PROMPTS, 0))
         return {
             "mean": _rise(fmean(without), fmean(with_burst)),
             "p99": _rise(float(np.percentile(without, 99)), float(np.percentile(with_burst, 99))),
             "max": _rise(max(without), max(with_burst)),
         }
     if cell.rate is None:
-        row = search_rate(settings, cell.policy, settings.long_share)
+        row = search_rate(settings, settings.long_share)
     else:
-        outcome = SimCluster(settings, cell.policy, make_workload(settings, cell.rate)).run()
-        row = as_row(settings, cell.policy, cell.rate, outcome)
+        outcome = SimCluster(settings, make_workload(settings, cell.rate)).run()
+        row = as_row(settings, cell.rate, outcome)
     return row.model_dump(mode="json")
 
 
@@ -154,10 +155,10 @@ def _rise(without: float, with_burst: float) -> dict[str, float]:
     return {"without": without, "with": with_burst, "rise": with_burst / without - 1}
 
 
-def _gaps(settings: CompareSettings, policy: PolicyName, prompts: int) -> list[float]:
+def _gaps(settings: CompareSettings, prompts: int) -> list[float]:
     """Gaps between the tokens of the running streams in the second after the burst, in ms."""
     settings = settings.model_copy(update={"warmup": 0.0, "duration": BURST_S - 1})
-    records: list[Record] = SimCluster(settings, policy, Burst(prompts=prompts)).run().records
+    records: list[Record] = SimCluster(settings, Burst(prompts=prompts)).run().records
     return [
         1e3 * (after - before)
         for record in records

@@ -55,7 +55,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 def _annotation(settings: type[Settings], name: str) -> Any:
     field = settings.model_fields[name]
     value = field.get_default(call_default_factory=True)
-    shown = value.human_readable() if isinstance(value, ByteSize) else str(value)
+    shown = value.human_readable() if isinstance(value, ByteSize) else getattr(value, "name", str(value))
     default = f" [default: {shown}]" if value or isinstance(value, int | float) else ""
     env = f" [env: {settings.model_config['env_prefix']}{name.upper()}]"
     help_text = f"{field.description}{default}{env}"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic_core import from_json
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -19,6 +20,7 @@ from pydantic_settings import (
 )
 
 from cpd.common.errors import ConfigError
+from cpd.common.policy_settings import PolicySettings
 
 Role = Literal["prefill", "combined"]
 
@@ -52,10 +54,11 @@ class Settings(BaseSettings):
                 dotenv_settings: PydanticBaseSettingsSource,
                 file_secret_settings: PydanticBaseSettingsSource,
             ) -> tuple[PydanticBaseSettingsSource, ...]:
-                return init_settings, env_settings, InitSettingsSource(settings_cls, from_file)
+                values = (_with_sections(cls, source) for source in (env_settings(), from_file))
+                return init_settings, *(InitSettingsSource(settings_cls, value) for value in values)
 
         try:
-            merged = Loaded(**flags)
+            merged = Loaded(**_with_sections(cls, flags))
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
         # Instances of a local class cannot be pickled.
@@ -211,6 +214,11 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         description="Prompts with more uncached tokens go to a prefill worker; auto: wherever the predicted cost is "
         "lowest.",
     )
+    policy: Annotated[PolicySettings, NoDecode] = Field(
+        PolicySettings(),
+        description="Placement policy: cost, most-cached, round-robin or module:object. Its constants are set in the "
+        "section `policy:` of the YAML file.",
+    )
     sampling_defaults: SamplingDefaults = Field(
         "model",
         description="Sampling parameters that a request leaves out: from generation_config.json (model), or OpenAI's "
@@ -245,16 +253,50 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
     ray_address: str = Field("", description="Ray cluster to join, host:port or auto; empty starts a local one.")
 
 
+def _with_sections(settings: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values with a mapping for each setting that is a section of its own.
+
+    A text is JSON, or the section's `name`. So a flag that names a policy keeps the constants of the YAML file.
+
+    Raises:
+        ConfigError: The JSON is invalid.
+    """
+    values = dict(values)
+    for name in values.keys() & settings.model_fields.keys():
+        if _section(settings, name) is None:
+            continue
+        value = values[name]
+        if isinstance(value, str):
+            try:
+                value = from_json(value) if value.startswith("{") else {"name": value}
+            except ValueError as error:
+                raise ConfigError(f"{name.replace('_', '-')} is not valid JSON: {error}") from None
+        if isinstance(value, dict):
+            values[name] = {str(key).replace("-", "_"): one for key, one in value.items()}
+    return values
+
+
+def _section(settings: type[Settings], name: str) -> type[BaseModel] | None:
+    """Returns the class of a setting that is a section of its own, else None."""
+    kind = settings.model_fields[name].annotation if name in settings.model_fields else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
 def _sentence(error: ValidationError, settings: type[Settings]) -> str:
     """One sentence about the first setting that is wrong."""
     errors = error.errors()
     place, given = errors[0]["loc"], errors[0]["input"]
-    name = str(place[0]).replace("_", "-") if place else "settings"
+    fields = settings.model_fields
+    parts = [str(part) for part in place[:1]]
+    if len(place) > 1 and (section := _section(settings, parts[0])):
+        parts.append(str(place[1]))
+        fields = section.model_fields
+    name = ".".join(parts).replace("_", "-") or "settings"
     if errors[0]["type"] == "extra_forbidden":
-        known = [field.replace("_", "-") for field in settings.model_fields]
+        known = [".".join([*parts[:-1], field]).replace("_", "-") for field in fields]
         near = get_close_matches(name, known, 1)
         return f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-    reasons = dict.fromkeys(one["msg"] for one in errors if one["loc"][:1] == place[:1])
+    reasons = dict.fromkeys(one["msg"] for one in errors if one["loc"][: len(parts)] == place[: len(parts)])
     return f"{name}: {', or: '.join(reasons)} (got {given!r})"
 
 

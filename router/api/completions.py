@@ -18,7 +18,8 @@ from router.dispatch.dispatcher import RETRY_S, Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
 from router.errors import invalid, unavailable
-from router.placement.costs import PolicySettings
+from router.placement.policies import make_policy
+from router.placement.policy import Targets
 from router.request_metrics import RequestMetrics
 from router.text.text_files import TextFiles
 
@@ -63,8 +64,9 @@ class CompletionService:
         self.workers = workers
         self.metrics = metrics
         self.settings = settings
-        policy = PolicySettings(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
-        self.dispatcher = Dispatcher(workers, metrics, policy, rng=Random(secrets.randbits(64)))
+        targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
+        policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
+        self.dispatcher = Dispatcher(workers, metrics, policy, targets, rng=rng)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not the model that this server has."""

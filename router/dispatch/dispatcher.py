@@ -26,9 +26,8 @@ from router.dispatch.loop_slices import LoopSlices
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.errors import ApiError, failed, one_line, too_many, unavailable
-from router.placement.costs import PolicySettings, Prompt
 from router.placement.decisions import Decisions
-from router.placement.policy import place
+from router.placement.policy import PlacementPolicy, Prompt, Situation, Targets
 from router.request_metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -59,18 +58,22 @@ class Dispatcher:
     """Sends requests to workers and their tokens to the requests' choices. It is the listener of every worker session.
 
     Args:
-        policy: The operator's settings for placements.
+        policy: Chooses the workers.
+        targets: What the operator asks of it.
         rng: Decides between equally good workers.
 
     Attributes:
         decisions: Recent placements.
     """
 
-    def __init__(self, workers: Workers, metrics: RequestMetrics, policy: PolicySettings, *, rng: Random) -> None:
+    def __init__(
+        self, workers: Workers, metrics: RequestMetrics, policy: PlacementPolicy, targets: Targets, *, rng: Random
+    ) -> None:
         self.decisions = Decisions()
         self._workers = workers
         self._metrics = metrics
         self._policy = policy
+        self._targets = targets
         self._rng = rng
         # unique over all routers, since `Load.awaiting_first_token` carries them
         self._ids = itertools.count(rng.randrange(1, 1 << 60))
@@ -83,7 +86,7 @@ class Dispatcher:
         """Places a new request.
 
         Raises:
-            ApiError: No worker is live.
+            ApiError: No worker is live, or the policy failed.
         """
         attempt = self._add_attempt(request, set(range(len(request.choices))))
         if not self._place(attempt):
@@ -218,30 +221,40 @@ class Dispatcher:
     # ---- placing and retrying ----
 
     def _place(self, attempt: Attempt) -> bool:
-        """Sends the attempt to the best worker. Returns False if there is none."""
+        """Sends the attempt to the best worker. Returns False if there is none.
+
+        Raises:
+            ApiError: The policy failed.
+        """
         request, workers, now = attempt.request, self._workers, asyncio.get_running_loop().time()
         if workers.model.fingerprint != request.fingerprint:
             return False
         emitted = attempt.emitted
         tokens, hashes = request.with_output(emitted)
         total, longest = request.prompt_len + len(emitted), request.prompt_len + request.sampling.max_tokens
-        placement = place(
+        # workers lost while running it get it again only if there are no others
+        combined = workers.candidates("combined", longest, exclude=attempt.lost_by | attempt.refused_by)
+        combined = combined or workers.candidates("combined", longest, exclude=attempt.refused_by)
+        if not combined:
+            return False
+        situation = Situation(
             Prompt(total, request.sampling.max_tokens - len(emitted), len(attempt.choices)),
-            # workers lost while running it get it again only if there are no others
-            workers.candidates("combined", longest, exclude=attempt.lost_by | attempt.refused_by)
-            or workers.candidates("combined", longest, exclude=attempt.refused_by),
+            combined,
             workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill),
             workers.index.cached_prefixes(hashes),
-            self._policy,
-            now=now,
-            rng=self._rng,
+            self._targets,
+            now,
+            self._rng,
         )
-        if placement is None:
-            return False
+        try:
+            placement = self._policy.place(situation)
+        except Exception:
+            log.exception("the placement policy failed for request %s", request.trace_id)
+            raise failed("The placement policy failed.") from None
         decode, prefill = workers.get(placement.decode.worker_id), workers.get(placement.prompt_worker.worker_id)
         # the next token after a replay is as urgent as a first one, and gets the whole target
         waited_ms = 0.0 if request.started else (now - request.received) * 1e3
-        deadline_ms = max(1, round(self._policy.slo_ttft_ms - waited_ms))
+        deadline_ms = max(1, round(self._targets.slo_ttft_ms - waited_ms))
         # sent first, so that the worker begins while the router keeps its books
         decode.submit(attempt.submit(placement, tokens, hashes, deadline_ms))
         self.decisions.add(attempt.attach(placement, decode, prefill, now))
@@ -258,7 +271,11 @@ class Dispatcher:
         if attempt.id not in self._attempts:
             return  # another attempt of its request has failed
         self._end_wait(attempt)
-        if self._place(attempt):
+        try:
+            if self._place(attempt):
+                return
+        except ApiError as error:
+            self._fail(attempt.request, error)
             return
         loop = asyncio.get_running_loop()
         now = loop.time()

@@ -6,129 +6,31 @@ an option is the delay to this user plus the delay to all others:
 
     cost_ms = wait_ms               until the prefill starts: queue, batch slot, loading and fetching cached blocks
             + prefill_ms            computing the uncached tokens
-            + handoff_ms            HANDOFF_MS if another worker computes; with the two above, this user's TTFT
+            + handoff_ms            messages, if another worker computes; with the two above, this user's TTFT
             + first_gap_ms          what the transfer of pages adds to the gap after the first token
             + decode_ms             choices · horizon · itl_ms: this user's decode steps
             + interference_ms       requests · horizon · (itl_ms - all_decode_ms): longer steps for all other streams
             + stall_ms              decodes · delay_ms: delay of the other streams' tokens when a local prefill ends
-            + queued_behind_ms      QUEUED_BEHIND · (prefill_ms + fetch_ms): prompts that arrive meanwhile
-            + eviction_ms           EVICTED_REUSE · missing_pages · page_ms: computing evicted pages again
+            + queued_behind_ms      queued_behind · (prefill_ms + fetch_ms): prompts that arrive meanwhile
+            + eviction_ms           evicted_reuse · missing_pages · page_ms: computing evicted pages again
             + imbalance_ms          excess · horizon · lone_step_ms: requests beyond the worker's share
-            + slo_violation_ms      violation_ms of this user's TTFT, and of every stream's gaps
+            + slo_violation_ms      of this user's TTFT, and of every stream's gaps; see `_violation`
 
-`requests` are the sequences that the combined worker has already, `decodes` those of them that decode, `horizon` is
-HORIZON_TOKENS or the request's limit, and `excess` counts the requests beyond BALANCED_SHARE of the worker's share.
+The four terms from `first_gap_ms` to `stall_ms` are delays of later tokens. They count `gap_weight` times, which is 1
+unless set. `requests` are the sequences that the combined worker has already, `decodes` those of them that decode,
+`horizon` is the setting `horizon_tokens` or the request's limit, and `excess` counts the requests beyond
+`balanced_share` of the worker's share. `cpd/common/policy_settings.py` describes the settings.
 
 The terms are the fields of `Cost`; `GET /requests/{id}` shows them.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from cpd.common.policy_settings import PolicySettings
 from router.placement.candidate import Candidate
-from router.prefix_index.index import Prefixes
-
-HANDOFF_MS = 2.0
-"""Time that the calls between two workers add to the TTFT."""
-
-EXPECTED_OUTPUT = 256
-"""Expected tokens of an output, if the request allows that many: for that long it has a batch slot and pages."""
-
-HORIZON_TOKENS = 64
-"""Delays of later tokens are counted over this many tokens, of this request and of the other streams."""
-
-QUEUED_BEHIND = 2.0
-"""Average number of other prompts that wait for a prefill that starts now."""
-
-EVICTED_REUSE = 0.25
-"""Probability that an evicted page is wanted again."""
-
-VIOLATION_TTFTS = 50.0
-"""Cost of a violated SLO, as a multiple of --slo-ttft also for the ITL: far more than any delay."""
-
-SAFE_SHARE = 0.8
-"""Predictions up to this part of a target cost nothing. From there the cost of a violation grows linearly, because
-predictions are not exact and more streams will come."""
-
-BALANCED_SHARE = 1.1
-"""A worker may have this multiple of its share of all requests at no cost. Shares are proportional to decode speed."""
-
-MIN_BALANCED = 2
-"""Workers with at most this many requests are not balanced: the difference is noise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt to place.
-
-    Attributes:
-        tokens: Tokens of the prompt; after a replay also those of the output so far.
-        output_tokens: Upper bound on the tokens of each choice.
-        choices: Number of sequences that will decode.
-    """
-
-    tokens: int
-    output_tokens: int = 1
-    choices: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """The operator's settings.
-
-    Attributes:
-        slo_ttft_ms: Target time to first token.
-        slo_itl_ms: Target for the longest gap between two tokens of a stream; 0 is no target.
-        long_prefill_tokens: Prompts with more uncached tokens go to a prefill worker; auto takes the lower cost.
-    """
-
-    slo_ttft_ms: float = 2000.0
-    slo_itl_ms: float = 50.0
-    long_prefill_tokens: int | Literal["auto"] = "auto"
-
-
-class Cost(NamedTuple):
-    """The terms of an option's cost, in the order of the formula."""
-
-    wait_ms: float
-    prefill_ms: float
-    handoff_ms: float
-    first_gap_ms: float
-    decode_ms: float
-    interference_ms: float
-    stall_ms: float
-    queued_behind_ms: float
-    eviction_ms: float
-    imbalance_ms: float
-    slo_violation_ms: float
-
-
-class Option(NamedTuple):  # six times faster to create than a frozen dataclass
-    """One way to serve a request, with predictions.
-
-    Attributes:
-        decode: The combined worker.
-        prefill: The prefill worker; empty if `decode` computes the prompt.
-        prefix_source: Another combined worker from which `decode` fetches the first blocks; empty if none.
-        uncached_tokens: Tokens to compute.
-        host_tokens: Tokens loaded from host memory first, by `prefix_source` or else by the worker that computes.
-        ttft_ms: Time to first token.
-        itl_ms: Gap between later tokens.
-        cost_ms: Sum of the terms of `cost`. The lowest one wins.
-    """
-
-    decode: str
-    prefill: str
-    prefix_source: str
-    uncached_tokens: int
-    host_tokens: int
-    ttft_ms: float
-    itl_ms: float
-    cost_ms: float
-    cost: Cost
+from router.placement.policy import Cost, Option, Placement, Situation
 
 
 class CachedPart(NamedTuple):
@@ -152,20 +54,20 @@ class PlacementQuery:
 
     Attributes:
         horizon: Tokens of each choice over which delays of later tokens are counted.
-        full_violation_ms: Cost of one violated SLO.
     """
 
-    def __init__(
-        self, prompt: Prompt, combined: Sequence[Candidate], cached: Prefixes, settings: PolicySettings, now: float
-    ) -> None:
+    def __init__(self, seen: Situation, settings: PolicySettings) -> None:
+        prompt = seen.prompt
         self.prompt = prompt
+        self.targets = seen.targets
         self.settings = settings
-        self.now = now
-        self.horizon = min(prompt.output_tokens, HORIZON_TOKENS)
-        self.full_violation_ms = VIOLATION_TTFTS * settings.slo_ttft_ms
-        requests = prompt.choices + sum([worker.requests for worker in combined])
-        self._share_by_speed = BALANCED_SHARE * requests / sum([worker.speed for worker in combined])
-        self._prefixes = cached
+        self.now = seen.now
+        self.horizon = min(prompt.output_tokens, settings.horizon_tokens)
+        self._ttft_miss_ms = settings.ttft_miss * seen.targets.slo_ttft_ms
+        self._itl_miss_ms = settings.itl_miss * seen.targets.slo_itl_ms
+        requests = prompt.choices + sum([worker.requests for worker in seen.combined])
+        self._share_by_speed = settings.balanced_share * requests / sum([worker.speed for worker in seen.combined])
+        self._prefixes = seen.cached
         self._nothing = CachedPart(0, 0, 0.0, blocks_for(prompt.tokens))
         self._parts: dict[str, CachedPart] = {}
 
@@ -180,31 +82,33 @@ class PlacementQuery:
 
     def may_be_local(self, worker: Candidate) -> bool:
         """The worker may compute the prompt even if there are prefill workers."""
-        threshold = self.settings.long_prefill_tokens
+        threshold = self.targets.long_prefill_tokens
         return threshold == "auto" or self.prompt.tokens - self.cached(worker).tokens <= threshold
 
     def may_be_remote(self, worker: Candidate) -> bool:
         """A prefill worker may compute the prompt for this worker."""
-        return self.settings.long_prefill_tokens == "auto" or not self.may_be_local(worker)
+        return self.targets.long_prefill_tokens == "auto" or not self.may_be_local(worker)
 
     def guess_prefill_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of a remote prefill on this worker; policy.py shortlists by it."""
         cached = self.cached(worker)
         uncached = self.prompt.tokens - cached.tokens
-        return worker.queue_ms(self.now) + cached.load_ms + (1 + QUEUED_BEHIND) * uncached * worker.token_ms
+        return (
+            worker.queue_ms(self.now) + cached.load_ms + (1 + self.settings.queued_behind) * uncached * worker.token_ms
+        )
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of a local prefill on this worker; policy.py shortlists by it."""
         cached = self.cached(worker)
         return (
-            max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, EXPECTED_OUTPUT))
+            max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, self.settings.expected_output))
             + cached.load_ms
-            + (self.prompt.tokens - cached.tokens) * _token_cost_ms(worker)
+            + (self.prompt.tokens - cached.tokens) * self._token_cost_ms(worker)
         )
 
     def guess_decode_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of decoding on this worker; policy.py shortlists by it."""
-        return self.horizon * worker.added_stream_ms + self.imbalance_ms(worker)
+        return self.settings.gap_weight * self.horizon * worker.added_stream_ms + self.imbalance_ms(worker)
 
     def imbalance_ms(self, worker: Candidate) -> float:
         """The time of a lone stream's steps for each request that the worker would have beyond its share.
@@ -212,34 +116,47 @@ class PlacementQuery:
         It stands for what can't be predicted: how long streams and their sessions will be, and how many of them are
         lost if the worker dies.
         """
-        share = max(MIN_BALANCED, self._share_by_speed * worker.speed)
+        share = max(self.settings.min_balanced, self._share_by_speed * worker.speed)
         excess = worker.requests + self.prompt.choices - share
         return excess * self.horizon * worker.lone_step_ms if excess > 0 else 0.0
 
     def eviction_ms(self, worker: Candidate) -> float:
         """The expected time to compute again, or to load back, the pages that this prompt would evict."""
-        page_ms = BLOCK_SIZE * _token_cost_ms(worker)
+        page_ms = BLOCK_SIZE * self._token_cost_ms(worker)
         if worker.host_page_ms:
             page_ms = min(page_ms, worker.host_page_ms)
-        return EVICTED_REUSE * self.cached(worker).missing_pages * page_ms
+        return self.settings.evicted_reuse * self.cached(worker).missing_pages * page_ms
 
-    def violation_ms(self, ms: float, limit_ms: float) -> float:
-        """The cost of a delay of `ms` under the target `limit_ms`; 0 is no target."""
-        if ms <= SAFE_SHARE * limit_ms or not limit_ms:
-            return 0.0
-        return self.full_violation_ms * min(1.0, (ms / limit_ms - SAFE_SHARE) / (1 - SAFE_SHARE))
+    def ttft_violation_ms(self, ttft_ms: float) -> float:
+        """The cost of a first token after this time."""
+        return self._ttft_miss_ms * self._violation(ttft_ms, self.targets.slo_ttft_ms)
+
+    def itl_violation_ms(self, gap_ms: float) -> float:
+        """The cost of a stream with gaps of this length."""
+        return self._itl_miss_ms * self._violation(gap_ms, self.targets.slo_itl_ms)
 
     def no_room_ms(self, worker: Candidate) -> float:
-        """The cost of a violation if the worker has too few pages: the request would wait until others end."""
-        output = self.prompt.choices * blocks_for(min(self.prompt.output_tokens, EXPECTED_OUTPUT))
+        """The cost of a late first token if the worker has too few pages: the request would wait until others end."""
+        output = self.prompt.choices * blocks_for(min(self.prompt.output_tokens, self.settings.expected_output))
         pages = self.cached(worker).missing_pages + output
         has_room = pages <= worker.free_pages + worker.cached_pages or worker.num_pages <= 0
-        return 0.0 if has_room else self.full_violation_ms
+        return 0.0 if has_room else self._ttft_miss_ms
 
     def with_overdue_ms(self, worker: Candidate, wait_ms: float, prefill_ms: float) -> float:
         """The wait of a prompt. If it misses its deadline after `wait_ms`, overdue prompts go before it, too."""
-        in_time = wait_ms + prefill_ms <= self.settings.slo_ttft_ms
+        in_time = wait_ms + prefill_ms <= self.targets.slo_ttft_ms
         return wait_ms if in_time else wait_ms + worker.overdue_ms
+
+    def _violation(self, ms: float, limit_ms: float) -> float:
+        """How far a delay is from the safe part of a target to the target, from 0 to 1; a target of 0 is none."""
+        safe = self.settings.safe_share
+        if ms <= safe * limit_ms or not limit_ms:
+            return 0.0
+        return min(1.0, (ms / limit_ms - safe) / (1 - safe))
+
+    def _token_cost_ms(self, worker: Candidate) -> float:
+        """Rough sum of what all users wait for each prompt token that a combined worker computes."""
+        return (1 + self.settings.queued_behind + self.settings.gap_weight * worker.decodes) * worker.token_ms
 
     def _cached_part(self, worker: Candidate) -> CachedPart:
         name, tokens = worker.worker_id, self.prompt.tokens
@@ -276,7 +193,8 @@ class PrefillPrediction:
         self.wait_ms = worker.wait_ms(self.uncached_tokens, query.now) + cached.load_ms
         self.prefill_ms = worker.prefill(self.uncached_tokens, cached.tokens).ms
         self.last_pages = blocks_for(min(self.uncached_tokens, worker.token_budget))
-        self.least_ms = self.wait_ms + HANDOFF_MS + (1 + QUEUED_BEHIND) * self.prefill_ms
+        settings = query.settings
+        self.least_ms = self.wait_ms + settings.handoff_ms + (1 + settings.queued_behind) * self.prefill_ms
 
 
 class DecodePrediction:
@@ -288,20 +206,20 @@ class DecodePrediction:
     """
 
     def __init__(self, query: PlacementQuery, worker: Candidate) -> None:
-        prompt, horizon = query.prompt, query.horizon
+        prompt, horizon, settings = query.prompt, query.horizon, query.settings
         self.worker = worker
         self.cached = query.cached(worker)
         self._query = query
-        self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, EXPECTED_OUTPUT)
+        self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, settings.expected_output)
         self._itl_ms = itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
         self._decode_ms = prompt.choices * horizon * itl_ms
         self._interference_ms = worker.requests * horizon * max(0.0, itl_ms - worker.all_decode_ms)
         self._eviction_ms = query.eviction_ms(worker)
         self._imbalance_ms = query.imbalance_ms(worker)
         streams = prompt.choices + worker.requests
-        self._slo_violation_ms = streams * query.violation_ms(itl_ms, query.settings.slo_itl_ms)
+        self._slo_violation_ms = streams * query.itl_violation_ms(itl_ms)
         self._slo_violation_ms += query.no_room_ms(worker)
-        self.shared_ms = self._decode_ms + self._interference_ms
+        self.shared_ms = settings.gap_weight * (self._decode_ms + self._interference_ms)
         self.shared_ms += self._eviction_ms + self._imbalance_ms + self._slo_violation_ms
 
     def local(self, source: Candidate | None = None, uncached: int | None = None) -> Option:
@@ -321,7 +239,7 @@ class DecodePrediction:
             wait_ms += cached.load_ms
         else:
             fetch_ms = worker.transfer_ms(blocks_for(prefix.tokens) - cached.tokens // BLOCK_SIZE)
-            wait_ms = max(wait_ms, HANDOFF_MS + prefix.load_ms + cached.load_ms + fetch_ms)
+            wait_ms = max(wait_ms, query.settings.handoff_ms + prefix.load_ms + cached.load_ms + fetch_ms)
         return self._option(
             prefix_source="" if source is None else source.worker_id,
             uncached_tokens=uncached,
@@ -330,7 +248,7 @@ class DecodePrediction:
             prefill_ms=prefill.ms,
             fetch_ms=fetch_ms,
             stall_ms=worker.decodes * prefill.delay_ms,
-            slo_violation_ms=worker.decodes * query.violation_ms(prefill.gap_ms, query.settings.slo_itl_ms),
+            slo_violation_ms=worker.decodes * query.itl_violation_ms(prefill.gap_ms),
         )
 
     def remote(self, prefill: PrefillPrediction) -> Option:
@@ -345,7 +263,7 @@ class DecodePrediction:
             host_tokens=prefill.host_tokens,
             wait_ms=self._query.with_overdue_ms(prefill.worker, wait_ms, prefill.prefill_ms),
             prefill_ms=prefill.prefill_ms,
-            handoff_ms=HANDOFF_MS,
+            handoff_ms=self._query.settings.handoff_ms,
             first_gap_ms=max(last_ms, self.worker.transfer_ms(pages) - prefill.prefill_ms),
         )
 
@@ -354,7 +272,7 @@ class DecodePrediction:
 
         The worker gets it as `Submit.long_prefill_tokens`.
         """
-        threshold = self._query.settings.long_prefill_tokens
+        threshold = self._query.targets.long_prefill_tokens
         if threshold != "auto" and not chosen.prefix_source:
             return threshold
         tokens = self._query.prompt.tokens
@@ -380,7 +298,7 @@ class DecodePrediction:
         slo_violation_ms: float = 0.0,
     ) -> Option:
         ttft_ms = wait_ms + prefill_ms + handoff_ms
-        slo_violation_ms += self._query.violation_ms(ttft_ms, self._query.settings.slo_ttft_ms)
+        slo_violation_ms += self._query.ttft_violation_ms(ttft_ms)
         cost = Cost(
             wait_ms,
             prefill_ms,
@@ -389,17 +307,38 @@ class DecodePrediction:
             decode_ms=self._decode_ms,
             interference_ms=self._interference_ms,
             stall_ms=stall_ms,
-            queued_behind_ms=QUEUED_BEHIND * (prefill_ms + fetch_ms),
+            queued_behind_ms=self._query.settings.queued_behind * (prefill_ms + fetch_ms),
             eviction_ms=self._eviction_ms,
             imbalance_ms=self._imbalance_ms,
             slo_violation_ms=self._slo_violation_ms + slo_violation_ms,
         )
-        name = self.worker.worker_id
+        gaps_ms = first_gap_ms + self._decode_ms + self._interference_ms + stall_ms
         return Option(
-            name, prefill, prefix_source, uncached_tokens, host_tokens, ttft_ms, self._itl_ms, sum(cost), cost
+            self.worker.worker_id,
+            prefill,
+            prefix_source,
+            uncached_tokens,
+            host_tokens,
+            ttft_ms,
+            self._itl_ms,
+            gaps_ms,
+            sum(cost) + (self._query.settings.gap_weight - 1) * gaps_ms,
+            cost,
         )
 
 
-def _token_cost_ms(worker: Candidate) -> float:
-    """Rough sum of what all users wait for each prompt token that a combined worker computes."""
-    return (1 + QUEUED_BEHIND + worker.decodes) * worker.token_ms
+def placement_of(
+    seen: Situation, settings: PolicySettings, decode: Candidate, prefill: Candidate | None = None
+) -> Placement:
+    """Returns the placement on these workers, with predictions. `decode` computes the prompt unless `prefill` does."""
+    query = PlacementQuery(seen, settings)
+    prediction = DecodePrediction(query, decode)
+    option = prediction.remote(PrefillPrediction(query, prefill)) if prefill else prediction.local()
+    return Placement(
+        decode=decode,
+        prefill=(prefill,) if prefill else (),
+        prefix_source=None,
+        long_prefill_tokens=0 if prefill else seen.prompt.tokens,
+        replicates_prefix=seen.cached_blocks(decode) < max(seen.cached.cached.values(), default=0),
+        predicted=(option,),
+    )

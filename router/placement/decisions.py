@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpd.rpc import cpd_pb2 as pb
-from router.placement.costs import Option
-from router.placement.policy import Placement
+from router.placement.policy import Option, Placement
 
 MAX_DECISIONS = 500
 """Number of decisions remembered; the oldest are dropped first."""

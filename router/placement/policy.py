@@ -1,44 +1,118 @@
-"""Chooses the workers for a request: a pure function of what is known about the workers.
+"""What a placement policy gets and what it returns.
 
-The option with the lowest cost wins (`costs.py` has the formula). A session stays where its cache is as long as that
-saves more than the other streams there cost. Otherwise its prefix spreads to more workers. A prompt goes to a prefill
-worker if streams on its decode worker would lose more than it gains.
-
-1. A cheap guess picks the most promising workers; only those are predicted in full.
-2. Among options of nearly equal cost, the one with the fewest tokens to compute wins, and local before remote.
-3. If several are left, two are drawn at random and the one whose worker has fewer requests wins. Several routers see
-   the same loads and would otherwise all choose the same worker.
+A policy decides which workers serve a request. `policies.py` has those that come with the router; the setting
+`policy: module:object` takes any other.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from heapq import nsmallest
-from math import inf
-from operator import add
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from router.placement.candidate import Candidate
-from router.placement.costs import DecodePrediction, Option, PlacementQuery, PolicySettings, PrefillPrediction, Prompt
 from router.prefix_index.index import Prefixes
 
-COMBINED_PREDICTED = 4
-"""Number of combined workers predicted in full for a local prefill, and again for a remote one."""
 
-WARM_PREDICTED = 2
-"""Number of workers with most of the prompt cached that are added: guesses ignore that short prompts need not queue."""
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt to place.
 
-PREFILL_PREDICTED = 4
-"""Number of prefill workers predicted in full; a request tries no others."""
+    Attributes:
+        tokens: Tokens of the prompt; after a replay also those of the output so far.
+        output_tokens: Upper bound on the tokens of each choice.
+        choices: Number of sequences that will decode.
+    """
 
-NEAR_MS, NEAR = 1.0, 0.02
-"""Options are equally good if their costs differ by less than NEAR_MS, or by less than this part of the TTFT."""
+    tokens: int
+    output_tokens: int = 1
+    choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the operator asks of every policy.
+
+    Attributes:
+        slo_ttft_ms: Target time to first token.
+        slo_itl_ms: Target for the longest gap between two tokens of a stream; 0 is no target.
+        long_prefill_tokens: Prompts with more uncached tokens go to a prefill worker; auto leaves it to the policy.
+    """
+
+    slo_ttft_ms: float = 2000.0
+    slo_itl_ms: float = 50.0
+    long_prefill_tokens: int | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A prompt to place, and what the router knows at that moment.
+
+    Attributes:
+        combined, prefill: Live workers of either role; at least one combined worker.
+        cached: Leading blocks of the prompt that each worker has cached.
+        now: Time in seconds, of the clock of `Candidate.idle_at`.
+        rng: Decides between equally good options.
+    """
+
+    prompt: Prompt
+    combined: Sequence[Candidate]
+    prefill: Sequence[Candidate]
+    cached: Prefixes
+    targets: Targets
+    now: float
+    rng: Random
+
+    def cached_blocks(self, worker: Candidate) -> int:
+        """The number of leading blocks of the prompt that the worker has cached."""
+        return self.cached.cached.get(worker.worker_id, 0)
+
+
+class Cost(NamedTuple):
+    """The terms of an option's cost, in the order of the formula in `costs.py`."""
+
+    wait_ms: float
+    prefill_ms: float
+    handoff_ms: float
+    first_gap_ms: float
+    decode_ms: float
+    interference_ms: float
+    stall_ms: float
+    queued_behind_ms: float
+    eviction_ms: float
+    imbalance_ms: float
+    slo_violation_ms: float
+
+
+class Option(NamedTuple):  # six times faster to create than a frozen dataclass
+    """One way to serve a request, with predictions.
+
+    Attributes:
+        decode: The combined worker.
+        prefill: The prefill worker; empty if `decode` computes the prompt.
+        prefix_source: Another combined worker from which `decode` fetches the first blocks; empty if none.
+        uncached_tokens: Tokens to compute.
+        host_tokens: Tokens loaded from host memory first, by `prefix_source` or else by the worker that computes.
+        ttft_ms: Time to first token.
+        itl_ms: Gap between later tokens.
+        gaps_ms: Sum of the terms that are delays of later tokens, of this request and of others.
+        cost_ms: Sum of the terms of `cost`, with `gaps_ms` counted `gap_weight` times. The lowest one wins.
+    """
+
+    decode: str
+    prefill: str
+    prefix_source: str
+    uncached_tokens: int
+    host_tokens: int
+    ttft_ms: float
+    itl_ms: float
+    gaps_ms: float
+    cost_ms: float
+    cost: Cost
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A decision.
+    """A decision. `costs.placement_of` makes the simplest ones.
 
     Attributes:
         decode: The combined worker that runs the request.
@@ -81,128 +155,8 @@ class Placement:
         return (*self.predicted, *self.others())
 
 
-def place(
-    prompt: Prompt,
-    combined: Sequence[Candidate],
-    prefill: Sequence[Candidate],
-    cached: Prefixes,
-    settings: PolicySettings,
-    *,
-    now: float,
-    rng: Random,
-) -> Placement | None:
-    """Chooses the option with the lowest cost.
+class PlacementPolicy(Protocol):
+    """Chooses the workers for requests. It may have state, and is called from one thread."""
 
-    Args:
-        combined, prefill: Live workers of either role.
-        cached: Leading blocks of the prompt that each worker has cached.
-        now: Time in seconds, of the clock of `Candidate.idle_at`.
-        rng: Decides between options of nearly equal cost.
-
-    Returns:
-        The placement; None if no combined worker is live.
-    """
-    if not combined:
-        return None
-    query = PlacementQuery(prompt, combined, cached, settings, now)
-    blocks = cached.cached
-    warm = [one for one in combined if one.worker_id in blocks] if blocks else []
-    decodes = _most_promising(query, combined, warm, rng)
-    guesses = map(query.guess_prefill_ms, prefill)
-    prefills = [PrefillPrediction(query, one) for one in _lowest(prefill, PREFILL_PREDICTED, guesses, rng)]
-    source = max(warm, key=lambda one: (query.cached(one).tokens, -one.requests), default=None)
-    if source is not None and prefills and not query.may_be_local(source):
-        source = None
-
-    ways: list[_Way] = []
-    for decode in decodes:
-        if not prefills or query.may_be_local(decode.worker):
-            ways.append(_Way(decode.local(), decode))
-        if source is not None and decode.cached.tokens < query.cached(source).tokens:
-            ways.append(_Way(decode.local(source), decode))
-    near_ms = _near_ms(ways) if ways else inf
-    others: Callable[[], Iterable[Option]] = tuple
-    remote = [decode for decode in decodes if query.may_be_remote(decode.worker)] if prefills else []
-    if remote:
-        least_ms = min([decode.shared_ms for decode in remote]) + min([one.least_ms for one in prefills])
-        if least_ms > near_ms:  # no remote option can be as good
-            others = partial(_remote_options, remote, prefills)
-        else:
-            ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
-            near_ms = _near_ms(ways)
-
-    ways.sort(key=_cost_ms)
-    near = [way for way in ways if way.option.cost_ms <= near_ms]
-    simplest = min(_effort(way.option) for way in near)
-    equals = [way for way in near if _effort(way.option) == simplest]
-    chosen = min(rng.sample(equals, min(2, len(equals))), key=lambda way: way.decode.worker.requests)
-
-    option, decode = chosen.option, chosen.decode
-    most_cached = max((blocks[one.worker_id] for one in warm), default=0)
-    return Placement(
-        decode=decode.worker,
-        prefill=_prefill_workers(ways, chosen),
-        prefix_source=source if option.prefix_source else None,
-        prefix_source_blocks=blocks[option.prefix_source] if option.prefix_source else 0,
-        long_prefill_tokens=decode.break_even(option),
-        replicates_prefix=blocks.get(decode.worker.worker_id, 0) < most_cached,
-        predicted=(option, *(way.option for way in ways if way is not chosen)),
-        others=others,
-    )
-
-
-class _Way(NamedTuple):
-    """An option with the predictions it was made from."""
-
-    option: Option
-    decode: DecodePrediction
-    prefill: PrefillPrediction | None = None
-
-
-def _cost_ms(way: _Way) -> float:
-    return way.option.cost_ms
-
-
-def _near_ms(ways: Iterable[_Way]) -> float:
-    """The highest cost that counts as equal to the lowest one."""
-    best = min(ways, key=_cost_ms).option
-    return best.cost_ms + max(NEAR_MS, NEAR * best.ttft_ms)
-
-
-def _remote_options(decodes: Sequence[DecodePrediction], prefills: Sequence[PrefillPrediction]) -> list[Option]:
-    return [decode.remote(prefill) for decode in decodes for prefill in prefills]
-
-
-def _effort(option: Option) -> tuple[int, bool]:
-    """Orders options of nearly equal cost: tokens to compute, then whether it takes two workers."""
-    return option.uncached_tokens, bool(option.prefill or option.prefix_source)
-
-
-def _most_promising(
-    query: PlacementQuery, workers: Sequence[Candidate], warm: Sequence[Candidate], rng: Random
-) -> list[DecodePrediction]:
-    """The combined workers to predict in full; `warm` ones have some of the prompt cached."""
-    if len(workers) <= COMBINED_PREDICTED:
-        return [DecodePrediction(query, worker) for worker in workers]
-    decode_ms = [query.guess_decode_ms(one) for one in workers]
-    local = _lowest(workers, COMBINED_PREDICTED, map(add, decode_ms, map(query.guess_local_ms, workers)), rng)
-    remote = _lowest(workers, COMBINED_PREDICTED, decode_ms, rng)
-    most = _lowest(warm, WARM_PREDICTED, [-query.cached(one).tokens for one in warm], rng)
-    shortlist = {one.worker_id: one for one in (*local, *remote, *most)}
-    return [DecodePrediction(query, worker) for worker in shortlist.values()]
-
-
-def _lowest(workers: Sequence[Candidate], count: int, guesses: Iterable[float], rng: Random) -> list[Candidate]:
-    """The `count` workers with the lowest guesses, which are in the order of `workers`."""
-    if len(workers) <= count:
-        return list(workers)
-    ranked = nsmallest(count, ((guess, rng.random(), index) for index, guess in enumerate(guesses)))
-    return [workers[index] for _, _, index in ranked]
-
-
-def _prefill_workers(ways: Sequence[_Way], chosen: _Way) -> tuple[Candidate, ...]:
-    """The chosen prefill worker, then the decode worker's other ones by cost; none if the chosen way is local."""
-    if chosen.prefill is None:
-        return ()
-    others = [way.prefill for way in ways if way.decode is chosen.decode and way.prefill not in (None, chosen.prefill)]
-    return (chosen.prefill.worker, *(other.worker for other in others if other is not None))
+    def place(self, seen: Situation) -> Placement:
+        """Chooses the workers for a prompt."""

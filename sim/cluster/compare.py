@@ -7,7 +7,7 @@ from itertools import product
 from math import inf
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from rich import box
@@ -21,7 +21,7 @@ from bench.result import write_json
 from bench.run import command_line
 from bench.sweep.search import MaxRate
 from cpd.common.errors import ConfigError
-from sim.cluster.policies import PolicyName
+from sim.cluster.policies import make_system
 from sim.cluster.run import evidence
 from sim.cluster.settings import CompareSettings
 from sim.cluster.simulation import Outcome, SimCluster
@@ -38,7 +38,7 @@ class Row(BaseModel):
         work_imbalance, imbalance, step_imbalance: See `sim.cluster.simulation.Outcome`.
     """
 
-    policy: PolicyName
+    policy: str
     long_share: float
     max_rate: float | None
     too_much: float | None
@@ -73,11 +73,11 @@ def compare(settings: CompareSettings) -> None:
     """
     if settings.workload != "mix":
         raise ConfigError("a trace has its own times: `cpd sim compare` needs --workload mix")
-    policies, long_shares = _policies(settings.policies), _long_shares(settings)
+    policies, long_shares = _policies(settings), _long_shares(settings)
     messages = Console(stderr=True)
     rows = []
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
-        jobs = [(settings, name, share) for share, name in product(long_shares, policies)]
+        jobs = [(one, share) for share, one in product(long_shares, policies)]
         for row in pool.map(search_rate, *zip(*jobs, strict=True)):
             messages.print(f"{row.policy}, {percent(row.long_share)} long: {number(row.max_rate)} requests/s at most")
             rows.append(row)
@@ -95,12 +95,15 @@ def compare(settings: CompareSettings) -> None:
     _show(found, Console())
 
 
-def _policies(text: str) -> list[PolicyName]:
-    known: tuple[PolicyName, ...] = get_args(PolicyName)
-    chosen = [name for part in text.split(",") for name in known if name == part.strip()]
-    if not chosen or len(chosen) < len(text.split(",")):
-        raise ConfigError(f"--policies: {text!r} is not a list of {', '.join(known)}")
-    return chosen
+def _policies(settings: CompareSettings) -> list[CompareSettings]:
+    """Returns the settings of each policy."""
+    named = [
+        settings.model_copy(update={"policy": settings.policy.model_copy(update={"name": name.strip()})})
+        for name in settings.policies.split(",")
+    ]
+    for one in named:
+        make_system(one.policy)
+    return named
 
 
 def _long_shares(settings: CompareSettings) -> list[float]:
@@ -115,27 +118,27 @@ def _long_shares(settings: CompareSettings) -> list[float]:
     return shares
 
 
-def search_rate(settings: CompareSettings, name: PolicyName, long_share: float) -> Row:
-    """Searches the highest rate that one policy sustains on one mix."""
+def search_rate(settings: CompareSettings, long_share: float) -> Row:
+    """Searches the highest rate that the policy sustains on one mix."""
     settings = settings.model_copy(update={"long_share": long_share})
     search = MaxRate(settings.rate_from, settings.precision)
     best = None
     while (rate := search.next()) is not None:
-        cluster = SimCluster(settings, name, make_workload(settings, rate))
+        cluster = SimCluster(settings, make_workload(settings, rate))
         sustained = cluster.sustains(settings.good_share, rate * settings.duration)
         search.tell(rate, sustained)
         if sustained:
             best = cluster
     if best is None or search.met is None:
-        return Row(policy=name, long_share=long_share, max_rate=None, too_much=search.missed)
-    return as_row(settings, name, search.met, best.run()).model_copy(update={"too_much": search.missed})
+        return Row(policy=settings.policy.name, long_share=long_share, max_rate=None, too_much=search.missed)
+    return as_row(settings, search.met, best.run()).model_copy(update={"too_much": search.missed})
 
 
-def as_row(settings: CompareSettings, name: PolicyName, rate: float, outcome: Outcome) -> Row:
+def as_row(settings: CompareSettings, rate: float, outcome: Outcome) -> Row:
     """Returns the figures of a run at this rate."""
     summary, rows = summarise(outcome.records, start_s=settings.warmup, slo=None, offered_per_s=None)
     return Row(
-        policy=name,
+        policy=settings.policy.name,
         long_share=settings.long_share,
         max_rate=rate,
         too_much=None,

@@ -4,17 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from cpd.common.blocks import BLOCK_SIZE, short_hashes
+from cpd.common.blocks import short_hashes
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent, Finish, Output, Request
 from router.placement.candidate import Candidate
-from router.placement.costs import PolicySettings, Prompt
-from router.placement.policy import Placement
+from router.placement.policy import Placement, PlacementPolicy, Prompt, Situation, Targets
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import PrefixIndex
 from sim.cluster.disaggregation import DecodeSide, PlacedRequest
 from sim.cluster.events import Events
-from sim.cluster.policies import Place, Situation
 from sim.cluster.worker import SimWorker
 
 
@@ -54,7 +52,7 @@ class SimRouter:
     """One router with sessions to all workers.
 
     Args:
-        place: The policy.
+        policy: Chooses the workers.
         sides: Counterparts of the combined workers, by name.
         network_s: Delay of a message between router and worker.
         on_load: Called with each load report when it is sent.
@@ -62,8 +60,8 @@ class SimRouter:
 
     def __init__(
         self,
-        place: Place,
-        settings: PolicySettings,
+        policy: PlacementPolicy,
+        targets: Targets,
         workers: Sequence[SimWorker],
         sides: Mapping[str, DecodeSide],
         events: Events,
@@ -71,8 +69,8 @@ class SimRouter:
         seed: int,
         on_load: Callable[[SimWorker, pb.Load], None],
     ) -> None:
-        self._place = place
-        self._settings = settings
+        self._policy = policy
+        self._targets = targets
         self._sides = sides
         self._events = events
         self._network_s = network_s
@@ -87,25 +85,26 @@ class SimRouter:
         """Places a request and sends it to its worker."""
         request, now = state.request, self._events.now
         self._requests[request.id] = state
-        cached = self._index.cached_prefixes(request.block_hashes).cached
-        seen = Situation(
-            Prompt(len(request.token_ids), request.params.max_tokens),
-            self._candidates("combined", state.refused_by),
-            self._candidates("prefill", frozenset()),
-            cached,
-            self._settings,
-            now,
-            self._rng,
-        )
-        placement = self._place(seen) if seen.combined else None
-        if placement is None:
+        combined = self._candidates("combined", state.refused_by)
+        if not combined:
             del self._requests[request.id]
             state.on_refused(state)
             return
+        placement = self._policy.place(
+            Situation(
+                Prompt(len(request.token_ids), request.params.max_tokens),
+                combined,
+                self._candidates("prefill", frozenset()),
+                self._index.cached_prefixes(request.block_hashes),
+                self._targets,
+                now,
+                self._rng,
+            )
+        )
         state.decode, state.prefill = placement.decode.worker_id, placement.prompt_worker.worker_id
         state.placement, state.placed_at = placement, now
         self._loads[state.decode].sequences_started(1)
-        self._loads[state.prefill].prompt_sent(state.number, self._prefill_ms(placement, request, cached), now)
+        self._loads[state.prefill].prompt_sent(state.number, placement.chosen.cost.prefill_ms, now)
         placed = PlacedRequest(
             request,
             prefill=tuple(self._workers[one.worker_id] for one in placement.prefill),
@@ -147,7 +146,7 @@ class SimRouter:
         """The first token is on its way. `planned`: the prompt was computed where the placement said."""
         estimate, placement, now = self._loads[state.prefill], state.placement, self._events.now
         estimate.prompt_answered(state.number)
-        if planned and placement is not None and placement.predicted:
+        if planned and placement is not None:
             actual_ms = (now + after_s - state.placed_at) * 1e3
             estimate.ttft_errors.add(placement.chosen.ttft_ms, actual_ms, placement.prompt_worker.tardiness, now)
 
@@ -164,14 +163,6 @@ class SimRouter:
             if worker.role == role and worker.id not in but
         ]
 
-    @staticmethod
-    def _prefill_ms(placement: Placement, request: Request, cached: Mapping[str, int]) -> float:
-        if placement.predicted:
-            return placement.chosen.cost.prefill_ms
-        worker = placement.prefill[0] if placement.prefill else placement.decode
-        before = cached.get(worker.worker_id, 0) * BLOCK_SIZE
-        return worker.prefill(max(1, len(request.token_ids) - before), before).ms
-
     def _follow(self, worker: SimWorker) -> WorkerLoad:
         hello = pb.Hello(
             worker_id=worker.id,
@@ -183,7 +174,7 @@ class SimRouter:
             colocate=worker.colocate,
             decode_shares=worker.decode_shares,
         )
-        estimate = WorkerLoad(hello, worker.id, itl_ms=self._settings.slo_itl_ms)
+        estimate = WorkerLoad(hello, worker.id, itl_ms=self._targets.slo_itl_ms)
         self._index.reset(worker.id)
 
         def load(report: pb.Load) -> None:

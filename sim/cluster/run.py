@@ -23,7 +23,7 @@ def run(settings: SimSettings) -> None:
     Raises:
         CPDError: The settings contradict each other, or a file cannot be read or written.
     """
-    outcome = SimCluster(settings, settings.policy, make_workload(settings, settings.rate)).run()
+    outcome = SimCluster(settings, make_workload(settings, settings.rate)).run()
     result = as_result(settings, outcome)
     if settings.json_file:
         result.save(settings.json_file)
@@ -44,7 +44,7 @@ def as_result(settings: SimSettings, outcome: Outcome) -> Result:
     summary, requests = summarise(outcome.records, start_s=settings.warmup, slo=Slo.parse(slo), offered_per_s=None)
     load = f"{settings.rate:g} requests/s" if settings.workload == "mix" else f"speedup {settings.speedup:g}"
     return Result(
-        label=f"simulated {settings.policy} {settings.workload} {load}",
+        label=f"simulated {settings.policy.name} {settings.workload} {load}",
         command=command_line(sys.argv),
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions(),

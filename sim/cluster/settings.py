@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from cpd.common.policy_settings import PolicySettings
 from cpd.common.settings import Settings
-from sim.cluster.policies import PolicyName
 
 
 class ClusterShape(Settings):
@@ -43,6 +43,11 @@ class ClusterShape(Settings):
         description="Prompts with more uncached tokens go to a prefill worker; auto: wherever the predicted cost is "
         "lowest.",
     )
+    policy: Annotated[PolicySettings, NoDecode] = Field(
+        PolicySettings(),
+        description="A policy of the router, module:object, or another system to compare with (docs/simulator.md). "
+        "Constants are set in the section `policy:` of the YAML file.",
+    )
     workload: Literal["mix", "trace"] = Field(
         "mix", description="mix: chats, agents and long prompts; trace: the requests of --file."
     )
@@ -61,7 +66,6 @@ class ClusterShape(Settings):
 class SimSettings(ClusterShape):
     """Settings of one run."""
 
-    policy: PolicyName = Field("cpd", description="Routing policy, described in docs/simulator.md.")
     rate: float = Field(50.0, gt=0, description="mix: requests a second, on average.")
     json_file: Path | None = Field(
         None,
@@ -74,7 +78,7 @@ class CompareSettings(ClusterShape):
     """Settings of a search for the highest rate of each policy."""
 
     policies: str = Field(
-        "cpd,aggregated,static-pd,cache-aware", description="Policies, separated by commas; ratios are to the first."
+        "cost,sglang,static-pd,dynamo", description="Policies, separated by commas; ratios are to the first."
     )
     long_shares: str = Field("", description="mix: several values of --long-share, separated by commas.")
     good_share: float = Field(

@@ -10,10 +10,10 @@ from cpd.common.errors import ConfigError
 from cpd.performance.model import PerfModel, Profile
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import StepOutput
-from router.placement.costs import PolicySettings
+from router.placement.policy import Targets
 from sim.cluster.disaggregation import DecodeSide, Links, PrefillSide
 from sim.cluster.events import Events
-from sim.cluster.policies import POLICIES, PolicyName
+from sim.cluster.policies import make_system
 from sim.cluster.router import SimRouter
 from sim.cluster.settings import ClusterShape
 from sim.cluster.users import Users, Window
@@ -53,14 +53,16 @@ class SimCluster:
         ConfigError: The settings contradict each other, or a file is invalid.
     """
 
-    def __init__(self, settings: ClusterShape, name: PolicyName, workload: Workload) -> None:
+    def __init__(self, settings: ClusterShape, workload: Workload) -> None:
         self._events = Events()
         self._window = Window(settings.warmup, settings.warmup + settings.duration)
-        chosen = POLICIES[name]
+        system = make_system(settings.policy)
         model = PerfModel(Profile.load(settings.profile))
-        prefill_workers = settings.prefill_workers if chosen.prefill_workers else 0
+        prefill_workers = settings.prefill_workers if system.prefill_workers else 0
         if prefill_workers >= settings.workers:
             raise ConfigError(f"of {settings.workers} workers, {prefill_workers} prefill workers leave no combined one")
+        if settings.policy.name == "static-pd" and not prefill_workers:
+            raise ConfigError("static-pd needs prefill workers")
         num_pages = settings.num_pages or model.profile.num_pages
         if not num_pages:
             raise ConfigError(f"{settings.profile} does not say how many KV pages there are: give --num-pages")
@@ -71,7 +73,7 @@ class SimCluster:
                 role,
                 self._events,
                 model,
-                colocate=chosen.colocate if role == "combined" else "mixed",
+                colocate=system.colocate if role == "combined" else "mixed",
                 token_budget=settings.token_budget,
                 itl_ms=settings.slo_itl,
                 num_pages=num_pages,
@@ -86,8 +88,8 @@ class SimCluster:
         self._loads = _Loads(self.workers, self._events, self._window)
         network_s = settings.network_ms / 1e3
         self._router = SimRouter(
-            chosen.place,
-            PolicySettings(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens),
+            system.policy(settings.policy),
+            Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens),
             self.workers,
             _decode_sides(prefill, combined, self._events, model, network_s),
             self._events,

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello, check_load
 from router.placement.candidate import NOMINAL
-from router.placement.costs import PolicySettings, Prompt
-from router.placement.policy import place
+from router.placement.cost_policy import CostPolicy
+from router.placement.policy import Prompt
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import Prefixes
 from tests.router.arbitrary import anything, corrupt
+from tests.router.placement.situations import situation
 
 WHOLE = NOMINAL.profile.shares[0]
 TWO_SHARES = NOMINAL.profile.model_copy(update={"shares": (WHOLE.model_copy(update={"share": 0.5}), WHOLE)})
@@ -46,8 +48,7 @@ def _place(hello: pb.Hello, load: pb.Load, prompt: Prompt) -> None:
     good = WorkerLoad(pb.Hello(worker_id="good", num_pages=100), "good:1", itl_ms=50.0).candidate
     for prefill in ([], [bad], [good]):
         for cached in (Prefixes(), Prefixes({"bad": 3}), Prefixes({"bad": 3}, {"bad": 1}), Prefixes({"good": 3})):
-            placement = place(prompt, [bad, good], prefill, cached, PolicySettings(), now=1.0, rng=Random(0))
-            assert placement is not None
+            placement = CostPolicy(PolicySettings()).place(situation(prompt, [bad, good], prefill, cached, now=1.0))
             for option in placement.options:
                 assert all(map(math.isfinite, (option.ttft_ms, option.itl_ms, option.cost_ms, *option.cost))), option
 

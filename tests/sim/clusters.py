@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
+from cpd.common.policy_settings import PolicySettings
 from cpd.performance.model import PerfModel, Profile
-from sim.cluster.policies import PolicyName
 from sim.cluster.settings import SimSettings
 from sim.cluster.simulation import Outcome, SimCluster
 from sim.cluster.workload import Session, Turn, Workload
@@ -26,6 +26,8 @@ class Fixed(Workload):
 
 def settings(**fields: Any) -> SimSettings:
     """Returns settings of two workers without warm-up."""
+    if isinstance(fields.get("policy"), str):
+        fields["policy"] = PolicySettings(name=fields["policy"])
     known = {"workers": 2, "prefill_workers": 1, "warmup": 0.0, "duration": 5.0, "num_pages": 8000}
     return SimSettings(**{**known, **fields})
 
@@ -40,7 +42,7 @@ def one_turn(start_s: float, token_ids: "array[int]", output_len: int) -> Sessio
     return Session(start_s, [Turn(token_ids, output_len)])
 
 
-def simulate(policy: PolicyName, *sessions: Session, **fields: Any) -> tuple[Outcome, SimCluster]:
+def simulate(policy: str, *sessions: Session, **fields: Any) -> tuple[Outcome, SimCluster]:
     """Simulates sessions to their end."""
-    cluster = SimCluster(settings(**fields), policy, Fixed(*sessions))
+    cluster = SimCluster(settings(policy=policy, **fields), Fixed(*sessions))
     return cluster.run(), cluster

@@ -12,6 +12,7 @@ from starlette.types import Message
 from tokenizers import Tokenizer
 
 from cpd.common.blocks import pack_tokens
+from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.api.openai import ChatFormat
 from router.api.respond import CompletionResponse
@@ -21,7 +22,8 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
 from router.errors import ApiError, failed
-from router.placement.costs import PolicySettings
+from router.placement.cost_policy import CostPolicy
+from router.placement.policy import Targets
 from router.request_metrics import RequestMetrics
 from router.text.detokenize import Vocabulary
 from tests.router.conftest import eventually
@@ -59,7 +61,7 @@ class Exchange:
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
         metrics = RequestMetrics()
         workers = Workers("router-a", "", itl_ms=50.0)
-        dispatcher = Dispatcher(workers, metrics, PolicySettings(), rng=Random(0))
+        dispatcher = Dispatcher(workers, metrics, CostPolicy(PolicySettings()), Targets(), rng=Random(0))
         vocabulary = Vocabulary(tokenizer)
         request = ChatRequest.model_validate(ASKED | {"stream": stream})
         self.choice = Choice(0, vocabulary.detokenizer(b""), (), 0)

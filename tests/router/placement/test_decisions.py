@@ -1,24 +1,23 @@
 import asyncio
 from collections.abc import AsyncIterator
-from random import Random
 from typing import Any
 
+from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.placement.candidate import Candidate
-from router.placement.costs import PolicySettings, Prompt
+from router.placement.cost_policy import CostPolicy
 from router.placement.decisions import MAX_DECISIONS, Decision, Decisions
-from router.placement.policy import Placement, place
+from router.placement.policy import Placement, Prompt
 from router.prefix_index.index import Prefixes
 from tests.router.conftest import Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer
+from tests.router.placement.situations import situation
 
 CHAT: dict[str, Any] = {"model": "small-model", "messages": [{"role": "user", "content": "Hello?"}]}
 
 
 def _placement(*workers: Candidate, cached: Prefixes | None = None) -> Placement:
-    placement = place(Prompt(100, 10), workers, [], cached or Prefixes(), PolicySettings(), now=0.0, rng=Random(0))
-    assert placement is not None
-    return placement
+    return CostPolicy(PolicySettings()).place(situation(Prompt(100, 10), workers, cached=cached or Prefixes()))
 
 
 def _decision(placement: Placement, request_id: str = "r", tenant: str = "t") -> Decision:

@@ -1,6 +1,5 @@
 from collections import Counter
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -8,13 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.common.blocks import BLOCK_SIZE
+from cpd.common.policy_settings import PolicySettings
 from cpd.performance.colocation import Colocation, Mode, PrefillEstimator
 from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, TransferProfile, Work
 from cpd.performance.split import SplitShares
 from router.placement.candidate import Candidate
-from router.placement.costs import PlacementQuery, PolicySettings, Prompt
-from router.placement.policy import Placement, place
+from router.placement.cost_policy import CostPolicy
+from router.placement.costs import PlacementQuery
+from router.placement.policy import Placement, Prompt, Targets
 from router.prefix_index.index import Prefixes
+from tests.router.placement.situations import situation
 
 
 def _model(ms_per_token: float = 0.05, base_ms: float = 8.0) -> PerfModel:
@@ -65,19 +67,12 @@ def _place(
     cached: dict[str, int] | None = None,
     seed: int = 0,
     in_pages: dict[str, int] | None = None,
+    policy: PolicySettings | None = None,
     **asked: Any,
 ) -> Placement:
-    placement = place(
-        Prompt(tokens, output_tokens=200),
-        combined,
-        prefill or [],
-        Prefixes(cached or {}, in_pages or {}),
-        PolicySettings(**asked),
-        now=0.0,
-        rng=Random(seed),
-    )
-    assert placement is not None
-    return placement
+    prompt, prefixes = Prompt(tokens, output_tokens=200), Prefixes(cached or {}, in_pages or {})
+    seen = situation(prompt, combined, prefill or [], prefixes, Targets(**asked), seed=seed)
+    return CostPolicy(policy or PolicySettings()).place(seen)
 
 
 def _decode(placement: Placement) -> str:
@@ -85,9 +80,6 @@ def _decode(placement: Placement) -> str:
 
 
 class TestRoute:
-    def test_nothing_is_placed_without_a_combined_worker(self) -> None:
-        assert place(Prompt(10), [], [_worker("p")], Prefixes(), PolicySettings(), now=0.0, rng=Random(0)) is None
-
     def test_a_short_prompt_stays_on_an_idle_worker(self) -> None:
         assert not _place(64, [_worker("d")], [_worker("p")]).prefill
 
@@ -356,7 +348,7 @@ class TestBalance:
             "slow", estimator=PrefillEstimator(Colocation(MODEL), Work.decode(12, 12_000), slowdown=1.5), requests=12
         )
         fast = _worker("fast", streams=streams)
-        query = PlacementQuery(Prompt(16, 200), [fast, slow], Prefixes(), PolicySettings(), 0.0)
+        query = PlacementQuery(situation(Prompt(16, 200), [fast, slow]), PolicySettings())
         assert query.imbalance_ms(slow) == 0
         assert (query.imbalance_ms(fast) > 0) == cost
 

@@ -18,11 +18,11 @@ def test_the_highest_rates_are_found_and_written(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     files = {"json_file": tmp_path / "found.json", "html_file": tmp_path / "found.html"}
-    compare(small(policies="aggregated, static-pd", long_shares="1", rate_from=2.0, **files))
+    compare(small(policies="sglang, static-pd", long_shares="1", rate_from=2.0, **files))
     found = orjson.loads(files["json_file"].read_bytes())
     assert found["schema"] == "cpd-sim-compare/1"
     assert [(row["policy"], row["long_share"]) for row in found["rows"]] == [
-        ("aggregated", 1.0), ("static-pd", 1.0)
+        ("sglang", 1.0), ("static-pd", 1.0)
     ]  # fmt: skip
     for row in found["rows"]:
         assert row["max_rate"] is None or row["max_rate"] < row["too_much"]
@@ -34,7 +34,7 @@ def test_the_highest_rates_are_found_and_written(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policies": "cpd,best"}, "--policies"),
+        ({"policies": "cost,best"}, "there is no 'best'"),
         ({"long_shares": "0.1,2"}, "--long-shares"),
         ({"workload": "trace"}, "--workload mix"),
         ({"long_shares": "few"}, "--long-shares"),

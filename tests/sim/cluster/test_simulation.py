@@ -1,17 +1,17 @@
 from collections.abc import Iterator
-from typing import get_args
 
 import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.performance.model import Work
-from sim.cluster.policies import PolicyName
+from router.placement.policies import POLICIES
+from sim.cluster.policies import SYSTEMS
 from sim.cluster.simulation import SimCluster
 from sim.cluster.work import decodes_s, prompts_s
 from sim.cluster.workload import Session, Turn, Workload, make_workload
 from tests.sim.clusters import MODEL, NETWORK_MS, one_turn, prompt, settings, simulate
 
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+ALL = (*POLICIES, *SYSTEMS)
 ROUND_TRIP_MS = 2 * NETWORK_MS
 
 
@@ -29,7 +29,7 @@ class Until(Workload):
 
 
 def test_one_request_takes_as_long_as_the_model_predicts() -> None:
-    outcome, _ = simulate("aggregated", one_turn(0.0, prompt(500), 4), workers=1)
+    outcome, _ = simulate("sglang", one_turn(0.0, prompt(500), 4), workers=1)
     (record,) = outcome.records
     ms = [round(1e3 * (at - record.due_s), 9) for at in record.content_s]
     first = MODEL.step_ms(Work.prefill(500)) + ROUND_TRIP_MS
@@ -41,7 +41,7 @@ def test_one_request_takes_as_long_as_the_model_predicts() -> None:
 
 
 def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
-    outcome, _ = simulate("aggregated", one_turn(0.0, prompt(600), 1), one_turn(0.001, prompt(300, 1), 1), workers=1)
+    outcome, _ = simulate("sglang", one_turn(0.0, prompt(600), 1), one_turn(0.001, prompt(300, 1), 1), workers=1)
     first_ms = MODEL.step_ms(Work.prefill(600)) + ROUND_TRIP_MS
     second_ms = first_ms + MODEL.step_ms(Work.prefill(300))
     assert [1e3 * record.content_s[0] for record in outcome.records] == pytest.approx([first_ms, second_ms])
@@ -50,7 +50,7 @@ def test_a_request_that_arrives_during_a_step_waits_for_its_end() -> None:
 def test_late_prompts_do_not_keep_others_from_a_prefill_worker() -> None:
     stream = one_turn(0.0, prompt(600, 99), 1_000)
     too_many = [one_turn(0.5, prompt(30_000, number), 1) for number in range(1, 9)]
-    outcome, _ = simulate("cpd", stream, *too_many, one_turn(3.0, prompt(8_000, 50), 1), slo_itl=8.0)
+    outcome, _ = simulate("cost", stream, *too_many, one_turn(3.0, prompt(8_000, 50), 1), slo_itl=8.0)
     last = outcome.records[-1]
     assert last.route == "remote"
     assert last.content_s[0] - last.due_s < 2.0
@@ -80,7 +80,7 @@ def test_pages_are_pushed_while_the_next_chunk_is_computed() -> None:
 def test_a_prefix_cached_on_another_worker_is_fetched_instead_of_computed() -> None:
     shared = prompt(3200)
     burst = [one_turn(1.0, shared + prompt(20, 1 + number), 400) for number in range(100)]
-    outcome, cluster = simulate("cpd-no-remote", one_turn(0.0, shared, 4), *burst)
+    outcome, cluster = simulate("cost-no-remote", one_turn(0.0, shared, 4), *burst)
     _, *records = outcome.records
     assert {record.cached_tokens for record in records} == {3200}
     assert all(worker.engine.stats().decode_tokens for worker in cluster.workers)
@@ -99,7 +99,7 @@ def test_only_missing_pages_are_sent() -> None:
 
 def test_a_later_turn_finds_the_earlier_ones_in_the_cache() -> None:
     turns = [Turn(prompt(160), 17), Turn(prompt(100, 1), 2, pause_s=0.5)]
-    outcome, _ = simulate("cpd", Session(0.0, turns))
+    outcome, _ = simulate("cost", Session(0.0, turns))
     first, second = outcome.records
     assert second.due_s == pytest.approx(first.ended_s + 0.5)
     assert (second.input_len, second.cached_tokens) == (160 + 17 + 100, 176)
@@ -107,7 +107,7 @@ def test_a_later_turn_finds_the_earlier_ones_in_the_cache() -> None:
 
 def test_requests_fail_if_all_queues_are_full() -> None:
     sessions = [one_turn(0.0, prompt(3000, i), 2) for i in range(8)]
-    outcome, cluster = simulate("aggregated", *sessions, max_queue_tokens=4000)
+    outcome, cluster = simulate("sglang", *sessions, max_queue_tokens=4000)
     errors = [record.error for record in outcome.records]
     assert 0 < errors.count("http_429") < 8
     assert set(errors) == {"", "http_429"}
@@ -115,10 +115,10 @@ def test_requests_fail_if_all_queues_are_full() -> None:
         worker.engine.check_integrity()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_ends_once_with_all_its_tokens_and_all_pages_come_back(policy: PolicyName) -> None:
-    shape = settings(workers=4, prefill_workers=2, duration=2.0, long_share=0.2, num_pages=3000)
-    cluster = SimCluster(shape, policy, make_workload(shape, 10.0))
+@pytest.mark.parametrize("policy", ALL)
+def test_every_request_ends_once_with_all_its_tokens_and_all_pages_come_back(policy: str) -> None:
+    shape = settings(policy=policy, workers=4, prefill_workers=2, duration=2.0, long_share=0.2, num_pages=3000)
+    cluster = SimCluster(shape, make_workload(shape, 10.0))
     outcome = cluster.run()
     assert len(outcome.records) > 5
     for record in outcome.records:
@@ -130,26 +130,26 @@ def test_every_request_ends_once_with_all_its_tokens_and_all_pages_come_back(pol
         worker.engine.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["cpd", "static-pd"])
-def test_the_same_seed_gives_the_same_run(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", ["cost", "static-pd"])
+def test_the_same_seed_gives_the_same_run(policy: str) -> None:
     def run(seed: int) -> list[list[float]]:
-        shape = settings(workers=3, duration=1.0, seed=seed)
-        return [record.content_s for record in SimCluster(shape, policy, make_workload(shape, 8.0)).run().records]
+        shape = settings(policy=policy, workers=3, duration=1.0, seed=seed)
+        return [record.content_s for record in SimCluster(shape, make_workload(shape, 8.0)).run().records]
 
     assert run(1) == run(1)
     assert run(1) != run(2)
 
 
 def test_each_policy_uses_its_workers() -> None:
-    for policy in POLICIES:
-        shape = settings(workers=4, prefill_workers=2, duration=0.5)
-        cluster = SimCluster(shape, policy, make_workload(shape, 8.0))
+    for policy in ALL:
+        shape = settings(policy=policy, workers=4, prefill_workers=2, duration=0.5)
+        cluster = SimCluster(shape, make_workload(shape, 8.0))
         routes = {record.route for record in cluster.run().records}
         roles = [worker.role for worker in cluster.workers]
         match policy:
             case "static-pd":
                 assert routes == {"remote"}
-            case "aggregated" | "cache-aware" | "most-cached" | "cpd-no-remote":
+            case "sglang" | "sglang-lanes" | "dynamo" | "cost-no-remote":
                 assert roles == ["combined"] * 4
                 assert routes == {"local"}
             case _:
@@ -158,7 +158,7 @@ def test_each_policy_uses_its_workers() -> None:
 
 def test_requests_can_be_balanced_while_steps_are_not() -> None:
     sessions = [one_turn(0.0, prompt(length), 2000) for length in (30_000, 100)]
-    outcome, _ = simulate("aggregated", *sessions, warmup=3.0, duration=1.0)
+    outcome, _ = simulate("sglang", *sessions, warmup=3.0, duration=1.0)
     assert outcome.imbalance == pytest.approx(1.0, abs=0.02)
     long, short = (MODEL.step_ms(Work.decode(1, length)) for length in (30_500, 700))
     assert outcome.step_imbalance == pytest.approx(2 * long / (long + short), abs=0.02)
@@ -166,7 +166,7 @@ def test_requests_can_be_balanced_while_steps_are_not() -> None:
 
 def test_the_device_time_of_a_worker_is_that_of_its_prompts_and_decodes() -> None:
     sessions = [one_turn(0.0, prompt(length, length), 50) for length in (3_000, 300)]
-    outcome, cluster = simulate("aggregated", *sessions, duration=2.0)
+    outcome, cluster = simulate("sglang", *sessions, duration=2.0)
     work_s = [
         prompts_s(MODEL, Work.prefill(length)) + decodes_s(MODEL, Work.decode(49, 49 * (length + 25)))
         for length in (3_000, 300)
@@ -176,17 +176,17 @@ def test_the_device_time_of_a_worker_is_that_of_its_prompts_and_decodes() -> Non
 
 
 def test_an_overload_ends_the_search_early() -> None:
-    shape = settings(workers=1, prefill_workers=0, duration=60.0, long_share=1.0)
-    cluster = SimCluster(shape, "aggregated", Until(10.0, make_workload(shape, 50.0)))
+    shape = settings(policy="sglang", workers=1, prefill_workers=0, duration=60.0, long_share=1.0)
+    cluster = SimCluster(shape, Until(10.0, make_workload(shape, 50.0)))
     assert not cluster.sustains(0.95, 3000)
 
 
 def test_a_run_continues_after_the_verdict() -> None:
     shape = settings(workers=3, duration=2.0)
-    records = SimCluster(shape, "cpd", make_workload(shape, 8.0)).run().records
-    cluster = SimCluster(shape, "cpd", Until(4.0, make_workload(shape, 8.0)))
+    records = SimCluster(shape, make_workload(shape, 8.0)).run().records
+    cluster = SimCluster(shape, Until(4.0, make_workload(shape, 8.0)))
     assert cluster.sustains(0.5, 16)
-    cluster = SimCluster(shape, "cpd", make_workload(shape, 8.0))
+    cluster = SimCluster(shape, make_workload(shape, 8.0))
     assert cluster.sustains(0.5, 16)
     assert cluster.run().records == records
 

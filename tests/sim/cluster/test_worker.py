@@ -8,7 +8,6 @@ from cpd.common.blocks import extend_hashes
 from cpd.performance.model import Work
 from engine.types import Request, SamplingParams
 from sim.cluster.events import Events
-from sim.cluster.policies import PolicyName
 from sim.cluster.simulation import Outcome, SimCluster
 from sim.cluster.users import ROOT
 from sim.cluster.worker import SimWorker
@@ -17,17 +16,17 @@ from sim.device.fast_forward import FastForward
 from tests.sim.clusters import MODEL, prompt, settings
 
 
-def _simulate(policy: PolicyName) -> tuple[Outcome, list[float]]:
-    shape = settings(workers=3, duration=4.0, num_pages=8_000)
-    cluster = SimCluster(shape, policy, make_workload(shape, 12.0))
+def _simulate(policy: str) -> tuple[Outcome, list[float]]:
+    shape = settings(policy=policy, workers=3, duration=4.0, num_pages=8_000)
+    cluster = SimCluster(shape, make_workload(shape, 12.0))
     outcome = cluster.run()
     for worker in cluster.workers:
         worker.engine.check_integrity()
     return outcome, [worker.device_s for worker in cluster.workers]
 
 
-@pytest.mark.parametrize("policy", ["cpd", "aggregated", "static-pd"])
-def test_fast_forwarded_and_single_steps_have_the_same_results(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", ["cost", "sglang", "static-pd"])
+def test_fast_forwarded_and_single_steps_have_the_same_results(policy: str) -> None:
     with patch.object(FastForward, "end", autospec=True, side_effect=FastForward.end) as end:
         at_once, work_s = _simulate(policy)
     with patch("sim.cluster.worker.possible_steps", return_value=0):

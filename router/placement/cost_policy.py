@@ -1,0 +1,139 @@
+"""The policy `cost`: chooses the workers with the lowest predicted cost. It has no state.
+
+The option with the lowest cost wins (`costs.py` has the formula). A session stays where its cache is as long as that
+saves more than the other streams there cost. Otherwise its prefix spreads to more workers. A prompt goes to a prefill
+worker if streams on its decode worker would lose more than it gains.
+
+1. A cheap guess picks the most promising workers; only those are predicted in full.
+2. Among options of nearly equal cost, the one with the fewest tokens to compute wins, and local before remote.
+3. If several are left, two are drawn at random and the one whose worker has fewer requests wins. Several routers see
+   the same loads and would otherwise all choose the same worker.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from heapq import nsmallest
+from math import inf
+from operator import add
+from random import Random
+from typing import NamedTuple
+
+from cpd.common.policy_settings import PolicySettings
+from router.placement.candidate import Candidate
+from router.placement.costs import DecodePrediction, PlacementQuery, PrefillPrediction
+from router.placement.policy import Option, Placement, Situation
+
+
+class CostPolicy:
+    """See the module."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
+
+    def place(self, seen: Situation) -> Placement:
+        """Chooses the option with the lowest cost."""
+        query, rng = PlacementQuery(seen, self._settings), seen.rng
+        blocks = seen.cached.cached
+        warm = [one for one in seen.combined if one.worker_id in blocks] if blocks else []
+        decodes = _most_promising(query, seen.combined, warm, rng)
+        guesses, count = map(query.guess_prefill_ms, seen.prefill), self._settings.prefill_predicted
+        prefills = [PrefillPrediction(query, one) for one in _lowest(seen.prefill, count, guesses, rng)]
+        source = max(warm, key=lambda one: (query.cached(one).tokens, -one.requests), default=None)
+        if source is not None and prefills and not query.may_be_local(source):
+            source = None
+        if not self._settings.prefix_fetches:
+            source = None
+
+        ways: list[_Way] = []
+        for decode in decodes:
+            if not prefills or query.may_be_local(decode.worker):
+                ways.append(_Way(decode.local(), decode))
+            if source is not None and decode.cached.tokens < query.cached(source).tokens:
+                ways.append(_Way(decode.local(source), decode))
+        near_ms = self._near_ms(ways) if ways else inf
+        others: Callable[[], Iterable[Option]] = tuple
+        remote = [decode for decode in decodes if query.may_be_remote(decode.worker)] if prefills else []
+        if remote:
+            least_ms = min([decode.shared_ms for decode in remote]) + min([one.least_ms for one in prefills])
+            if least_ms > near_ms:  # no remote option can be as good
+                others = partial(_remote_options, remote, prefills)
+            else:
+                ways += [_Way(decode.remote(one), decode, one) for decode in remote for one in prefills]
+                near_ms = self._near_ms(ways)
+
+        ways.sort(key=_cost_ms)
+        near = [way for way in ways if way.option.cost_ms <= near_ms]
+        simplest = min(_effort(way.option) for way in near)
+        equals = [way for way in near if _effort(way.option) == simplest]
+        chosen = min(rng.sample(equals, min(2, len(equals))), key=lambda way: way.decode.worker.requests)
+
+        option, decode = chosen.option, chosen.decode
+        most_cached = max((blocks[one.worker_id] for one in warm), default=0)
+        return Placement(
+            decode=decode.worker,
+            prefill=_prefill_workers(ways, chosen),
+            prefix_source=source if option.prefix_source else None,
+            prefix_source_blocks=blocks[option.prefix_source] if option.prefix_source else 0,
+            long_prefill_tokens=decode.break_even(option),
+            replicates_prefix=blocks.get(decode.worker.worker_id, 0) < most_cached,
+            predicted=(option, *(way.option for way in ways if way is not chosen)),
+            others=others,
+        )
+
+    def _near_ms(self, ways: Iterable["_Way"]) -> float:
+        """The highest cost that counts as equal to the lowest one."""
+        best = min(ways, key=_cost_ms).option
+        return best.cost_ms + max(self._settings.near_ms, self._settings.near * best.ttft_ms)
+
+
+class _Way(NamedTuple):
+    """An option with the predictions it was made from."""
+
+    option: Option
+    decode: DecodePrediction
+    prefill: PrefillPrediction | None = None
+
+
+def _cost_ms(way: _Way) -> float:
+    return way.option.cost_ms
+
+
+def _remote_options(decodes: Sequence[DecodePrediction], prefills: Sequence[PrefillPrediction]) -> list[Option]:
+    return [decode.remote(prefill) for decode in decodes for prefill in prefills]
+
+
+def _effort(option: Option) -> tuple[int, bool]:
+    """Orders options of nearly equal cost: tokens to compute, then whether it takes two workers."""
+    return option.uncached_tokens, bool(option.prefill or option.prefix_source)
+
+
+def _most_promising(
+    query: PlacementQuery, workers: Sequence[Candidate], warm: Sequence[Candidate], rng: Random
+) -> list[DecodePrediction]:
+    """The combined workers to predict in full; `warm` ones have some of the prompt cached."""
+    count = query.settings.combined_predicted
+    if len(workers) <= count:
+        return [DecodePrediction(query, worker) for worker in workers]
+    decode_ms = [query.guess_decode_ms(one) for one in workers]
+    local = _lowest(workers, count, map(add, decode_ms, map(query.guess_local_ms, workers)), rng)
+    remote = _lowest(workers, count, decode_ms, rng)
+    # guesses ignore that short prompts need not queue
+    most = _lowest(warm, query.settings.warm_predicted, [-query.cached(one).tokens for one in warm], rng)
+    shortlist = {one.worker_id: one for one in (*local, *remote, *most)}
+    return [DecodePrediction(query, worker) for worker in shortlist.values()]
+
+
+def _lowest(workers: Sequence[Candidate], count: int, guesses: Iterable[float], rng: Random) -> list[Candidate]:
+    """The `count` workers with the lowest guesses, which are in the order of `workers`."""
+    if len(workers) <= count:
+        return list(workers)
+    ranked = nsmallest(count, ((guess, rng.random(), index) for index, guess in enumerate(guesses)))
+    return [workers[index] for _, _, index in ranked]
+
+
+def _prefill_workers(ways: Sequence[_Way], chosen: _Way) -> tuple[Candidate, ...]:
+    """The chosen prefill worker, then the decode worker's other ones by cost; none if the chosen way is local."""
+    if chosen.prefill is None:
+        return ()
+    others = [way.prefill for way in ways if way.decode is chosen.decode and way.prefill not in (None, chosen.prefill)]
+    return (chosen.prefill.worker, *(other.worker for other in others if other is not None))
