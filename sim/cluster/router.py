@@ -56,6 +56,7 @@ class SimRouter:
         sides: Counterparts of the combined workers, by name.
         network_s: Delay of a message between router and worker.
         on_load: Called with each load report when it is sent.
+        max_tokens: Output limit that requests have, if their answers are not longer.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class SimRouter:
         network_s: float,
         seed: int,
         on_load: Callable[[SimWorker, pb.Load], None],
+        max_tokens: int,
     ) -> None:
         self._policy = policy
         self._targets = targets
+        self._max_tokens = max_tokens
         self._sides = sides
         self._events = events
         self._network_s = network_s
@@ -92,7 +95,7 @@ class SimRouter:
             return
         placement = self._policy.place(
             Situation(
-                Prompt(len(request.token_ids), request.params.max_tokens),
+                Prompt(len(request.token_ids), max(request.params.max_tokens, self._max_tokens)),
                 combined,
                 self._candidates("prefill", frozenset()),
                 self._index.cached_prefixes(request.block_hashes),

@@ -17,7 +17,31 @@ class ClusterShape(Settings):
 
     profile: str = Field(
         "h200-qwen3-8b",
-        description="Profile that gives step times and predictions: a file, or the name of a bundled one.",
+        description="Profile that gives step times: a file, or the name of a bundled one.",
+    )
+    predict_profile: str = Field(
+        "", description="Profile by which workers and router predict; empty: that of --profile."
+    )
+    profile_error: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Makes each worker's predictions wrong: decodes, prefills, attention and transfers each by a "
+        "factor of their own, for 0.2 from 0.8 to 1.2.",
+    )
+    step_noise: float = Field(
+        0.0, ge=0, le=1, description="Standard deviation of step times around the profile, relative; 0.05 is 5 %."
+    )
+    drift: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Standard deviation of a worker's speed, which changes over half a minute; relative.",
+    )
+    max_tokens: int = Field(
+        4096,
+        ge=0,
+        description="Output limit of requests with shorter answers, whose true lengths the router can't see.",
     )
     workers: int = Field(16, ge=1, description="Number of workers, with one device each.")
     prefill_workers: int = Field(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from random import Random
 
 from bench.record import Record
 from bench.slo import Slo
@@ -13,12 +14,14 @@ from engine.types import StepOutput
 from router.placement.policy import Targets
 from sim.cluster.disaggregation import DecodeSide, Links, PrefillSide
 from sim.cluster.events import Events
+from sim.cluster.mistakes import mistaken
 from sim.cluster.policies import make_system
 from sim.cluster.router import SimRouter
 from sim.cluster.settings import ClusterShape
 from sim.cluster.users import Users, Window
 from sim.cluster.worker import SimWorker
 from sim.cluster.workload import Workload
+from sim.device.pace import Pace
 
 GRACE_S = 60.0
 """A measured request fails if it is not done this long after the last one arrived."""
@@ -57,7 +60,10 @@ class SimCluster:
         self._events = Events()
         self._window = Window(settings.warmup, settings.warmup + settings.duration)
         system = make_system(settings.policy)
-        model = PerfModel(Profile.load(settings.profile))
+        truth = Profile.load(settings.profile)
+        model = PerfModel(truth)
+        believed = Profile.load(settings.predict_profile) if settings.predict_profile else truth
+        rng = Random(settings.seed)
         prefill_workers = settings.prefill_workers if system.prefill_workers else 0
         if prefill_workers >= settings.workers:
             raise ConfigError(f"of {settings.workers} workers, {prefill_workers} prefill workers leave no combined one")
@@ -73,6 +79,8 @@ class SimCluster:
                 role,
                 self._events,
                 model,
+                Pace(settings.step_noise, settings.drift, rng.randrange(1 << 32)),
+                PerfModel(mistaken(believed, settings.profile_error, rng)),
                 colocate=system.colocate if role == "combined" else "mixed",
                 token_budget=settings.token_budget,
                 itl_ms=settings.slo_itl,
@@ -96,6 +104,7 @@ class SimCluster:
             network_s,
             settings.seed,
             self._loads.reported,
+            settings.max_tokens,
         )
         for one in combined:
             one.on_output = self._on_output

@@ -28,6 +28,7 @@ from engine.types import CacheEvent, StepOutput
 from sim.cluster.events import Events
 from sim.cluster.work import decodes_s, prompts_s
 from sim.device.fast_forward import FastForward, next_work, possible_steps
+from sim.device.pace import Pace
 from sim.device.runner import SimulatedRunner, VirtualTime, build_outline, chooser
 from worker.load_report import INTERVAL_S, load_from_stats
 
@@ -45,7 +46,9 @@ class SimWorker:
     """A worker of either role.
 
     Args:
-        model: Gives step times and predictions.
+        truth: Gives step times.
+        pace: How much longer steps take.
+        model: Gives the worker's and the router's predictions.
         colocate: How prompts are computed beside decodes.
         token_budget: Most tokens of a step on the whole device; 0: by the model.
         itl_ms: Target gap between tokens.
@@ -66,6 +69,8 @@ class SimWorker:
         worker_id: str,
         role: str,
         events: Events,
+        truth: PerfModel,
+        pace: Pace,
         model: PerfModel,
         *,
         colocate: Mode,
@@ -78,13 +83,14 @@ class SimWorker:
     ) -> None:
         self.id = worker_id
         self.role = role
+        self.truth = truth
         self.model = model
         self.colocate = colocate
         self.num_pages = num_pages
         self._events = events
         self._clock = VirtualTime()
         self._choose = chooser(VOCAB_SIZE)
-        self._runner = runner = SimulatedRunner(num_pages, model, self._clock, VOCAB_SIZE)
+        self._runner = runner = SimulatedRunner(num_pages, truth, self._clock, VOCAB_SIZE, pace)
         splits = [split.shares for split in runner.splits]
         colocation = Colocation(model, token_budget=token_budget, mode=colocate, splits=splits, itl_ms=itl_ms)
         self.token_budget = token_budget
@@ -117,7 +123,7 @@ class SimWorker:
     @property
     def device_s(self) -> float:
         """Device time of all work begun so far (see `sim/cluster/work.py`)."""
-        return prompts_s(self.model, self._prompts) + decodes_s(self.model, self._decodes)
+        return prompts_s(self.truth, self._prompts) + decodes_s(self.truth, self._decodes)
 
     def do(self, command: Command) -> None:
         """Runs `command` between two steps, as soon as possible."""

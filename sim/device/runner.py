@@ -25,6 +25,7 @@ from engine.scheduling.plan import Plan
 from engine.scheduling.sequence import SequenceTable
 from engine.types import TokenLogprobs
 from sim.device.fast_forward import Choose
+from sim.device.pace import Pace
 
 PAGE_BYTES = 8
 """Size of a page of the pool, in which nothing is stored."""
@@ -71,17 +72,20 @@ class SimulatedRunner:
         model: Says how long steps take.
         clock: Shows the device's time.
         vocab_size: Tokens are below it.
+        pace: How much longer steps take than the model says.
 
     Attributes:
         pool: Stands for the KV pool where one must be registered. [num_pages, PAGE_BYTES]
         num_pages, full, splits: See `engine.execution.executor.Executor`.
     """
 
-    def __init__(self, num_pages: int, model: PerfModel, clock: VirtualTime, vocab_size: int) -> None:
+    def __init__(
+        self, num_pages: int, model: PerfModel, clock: VirtualTime, vocab_size: int, pace: Pace | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.pool: npt.NDArray[np.uint8] = np.zeros((num_pages, PAGE_BYTES), dtype=np.uint8)
         self._vocab_size = vocab_size
-        self._device = device = _Device(model, clock, vocab_size)
+        self._device = device = _Device(model, clock, vocab_size, pace or Pace())
         self.full = SimulatedLane(device, 1.0)
         self.splits: Sequence[Split] = [
             Split(SimulatedLane(device, 1 - share), SimulatedLane(device, share))
@@ -158,9 +162,10 @@ class _Step:
 class _Device:
     """The steps that run now on all lanes."""
 
-    def __init__(self, model: PerfModel, clock: VirtualTime, vocab_size: int) -> None:
+    def __init__(self, model: PerfModel, clock: VirtualTime, vocab_size: int, pace: Pace) -> None:
         self.clock = clock
         self._model = model
+        self._pace = pace
         self._vocab_size = vocab_size
         self._running: list[_Step] = []
         self._queued: tuple[_Step, _Step] | None = None
@@ -229,13 +234,14 @@ class _Device:
 
         Both run side by side until one of them ends.
         """
-        model = self._model
-        alone_s = model.step_ms(work, share) / 1e3
+        model, pace = self._model, self._pace(now)
+        alone_s = pace * model.step_ms(work, share) / 1e3
         if other is None or other_end_s <= now or alone_s == 0:
             return now + alone_s, other_end_s
-        together_s = model.step_ms(work, share, other.work) / 1e3
-        other_alone_s = model.step_ms(other.work, other.share) / 1e3
-        other_together_s = model.step_ms(other.work, other.share, work) / 1e3
+        together_s = pace * model.step_ms(work, share, other.work) / 1e3
+        other_pace = self._pace(other.start_s)
+        other_alone_s = other_pace * model.step_ms(other.work, other.share) / 1e3
+        other_together_s = other_pace * model.step_ms(other.work, other.share, work) / 1e3
         other_left = (other_end_s - now) / other_alone_s
         side_by_side_s = min(together_s, other_left * other_together_s)
         return (

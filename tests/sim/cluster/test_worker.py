@@ -1,5 +1,6 @@
 """Fast-forwarded steps have the same effect as single ones."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,11 +14,12 @@ from sim.cluster.users import ROOT
 from sim.cluster.worker import SimWorker
 from sim.cluster.workload import make_workload
 from sim.device.fast_forward import FastForward
+from sim.device.pace import Pace
 from tests.sim.clusters import MODEL, prompt, settings
 
 
-def _simulate(policy: str) -> tuple[Outcome, list[float]]:
-    shape = settings(policy=policy, workers=3, duration=4.0, num_pages=8_000)
+def _simulate(fields: dict[str, Any]) -> tuple[Outcome, list[float]]:
+    shape = settings(**fields, workers=3, duration=4.0, num_pages=8_000)
     cluster = SimCluster(shape, make_workload(shape, 12.0))
     outcome = cluster.run()
     for worker in cluster.workers:
@@ -25,12 +27,20 @@ def _simulate(policy: str) -> tuple[Outcome, list[float]]:
     return outcome, [worker.device_s for worker in cluster.workers]
 
 
-@pytest.mark.parametrize("policy", ["cost", "sglang", "static-pd"])
-def test_fast_forwarded_and_single_steps_have_the_same_results(policy: str) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"policy": "cost"},
+        {"policy": "sglang"},
+        {"policy": "static-pd"},
+        {"policy": "cost", "step_noise": 0.1, "drift": 0.2, "profile_error": 0.3},
+    ],
+)
+def test_fast_forwarded_and_single_steps_have_the_same_results(fields: dict[str, Any]) -> None:
     with patch.object(FastForward, "end", autospec=True, side_effect=FastForward.end) as end:
-        at_once, work_s = _simulate(policy)
+        at_once, work_s = _simulate(fields)
     with patch("sim.cluster.worker.possible_steps", return_value=0):
-        one_by_one, work_one_by_one_s = _simulate(policy)
+        one_by_one, work_one_by_one_s = _simulate(fields)
     assert sum(len(call.args[1]) for call in end.call_args_list) > 500
     assert at_once.records == one_by_one.records
     assert at_once.imbalance == one_by_one.imbalance
@@ -40,7 +50,7 @@ def test_fast_forwarded_and_single_steps_have_the_same_results(policy: str) -> N
 def test_a_command_made_by_another_one_waits_for_one_step() -> None:
     events = Events()
     worker = SimWorker(
-        "w", "combined", events, MODEL, colocate="mixed", token_budget=0, itl_ms=50.0, num_pages=1_000,
+        "w", "combined", events, MODEL, Pace(), MODEL, colocate="mixed", token_budget=0, itl_ms=50.0, num_pages=1_000,
         max_model_len=4_096, max_num_seqs=8, max_queue_tokens=100_000,
     )  # fmt: skip
     tokens, at_s = prompt(160), list[float]()
