@@ -5,7 +5,7 @@
 
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -41,6 +41,9 @@ class RequestMetrics:
         self.replays = counter("replays", "Requests placed again because their worker was lost.")
         self.refusals = cache(counter("refusals", "Requests that a worker gave back, by reason.", "reason").labels)
         replicated = "Placements; replicated: another combined worker had more of the prompt cached."
+        self.fallback = Gauge(
+            "cpd_policy_fallback", "1 while predictions are mostly wrong and not used.", registry=registry
+        )
         self.placements = cache(counter("placements", replicated, "route", "replicated").labels)
 
     def text(self) -> bytes:

@@ -85,7 +85,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
     text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
-    workers = Workers(router_id, token, itl_ms=settings.slo_itl)
+    workers = Workers(router_id, token, itl_ms=settings.slo_itl, handoff_ms=settings.policy.handoff_ms)
     metrics = RequestMetrics()
     metrics.registry.register(WorkerMetrics(workers))
     service = CompletionService(settings, text_files, sampling_defaults, workers, metrics)

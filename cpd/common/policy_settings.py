@@ -25,9 +25,11 @@ class PolicySettings(BaseModel):
     )
     horizon_tokens: int = Field(64, ge=1, description="Delays of later tokens are counted over this many tokens.")
     expected_output: int = Field(
-        256, ge=1, description="Expected tokens of an answer, if the request allows that many and none was seen yet."
+        256, ge=1, description="Expected tokens of an answer, until the tenant's answers show it."
     )
-    handoff_ms: float = Field(2.0, ge=0, description="Time that the messages between two workers add to the TTFT.")
+    handoff_ms: float = Field(
+        2.0, ge=0, description="Time that the messages between two workers add to the TTFT, until it has been measured."
+    )
     queued_behind: float = Field(
         2.0, ge=0, description="Average number of other prompts that wait for a prefill that starts now."
     )
@@ -56,6 +58,12 @@ class PolicySettings(BaseModel):
     )
     prefix_fetches: bool = Field(
         True, description="Fetch a prefix from another worker's cache where that is predicted to be quicker."
+    )
+    fallback_error: float = Field(
+        3.0,
+        gt=1,
+        description="If more than half of the predicted TTFTs are wrong by more than this factor, requests go as with "
+        "`most-cached` until predictions are right again.",
     )
     near_ms: float = Field(1.0, ge=0, description="Options are equally good if their costs differ by less than this,")
     near: float = Field(0.02, ge=0, description="or by less than this part of the TTFT.")

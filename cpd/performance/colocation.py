@@ -234,20 +234,16 @@ class PrefillEstimator:
         colocation: Policy of the worker.
         decodes: Decodes of the worker.
         slowdown: Factor of the model's step times.
-        extra_step_ms: Time added to each step.
     """
 
-    def __init__(
-        self, colocation: Colocation, decodes: Work | None = None, slowdown: float = 1.0, extra_step_ms: float = 0.0
-    ) -> None:
+    def __init__(self, colocation: Colocation, decodes: Work | None = None, slowdown: float = 1.0) -> None:
         self.colocation = colocation
         self.decodes = decodes or Work()
         self.slowdown = slowdown
-        self._extra_step_ms = extra_step_ms
 
     def step_ms(self, work: Work, share: float = 1.0, other_lane: Work | None = None) -> float:
         """Predicts the time of any step on this worker: see `PerfModel.step_ms`."""
-        return self.slowdown * self.colocation.model.step_ms(work, share, other_lane) + self._extra_step_ms
+        return self.slowdown * self.colocation.model.step_ms(work, share, other_lane)
 
     @cached_property
     def alone_ms(self) -> float:

@@ -120,7 +120,12 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
     """Adds the routes for operators."""
     workers = service.workers
     overview = Overview(
-        workers, service.dispatcher.decisions, peers, cluster=service.settings.cluster, model=service.text_files.name
+        workers,
+        service.dispatcher.decisions,
+        service.dispatcher.learning,
+        peers,
+        cluster=service.settings.cluster,
+        model=service.text_files.name,
     )
 
     @app.get("/livez", responses=returns(Health), openapi_extra=NO_KEY)

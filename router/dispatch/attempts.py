@@ -19,6 +19,7 @@ from router.dispatch.output import Choice
 from router.dispatch.worker_session import WorkerSession
 from router.errors import ApiError
 from router.placement.decisions import Decision
+from router.placement.learning import FIRST_GAPS, Learning
 from router.placement.policy import Placement
 
 
@@ -219,8 +220,12 @@ class Attempt:
             if not all(logprob < inf for logprob in (score.logprob, *score.top_logprobs)):
                 raise ProtocolError("it sent log-probabilities that are not numbers")
 
-    def on_output(self, choice: int, prefilled: pb.Prefilled, now: float) -> None:
-        """Records that tokens of a choice have arrived. With the first ones `prefilled` describes the prefill."""
+    def on_output(self, choice: int, prefilled: pb.Prefilled, now: float, learning: Learning) -> None:
+        """Records that tokens of a choice have arrived, and learns from them.
+
+        Args:
+            prefilled: Describes the prefill, with the first tokens.
+        """
         self.deadline = None
         decision, computed_by = self.decision, self.prefill_session
         if decision is None:
@@ -230,12 +235,13 @@ class Attempt:
             as_planned = (prefilled.prefill_worker or decision.placement.decode.worker_id) == computed_by.id
             if as_planned and computed_by.worker_load is not None:
                 placement, actual_ms = decision.placement, (now - decision.placed_at) * 1e3
-                computed_by.worker_load.ttft_errors.add(
-                    placement.chosen.ttft_ms, actual_ms, placement.prompt_worker.tardiness, now
-                )
+                learning.first_token(computed_by.worker_load.errors, placement, actual_ms, now)
             self._prompt_computed()
         if decision.choice == choice:
             decision.on_output(now)
+            if decision.outputs == FIRST_GAPS + 1 and self.session is not None and self.session.worker_load is not None:
+                actual_ms = (now - decision.first_at) * 1e3 / FIRST_GAPS
+                self.session.worker_load.errors.gap(decision.placement.chosen.itl_ms, actual_ms, now)
 
     def choice_done(self, choice: int) -> None:
         """Records that a choice has ended."""

@@ -82,6 +82,7 @@ class WorkerSession:
         cluster_token: Secret that every internal call carries.
         index: Gets the worker's cached blocks.
         itl_ms: Target for the gaps between the tokens of its streams, in ms.
+        handoff_ms: See `WorkerLoad`.
         admit: Called with the worker's Hello; raises RefusedError if the worker does not fit.
         on_hello: Called when `hello` has changed.
 
@@ -104,6 +105,7 @@ class WorkerSession:
         cluster_token: str,
         index: PrefixIndex,
         itl_ms: float,
+        handoff_ms: float = 0.0,
         admit: Callable[[Member, pb.Hello], None],
         on_hello: Callable[[], None],
     ) -> None:
@@ -119,6 +121,7 @@ class WorkerSession:
         self._cluster_token = cluster_token
         self._index = index
         self._itl_ms = itl_ms
+        self._handoff_ms = handoff_ms
         self._admit = admit
         self._on_hello = on_hello
         self._next_event: int | None = None
@@ -248,7 +251,7 @@ class WorkerSession:
         hello = first.hello
         check_hello(hello)
         self._admit(self.member, hello)
-        self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms)
+        self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms, handoff_ms=self._handoff_ms)
         self.hello, self.state = hello, "syncing"
         self._on_hello()
         self._index.reset(self.id)

@@ -19,15 +19,18 @@ T = TypeVar("T")
 class RouterView(TypedDict):
     """A worker as one router sees it.
 
-    `sequences` counts this router's sequences there. The router multiplies the worker's predicted step times by
-    `tardiness`, because its first tokens came late.
+    `sequences` counts this router's sequences there. From its first tokens and streams the router has learned that its
+    predicted prefills must be multiplied by `ttft_factor` and its decode steps by `itl_factor`, and that `overhead_ms`
+    is added to each TTFT.
     """
 
     state: str
     reason: str | None
     cached_blocks: int
     sequences: int
-    tardiness: float
+    ttft_factor: float
+    itl_factor: float
+    overhead_ms: float
 
 
 class WorkerInfo(TypedDict):
@@ -97,7 +100,10 @@ class WorkerStatus(TypedDict):
 
 
 class RouterStatus(TypedDict):
-    """A router's lease, and whether it is ready. `error` is the reason why it did not answer."""
+    """A router's lease, and whether it is ready. `error` is the reason why it did not answer.
+
+    `trusted`: its predictions are mostly right; otherwise requests go to the most cached worker. None: not known.
+    """
 
     id: str
     kind: str
@@ -108,6 +114,7 @@ class RouterStatus(TypedDict):
     admin: str
     session: str
     ready: bool
+    trusted: bool | None
     error: str | None
 
 
@@ -124,24 +131,29 @@ class ClusterStatus(TypedDict):
     cluster: str
     model: str
     ready: bool
+    trusted: bool
     max_model_len: int | None
     redis: RedisStatus
     workers: list[WorkerStatus]
     routers: list[RouterStatus]
 
 
-def cluster_status(workers: Workers, cluster: str, model: str) -> ClusterStatus:
-    """Returns the cluster as this router sees it."""
+def cluster_status(workers: Workers, cluster: str, model: str, *, trusted: bool) -> ClusterStatus:
+    """Returns the cluster as this router sees it. `trusted`: its predictions are mostly right."""
     return {
         "cluster": cluster,
         "model": model,
         "ready": workers.ready,
+        "trusted": trusted,
         "max_model_len": workers.model.max_model_len or None,
         "redis": {"ok": not workers.redis_error, "error": workers.redis_error or None},
         "workers": [
             _worker(session, workers.router_id, workers.index.size(session.id)) for session in workers.sessions
         ],
-        "routers": [cast(RouterStatus, asdict(member) | {"ready": False, "error": None}) for member in workers.routers],
+        "routers": [
+            cast(RouterStatus, asdict(member) | {"ready": False, "trusted": None, "error": None})
+            for member in workers.routers
+        ],
     }
 
 
@@ -156,6 +168,7 @@ def with_peers(own: ClusterStatus, router_id: str, answers: Sequence[PeerAnswer]
             workers.setdefault(worker["id"], worker)["routers"].update(worker["routers"])
     for router in own["routers"]:
         router["ready"] = router["id"] in seen and seen[router["id"]]["ready"]
+        router["trusted"] = seen[router["id"]]["trusted"] if router["id"] in seen else None
         router["error"] = errors.get(router["id"])
     own["workers"] = [workers[worker_id] for worker_id in sorted(workers)]
     return own
@@ -186,7 +199,9 @@ def _worker(session: WorkerSession, router_id: str, cached_blocks: int) -> Worke
         "reason": session.reason or None,
         "cached_blocks": cached_blocks,
         "sequences": view.sequences if view is not None else 0,
-        "tardiness": view.candidate.tardiness if view is not None else 1.0,
+        "ttft_factor": view.candidate.ttft_factor if view is not None else 1.0,
+        "itl_factor": view.candidate.itl_factor if view is not None else 1.0,
+        "overhead_ms": view.candidate.overhead_ms if view is not None else 0.0,
     }
     member = session.member
     return {

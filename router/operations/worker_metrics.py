@@ -65,8 +65,8 @@ class WorkerMetrics(Collector):
         for names, worker in workers:
             live.add_metric(names, int(worker.live))
             if (view := worker.worker_load) is not None:
-                ttft.add_metric(names, view.ttft_errors.count, view.ttft_errors.ttft_ms / 1e3)
-                error.add_metric(names, view.ttft_errors.count, view.ttft_errors.error_ms / 1e3)
+                ttft.add_metric(names, view.errors.count, view.errors.ttft_ms / 1e3)
+                error.add_metric(names, view.errors.count, view.errors.error_ms / 1e3)
         yield from (live, ttft, error)
         for field, (kind, text) in _FIELDS.items():
             family = kind(f"cpd_worker_{field}", text, labels=_LABELS)

@@ -24,9 +24,6 @@ NOMINAL = PerfModel(
 )
 """Performance model for a worker without a profile, so that token counts have usual relative weights."""
 
-TARDINESS_UNIT_MS = 50.0
-"""A first token predicted after 0 ms that comes after this time has a tardiness of 2."""
-
 MIN_STEP_MS = 1e-3
 """Lower bound on a step time when speeds are compared: simulated steps may take no time."""
 
@@ -51,7 +48,9 @@ class Candidate:
         requests: Number of its sequences, running and waiting.
         max_num_seqs: Number of batch slots; 0 means no limit.
         decode_slowdown: Duration of its recent decode steps, relative to steps without a prefill.
-        tardiness: Actual divided by predicted TTFT, if unusually large; its predicted steps are multiplied by it.
+        overhead_ms: What is added to the TTFT of every prompt that it computes: messages, mostly.
+        ttft_factor: Factor of its predicted prefills, learned from its first tokens. `idle_at` includes it.
+        itl_factor: Factor of its predicted decode steps, learned from its streams.
     """
 
     worker_id: str
@@ -67,7 +66,9 @@ class Candidate:
     requests: int = 0
     max_num_seqs: int = 0
     decode_slowdown: float = 1.0
-    tardiness: float = 1.0
+    overhead_ms: float = 0.0
+    ttft_factor: float = 1.0
+    itl_factor: float = 1.0
 
     @property
     def decodes(self) -> int:
@@ -81,13 +82,13 @@ class Candidate:
 
     def queue_ms(self, now: float) -> float:
         """Time until its prompts are computed, not counting overdue ones."""
-        return max(0.0, (self.idle_at - now) * 1e3) + self._tardy_ms
+        return max(0.0, (self.idle_at - now) * 1e3)
 
     def wait_ms(self, tokens: int, now: float) -> float:
         """Time until the prefill of a prompt with `tokens` uncached tokens would begin."""
         queue_ms = self.queue_ms(now)
         short = queue_ms and tokens <= self.estimator.unqueued_tokens
-        return min(queue_ms, self.estimator.gap_ms + self._tardy_ms) if short else queue_ms
+        return min(queue_ms, self.estimator.gap_ms) if short else queue_ms
 
     def batch_slot_ms(self, streams: int, output: int) -> float:
         """Time until `streams` more sequences have batch slots, if all have `output` tokens and they end evenly."""
@@ -98,7 +99,10 @@ class Candidate:
 
     def prefill(self, tokens: int, before: int) -> PrefillEstimate:
         """Estimates the prefill of `tokens` tokens after `before` cached ones, while the worker's streams decode."""
-        return self.estimator.estimate(tokens, before)
+        estimate = self.estimator.estimate(tokens, before)
+        if self.ttft_factor == 1.0:
+            return estimate
+        return estimate._replace(ms=self.ttft_factor * estimate.ms, delay_ms=self.ttft_factor * estimate.delay_ms)
 
     def transfer_ms(self, pages: int) -> float:
         """Time to receive pages."""
@@ -119,7 +123,7 @@ class Candidate:
     @property
     def token_ms(self) -> float:
         """Time to compute one token of a long prompt."""
-        return self.estimator.token_ms
+        return self.ttft_factor * self.estimator.token_ms
 
     @cached_property
     def lone_step_ms(self) -> float:
@@ -134,12 +138,8 @@ class Candidate:
     def grown_step_ms(self, context: int, streams: int = 1) -> float:
         """Duration of a decode step once all requests decode, and `streams` more with `context` tokens each."""
         together = self._all_context + context * streams
-        return self.decode_slowdown * self.estimator.step_ms(Work.decode(self.requests + streams, together))
-
-    @property
-    def _tardy_ms(self) -> float:
-        """Extra delay of a tardy worker; it counts even if steps take no time by its profile."""
-        return (self.tardiness - 1.0) * TARDINESS_UNIT_MS
+        step_ms = self.estimator.step_ms(Work.decode(self.requests + streams, together))
+        return self.itl_factor * self.decode_slowdown * step_ms
 
     @cached_property
     def _all_context(self) -> int:

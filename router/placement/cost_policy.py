@@ -22,6 +22,7 @@ from cpd.common.policy_settings import PolicySettings
 from router.placement.candidate import Candidate
 from router.placement.costs import DecodePrediction, PlacementQuery, PrefillPrediction
 from router.placement.policy import Option, Placement, Situation
+from router.placement.simple_policies import MostCachedPolicy
 
 
 class CostPolicy:
@@ -29,9 +30,12 @@ class CostPolicy:
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
+        self._fallback = MostCachedPolicy(settings)
 
     def place(self, seen: Situation) -> Placement:
-        """Chooses the option with the lowest cost."""
+        """Chooses the option with the lowest cost. If predictions can't be trusted, it takes the most cached worker."""
+        if not seen.trusted:
+            return self._fallback.place(seen)
         query, rng = PlacementQuery(seen, self._settings), seen.rng
         blocks = seen.cached.cached
         warm = [one for one in seen.combined if one.worker_id in blocks] if blocks else []

@@ -6,7 +6,7 @@ an option is the delay to this user plus the delay to all others:
 
     cost_ms = wait_ms               until the prefill starts: queue, batch slot, loading and fetching cached blocks
             + prefill_ms            computing the uncached tokens
-            + handoff_ms            messages, if another worker computes; with the two above, this user's TTFT
+            + handoff_ms            what the way there and back adds; with the two above, this user's TTFT
             + first_gap_ms          what the transfer of pages adds to the gap after the first token
             + decode_ms             choices · horizon · itl_ms: this user's decode steps
             + interference_ms       requests · horizon · (itl_ms - all_decode_ms): longer steps for all other streams
@@ -101,7 +101,7 @@ class PlacementQuery:
         """Cheap estimate of the cost of a local prefill on this worker; policy.py shortlists by it."""
         cached = self.cached(worker)
         return (
-            max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, self.settings.expected_output))
+            max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, self.prompt.expected_output))
             + cached.load_ms
             + (self.prompt.tokens - cached.tokens) * self._token_cost_ms(worker)
         )
@@ -137,7 +137,7 @@ class PlacementQuery:
 
     def no_room_ms(self, worker: Candidate) -> float:
         """The cost of a late first token if the worker has too few pages: the request would wait until others end."""
-        output = self.prompt.choices * blocks_for(min(self.prompt.output_tokens, self.settings.expected_output))
+        output = self.prompt.choices * blocks_for(min(self.prompt.output_tokens, self.prompt.expected_output))
         pages = self.cached(worker).missing_pages + output
         has_room = pages <= worker.free_pages + worker.cached_pages or worker.num_pages <= 0
         return 0.0 if has_room else self._ttft_miss_ms
@@ -194,7 +194,7 @@ class PrefillPrediction:
         self.prefill_ms = worker.prefill(self.uncached_tokens, cached.tokens).ms
         self.last_pages = blocks_for(min(self.uncached_tokens, worker.token_budget))
         settings = query.settings
-        self.least_ms = self.wait_ms + settings.handoff_ms + (1 + settings.queued_behind) * self.prefill_ms
+        self.least_ms = self.wait_ms + worker.overhead_ms + (1 + settings.queued_behind) * self.prefill_ms
 
 
 class DecodePrediction:
@@ -210,7 +210,7 @@ class DecodePrediction:
         self.worker = worker
         self.cached = query.cached(worker)
         self._query = query
-        self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, settings.expected_output)
+        self._batch_slot_ms = worker.batch_slot_ms(prompt.choices, prompt.expected_output)
         self._itl_ms = itl_ms = worker.grown_step_ms(prompt.tokens, prompt.choices)
         self._decode_ms = prompt.choices * horizon * itl_ms
         self._interference_ms = worker.requests * horizon * max(0.0, itl_ms - worker.all_decode_ms)
@@ -246,6 +246,7 @@ class DecodePrediction:
             host_tokens=prefix.host_tokens,
             wait_ms=query.with_overdue_ms(worker, wait_ms, prefill.ms),
             prefill_ms=prefill.ms,
+            handoff_ms=worker.overhead_ms,
             fetch_ms=fetch_ms,
             stall_ms=worker.decodes * prefill.delay_ms,
             slo_violation_ms=worker.decodes * query.itl_violation_ms(prefill.gap_ms),
@@ -263,7 +264,7 @@ class DecodePrediction:
             host_tokens=prefill.host_tokens,
             wait_ms=self._query.with_overdue_ms(prefill.worker, wait_ms, prefill.prefill_ms),
             prefill_ms=prefill.prefill_ms,
-            handoff_ms=self._query.settings.handoff_ms,
+            handoff_ms=prefill.worker.overhead_ms,
             first_gap_ms=max(last_ms, self.worker.transfer_ms(pages) - prefill.prefill_ms),
         )
 

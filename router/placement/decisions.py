@@ -64,7 +64,8 @@ class Decision:
             "why": _why(placement),
             "replicated": placement.replicates_prefix,
             "outcome": self.outcome,
-            "predicted": _describe(placement.chosen) | {"tardiness": placement.prompt_worker.tardiness},
+            "predicted": _describe(placement.chosen)
+            | {"ttft_factor": placement.prompt_worker.ttft_factor, "itl_factor": placement.decode.itl_factor},
             "actual": self._actual(),
             "options": [_describe(option) for option in sorted(placement.options, key=lambda option: option.cost_ms)],
         }

@@ -21,11 +21,13 @@ class Prompt:
         tokens: Tokens of the prompt; after a replay also those of the output so far.
         output_tokens: Upper bound on the tokens of each choice.
         choices: Number of sequences that will decode.
+        expected_output: Tokens that an answer usually has.
     """
 
     tokens: int
     output_tokens: int = 1
     choices: int = 1
+    expected_output: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Situation:
         cached: Leading blocks of the prompt that each worker has cached.
         now: Time in seconds, of the clock of `Candidate.idle_at`.
         rng: Decides between equally good options.
+        trusted: Recent predictions were mostly right.
     """
 
     prompt: Prompt
@@ -61,6 +64,7 @@ class Situation:
     targets: Targets
     now: float
     rng: Random
+    trusted: bool = True
 
     def cached_blocks(self, worker: Candidate) -> int:
         """The number of leading blocks of the prompt that the worker has cached."""

@@ -1,12 +1,9 @@
 """A router's estimate of a worker's load: the worker's last report, plus the requests sent to it since.
 
 A report tells when the prompts on the worker will be computed. Between reports the router adds its own requests as it
-sends them; it can't see those of other routers. A worker whose first tokens come much later than predicted, for
-whatever reason, counts as that much slower.
+sends them; it can't see those of other routers. What it learned of the worker (`learning.py`) corrects both.
 """
 
-from dataclasses import dataclass
-from math import exp, log
 from typing import get_args
 
 from cpd.common.errors import ConfigError
@@ -15,7 +12,8 @@ from cpd.performance.model import MIN_SHARE, PerfModel, Profile, Work
 from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_load
-from router.placement.candidate import NOMINAL, TARDINESS_UNIT_MS, Candidate
+from router.placement.candidate import NOMINAL, Candidate
+from router.placement.learning import WorkerErrors
 
 MAX_SLOWDOWN = 4.0
 """Limit on how many times slower, or faster, than its profile a worker counts: a worker without requests could not show
@@ -25,59 +23,6 @@ UNSEEN_S = 1.0
 """Time for which a prompt that a report does not name counts as on its way to the worker, in seconds. After that it is
 one of the older prompts, which reports do not name, or has gone to another worker."""
 
-RECENT = 8
-"""Number of first tokens over which tardiness is averaged."""
-
-USUAL_TARDINESS = 2.0
-"""A worker with up to this tardiness counts as punctual."""
-
-MAX_TARDINESS = 64.0
-
-TARDY_STEP_MS = 1.0
-"""Added to the steps of a tardy worker for each unit of tardiness above 1, since its profile may be all zeros."""
-
-FORGET_S = 60.0
-"""Decay time of tardiness, so that a worker that gets no work is tried again."""
-
-
-@dataclass(slots=True)
-class TTFTErrors:
-    """How well the TTFTs of the prompts that a worker computed were predicted.
-
-    Attributes:
-        count: Number of first tokens.
-        ttft_ms: Sum of their TTFTs.
-        error_ms: Sum of the absolute errors of the predictions.
-    """
-
-    count: int = 0
-    ttft_ms: float = 0.0
-    error_ms: float = 0.0
-    _log: float = 0.0  # mean logarithm of recent ratios of actual to predicted TTFT
-    _at: float = 0.0
-
-    def add(self, predicted_ms: float, actual_ms: float, corrected: float, now: float) -> None:
-        """Counts a first token.
-
-        Args:
-            corrected: `Candidate.tardiness` when the prediction was made.
-            now: Time in seconds.
-        """
-        self.count += 1
-        self.ttft_ms += actual_ms
-        self.error_ms += abs(actual_ms - predicted_ms)
-        ratio = corrected * (actual_ms + TARDINESS_UNIT_MS) / (predicted_ms + TARDINESS_UNIT_MS)
-        before = self._decayed(now)
-        self._log = before + (log(ratio) - before) / RECENT
-        self._at = now
-
-    def tardiness(self, now: float) -> float:
-        """The factor by which first tokens are expected to be late; 1 unless they are unusually late."""
-        return min(max(exp(self._decayed(now)) - (USUAL_TARDINESS - 1.0), 1.0), MAX_TARDINESS)
-
-    def _decayed(self, now: float) -> float:
-        return self._log * exp((self._at - now) / FORGET_S)
-
 
 class WorkerLoad:
     """One worker's load, as one router estimates it.
@@ -86,19 +31,20 @@ class WorkerLoad:
         hello: The worker's description of itself.
         address: `host:port` of its session port.
         itl_ms: Assumed target for the gaps between tokens of its streams.
+        handoff_ms: What a prefill worker is assumed to add to the TTFT, until it has been measured.
 
     Attributes:
         sequences: This router's sequences on the worker.
-        ttft_errors: Prediction errors of this router's prompts that the worker computed.
+        errors: How the worker's times differ from this router's predictions.
         max_model_len: Longest prompt plus output, in tokens.
 
     Raises:
         ProtocolError: The profile or the lane shares are invalid.
     """
 
-    def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float) -> None:
+    def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float, handoff_ms: float = 0.0) -> None:
         self.sequences = 0
-        self.ttft_errors = TTFTErrors()
+        self.errors = WorkerErrors(handoff_ms if hello.role == pb.ROLE_PREFILL else 0.0)
         self.max_model_len: int = hello.max_model_len
         self._hello = hello
         self._address = address
@@ -109,7 +55,7 @@ class WorkerLoad:
         self._overdue_ms = 0.0
         self._others = 0
         self._decode_slowdown = 1.0
-        self._tardiness = 1.0
+        self._at = 0.0
         self._unanswered: dict[int, tuple[float, float]] = {}  # by request: when it was sent, and its prefill_ms
         self._candidate: Candidate | None = None
 
@@ -132,7 +78,9 @@ class WorkerLoad:
                 requests=self._others + self.sequences,
                 max_num_seqs=self._hello.max_num_seqs,
                 decode_slowdown=self._decode_slowdown,
-                tardiness=self._tardiness,
+                overhead_ms=self.errors.overhead_ms(self._at),
+                ttft_factor=self.errors.ttft_factor(self._at),
+                itl_factor=self.errors.itl_factor(self._at),
             )
         return self._candidate
 
@@ -145,18 +93,18 @@ class WorkerLoad:
         check_load(load)
         self._load = load
         slowdown = min(max(load.slowdown or 1.0, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN)
-        self._tardiness = self.ttft_errors.tardiness(now)
-        extra_step_ms = (self._tardiness - 1.0) * TARDY_STEP_MS
+        self._at = now
         decodes = Work.decode(load.decodes, load.decode_context)
-        self._estimator = PrefillEstimator(self._colocation, decodes, slowdown * self._tardiness, extra_step_ms)
+        self._estimator = PrefillEstimator(self._colocation, decodes, slowdown)
+        factor = self.errors.ttft_factor(now) * slowdown
         self._others = max(0, load.running + load.waiting - self.sequences)
         if self._hello.profile:
-            prefill_ms = self._estimator.slowdown * (load.prefill_ms - load.overdue_ms)
-            self._overdue_ms = self._estimator.slowdown * load.overdue_ms
+            prefill_ms = factor * (load.prefill_ms - load.overdue_ms)
+            self._overdue_ms = factor * load.overdue_ms
             alone_ms = self._estimator.alone_ms
             self._decode_slowdown = min(max(load.step_ms / alone_ms, 1.0), MAX_SLOWDOWN) if alone_ms else 1.0
         else:
-            prefill_ms = load.waiting_tokens * self._estimator.token_ms
+            prefill_ms = self.errors.ttft_factor(now) * load.waiting_tokens * self._estimator.token_ms
         seen = set(load.awaiting_first_token)
         unseen_ms = sum(ms for key, (at, ms) in self._unanswered.items() if key not in seen and now - at < UNSEEN_S)
         self._idle_at = now + (prefill_ms + unseen_ms) / 1e3

@@ -105,6 +105,7 @@ class SimCluster:
             settings.seed,
             self._loads.reported,
             settings.max_tokens,
+            settings.policy,
         )
         for one in combined:
             one.on_output = self._on_output

@@ -23,6 +23,7 @@ from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
 from router.errors import ApiError, failed
 from router.placement.cost_policy import CostPolicy
+from router.placement.learning import Learning
 from router.placement.policy import Targets
 from router.request_metrics import RequestMetrics
 from router.text.detokenize import Vocabulary
@@ -61,7 +62,9 @@ class Exchange:
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
         metrics = RequestMetrics()
         workers = Workers("router-a", "", itl_ms=50.0)
-        dispatcher = Dispatcher(workers, metrics, CostPolicy(PolicySettings()), Targets(), rng=Random(0))
+        dispatcher = Dispatcher(
+            workers, metrics, CostPolicy(PolicySettings()), Targets(), Learning(PolicySettings(), 2000.0), rng=Random(0)
+        )
         vocabulary = Vocabulary(tokenizer)
         request = ChatRequest.model_validate(ASKED | {"stream": stream})
         self.choice = Choice(0, vocabulary.detokenizer(b""), (), 0)

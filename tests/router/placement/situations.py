@@ -17,6 +17,7 @@ def situation(
     *,
     now: float = 0.0,
     seed: int = 0,
+    trusted: bool = True,
 ) -> Situation:
     """Returns a situation with a random generator of its own."""
-    return Situation(prompt, combined, prefill, cached, targets, now, Random(seed))
+    return Situation(prompt, combined, prefill, cached, targets, now, Random(seed), trusted)

@@ -25,13 +25,13 @@ def _decision(placement: Placement, request_id: str = "r", tenant: str = "t") ->
 
 
 def test_shows_actual_and_predicted_times() -> None:
-    decision = _decision(_placement(Candidate("a", "a:1", tardiness=2.5)))
+    decision = _decision(_placement(Candidate("a", "a:1", ttft_factor=2.5)))
     assert decision.describe()["actual"] is None
     decision.prefilled = pb.Prefilled(cached_tokens=32, prefill_worker="p", queue_ms=7.0, prefix_worker="q")
     for now in (5.1, 5.4, 5.45, 5.5):
         decision.on_output(now)
     told = decision.describe()
-    assert (told["predicted"]["decode"], told["predicted"]["tardiness"]) == ("a", 2.5)
+    assert (told["predicted"]["decode"], told["predicted"]["ttft_factor"]) == ("a", 2.5)
     actual = {name: round(value, 3) if isinstance(value, float) else value for name, value in told["actual"].items()}
     assert actual == {
         "prefill": "p",

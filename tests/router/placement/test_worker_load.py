@@ -7,7 +7,7 @@ from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.placement.candidate import NOMINAL
-from router.placement.worker_load import FORGET_S, MAX_SLOWDOWN, MAX_TARDINESS, UNSEEN_S, WorkerLoad
+from router.placement.worker_load import MAX_SLOWDOWN, UNSEEN_S, WorkerLoad
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
 INSTANT = Profile.load("instant").model_dump_json(by_alias=True).encode()
@@ -181,46 +181,3 @@ def test_a_profile_with_absurd_times_is_a_protocol_error() -> None:
     absurd = PROFILE.model_dump_json(by_alias=True).replace("100.0", "1.7e308").encode()
     with pytest.raises(ProtocolError, match="its performance profile is not a profile"):
         _worker_load(profile=absurd)
-
-
-class TestTardiness:
-    """First tokens of a worker come later than predicted."""
-
-    def test_late_first_tokens_lengthen_its_predictions(self) -> None:
-        tardy, punctual = _worker_load(), _worker_load()
-        for load in (tardy, punctual):
-            load.on_report(pb.Load(), 0.0)
-        for now in range(30):
-            one = tardy.candidate
-            predicted_ms = one.wait_ms(500, now) + one.prefill(500, 0).ms
-            tardy.ttft_errors.add(predicted_ms, 1000.0, one.tardiness, now)
-            tardy.on_report(pb.Load(), now)
-        assert 300.0 <= tardy.candidate.wait_ms(500, 30) + tardy.candidate.prefill(500, 0).ms <= 1000.0
-        assert tardy.candidate.all_decode_ms >= punctual.candidate.all_decode_ms
-        assert punctual.candidate.tardiness == 1.0
-
-    def test_predictions_of_0_ms_are_lengthened_too(self) -> None:
-        load = _worker_load(profile=INSTANT)
-        for now in range(30):
-            one = load.candidate
-            predicted_ms = one.wait_ms(500, now) + one.prefill(500, 0).ms
-            load.ttft_errors.add(predicted_ms, 1000.0, one.tardiness, now)
-            load.on_report(pb.Load(), now)
-        assert 300.0 <= load.candidate.wait_ms(500, 30) <= 1000.0
-        assert load.candidate.all_decode_ms > 1.0
-
-    def test_usual_errors_change_nothing(self) -> None:
-        load = _worker_load()
-        for now in range(30):
-            load.ttft_errors.add(100.0, 190.0 if now % 2 else 60.0, 1.0, now)
-            load.on_report(pb.Load(), now)
-            assert load.candidate.tardiness == 1.0
-
-    def test_is_limited_and_decays(self) -> None:
-        load = _worker_load()
-        for _ in range(100):
-            load.ttft_errors.add(1.0, 1e9, load.candidate.tardiness, 0.0)
-            load.on_report(pb.Load(), 0.0)
-        assert load.candidate.tardiness == MAX_TARDINESS
-        load.on_report(pb.Load(), 10 * FORGET_S)
-        assert load.candidate.tardiness == 1.0

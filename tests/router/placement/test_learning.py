@@ -1,0 +1,151 @@
+"""What a router learns from first tokens, gaps and answers."""
+
+import logging
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpd.common.policy_settings import PolicySettings
+from cpd.rpc import cpd_pb2 as pb
+from router.placement.cost_policy import CostPolicy
+from router.placement.costs import placement_of
+from router.placement.learning import ANSWERS, FORGET_S, MAX_FACTOR, Learning
+from router.placement.policy import Placement, Prompt
+from router.placement.worker_load import WorkerLoad
+from router.prefix_index.index import Prefixes
+from tests.router.placement.situations import situation
+from tests.router.placement.test_worker_load import INSTANT, PROFILE
+
+SETTINGS = PolicySettings()
+
+
+def _load(**hello: Any) -> WorkerLoad:
+    profile = PROFILE.model_dump_json(by_alias=True).encode()
+    hello = {"worker_id": "w", "profile": profile, **hello}
+    load = WorkerLoad(pb.Hello(**hello), "w:1", itl_ms=50.0, handoff_ms=2.0)
+    load.on_report(pb.Load(), 0.0)
+    return load
+
+
+def _placement(load: WorkerLoad, tokens: int) -> Placement:
+    seen = situation(Prompt(tokens, 100), [load.candidate], now=1e6)  # nothing waits any more
+    return placement_of(seen, SETTINGS, load.candidate)
+
+
+def _serve(
+    load: WorkerLoad, actual_ms: Callable[[int], float], count: int = 200, sizes: tuple[int, ...] = (20, 500, 900)
+) -> None:
+    """Serves prompts of these sizes, five a second, and learns from them."""
+    learning, rng = Learning(SETTINGS, 2000.0), Random(0)
+    for now in np.arange(count) / 5:
+        tokens = rng.choice(sizes)
+        learning.first_token(load.errors, _placement(load, tokens), actual_ms(tokens), now)
+        load.on_report(pb.Load(), now)
+
+
+@pytest.mark.parametrize(("factor", "overhead_ms"), [(3.0, 0.0), (1 / 3, 0.0), (1.0, 15.0), (2.0, 8.0), (1.0, 0.0)])
+def test_the_worker_factor_and_the_overhead_are_told_apart(factor: float, overhead_ms: float) -> None:
+    load, truth = _load(), _load()
+    _serve(load, lambda tokens: factor * _placement(truth, tokens).chosen.ttft_ms + overhead_ms)
+    for tokens in (20, 300, 900):
+        actual_ms = factor * _placement(truth, tokens).chosen.ttft_ms + overhead_ms
+        assert _placement(load, tokens).chosen.ttft_ms == pytest.approx(actual_ms, rel=0.15, abs=1.0)
+    assert load.candidate.ttft_factor == pytest.approx(factor, rel=0.15)
+
+
+def test_the_remote_route_begins_with_the_set_handoff() -> None:
+    assert _load(role=pb.ROLE_PREFILL).candidate.overhead_ms == pytest.approx(2.0)
+    assert _load(role=pb.ROLE_COMBINED).candidate.overhead_ms == 0.0
+
+
+def test_noise_of_both_signs_changes_little() -> None:
+    load, truth, rng = _load(), _load(), Random(1)
+    _serve(load, lambda tokens: rng.choice([0.7, 1.3]) * _placement(truth, tokens).chosen.ttft_ms, 200)
+    assert load.candidate.ttft_factor == pytest.approx(1.0, abs=0.2)
+
+
+def test_one_outlier_changes_little() -> None:
+    load = _load()
+    _serve(load, lambda _: 1e9, 1, (900,))
+    assert load.candidate.ttft_factor < 1.3
+
+
+def test_figures_are_limited_and_forgotten() -> None:
+    load = _load()
+    learning = Learning(SETTINGS, 1e12)
+    for _ in range(500):
+        learning.first_token(load.errors, _placement(load, 900), 1e9, 0.0)
+        load.errors.gap(1.0, 1e9, 0.0)
+        load.on_report(pb.Load(), 0.0)
+    assert load.candidate.ttft_factor == pytest.approx(MAX_FACTOR)
+    assert load.candidate.itl_factor == pytest.approx(MAX_FACTOR)
+    load.on_report(pb.Load(), 12 * FORGET_S)
+    assert load.candidate.ttft_factor == pytest.approx(1.0, abs=0.01)
+    assert load.candidate.itl_factor == pytest.approx(1.0, abs=0.01)
+    assert load.candidate.overhead_ms < 1.0
+
+
+def test_prompts_that_are_late_anyway_teach_nothing() -> None:
+    load = _load()
+    Learning(SETTINGS, 10.0).first_token(load.errors, _placement(load, 900), 1e6, 0.0)
+    load.on_report(pb.Load(), 0.0)
+    assert (load.candidate.ttft_factor, load.candidate.overhead_ms, load.errors.count) == (1.0, 0.0, 1)
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_gaps_of_a_worker_are_learned_in_both_directions(factor: float) -> None:
+    load = _load()
+    true_ms = factor * load.candidate.grown_step_ms(100)
+    for now in range(40):
+        load.errors.gap(load.candidate.grown_step_ms(100), true_ms, now)
+        load.on_report(pb.Load(), now)
+    assert load.candidate.grown_step_ms(100) == pytest.approx(true_ms, rel=0.1)
+
+
+def test_a_worker_that_claims_to_take_no_time_gets_its_share_again() -> None:
+    """Its profile is all zeros, so that no factor can correct it: the overhead does."""
+    loads = {"liar": _load(worker_id="liar", profile=INSTANT), "honest": _load(worker_id="honest")}
+    learning, policy, chosen = Learning(SETTINGS, 2000.0), CostPolicy(SETTINGS), []
+    for now in range(60):
+        for load in loads.values():
+            load.on_report(pb.Load(), now)
+        workers = [load.candidate for load in loads.values()]
+        placement = policy.place(situation(Prompt(500, 1), workers, now=now, seed=now))
+        name = placement.decode.worker_id
+        chosen.append(name)
+        actual_ms = 600.0 if name == "liar" else 50.0
+        learning.first_token(loads[name].errors, placement, actual_ms, now)
+    assert chosen[0] == "liar"
+    assert chosen[20:].count("honest") > 30
+
+
+def test_output_lengths_are_those_of_the_tenant() -> None:
+    learning = Learning(PolicySettings(expected_output=256), 2000.0)
+    assert learning.expected_output("a") == 256
+    for _ in range(ANSWERS):
+        learning.answer("a", 10)
+    assert (learning.expected_output("a"), learning.expected_output("b")) == (10, 256)
+    for _ in range(4 * ANSWERS):
+        learning.answer("a", 100)
+    assert learning.expected_output("a") == pytest.approx(100, abs=3)
+
+
+def test_wrong_predictions_are_not_used_until_they_are_right_again(caplog: pytest.LogCaptureFixture) -> None:
+    learning, load = Learning(SETTINGS, 2000.0), _load()
+    placement = _placement(load, 500)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(100):
+            learning.first_token(_load().errors, placement, 50 * placement.chosen.ttft_ms, 0.0)
+        assert not learning.trusted
+        for _ in range(100):
+            learning.first_token(_load().errors, placement, placement.chosen.ttft_ms, 0.0)
+    assert [learning.trusted, *(record.levelname for record in caplog.records)] == [True, "WARNING", "WARNING"]
+
+
+def test_the_fallback_takes_the_most_cached_worker() -> None:
+    busy, idle = _load().candidate, WorkerLoad(pb.Hello(worker_id="v"), "v:1", itl_ms=50.0).candidate
+    seen = situation(Prompt(1000, 10), [idle, busy], cached=Prefixes({"w": 1}), trusted=False)
+    assert CostPolicy(SETTINGS).place(seen).decode.worker_id == "w"
