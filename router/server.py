@@ -25,6 +25,7 @@ from router.api.tenants import Keys, read_keys
 from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerRouters
 from router.operations.worker_metrics import WorkerMetrics
+from router.placement.learning import Learning
 from router.request_metrics import RequestMetrics
 from router.text.text_files import load_text_files
 
@@ -85,7 +86,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
     text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
-    workers = Workers(router_id, token, itl_ms=settings.slo_itl, handoff_ms=settings.policy.handoff_ms)
+    workers = Workers(router_id, token, itl_ms=settings.slo_itl, learning=Learning(settings.policy, settings.slo_ttft))
     metrics = RequestMetrics()
     metrics.registry.register(WorkerMetrics(workers))
     service = CompletionService(settings, text_files, sampling_defaults, workers, metrics)

@@ -122,7 +122,6 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
     overview = Overview(
         workers,
         service.dispatcher.decisions,
-        service.dispatcher.learning,
         peers,
         cluster=service.settings.cluster,
         model=service.text_files.name,

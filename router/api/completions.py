@@ -18,7 +18,6 @@ from router.dispatch.dispatcher import RETRY_S, Dispatcher
 from router.dispatch.output import Choice
 from router.dispatch.workers import Workers
 from router.errors import invalid, unavailable
-from router.placement.learning import Learning
 from router.placement.policies import make_policy
 from router.placement.policy import Targets
 from router.request_metrics import RequestMetrics
@@ -67,9 +66,7 @@ class CompletionService:
         self.settings = settings
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
-        self.dispatcher = Dispatcher(
-            workers, metrics, policy, targets, Learning(settings.policy, settings.slo_ttft), rng=rng
-        )
+        self.dispatcher = Dispatcher(workers, metrics, policy, targets, rng=rng)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not the model that this server has."""

@@ -19,7 +19,7 @@ from router.dispatch.output import Choice
 from router.dispatch.worker_session import WorkerSession
 from router.errors import ApiError
 from router.placement.decisions import Decision
-from router.placement.learning import FIRST_GAPS, Learning
+from router.placement.learning import Learning
 from router.placement.policy import Placement
 
 
@@ -239,9 +239,6 @@ class Attempt:
             self._prompt_computed()
         if decision.choice == choice:
             decision.on_output(now)
-            if decision.outputs == FIRST_GAPS + 1 and self.session is not None and self.session.worker_load is not None:
-                actual_ms = (now - decision.first_at) * 1e3 / FIRST_GAPS
-                self.session.worker_load.errors.gap(decision.placement.chosen.itl_ms, actual_ms, now)
 
     def choice_done(self, choice: int) -> None:
         """Records that a choice has ended."""

@@ -27,7 +27,6 @@ from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
 from router.errors import ApiError, failed, one_line, too_many, unavailable
 from router.placement.decisions import Decisions
-from router.placement.learning import Learning
 from router.placement.policy import PlacementPolicy, Prompt, Situation, Targets
 from router.request_metrics import RequestMetrics
 
@@ -65,7 +64,6 @@ class Dispatcher:
 
     Attributes:
         decisions: Recent placements.
-        learning: What was learned from all requests.
     """
 
     def __init__(
@@ -74,13 +72,12 @@ class Dispatcher:
         metrics: RequestMetrics,
         policy: PlacementPolicy,
         targets: Targets,
-        learning: Learning,
         *,
         rng: Random,
     ) -> None:
         self.decisions = Decisions()
-        self.learning = learning
-        metrics.fallback.set_function(lambda: float(not learning.trusted))
+        self._learning = workers.learning
+        metrics.fallback.set_function(lambda: float(not workers.learning.trusted))
         self._workers = workers
         self._metrics = metrics
         self._policy = policy
@@ -202,7 +199,7 @@ class Dispatcher:
         request, index, prefilled, token_ids = attempt.request, output.choice, output.prefilled, output.token_ids
         choice, loop = request.choices[index], asyncio.get_running_loop()
         now = loop.time()
-        attempt.on_output(index, prefilled, now, self.learning)
+        attempt.on_output(index, prefilled, now, self._learning)
         request.outputs[index].extend(token_ids)
         if choice.num_tokens:
             self._metrics.itl.observe(now - choice.last_at)
@@ -225,7 +222,7 @@ class Dispatcher:
         self._metrics.tenant_tokens(request.tenant).inc(request.prompt_len)
 
     def _choice_done(self, attempt: Attempt, choice: int) -> None:
-        self.learning.answer(attempt.request.tenant, len(attempt.request.outputs[choice]))
+        self._learning.answer(attempt.request.tenant, len(attempt.request.outputs[choice]))
         attempt.choice_done(choice)
         if not attempt.choices:
             self._remove(attempt, "finished")
@@ -254,7 +251,7 @@ class Dispatcher:
                 total,
                 request.sampling.max_tokens - len(emitted),
                 len(attempt.choices),
-                self.learning.expected_output(request.tenant),
+                self._learning.expected_output(request.tenant),
             ),
             combined,
             workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill),
@@ -262,7 +259,7 @@ class Dispatcher:
             self._targets,
             now,
             self._rng,
-            self.learning.trusted,
+            self._learning.trusted,
         )
         try:
             placement = self._policy.place(situation)

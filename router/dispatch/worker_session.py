@@ -26,6 +26,7 @@ from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, StreamError, connect
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello
 from router.errors import describe, one_line
+from router.placement.learning import Learning
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.block_table import KEY_BYTES
 from router.prefix_index.index import PrefixIndex
@@ -82,7 +83,7 @@ class WorkerSession:
         cluster_token: Secret that every internal call carries.
         index: Gets the worker's cached blocks.
         itl_ms: Target for the gaps between the tokens of its streams, in ms.
-        handoff_ms: See `WorkerLoad`.
+        learning: What this router learns from requests.
         admit: Called with the worker's Hello; raises RefusedError if the worker does not fit.
         on_hello: Called when `hello` has changed.
 
@@ -105,7 +106,7 @@ class WorkerSession:
         cluster_token: str,
         index: PrefixIndex,
         itl_ms: float,
-        handoff_ms: float = 0.0,
+        learning: Learning,
         admit: Callable[[Member, pb.Hello], None],
         on_hello: Callable[[], None],
     ) -> None:
@@ -121,7 +122,7 @@ class WorkerSession:
         self._cluster_token = cluster_token
         self._index = index
         self._itl_ms = itl_ms
-        self._handoff_ms = handoff_ms
+        self._learning = learning
         self._admit = admit
         self._on_hello = on_hello
         self._next_event: int | None = None
@@ -251,7 +252,8 @@ class WorkerSession:
         hello = first.hello
         check_hello(hello)
         self._admit(self.member, hello)
-        self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms, handoff_ms=self._handoff_ms)
+        errors = self._learning.worker(prefills_only=hello.role == pb.ROLE_PREFILL)
+        self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms, errors=errors)
         self.hello, self.state = hello, "syncing"
         self._on_hello()
         self._index.reset(self.id)

@@ -20,6 +20,7 @@ from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
 from router.errors import describe
 from router.placement.candidate import Candidate
+from router.placement.learning import Learning
 from router.prefix_index.index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Workers:
         router_id: This router's name.
         cluster_token: Secret that every internal call carries.
         itl_ms: Target for the gaps between the tokens of a stream, in ms.
-        handoff_ms: See `WorkerLoad`.
+        learning: What this router learns from requests.
 
     Attributes:
         router_id: This router's name.
@@ -66,7 +67,7 @@ class Workers:
         redis_error: Reason why Redis does not answer; empty if it does.
     """
 
-    def __init__(self, router_id: str, cluster_token: str, *, itl_ms: float, handoff_ms: float = 0.0) -> None:
+    def __init__(self, router_id: str, cluster_token: str, *, itl_ms: float, learning: Learning) -> None:
         self.index = PrefixIndex()
         self.routers: list[Member] = []
         self.polled = asyncio.Event()
@@ -75,7 +76,7 @@ class Workers:
         self.router_id = router_id
         self._cluster_token = cluster_token
         self._itl_ms = itl_ms
-        self._handoff_ms = handoff_ms
+        self.learning = learning
         self._sessions: dict[str, WorkerSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._awaited: list[WorkerSession] | None = None
@@ -177,7 +178,7 @@ class Workers:
                 cluster_token=self._cluster_token,
                 index=self.index,
                 itl_ms=self._itl_ms,
-                handoff_ms=self._handoff_ms,
+                learning=self.learning,
                 admit=self._admit,
                 on_hello=self._on_hello,
             )

@@ -15,7 +15,6 @@ from router.errors import invalid
 from router.operations.peer_routers import PeerAnswer, PeerRouters
 from router.operations.status import ClusterStatus, cluster_status, with_peers
 from router.placement.decisions import Decisions
-from router.placement.learning import Learning
 
 
 class RequestPlacements(TypedDict):
@@ -49,7 +48,6 @@ class Overview:
         self,
         workers: Workers,
         decisions: Decisions,
-        learning: Learning,
         peers: PeerRouters | None,
         *,
         cluster: str,
@@ -57,14 +55,13 @@ class Overview:
     ) -> None:
         self._workers = workers
         self._decisions = decisions
-        self._learning = learning
         self._peers = peers
         self._cluster = cluster
         self._model = model
 
     async def cluster(self, authorization: bytes) -> ClusterStatus:
         """Returns the state of the cluster. `routers[].error` says why a router did not answer."""
-        own = cluster_status(self._workers, self._cluster, self._model, trusted=self._learning.trusted)
+        own = cluster_status(self._workers, self._cluster, self._model, trusted=self._workers.learning.trusted)
         return with_peers(own, self._workers.router_id, await self._ask("/cluster", authorization))
 
     async def placements(self, tenant: str, authorization: bytes, request_id: str) -> RequestPlacements:

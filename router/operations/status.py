@@ -19,9 +19,8 @@ T = TypeVar("T")
 class RouterView(TypedDict):
     """A worker as one router sees it.
 
-    `sequences` counts this router's sequences there. From its first tokens and streams the router has learned that its
-    predicted prefills must be multiplied by `ttft_factor` and its decode steps by `itl_factor`, and that `overhead_ms`
-    is added to each TTFT.
+    `sequences` counts this router's sequences there. From its first tokens the router has learned that its
+    predicted prefills must be multiplied by `ttft_factor`, and that `overhead_ms` is added to each TTFT.
     """
 
     state: str
@@ -29,7 +28,6 @@ class RouterView(TypedDict):
     cached_blocks: int
     sequences: int
     ttft_factor: float
-    itl_factor: float
     overhead_ms: float
 
 
@@ -200,7 +198,6 @@ def _worker(session: WorkerSession, router_id: str, cached_blocks: int) -> Worke
         "cached_blocks": cached_blocks,
         "sequences": view.sequences if view is not None else 0,
         "ttft_factor": view.candidate.ttft_factor if view is not None else 1.0,
-        "itl_factor": view.candidate.itl_factor if view is not None else 1.0,
         "overhead_ms": view.candidate.overhead_ms if view is not None else 0.0,
     }
     member = session.member

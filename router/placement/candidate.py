@@ -47,10 +47,9 @@ class Candidate:
         overdue_ms: Time to compute its overdue prompts. A prompt that can meet its deadline goes before them.
         requests: Number of its sequences, running and waiting.
         max_num_seqs: Number of batch slots; 0 means no limit.
-        decode_slowdown: Duration of its recent decode steps, relative to steps without a prefill.
+        decode_slowdown: Duration of its recent decode steps, relative to predicted steps without a prefill.
         overhead_ms: What is added to the TTFT of every prompt that it computes: messages, mostly.
         ttft_factor: Factor of its predicted prefills, learned from its first tokens. `idle_at` includes it.
-        itl_factor: Factor of its predicted decode steps, learned from its streams.
     """
 
     worker_id: str
@@ -68,7 +67,6 @@ class Candidate:
     decode_slowdown: float = 1.0
     overhead_ms: float = 0.0
     ttft_factor: float = 1.0
-    itl_factor: float = 1.0
 
     @property
     def decodes(self) -> int:
@@ -138,8 +136,7 @@ class Candidate:
     def grown_step_ms(self, context: int, streams: int = 1) -> float:
         """Duration of a decode step once all requests decode, and `streams` more with `context` tokens each."""
         together = self._all_context + context * streams
-        step_ms = self.estimator.step_ms(Work.decode(self.requests + streams, together))
-        return self.itl_factor * self.decode_slowdown * step_ms
+        return self.decode_slowdown * self.estimator.step_ms(Work.decode(self.requests + streams, together))
 
     @cached_property
     def _all_context(self) -> int:

@@ -64,8 +64,7 @@ class Decision:
             "why": _why(placement),
             "replicated": placement.replicates_prefix,
             "outcome": self.outcome,
-            "predicted": _describe(placement.chosen)
-            | {"ttft_factor": placement.prompt_worker.ttft_factor, "itl_factor": placement.decode.itl_factor},
+            "predicted": _describe(placement.chosen) | {"ttft_factor": placement.prompt_worker.ttft_factor},
             "actual": self._actual(),
             "options": [_describe(option) for option in sorted(placement.options, key=lambda option: option.cost_ms)],
         }

@@ -1,18 +1,20 @@
 """What a router learns from the requests it has placed, so that wrong profiles correct themselves.
 
-    ttft = overhead + factor · (predicted wait + prefill)      of the worker that computes the prompt
-    itl  = factor · predicted gap                              of the worker that decodes
-    length of a tenant's answers
-    whether predictions can be trusted at all
+- ttft = overhead + factor · (predicted wait + prefill): both figures, of the worker that computes the prompt
+- the length of a tenant's answers
+- whether predictions can be trusted at all
+
+How long decode steps take beside prompts is measured by the workers (`worker_load.py`).
 
 A first token teaches both figures of its worker, with a normalised least-mean-squares filter: after a short prediction
-mostly the overhead changes, after a long one mostly the factor. Figures of a worker decay to what they were at first: a
-worker without requests could not show that it has recovered.
+mostly the overhead changes, after a long one mostly the factor. Figures of a worker decay to the mean of its role: a
+worker without requests could not show that it has recovered, and must not look slow beside others that have shown that
+all profiles are too slow.
 """
 
 import logging
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, log, log1p
 
 from cpd.common.policy_settings import PolicySettings
 from router.lru import LRU
@@ -29,11 +31,11 @@ MAX_FACTOR = 16.0
 
 MAX_OVERHEAD_MS = 60_000.0
 
-FIRST_GAPS = 16
-"""Number of gaps at the beginning of a stream that are compared with their prediction: later the load is another."""
-
 FORGET_S = 60.0
 """Decay time of a worker's figures, in seconds."""
+
+ROLE_REQUESTS = 32
+"""Number of recent requests over which the figures of a role are averaged."""
 
 ANSWERS = 32
 """Number of recent answers over which a tenant's output length is averaged."""
@@ -49,28 +51,56 @@ DISTRUST, TRUST = 0.5, 0.2
 logger = logging.getLogger(__name__)
 
 
-class _Decaying:
-    """A figure that is learned, and decays to its first value."""
+@dataclass(slots=True)
+class _Mean:
+    """The mean of a figure over recent requests to all workers of a role."""
 
-    def __init__(self, first: float, low: float, high: float) -> None:
-        self._first, self._low, self._high = first, low, high
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        """Adds a request's figure."""
+        self.count = min(self.count + 1, ROLE_REQUESTS)
+        self.value += (value - self.value) / self.count
+
+
+class _Figure:
+    """A figure of one worker, which is learned and decays to a mean."""
+
+    def __init__(self, mean: _Mean, low: float, high: float) -> None:
+        self._mean, self._low, self._high = mean, low, high
         self._offset = 0.0
         self._at = 0.0
 
     def at(self, now: float) -> float:
         """The figure at a time in seconds."""
-        return self._first + self._offset * exp((self._at - now) / FORGET_S)
+        value = self._mean.value + self._offset * exp((self._at - now) / FORGET_S)
+        return min(max(value, self._low), self._high)
 
-    def set(self, value: float, now: float) -> None:
-        """Sets the figure within its limits."""
-        self._offset, self._at = min(max(value, self._low), self._high) - self._first, now
+    def add(self, change: float, now: float) -> None:
+        """Changes the figure, and the mean a little."""
+        value = min(max(self.at(now) + change, self._low), self._high)
+        self._mean.add(value)
+        self._offset, self._at = value - self._mean.value, now
+
+
+class RoleErrors:
+    """The means of all workers of a role.
+
+    Args:
+        overhead_ms: What the route over them is assumed to add to the TTFT.
+    """
+
+    def __init__(self, overhead_ms: float = 0.0) -> None:
+        self.overhead_ms = _Mean(overhead_ms)
+        self.ttft = _Mean()
 
 
 class WorkerErrors:
     """How a worker's times differ from what was predicted.
 
     Args:
-        overhead_ms: What the route over it is assumed to add to the TTFT.
+        role: What its figures decay to.
 
     Attributes:
         count: Number of first tokens.
@@ -78,13 +108,12 @@ class WorkerErrors:
         error_ms: Sum of the absolute errors of the predictions.
     """
 
-    def __init__(self, overhead_ms: float = 0.0) -> None:
+    def __init__(self, role: RoleErrors) -> None:
         self.count = 0
         self.ttft_ms = 0.0
         self.error_ms = 0.0
-        self._overhead_ms = _Decaying(overhead_ms, 0.0, MAX_OVERHEAD_MS)
-        self._ttft = _Decaying(0.0, -log(MAX_FACTOR), log(MAX_FACTOR))  # logarithms
-        self._itl = _Decaying(0.0, -log(MAX_FACTOR), log(MAX_FACTOR))
+        self._overhead_ms = _Figure(role.overhead_ms, 0.0, MAX_OVERHEAD_MS)
+        self._ttft = _Figure(role.ttft, -log(MAX_FACTOR), log(MAX_FACTOR))  # its logarithm
 
     def overhead_ms(self, now: float) -> float:
         """Time that is added to every TTFT, at a time in seconds."""
@@ -93,10 +122,6 @@ class WorkerErrors:
     def ttft_factor(self, now: float) -> float:
         """Factor of predicted queues and prefills."""
         return exp(self._ttft.at(now))
-
-    def itl_factor(self, now: float) -> float:
-        """Factor of predicted gaps."""
-        return exp(self._itl.at(now))
 
     def count_ttft(self, predicted_ms: float, actual_ms: float) -> None:
         """Counts a first token."""
@@ -112,14 +137,8 @@ class WorkerErrors:
         error_ms = min(max(actual_ms - predicted.ttft_ms, -limit_ms), limit_ms)
         varying_ms = (predicted.ttft_ms - worker.overhead_ms) / worker.ttft_factor
         step = RATE * error_ms / (varying_ms**2 + PREDICTED_MS**2)
-        self._overhead_ms.set(self.overhead_ms(now) + step * PREDICTED_MS**2, now)
-        factor = self.ttft_factor(now) + step * varying_ms
-        self._ttft.set(log(max(factor, 1 / MAX_FACTOR)), now)
-
-    def gap(self, predicted_ms: float, actual_ms: float, now: float) -> None:
-        """Learns from the mean of the first gaps of a stream on this worker."""
-        if predicted_ms > 0 and actual_ms > 0:
-            self._itl.set(self._itl.at(now) + RATE * log(actual_ms / predicted_ms), now)
+        self._overhead_ms.add(step * PREDICTED_MS**2, now)
+        self._ttft.add(log1p(max(step * varying_ms / self.ttft_factor(now), -0.5)), now)
 
 
 @dataclass(slots=True)
@@ -141,8 +160,17 @@ class Learning:
     settings: PolicySettings
     slo_ttft_ms: float
     trusted: bool = True
+    _combined: RoleErrors = field(default_factory=RoleErrors)
+    _prefill: RoleErrors = field(init=False)
     _wrong: float = 0.0  # mean of recent first tokens: 1 if far from the prediction
     _answers: LRU[str, _Answers] = field(default_factory=lambda: LRU(MAX_TENANTS))
+
+    def __post_init__(self) -> None:
+        self._prefill = RoleErrors(self.settings.handoff_ms)
+
+    def worker(self, *, prefills_only: bool) -> WorkerErrors:
+        """Begins to learn about a worker."""
+        return WorkerErrors(self._prefill if prefills_only else self._combined)
 
     def expected_output(self, tenant: str) -> int:
         """Expected tokens of an answer."""

@@ -31,7 +31,7 @@ class WorkerLoad:
         hello: The worker's description of itself.
         address: `host:port` of its session port.
         itl_ms: Assumed target for the gaps between tokens of its streams.
-        handoff_ms: What a prefill worker is assumed to add to the TTFT, until it has been measured.
+        errors: What is learned of it.
 
     Attributes:
         sequences: This router's sequences on the worker.
@@ -42,9 +42,9 @@ class WorkerLoad:
         ProtocolError: The profile or the lane shares are invalid.
     """
 
-    def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float, handoff_ms: float = 0.0) -> None:
+    def __init__(self, hello: pb.Hello, address: str, *, itl_ms: float, errors: WorkerErrors) -> None:
         self.sequences = 0
-        self.errors = WorkerErrors(handoff_ms if hello.role == pb.ROLE_PREFILL else 0.0)
+        self.errors = errors
         self.max_model_len: int = hello.max_model_len
         self._hello = hello
         self._address = address
@@ -80,7 +80,6 @@ class WorkerLoad:
                 decode_slowdown=self._decode_slowdown,
                 overhead_ms=self.errors.overhead_ms(self._at),
                 ttft_factor=self.errors.ttft_factor(self._at),
-                itl_factor=self.errors.itl_factor(self._at),
             )
         return self._candidate
 
@@ -92,7 +91,7 @@ class WorkerLoad:
         """
         check_load(load)
         self._load = load
-        slowdown = min(max(load.slowdown or 1.0, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN)
+        slowdown = _limited(load.slowdown)
         self._at = now
         decodes = Work.decode(load.decodes, load.decode_context)
         self._estimator = PrefillEstimator(self._colocation, decodes, slowdown)
@@ -102,7 +101,7 @@ class WorkerLoad:
             prefill_ms = factor * (load.prefill_ms - load.overdue_ms)
             self._overdue_ms = factor * load.overdue_ms
             alone_ms = self._estimator.alone_ms
-            self._decode_slowdown = min(max(load.step_ms / alone_ms, 1.0), MAX_SLOWDOWN) if alone_ms else 1.0
+            self._decode_slowdown = _limited(load.step_ms / alone_ms if alone_ms else 0.0)
         else:
             prefill_ms = self.errors.ttft_factor(now) * load.waiting_tokens * self._estimator.token_ms
         seen = set(load.awaiting_first_token)
@@ -133,6 +132,11 @@ class WorkerLoad:
         """Removes sequences of this router that have left the worker."""
         self.sequences -= count
         self._candidate = None
+
+
+def _limited(slowdown: float) -> float:
+    """A measured slowdown within limits; 0 is unknown."""
+    return min(max(slowdown or 1.0, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN)
 
 
 def _colocation(hello: pb.Hello, itl_ms: float) -> Colocation:

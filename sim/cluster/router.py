@@ -9,7 +9,7 @@ from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent, Finish, Output, Request
 from router.placement.candidate import Candidate
-from router.placement.learning import FIRST_GAPS, Learning
+from router.placement.learning import Learning
 from router.placement.policy import Placement, PlacementPolicy, Prompt, Situation, Targets
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import PrefixIndex
@@ -33,7 +33,6 @@ class RequestState:
         decode, prefill: Workers of the last placement; equal if the prompt is computed locally.
         placement, placed_at: The last placement and its time.
         refused_by: Workers whose queue was full.
-        gaps_compared: Whether its first gaps have been compared with the prediction.
     """
 
     number: int
@@ -49,7 +48,6 @@ class RequestState:
     placement: Placement | None = None
     placed_at: float = 0.0
     refused_by: set[str] = field(default_factory=set)
-    gaps_compared: bool = False
 
 
 class SimRouter:
@@ -79,7 +77,6 @@ class SimRouter:
         self._policy = policy
         self._targets = targets
         self._max_tokens = max_tokens
-        self._handoff_ms = settings.handoff_ms
         self.learning = Learning(settings, targets.slo_ttft_ms)
         self._sides = sides
         self._events = events
@@ -143,7 +140,6 @@ class SimRouter:
         state, after_s = self._requests[request_id], self._network_s
         state.times_s += [time_s + after_s for time_s in chosen_s]
         state.token_ids += token_ids
-        self._compare_gaps(state)
 
     def _first_by_other(self, state: RequestState, output: Output, cached_tokens: int) -> None:
         state.remote, state.cached_tokens = True, cached_tokens
@@ -153,20 +149,11 @@ class SimRouter:
     def _chosen(self, state: RequestState, output: Output, after_s: float) -> None:
         state.times_s.append(self._events.now + after_s)
         state.token_ids += output.token_ids
-        self._compare_gaps(state)
         if output.finish is not None:
             del self._requests[state.request.id]
             self._loads[state.decode].sequences_ended(1)
             self.learning.answer("", len(state.token_ids))
             state.on_end(state, output.finish)
-
-    def _compare_gaps(self, state: RequestState) -> None:
-        """Learns from the first gaps of a stream, once it has them."""
-        if not state.gaps_compared and len(state.times_s) > FIRST_GAPS and state.placement is not None:
-            state.gaps_compared = True
-            actual_ms = (state.times_s[FIRST_GAPS] - state.times_s[0]) * 1e3 / FIRST_GAPS
-            predicted_ms = state.placement.chosen.itl_ms
-            self._loads[state.decode].errors.gap(predicted_ms, actual_ms, self._events.now)
 
     def _answered(self, state: RequestState, after_s: float, *, planned: bool) -> None:
         """The first token is on its way. `planned`: the prompt was computed where the placement said."""
@@ -192,7 +179,6 @@ class SimRouter:
     def _follow(self, worker: SimWorker) -> WorkerLoad:
         hello = pb.Hello(
             worker_id=worker.id,
-            role=pb.ROLE_PREFILL if worker.role == "prefill" else pb.ROLE_COMBINED,
             num_pages=worker.num_pages,
             max_num_seqs=worker.engine.max_num_seqs,
             page_bytes=worker.model.profile.page_bytes,
@@ -201,7 +187,8 @@ class SimRouter:
             colocate=worker.colocate,
             decode_shares=worker.decode_shares,
         )
-        estimate = WorkerLoad(hello, worker.id, itl_ms=self._targets.slo_itl_ms, handoff_ms=self._handoff_ms)
+        errors = self.learning.worker(prefills_only=worker.role == "prefill")
+        estimate = WorkerLoad(hello, worker.id, itl_ms=self._targets.slo_itl_ms, errors=errors)
         self._index.reset(worker.id)
 
         def load(report: pb.Load) -> None:

@@ -13,6 +13,7 @@ from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello, check_load
 from router.placement.candidate import NOMINAL
 from router.placement.cost_policy import CostPolicy
+from router.placement.learning import RoleErrors, WorkerErrors
 from router.placement.policy import Prompt
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import Prefixes
@@ -39,13 +40,15 @@ def _place(hello: pb.Hello, load: pb.Load, prompt: Prompt) -> None:
     """Predicts for a worker that reports these figures, and a usual one."""
     try:
         check_hello(hello)
-        estimate = WorkerLoad(hello, "bad:1", itl_ms=50.0)
+        estimate = WorkerLoad(hello, "bad:1", itl_ms=50.0, errors=WorkerErrors(RoleErrors()))
         estimate.on_report(load, 1.0)
     except ProtocolError:
         event("protocol error")
         return
     bad = estimate.candidate
-    good = WorkerLoad(pb.Hello(worker_id="good", num_pages=100), "good:1", itl_ms=50.0).candidate
+    good = WorkerLoad(
+        pb.Hello(worker_id="good", num_pages=100), "good:1", itl_ms=50.0, errors=WorkerErrors(RoleErrors())
+    ).candidate
     for prefill in ([], [bad], [good]):
         for cached in (Prefixes(), Prefixes({"bad": 3}), Prefixes({"bad": 3}, {"bad": 1}), Prefixes({"good": 3})):
             placement = CostPolicy(PolicySettings()).place(situation(prompt, [bad, good], prefill, cached, now=1.0))

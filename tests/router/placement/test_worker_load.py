@@ -7,6 +7,7 @@ from cpd.performance.split import SplitShares
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.placement.candidate import NOMINAL
+from router.placement.learning import RoleErrors, WorkerErrors
 from router.placement.worker_load import MAX_SLOWDOWN, UNSEEN_S, WorkerLoad
 
 COST = StepCost(tokens=(1, 1000), tokens_ms=(1.0, 100.0))
@@ -22,7 +23,8 @@ PROFILE = Profile(
 
 def _worker_load(**hello: Any) -> WorkerLoad:
     profile = PROFILE.model_dump_json(by_alias=True).encode()
-    return WorkerLoad(pb.Hello(**{"worker_id": "w", "profile": profile, **hello}), "w:1", itl_ms=50.0)
+    hello = {"worker_id": "w", "profile": profile, **hello}
+    return WorkerLoad(pb.Hello(**hello), "w:1", itl_ms=50.0, errors=WorkerErrors(RoleErrors()))
 
 
 def test_a_candidate_has_the_figures_of_hello_and_load() -> None:
@@ -149,15 +151,15 @@ def test_decode_steps_are_slowed_by_the_recent_factor() -> None:
 @pytest.mark.parametrize(
     ("hello", "report", "slowdown"),
     [
-        ({}, pb.Load(decodes=2, step_ms=0.01), 1.0),
+        ({}, pb.Load(decodes=2, step_ms=0.01), 1 / MAX_SLOWDOWN),
         ({}, pb.Load(decodes=2, step_ms=1e6), MAX_SLOWDOWN),
         ({}, pb.Load(step_ms=1e6), 1.0),
         ({"profile": b""}, pb.Load(decodes=2, step_ms=1e6), 1.0),
         ({"profile": INSTANT}, pb.Load(decodes=2, step_ms=10), 1.0),
     ],
-    ids=["shorter", "bounded", "long ago", "no profile", "no time"],
+    ids=["bounded below", "bounded above", "long ago", "no profile", "no time"],
 )
-def test_steps_without_prefills_slow_nothing_down(hello: dict[str, Any], report: pb.Load, slowdown: float) -> None:
+def test_the_factor_of_decode_steps_is_limited(hello: dict[str, Any], report: pb.Load, slowdown: float) -> None:
     load = _worker_load(**hello)
     load.on_report(report, 1.0)
     assert load.candidate.decode_slowdown == slowdown
