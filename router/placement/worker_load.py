@@ -24,6 +24,9 @@ UNSEEN_S = 1.0
 one of the older prompts, which reports do not name, or has gone to another worker."""
 
 
+_SHORTEST = Work.prefill(1)
+
+
 class WorkerLoad:
     """One worker's load, as one router estimates it.
 
@@ -115,6 +118,9 @@ class WorkerLoad:
         Args:
             key: The number by which load reports name the request until it has its first token.
         """
+        if self._idle_at > now:  # prompts that wait together share steps, and so the time that every step takes
+            shared_ms = self.errors.ttft_factor(now) * self._estimator.step_ms(_SHORTEST)
+            prefill_ms = max(0.0, prefill_ms - shared_ms)
         self._unanswered[key] = (now, prefill_ms)
         self._idle_at = max(self._idle_at, now) + prefill_ms / 1e3
         self._candidate = None

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,8 +13,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from cpd.common.blocks import extend_hashes, hash_root, unpack_tokens
+from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import dispatcher
+from router.placement.cost_policy import CostPolicy
+from router.placement.policy import Placement, Situation
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer, FakeWorker, Script
 
@@ -514,3 +518,75 @@ async def _counted(router: Router, outcome: str) -> bool:
 async def _load_is(router: Router, worker_id: str, **load: int) -> bool:
     worker = await router.worker(worker_id)
     return worker is not None and worker["load"] is not None and load.items() <= worker["load"].items()
+
+
+class TestPolicy:
+    """The setting `policy`."""
+
+    async def test_workers_take_turns(self, start_router: StartRouter, start_worker: StartWorker, says: Says) -> None:
+        workers = [await start_worker(says(name), worker_id=name) for name in ("fox", "dog")]
+        router = await start_router(*workers, policy=PolicySettings(name="round-robin"))
+        answers = [await _text(await router.http.post("/v1/chat/completions", json=CHAT)) for _ in range(4)]
+        assert answers == ["dog", "fox", "dog", "fox"]
+
+    async def test_a_policy_that_fails_is_a_500_and_the_router_goes_on(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        policy = PolicySettings(name="tests.router.dispatch.test_dispatcher:FailsTwice")
+        router = await start_router(await start_worker(says("fox")), policy=policy)
+        for _ in range(2):
+            response = await router.http.post("/v1/chat/completions", json=CHAT)
+            assert (response.status_code, response.json()["error"]["message"]) == (500, "The placement policy failed.")
+        assert await _text(await router.http.post("/v1/chat/completions", json=CHAT)) == "fox"
+
+    async def test_a_policy_that_fails_at_a_replay_fails_the_request(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        opened, wait = _gate(3)
+        policy = PolicySettings(name="tests.router.dispatch.test_dispatcher:FailsLater")
+        first = await start_worker(says(REPLY, after=wait), worker_id="a")
+        router = await start_router(first, await start_worker(says(REPLY), worker_id="b"), policy=policy)
+        asked = asyncio.create_task(router.http.post("/v1/chat/completions", json=CHAT))
+        await eventually(lambda: _is(lambda: bool(first.submits)))
+        await first.kill()
+        response = await asked
+        opened.set()
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "The placement policy failed.")
+
+    async def test_predictions_are_trusted_at_first(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        router = await start_router(await start_worker(says("fox")))
+        cluster = await router.cluster()
+        assert (cluster["trusted"], [one["trusted"] for one in cluster["routers"]]) == (True, [True])
+        assert "\ncpd_policy_fallback 0.0\n" in (await router.http.get("/metrics")).text
+
+
+class FailsTwice:
+    """A policy with a mistake."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._policy = CostPolicy(settings)
+        self._left = 2
+
+    def place(self, seen: Situation) -> Placement:
+        """Fails at first."""
+        self._left -= 1
+        if self._left >= 0:
+            raise ZeroDivisionError
+        return self._policy.place(seen)
+
+
+class FailsLater:
+    """A policy that can't place a request again."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._policy = CostPolicy(settings)
+        self._placed = False
+
+    def place(self, seen: Situation) -> Placement:
+        """Places one request, on the first worker."""
+        if self._placed:
+            raise ZeroDivisionError
+        self._placed = True
+        return self._policy.place(replace(seen, combined=[one for one in seen.combined if one.worker_id == "a"]))

@@ -72,7 +72,7 @@ def _place(
 ) -> Placement:
     prompt, prefixes = Prompt(tokens, output_tokens=200), Prefixes(cached or {}, in_pages or {})
     seen = situation(prompt, combined, prefill or [], prefixes, Targets(**asked), seed=seed)
-    return CostPolicy(policy or PolicySettings()).place(seen)
+    return CostPolicy(policy or PolicySettings(gap_weight=1.0)).place(seen)
 
 
 def _decode(placement: Placement) -> str:

@@ -64,15 +64,15 @@ def test_own_requests_count_at_once_and_others_after_a_report() -> None:
 
 
 def test_a_prompt_lengthens_the_queue_until_a_report_names_it() -> None:
-    load = _worker_load()
+    load, shared_ms = _worker_load(), PerfModel(PROFILE).step_ms(Work.prefill(1))  # of prompts that wait together
     load.on_report(pb.Load(prefill_ms=20), 0.0)
     load.prompt_sent(1, 100.0, 0.0)
-    assert load.candidate.queue_ms(0.0) == pytest.approx(120)
+    assert load.candidate.queue_ms(0.0) == pytest.approx(120 - shared_ms)
     load.on_report(pb.Load(prefill_ms=10, awaiting_first_token=[7]), 0.001)  # another router's
-    assert load.candidate.queue_ms(0.001) == pytest.approx(110)
+    assert load.candidate.queue_ms(0.001) == pytest.approx(110 - shared_ms)
     load.prompt_sent(2, 30.0, 0.002)
     load.on_report(pb.Load(prefill_ms=110, awaiting_first_token=[7, 1]), 0.003)
-    assert load.candidate.queue_ms(0.003) == pytest.approx(140)
+    assert load.candidate.queue_ms(0.003) == pytest.approx(140 - shared_ms)
     load.on_report(pb.Load(prefill_ms=140, awaiting_first_token=[2, 7, 1]), 0.004)
     assert load.candidate.queue_ms(0.004) == pytest.approx(140)
 
@@ -124,6 +124,17 @@ def test_a_worker_slower_than_its_profile_has_longer_steps() -> None:
     assert slow.queue_ms(1.0) == pytest.approx(1.5 * fast.queue_ms(1.0))
     assert slow.all_decode_ms == pytest.approx(1.5 * fast.all_decode_ms)
     assert slow.prefill(300, 0).ms == pytest.approx(1.5 * fast.prefill(300, 0).ms)
+
+
+def test_prompts_that_wait_together_share_the_time_of_a_step() -> None:
+    load = _worker_load()
+    load.on_report(pb.Load(), 0.0)
+    alone_ms, shared_ms = 30.0, PerfModel(PROFILE).step_ms(Work.prefill(1))
+    for key in range(3):
+        load.prompt_sent(key, alone_ms, 0.0)
+    assert load.candidate.queue_ms(0.0) == pytest.approx(3 * alone_ms - 2 * shared_ms)
+    load.on_report(pb.Load(), 0.0)  # they are still on their way
+    assert load.candidate.queue_ms(0.0) == pytest.approx(3 * alone_ms - 2 * shared_ms)
 
 
 def test_the_slowdown_is_limited() -> None:

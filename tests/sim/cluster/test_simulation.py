@@ -11,7 +11,7 @@ from sim.cluster.work import decodes_s, prompts_s
 from sim.cluster.workload import Session, Turn, Workload, make_workload
 from tests.sim.clusters import MODEL, NETWORK_MS, one_turn, prompt, settings, simulate
 
-ALL = (*POLICIES, *SYSTEMS)
+ALL = (*POLICIES, *SYSTEMS, "tests.router.placement.test_policies:LastPolicy")
 ROUND_TRIP_MS = 2 * NETWORK_MS
 
 
