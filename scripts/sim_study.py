@@ -5,6 +5,7 @@
     ablations   our policy, each time without one feature
     mixes       ten mixes from all short to all long
     cache       cached share and balance, beside the policy that always takes the most cached worker
+    trace       goodput on the requests of --trace, replayed at each of --speedups; with 5 % noise, and 20 % error
     burst       16 prompts of 4,096 tokens into 128 running streams
 
 A cell is one policy under one workload. It is computed once and stored in a file, so that an interrupted study resumes.
@@ -67,6 +68,11 @@ MIXES = (
 CACHE_RATE = 60.0
 """Rate of the part `cache`, in requests a second, which even `most-cached` sustains."""
 
+TRACE_POLICIES: tuple[tuple[str, int], ...] = (
+    ("cost", 0), ("cost", 4), ("sglang", 0), ("sglang-lanes", 0), ("dynamo", 0), ("static-pd", 8)
+)  # fmt: skip
+"""Policies of the part `trace`, with their numbers of prefill workers."""
+
 STREAMS, STREAM_TOKENS = 128, 2000
 BURST_S, BURST_PROMPTS, BURST_TOKENS = 3.0, 16, 4096
 
@@ -109,7 +115,7 @@ def _turn(tokens: int, number: int, output_len: int) -> Turn:
     return Turn(array("i", np.random.default_rng(number).integers(100_000, size=tokens).tolist()), output_len)
 
 
-def cells(part: str, seeds: Sequence[int]) -> Iterator[Cell]:
+def cells(part: str, seeds: Sequence[int], speedups: Sequence[float]) -> Iterator[Cell]:
     """The cells of one part."""
     match part:
         case "base":
@@ -128,6 +134,11 @@ def cells(part: str, seeds: Sequence[int]) -> Iterator[Cell]:
             policies: tuple[str, ...] = ("cost", "cost-no-remote", "most-cached")
             for policy in policies:
                 yield Cell(part, policy, CHOSEN["cost"], CACHE_RATE)
+        case "trace":
+            for speedup in speedups:
+                for policy, prefill_workers in TRACE_POLICIES:
+                    settings = {"workload": "trace", "speedup": speedup, "prefill_workers": prefill_workers}
+                    yield Cell(part, policy, {**settings, "step_noise": 0.05, "profile_error": 0.2}, speedup)
         case "burst":
             yield from (Cell(part, policy, chosen) for policy, chosen in CHOSEN.items())
 
@@ -197,6 +208,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=15.0, help="seconds before requests are measured")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds in which requests are measured")
     parser.add_argument("--precision", type=float, default=0.05, help="relative precision of the highest rate")
+    parser.add_argument("--trace", type=Path, help="part `trace`: a file in Mooncake's format")
+    parser.add_argument("--speedups", default="8,12,17,20", help="part `trace`: how many times faster it is replayed")
     options = parser.parse_args()
     base = CompareSettings(
         workers=options.workers,
@@ -204,11 +217,13 @@ def main() -> None:
         duration=options.duration,
         precision=options.precision,
         rate_from=40.0,
+        file=options.trace,
     )
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = [int(seed) for seed in options.seeds.split(",")]
+    speedups = [float(speedup) for speedup in options.speedups.split(",")]
     for part in options.parts.split(","):
-        for cell in cells(part, seeds):
+        for cell in cells(part, seeds, speedups):
             path = options.out / f"{cell.name}.json"
             if not path.exists():
                 content = orjson.dumps(compute(cell, base), option=orjson.OPT_INDENT_2)

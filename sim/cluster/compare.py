@@ -35,6 +35,7 @@ class Row(BaseModel):
         max_rate: Rate of the workload, in requests a second; None: it sustained no rate that was tried.
         too_much: Lowest rate that it does not sustain.
         requests_per_s: Measured requests a second at that rate; fewer while sessions are young.
+        good_per_s: Those within both targets.
         work_imbalance, imbalance, step_imbalance: See `sim.cluster.simulation.Outcome`.
     """
 
@@ -43,6 +44,7 @@ class Row(BaseModel):
     max_rate: float | None
     too_much: float | None
     requests_per_s: float | None = None
+    good_per_s: float | None = None
     ttft_p50_ms: float | None = None
     ttft_p99_ms: float | None = None
     itl_p50_ms: float | None = None
@@ -143,6 +145,7 @@ def as_row(settings: CompareSettings, rate: float, outcome: Outcome) -> Row:
         max_rate=rate,
         too_much=None,
         requests_per_s=len(rows) / settings.duration,
+        good_per_s=outcome.good / settings.duration,
         ttft_p50_ms=summary.ttft_ms.p50,
         ttft_p99_ms=summary.ttft_ms.p99,
         itl_p50_ms=summary.itl_ms.p50,
