@@ -97,6 +97,8 @@ async def test_a_router_that_dies_and_restarts_fails_only_its_own_requests(clust
     for worker in state["workers"]:
         views = list(worker["routers"].values())
         assert len(views) == 2
+        for view in views:  # what each has learned by itself
+            del view["ttft_factor"], view["overhead_ms"]
         assert views[0] == views[1]
 
 
