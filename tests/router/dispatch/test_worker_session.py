@@ -477,16 +477,10 @@ async def test_a_request_goes_to_workers_that_can_take_it(
 ) -> None:
     long = [await start_worker(says("fox"), worker_id=f"long-{number}") for number in range(2)]
     short = await start_worker(says("fox"), worker_id="short", hello={"max_model_len": 65}, cached=_short(0, 1, 2, 3))
-    router = await start_router(*long, short)
+    router = await start_router(*long, short, policy=PolicySettings(name="most-cached"))
     assert (await router.cluster())["max_model_len"] == 512
     assert {await _complete(router) for _ in range(5)} <= {"long-0", "long-1"}
-
-    async def is_short() -> bool:
-        # with each load report its predictions follow those of the others, which were faster than predicted
-        short.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY)))
-        return await _complete(router, PROMPT[:63]) == "short"
-
-    await eventually(is_short)
+    assert await _complete(router, PROMPT[:63]) == "short"
 
 
 class TestReady:
