@@ -90,7 +90,7 @@ class PlacementQuery:
         return self.targets.long_prefill_tokens == "auto" or not self.may_be_local(worker)
 
     def guess_prefill_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of the cost of a remote prefill on this worker; policy.py shortlists by it."""
+        """Cheap estimate of the cost of a remote prefill on this worker; cost_policy.py shortlists by it."""
         cached = self.cached(worker)
         uncached = self.prompt.tokens - cached.tokens
         return (
@@ -98,7 +98,7 @@ class PlacementQuery:
         )
 
     def guess_local_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of the cost of a local prefill on this worker; policy.py shortlists by it."""
+        """Cheap estimate of the cost of a local prefill on this worker; cost_policy.py shortlists by it."""
         cached = self.cached(worker)
         return (
             max(worker.queue_ms(self.now), worker.batch_slot_ms(self.prompt.choices, self.prompt.expected_output))
@@ -107,7 +107,7 @@ class PlacementQuery:
         )
 
     def guess_decode_ms(self, worker: Candidate) -> float:
-        """Cheap estimate of the cost of decoding on this worker; policy.py shortlists by it."""
+        """Cheap estimate of the cost of decoding on this worker; cost_policy.py shortlists by it."""
         return self.settings.gap_weight * self.horizon * worker.added_stream_ms + self.imbalance_ms(worker)
 
     def imbalance_ms(self, worker: Candidate) -> float:
