@@ -100,6 +100,7 @@ def request_row(record: Record, start_s: float, slo: Slo | None) -> Request:
         detail=record.detail,
         finish_reason=record.finish_reason,
         route=record.route,
+        worker=record.worker,
         good=None,
     )
     if slo and record.error != Failure.ABORTED:

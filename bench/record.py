@@ -43,6 +43,7 @@ class Record:
         cached_tokens: Cached prompt tokens, from the server's usage.
         finish_reason: From the server.
         route: The response's `x-cpd-route` header, if any.
+        worker: The response's `x-cpd-decode-worker` header, if any.
     """
 
     session: int
@@ -62,3 +63,4 @@ class Record:
     cached_tokens: int | None = None
     finish_reason: str = ""
     route: str = ""
+    worker: str = ""

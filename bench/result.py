@@ -123,6 +123,7 @@ class Request(BaseModel):
     detail: str
     finish_reason: str
     route: str
+    worker: str = ""
     good: bool | None
 
 

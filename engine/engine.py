@@ -12,6 +12,7 @@ blocks published only when the step that touches them has been collected.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -233,10 +234,10 @@ class Engine:
         """Figures for a load report at the time `now`, as in `step`."""
         scheduler, waiting = self.scheduler, self.scheduler.waiting
         decodes, remaining = scheduler.running_work()
-        begin = now + self.colocation.prefill_ms(remaining, decodes) / 1e3
-        late_ms = self.colocation.prefill_ms(waiting.late_work(begin), decodes)
+        prefill_ms = partial(self.colocation.prefill_ms, decodes=decodes, slowdown=self._slowdown)
+        late_ms = prefill_ms(waiting.late_work(now + prefill_ms(remaining) / 1e3))
         remaining += waiting.queued_work
-        prefill_ms = self.colocation.prefill_ms(remaining, decodes)
+        remaining_ms = prefill_ms(remaining)
         return EngineStats(
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
@@ -249,8 +250,8 @@ class Engine:
             queued_tokens=waiting.limit.tokens,
             decodes=decodes.seqs,
             decode_context=decodes.context,
-            prefill_ms=prefill_ms,
-            overdue_ms=overdue_part(prefill_ms, late_ms),
+            prefill_ms=remaining_ms,
+            overdue_ms=overdue_part(remaining_ms, late_ms),
             step_ms=self.times.decode_ms,
             slowdown=self.times.slowdown,
             host=self._host.stats() if self._host is not None else HostStats(),
@@ -297,7 +298,8 @@ class Engine:
         plan = self.scheduler.schedule_decodes()
         if self.scheduler.wants_prefill(now):
             in_use = self.in_flight.split
-            budget, chosen = self.colocation.prefill_budget(plan.work, in_use.shares if in_use else None)
+            busy = in_use.shares if in_use else None
+            budget, chosen = self.colocation.prefill_budget(plan.work, busy, self._slowdown)
             if lane_plan := self.scheduler.schedule_prefills(plan, budget, now):
                 assert chosen is not None
                 return plan, lane_plan, self._splits[chosen]
@@ -324,11 +326,16 @@ class Engine:
         split = self.in_flight.split
         if split is None:
             return
-        budget, chosen = self.colocation.prefill_budget(self.scheduler.running_work()[0], None)
+        budget, chosen = self.colocation.prefill_budget(self.scheduler.running_work()[0], None, self._slowdown)
         if chosen == split.shares:
             plan = lookahead.next_lane_chunk(self.scheduler, self.in_flight.prefill[-1].plan, budget)
             if plan:
                 self._launch_prefill(split, plan)
+
+    @property
+    def _slowdown(self) -> float:
+        """Factor of the model's step times, as recent steps show it."""
+        return self.times.slowdown or 1.0
 
     def _launch_prefill(self, split: Split, plan: Plan) -> None:
         self.in_flight.launch_prefill(split, plan, self._on_work)

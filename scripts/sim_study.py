@@ -1,11 +1,13 @@
 """Studies the routing policy in simulation: `python -m scripts.sim_study --out DIRECTORY [--parts base,mixes]`.
 
-    base        the highest rate within the targets: our policy and both baselines, for every seed of --seeds
+    base        the highest rate within the targets: our policy and two baselines, for every seed of --seeds
+    wrong       the same for more policies with 5 % noise, and predictions wrong by each of ERRORS
     settings    the same for other settings of each policy; `CHOSEN` has the best ones
     ablations   our policy, each time without one feature
     mixes       ten mixes from all short to all long
     cache       cached share and balance, beside the policy that always takes the most cached worker
     trace       goodput on the requests of --trace, replayed at each of --speedups; with 5 % noise, and 20 % error
+    misjudged   one of 8 workers has a profile that is wrong by each of FACTORS: its share of the requests
     burst       16 prompts of 4,096 tokens into 128 running streams
 
 A cell is one policy under one workload. It is computed once and stored in a file, so that an interrupted study resumes.
@@ -16,6 +18,7 @@ import argparse
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +27,9 @@ import numpy as np
 import orjson
 
 from bench.record import Record
+from cpd.performance.model import Profile
 from sim.cluster.compare import as_row, search_rate
+from sim.cluster.mistakes import scaled
 from sim.cluster.run import evidence
 from sim.cluster.settings import CompareSettings
 from sim.cluster.simulation import SimCluster
@@ -72,6 +77,20 @@ TRACE_POLICIES: tuple[tuple[str, int], ...] = (
     ("cost", 0), ("cost", 4), ("sglang", 0), ("sglang-lanes", 0), ("dynamo", 0), ("static-pd", 8)
 )  # fmt: skip
 """Policies of the part `trace`, with their numbers of prefill workers."""
+
+ERRORS = (0.2, 0.5)
+
+FACTORS = (1 / 3, 1.0, 3.0)
+"""Durations by the profile of the misjudged worker, relative to the true ones."""
+
+MISJUDGED = "combined-0"
+SHARE_S = 15.0
+"""Shares of requests are counted over this time."""
+
+WRONG_POLICIES: tuple[tuple[str, int], ...] = (
+    ("cost", 4), ("cost", 0), ("sglang-lanes", 0), ("static-pd", 9), ("static-pd", 11)
+)  # fmt: skip
+"""Policies of the part `wrong`, with their numbers of prefill workers."""
 
 STREAMS, STREAM_TOKENS = 128, 2000
 BURST_S, BURST_PROMPTS, BURST_TOKENS = 3.0, 16, 4096
@@ -122,6 +141,11 @@ def cells(part: str, seeds: Sequence[int], speedups: Sequence[float]) -> Iterato
             for seed in seeds:
                 for policy, chosen in CHOSEN.items():
                     yield Cell(part, policy, {**chosen, "seed": seed})
+        case "wrong":
+            for seed, error in product(seeds, ERRORS):
+                for policy, prefill_workers in WRONG_POLICIES:
+                    settings = {"prefill_workers": prefill_workers, "seed": seed}
+                    yield Cell(part, policy, {**settings, "step_noise": 0.05, "profile_error": error})
         case "settings":
             for policy, tried in TRIED.items():
                 yield from (Cell(part, policy, {**CHOSEN[policy], **other}) for other in tried)
@@ -137,14 +161,22 @@ def cells(part: str, seeds: Sequence[int], speedups: Sequence[float]) -> Iterato
         case "trace":
             for speedup in speedups:
                 for policy, prefill_workers in TRACE_POLICIES:
-                    settings = {"workload": "trace", "speedup": speedup, "prefill_workers": prefill_workers}
-                    yield Cell(part, policy, {**settings, "step_noise": 0.05, "profile_error": 0.2}, speedup)
+                    replay: dict[str, Any] = {"workload": "trace", "speedup": speedup}
+                    replay |= {"prefill_workers": prefill_workers, "step_noise": 0.05, "profile_error": 0.2}
+                    yield Cell(part, policy, replay, speedup)
+        case "misjudged":
+            chats: dict[str, Any] = {"workers": 8, "prefill_workers": 0, "agent_share": 0.0}
+            chats |= {"warmup": 0.0, "duration": 75.0, "step_noise": 0.05}
+            for seed, factor in product(seeds, FACTORS):
+                yield Cell(part, "cost", {**chats, "seed": seed, "factor": factor}, 60.0)
         case "burst":
             yield from (Cell(part, policy, chosen) for policy, chosen in CHOSEN.items())
 
 
 def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
     """Computes the content of a cell's file."""
+    if cell.part == "misjudged":
+        return _shares(cell, base)
     policy = base.policy.model_copy(update={"name": cell.policy})
     settings = base.model_copy(update={**cell.settings, "policy": policy})
     if cell.part == "burst":
@@ -155,11 +187,37 @@ def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
             "max": _rise(max(without), max(with_burst)),
         }
     if cell.rate is None:
-        row = search_rate(settings, settings.long_share)
+        row = search_rate(settings)
     else:
         outcome = SimCluster(settings, make_workload(settings, cell.rate)).run()
         row = as_row(settings, cell.rate, outcome)
     return row.model_dump(mode="json")
+
+
+def _shares(cell: Cell, base: CompareSettings) -> dict[str, Any]:
+    """Requests of the misjudged worker in each period, relative to a fair share; the least and most of the others."""
+    changes = {**cell.settings}
+    factor = changes.pop("factor")
+    settings = base.model_copy(update=changes)
+
+    def believed(name: str, profile: Profile) -> Profile:
+        return scaled(profile, factor) if name == MISJUDGED else profile
+
+    assert cell.rate is not None
+    outcome = SimCluster(settings, make_workload(settings, cell.rate), believed).run()
+    edges = np.arange(0, settings.duration + SHARE_S, SHARE_S)
+    shares = {}
+    for worker in sorted({record.worker for record in outcome.records}):
+        shares[worker] = np.histogram([one.due_s for one in outcome.records if one.worker == worker], edges)[0]
+    mean = sum(shares.values()) / settings.workers
+    own = (shares.pop(MISJUDGED) / mean).round(2)
+    others = np.array(list(shares.values())) / mean
+    return {
+        "good": outcome.good / len(outcome.records),
+        "share": own.tolist(),
+        "least": others.min(axis=0).round(2).tolist(),
+        "most": others.max(axis=0).round(2).tolist(),
+    }
 
 
 def _rise(without: float, with_burst: float) -> dict[str, float]:
@@ -191,6 +249,8 @@ def show(directory: Path, base: CompareSettings) -> None:
                     for name, ms in found.items()
                 ),
             )
+        elif path.stem.startswith("misjudged"):
+            print(path.stem, *(f"{name} {value}" for name, value in found.items()))
         elif found["max_rate"]:
             figures = {name: value for name, value in found.items() if isinstance(value, float)}
             print(path.stem, *(f"{name} {value:.4g}" for name, value in figures.items()))
@@ -203,7 +263,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--parts", default="base,cache,burst,ablations,mixes,settings", help="parts to compute")
-    parser.add_argument("--seeds", default="0,1,2", help="seeds of the part `base`")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the parts `base`, `wrong` and `misjudged`")
+    parser.add_argument("--profile", default="h200-qwen3-8b", help="profile of the devices")
+    parser.add_argument("--rate-from", type=float, default=40.0, help="rate at which a search begins")
     parser.add_argument("--workers", type=int, default=16, help="number of workers")
     parser.add_argument("--warmup", type=float, default=15.0, help="seconds before requests are measured")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds in which requests are measured")
@@ -216,7 +278,8 @@ def main() -> None:
         warmup=options.warmup,
         duration=options.duration,
         precision=options.precision,
-        rate_from=40.0,
+        rate_from=options.rate_from,
+        profile=options.profile,
         file=options.trace,
     )
     options.out.mkdir(parents=True, exist_ok=True)

@@ -67,6 +67,7 @@ class StreamedAnswer:
         """See `Response`."""
         self.record.status = status
         self.record.route = headers.get(b"x-cpd-route", b"").decode("latin-1")
+        self.record.worker = headers.get(b"x-cpd-decode-worker", b"").decode("latin-1")
 
     def body(self, data: bytes, now_s: float) -> bool:
         """See `Response`.

@@ -19,7 +19,7 @@ from bench.report.head import (
 from bench.report.latency import cdf_chart, itl_histogram
 from bench.report.page import Page, series
 from bench.report.scatter import schedule_lag, ttft_by_prompt, ttft_over_time
-from bench.report.timeline import timeline
+from bench.report.timeline import requests_by_worker, timeline
 from bench.result import Result
 from bench.slo import Slo
 
@@ -82,6 +82,8 @@ def _charts(page: Page, results: Sequence[Result], runs: Sequence[Series]) -> No
     page.section("Time line")
     page.add(timeline(runs, results[0].summary.steady if single else None))
     page.add(ttft_over_time(clouds), ttft_by_prompt(clouds, uncached=False))
+    if single:
+        page.add(requests_by_worker(results[0].requests))
 
     page.section("Breakdown")
     tails = [slowest("slowest 1 %" if single else f"{run.name}<br>slowest 1 %", run.requests) for run in runs]

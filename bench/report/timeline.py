@@ -1,4 +1,4 @@
-"""A chart over time of a run."""
+"""Charts over time of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +48,43 @@ def timeline(series: Sequence[Series], steady: Steady | None = None) -> Chart | 
         layout["shapes"] = [_ramp(0, steady.start_s), _ramp(steady.end_s, 1.01 * end_s)]
     note = "Shaded: ramp-up and drain, outside the steady window." if steady else ""
     return Chart("Over time", traces, layout, note=note, height=640, wide=True)
+
+
+def requests_by_worker(requests: Sequence[Request]) -> Chart | None:
+    """A heat map of the requests that each worker got; None if fewer than two workers are known.
+
+    A router that oscillates shows as a row that is bright and dark in turn.
+    """
+    workers = sorted({request.worker for request in requests if request.worker}, key=_natural)
+    if len(workers) < 2:
+        return None
+    end_s = max(request.due_s for request in requests)
+    width_s = 4 * bin_width_s(end_s)
+    edges = width_s * np.arange(int(end_s / width_s) + 2, dtype=np.float64)
+    counts = [
+        np.histogram([request.due_s for request in requests if request.worker == worker], edges)[0]
+        for worker in workers
+    ]
+    trace = {
+        "type": "heatmap",
+        "x": np.round((edges[:-1] + edges[1:]) / 2, 4),
+        "y": workers,
+        "z": [[int(count) for count in row] for row in counts],
+        "colorscale": "$heat",
+        "colorbar": {"title": {"text": "requests"}},
+        "hovertemplate": "%{y}, %{x:,.4~g} s: %{z:,} requests<extra></extra>",
+    }
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": "due, seconds from the start"}, "showgrid": False},
+        "yaxis": {"type": "category", "showgrid": False, "automargin": True},
+        "hovermode": "closest",
+    }
+    return Chart("Requests of each worker over time", [trace], layout, height=max(240, 24 * len(workers)), wide=True)
+
+
+def _natural(name: str) -> tuple[int, str]:
+    """Sorts names that end in numbers by the number, if the rest is equally long."""
+    return len(name), name
 
 
 def _end_s(one: Series) -> float:

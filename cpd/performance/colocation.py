@@ -107,33 +107,40 @@ class Colocation:
         self.splits = tuple(splits)
         self._itl_ms = ITL_MARGIN * itl_ms
 
-    def prefill_budget(self, decodes: Work, busy: SplitShares | None) -> tuple[PrefillBudget, SplitShares | None]:
+    def prefill_budget(
+        self, decodes: Work, busy: SplitShares | None, slowdown: float = 1.0
+    ) -> tuple[PrefillBudget, SplitShares | None]:
         """Returns how much may be prefilled now, and the split to use if the prefill lane gets a chunk.
 
         Args:
             decodes: Decodes of the step.
             busy: The split whose prefill lane is computing.
+            slowdown: Factor of the model's step times.
         """
+        itl_ms = self._itl_ms / slowdown
         if self.mode == "mixed" or not (busy or decodes.tokens):
-            return self._whole_device(decodes), None
+            return self._whole_device(decodes, itl_ms), None
         prefill = Work.prefill(self.max_tokens)
         if busy is not None:
-            return PrefillBudget(self._mixed_tokens(decodes, busy, prefill)), None
-        split = self._choose_split(decodes, prefill)
-        if self.mode == "auto" and not self._lane_pays_off(decodes, split, prefill):
-            return self._whole_device(decodes), None
+            return PrefillBudget(self._mixed_tokens(decodes, busy, prefill, itl_ms)), None
+        split = self._choose_split(decodes, prefill, itl_ms)
+        if self.mode == "auto" and not self._lane_pays_off(decodes, split, prefill, itl_ms):
+            return self._whole_device(decodes, itl_ms), None
         budget = PrefillBudget(
-            mixed=self._mixed_tokens(decodes, split, None),
+            mixed=self._mixed_tokens(decodes, split, None, itl_ms),
             lane_chunk=self._lane_chunk(decodes, split, prefill),
-            mixed_with_lane=self._mixed_tokens(decodes, split, prefill),
+            mixed_with_lane=self._mixed_tokens(decodes, split, prefill, itl_ms),
         )
         return budget, split
 
-    def prefill_ms(self, prompts: Work, decodes: Work) -> float:
-        """Predicts the time of these prompts, in chunks that `prefill_budget` allows, while the decodes continue."""
+    def prefill_ms(self, prompts: Work, decodes: Work, slowdown: float = 1.0) -> float:
+        """Predicts the time of these prompts, in chunks that `prefill_budget` allows, while the decodes continue.
+
+        By the model: `slowdown` is that of `prefill_budget`, and not a factor of the result.
+        """
         if not prompts.tokens:
             return 0.0
-        budget, split = self.prefill_budget(decodes, None)
+        budget, split = self.prefill_budget(decodes, None, slowdown)
         chunks = max(1.0, prompts.tokens / max(budget.lane_chunk or budget.mixed, 1))
         seqs = max(1, round(prompts.seqs / chunks))
         chunk = Work(
@@ -148,14 +155,14 @@ class Colocation:
             return chunks * self.model.step_ms(chunk, split.prefill, decodes) + waits_ms
         return chunks * self.model.step_ms(decodes + chunk)
 
-    def _whole_device(self, decodes: Work) -> PrefillBudget:
+    def _whole_device(self, decodes: Work, itl_ms: float) -> PrefillBudget:
         left = max(0, self.max_tokens - decodes.tokens)
         if self._fixed or not decodes.tokens:
             return PrefillBudget(left, chunked=True)
-        target_ms = self._itl_ms or UNTARGETED_SLOWDOWN * self.model.step_ms(decodes)
+        target_ms = itl_ms or UNTARGETED_SLOWDOWN * self.model.step_ms(decodes)
         return PrefillBudget(min(left, max(MIN_BUDGET, self._fitting(decodes, target_ms))), chunked=True)
 
-    def _choose_split(self, decodes: Work, prefill: Work) -> SplitShares:
+    def _choose_split(self, decodes: Work, prefill: Work, itl_ms: float) -> SplitShares:
         """Returns the split with the fastest prefill that leaves the decodes within their target."""
         model = self.model
 
@@ -167,21 +174,21 @@ class Colocation:
             )
             return lane_split(load, self.splits)
 
-        split = within(self._itl_ms)
-        on_target = model.step_ms(decodes, split.decode, prefill) <= self._itl_ms
+        split = within(itl_ms)
+        on_target = model.step_ms(decodes, split.decode, prefill) <= itl_ms
         return split if on_target else within(MAX_DECODE_SLOWDOWN * model.step_ms(decodes))
 
-    def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work) -> bool:
+    def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work, itl_ms: float) -> bool:
         model = self.model
         gap_ms = model.step_ms(decodes, split.decode, prefill)
-        chunk = Work.prefill(self._whole_device(decodes).mixed)
-        if gap_ms > self._itl_ms > 0 and gap_ms > model.step_ms(decodes + chunk):
+        chunk = Work.prefill(self._whole_device(decodes, itl_ms).mixed)
+        if gap_ms > itl_ms > 0 and gap_ms > model.step_ms(decodes + chunk):
             return False
         together_ms = model.step_ms(decodes + prefill)
         delay_ms = model.step_ms(prefill, split.prefill, decodes) - together_ms
         return decodes.seqs * together_ms >= STALL_WEIGHT * delay_ms
 
-    def _mixed_tokens(self, decodes: Work, split: SplitShares, on_lane: Work | None) -> int:
+    def _mixed_tokens(self, decodes: Work, split: SplitShares, on_lane: Work | None, itl_ms: float) -> int:
         """Returns the most prefill tokens in the decodes' batch.
 
         Args:
@@ -192,7 +199,7 @@ class Colocation:
             return min(most, 1)  # no more than one more decode
         share = 1.0 if on_lane is None else split.decode
         slowed_ms = self.model.step_ms(decodes, split.decode, on_lane or Work.prefill(self.max_tokens))
-        return self._fitting(decodes, max(self._itl_ms, slowed_ms), share, on_lane)
+        return self._fitting(decodes, max(itl_ms, slowed_ms), share, on_lane)
 
     def _fitting(self, decodes: Work, target_ms: float, share: float = 1.0, on_lane: Work | None = None) -> int:
         """Returns the most prefill tokens, within `max_tokens`, that keep a batch with the decodes within a target."""
@@ -267,7 +274,7 @@ class PrefillEstimator:
     def unqueued_tokens(self) -> int:
         """Longest prompt that joins the decodes' batch instead of waiting for one on the prefill lane."""
         split = self._budget[1]
-        return self.colocation.prefill_budget(self.decodes, split)[0].mixed if split else 0
+        return self.colocation.prefill_budget(self.decodes, split, self.slowdown)[0].mixed if split else 0
 
     def estimate(self, tokens: int, before: int) -> PrefillEstimate:
         """Estimates the prefill of `tokens` tokens of a prompt after `before` cached ones."""
@@ -288,7 +295,7 @@ class PrefillEstimator:
 
     @cached_property
     def _budget(self) -> tuple[PrefillBudget, SplitShares | None]:
-        return self.colocation.prefill_budget(self.decodes, None)
+        return self.colocation.prefill_budget(self.decodes, None, self.slowdown)
 
     def _chunks_ms(
         self,

@@ -1,4 +1,4 @@
-"""`cpd sim compare`: finds the highest rate that each policy sustains, for one or several mixes."""
+"""`cpd sim compare`: finds the highest rate that each policy sustains, with several mixes and errors of prediction."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,13 +23,13 @@ from bench.sweep.search import MaxRate
 from cpd.common.errors import ConfigError
 from sim.cluster.policies import make_system
 from sim.cluster.run import evidence
-from sim.cluster.settings import CompareSettings
+from sim.cluster.settings import MAX_PROFILE_ERROR, CompareSettings
 from sim.cluster.simulation import Outcome, SimCluster
 from sim.cluster.workload import make_workload
 
 
 class Row(BaseModel):
-    """One policy on one mix, at the highest rate that it sustains.
+    """One policy on one mix with one error of prediction, at the highest rate that it sustains.
 
     Attributes:
         max_rate: Rate of the workload, in requests a second; None: it sustained no rate that was tried.
@@ -41,6 +41,7 @@ class Row(BaseModel):
 
     policy: str
     long_share: float
+    profile_error: float
     max_rate: float | None
     too_much: float | None
     requests_per_s: float | None = None
@@ -75,13 +76,19 @@ def compare(settings: CompareSettings) -> None:
     """
     if settings.workload != "mix":
         raise ConfigError("a trace has its own times: `cpd sim compare` needs --workload mix")
-    policies, long_shares = _policies(settings), _long_shares(settings)
+    policies = _policies(settings)
+    long_shares = _numbers("long-shares", settings.long_shares, 1.0) or [settings.long_share]
+    errors = _numbers("profile-errors", settings.profile_errors, MAX_PROFILE_ERROR) or [settings.profile_error]
     messages = Console(stderr=True)
     rows = []
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
-        jobs = [(one, share) for share, one in product(long_shares, policies)]
-        for row in pool.map(search_rate, *zip(*jobs, strict=True)):
-            messages.print(f"{row.policy}, {percent(row.long_share)} long: {number(row.max_rate)} requests/s at most")
+        jobs = [
+            one.model_copy(update={"long_share": share, "profile_error": error})
+            for share, error, one in product(long_shares, errors, policies)
+        ]
+        for row in pool.map(search_rate, jobs):
+            mix = f"{percent(row.long_share)} long, predictions wrong by {percent(row.profile_error)}"
+            messages.print(f"{row.policy}, {mix}: {number(row.max_rate)} requests/s at most")
             rows.append(row)
     found = Comparison(
         schema="cpd-sim-compare/1",
@@ -108,21 +115,19 @@ def _policies(settings: CompareSettings) -> list[CompareSettings]:
     return named
 
 
-def _long_shares(settings: CompareSettings) -> list[float]:
-    if not settings.long_shares:
-        return [settings.long_share]
+def _numbers(flag: str, text: str, most: float) -> list[float]:
+    """Returns the numbers of a comma-separated list."""
     try:
-        shares = [float(part) for part in settings.long_shares.split(",")]
+        numbers = [float(part) for part in text.split(",")] if text else []
     except ValueError:
-        shares = [inf]
-    if not all(0 <= share <= 1 for share in shares):
-        raise ConfigError("--long-shares takes numbers from 0 to 1, separated by commas")
-    return shares
+        numbers = [inf]
+    if not all(0 <= one <= most for one in numbers):
+        raise ConfigError(f"--{flag} takes numbers from 0 to {most:g}, separated by commas")
+    return numbers
 
 
-def search_rate(settings: CompareSettings, long_share: float) -> Row:
-    """Searches the highest rate that the policy sustains on one mix."""
-    settings = settings.model_copy(update={"long_share": long_share})
+def search_rate(settings: CompareSettings) -> Row:
+    """Searches the highest rate that the policy sustains."""
     search = MaxRate(settings.rate_from, settings.precision)
     best = None
     while (rate := search.next()) is not None:
@@ -132,7 +137,13 @@ def search_rate(settings: CompareSettings, long_share: float) -> Row:
         if sustained:
             best = cluster
     if best is None or search.met is None:
-        return Row(policy=settings.policy.name, long_share=long_share, max_rate=None, too_much=search.missed)
+        return Row(
+            policy=settings.policy.name,
+            long_share=settings.long_share,
+            profile_error=settings.profile_error,
+            max_rate=None,
+            too_much=search.missed,
+        )
     return as_row(settings, search.met, best.run()).model_copy(update={"too_much": search.missed})
 
 
@@ -142,6 +153,7 @@ def as_row(settings: CompareSettings, rate: float, outcome: Outcome) -> Row:
     return Row(
         policy=settings.policy.name,
         long_share=settings.long_share,
+        profile_error=settings.profile_error,
         max_rate=rate,
         too_much=None,
         requests_per_s=len(rows) / settings.duration,
@@ -158,21 +170,36 @@ def as_row(settings: CompareSettings, rate: float, outcome: Outcome) -> Row:
     )
 
 
-_COLUMNS = ("Long", "Policy", "Rate", "Ratio", "TTFT p99", "ITL p99", "Cached", "Remote", "Work", "Requests", "Steps")
+_COLUMNS = (
+    "Long",
+    "Error",
+    "Policy",
+    "Rate",
+    "Ratio",
+    "TTFT p99",
+    "ITL p99",
+    "Cached",
+    "Remote",
+    "Work",
+    "Requests",
+    "Steps",
+)
 _NOTE = (
-    "Rate: the highest sustained, in requests a second; ratio: to the first policy's. The other columns are from the "
-    "run at that rate, times in ms. The last three are maximum over mean: of device time, over all workers; of "
-    "requests and of decode step times, over the combined workers."
+    "Error: how wrong predictions are. Rate: the highest sustained, in requests a second; ratio: to the first "
+    "policy's. The other columns are from the run at that rate, times in ms. The last three are maximum over mean: of "
+    "device time, over all workers; of requests and of decode step times, over the combined workers."
 )
 
 
 def _cells(found: Comparison) -> Iterator[list[str]]:
-    first = {row.long_share: row.max_rate for row in reversed(found.rows) if row.policy == found.rows[0].policy}
+    name = found.rows[0].policy
+    first = {(row.long_share, row.profile_error): row.max_rate for row in reversed(found.rows) if row.policy == name}
     for row in found.rows:
-        base = first[row.long_share]
+        base = first[row.long_share, row.profile_error]
         ratio = f"x {row.max_rate / base:.2f}" if row.max_rate and base else "-"
         yield [
             percent(row.long_share),
+            f"±{percent(row.profile_error)}",
             row.policy,
             number(row.max_rate),
             ratio,
@@ -201,8 +228,8 @@ def _write_html(found: Comparison, path: Path) -> None:
     page.add(Notice("warn", f"{found.evidence[0].upper()}{found.evidence[1:]}", []))
     page.add(Facts("Command", [("command", " ".join(found.command))]))
     rows: list[Sequence[str | Cell]] = [list(cells) for cells in _cells(found)]
-    page.add(Table(_COLUMNS, rows, note=_NOTE, prose=(1,)))
-    names = list(dict.fromkeys(row.policy for row in found.rows))
+    page.add(Table(_COLUMNS, rows, note=_NOTE, prose=(2,)))
+    lines = list(dict.fromkeys((row.policy, row.profile_error) for row in found.rows))
     page.add(
         Chart(
             "Requests/s sustained, by the share of long prompts",
@@ -210,12 +237,14 @@ def _write_html(found: Comparison, path: Path) -> None:
                 {
                     "type": "scatter",
                     "mode": "lines+markers",
-                    "name": name,
-                    "x": [100 * row.long_share for row in found.rows if row.policy == name],
-                    "y": [row.max_rate for row in found.rows if row.policy == name],
+                    "name": f"{name}, ±{percent(error)}",
+                    "x": [
+                        100 * row.long_share for row in found.rows if (row.policy, row.profile_error) == (name, error)
+                    ],
+                    "y": [row.max_rate for row in found.rows if (row.policy, row.profile_error) == (name, error)],
                     "line": {"color": series(index)},
                 }
-                for index, name in enumerate(names)
+                for index, (name, error) in enumerate(lines)
             ],
             {"xaxis": {"title": {"text": "Long prompts, % of the requests"}}, "yaxis": {"type": "log"}},
             wide=True,

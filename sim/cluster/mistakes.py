@@ -17,19 +17,37 @@ def mistaken(profile: Profile, error: float, rng: Random) -> Profile:
 
     decode, prefill, attention, transfer = factor(), factor(), factor(), factor()
 
-    def wrong(cost: StepCost, curve: float) -> StepCost:
-        return cost.model_copy(
-            update={
-                "tokens_ms": tuple(curve * ms for ms in cost.tokens_ms),
-                "seq_ms": curve * cost.seq_ms,
-                "context_ms": attention * cost.context_ms,
-                "pair_ms": attention * cost.pair_ms,
-            }
-        )
-
     shares = tuple(
-        ShareProfile(share=part.share, decode=wrong(part.decode, decode), prefill=wrong(part.prefill, prefill))
+        ShareProfile(
+            share=part.share,
+            decode=_scaled(part.decode, decode, attention),
+            prefill=_scaled(part.prefill, prefill, attention),
+        )
         for part in profile.shares
     )
     moved = profile.transfer.model_copy(update={"bytes_per_ms": transfer * profile.transfer.bytes_per_ms})
     return profile.model_copy(update={"shares": shares, "transfer": moved})
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    """Returns a profile whose steps all take `factor` times as long."""
+    shares = tuple(
+        ShareProfile(
+            share=part.share,
+            decode=_scaled(part.decode, factor, factor),
+            prefill=_scaled(part.prefill, factor, factor),
+        )
+        for part in profile.shares
+    )
+    return profile.model_copy(update={"shares": shares})
+
+
+def _scaled(cost: StepCost, curve: float, attention: float) -> StepCost:
+    return cost.model_copy(
+        update={
+            "tokens_ms": tuple(curve * ms for ms in cost.tokens_ms),
+            "seq_ms": curve * cost.seq_ms,
+            "context_ms": attention * cost.context_ms,
+            "pair_ms": attention * cost.pair_ms,
+        }
+    )

@@ -9,6 +9,8 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from cpd.common.policy_settings import PolicySettings
 from cpd.common.settings import Settings
 
+MAX_PROFILE_ERROR = 0.95
+
 
 class ClusterShape(Settings):
     """Settings of a simulated cluster."""
@@ -25,7 +27,7 @@ class ClusterShape(Settings):
     profile_error: float = Field(
         0.0,
         ge=0,
-        lt=1,
+        le=MAX_PROFILE_ERROR,
         description="Makes each worker's predictions wrong: decodes, prefills, attention and transfers each by a "
         "factor of their own, for 0.2 from 0.8 to 1.2.",
     )
@@ -105,6 +107,9 @@ class CompareSettings(ClusterShape):
         "cost,sglang,static-pd,dynamo", description="Policies, separated by commas; ratios are to the first."
     )
     long_shares: str = Field("", description="mix: several values of --long-share, separated by commas.")
+    profile_errors: str = Field(
+        "0,0.2,0.5", description="Several values of --profile-error, separated by commas; empty: only that one."
+    )
     good_share: float = Field(
         0.95, gt=0, le=1, description="Share of requests that must meet both targets for a rate to count as sustained."
     )

@@ -49,6 +49,9 @@ class Outcome:
 class SimCluster:
     """Workers, a router and users.
 
+    Args:
+        believed: Returns the profile by which a worker predicts, from its name and the one it would have otherwise.
+
     Attributes:
         workers: All workers.
 
@@ -56,13 +59,18 @@ class SimCluster:
         ConfigError: The settings contradict each other, or a file is invalid.
     """
 
-    def __init__(self, settings: ClusterShape, workload: Workload) -> None:
+    def __init__(
+        self,
+        settings: ClusterShape,
+        workload: Workload,
+        believed: Callable[[str, Profile], Profile] = lambda _, profile: profile,
+    ) -> None:
         self._events = Events()
         self._window = Window(settings.warmup, settings.warmup + settings.duration)
         system = make_system(settings.policy)
         truth = Profile.load(settings.profile)
         model = PerfModel(truth)
-        believed = Profile.load(settings.predict_profile) if settings.predict_profile else truth
+        predicted = Profile.load(settings.predict_profile) if settings.predict_profile else truth
         rng = Random(settings.seed)
         prefill_workers = settings.prefill_workers if system.prefill_workers else 0
         if prefill_workers >= settings.workers:
@@ -74,13 +82,15 @@ class SimCluster:
             raise ConfigError(f"{settings.profile} does not say how many KV pages there are: give --num-pages")
 
         def worker(role: str, number: int) -> SimWorker:
+            name = f"{role}-{number}"
+            pace = Pace(settings.step_noise, settings.drift, rng.randrange(1 << 32))
             return SimWorker(
-                f"{role}-{number}",
+                name,
                 role,
                 self._events,
                 model,
-                Pace(settings.step_noise, settings.drift, rng.randrange(1 << 32)),
-                PerfModel(mistaken(believed, settings.profile_error, rng)),
+                pace,
+                PerfModel(believed(name, mistaken(predicted, settings.profile_error, rng))),
                 colocate=system.colocate if role == "combined" else "mixed",
                 token_budget=settings.token_budget,
                 itl_ms=settings.slo_itl,

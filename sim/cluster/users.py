@@ -157,6 +157,7 @@ class Users:
         record.cached_tokens = state.cached_tokens
         record.output_tokens = len(record.content_s)
         record.route = "remote" if state.remote else "local"
+        record.worker = state.decode
         self._end(conversation, record, record.content_s[-1])
 
     def _refused(self, state: RequestState) -> None:

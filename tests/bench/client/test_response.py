@@ -22,7 +22,7 @@ def answer(*pieces: bytes, status: int = 200, counting: bool = False) -> tuple[R
     made = StreamedAnswer(record, count_words if counting else None)
     failure = None
     try:
-        made.head(status, {b"x-cpd-route": b"2p1d"})
+        made.head(status, {b"x-cpd-route": b"2p1d", b"x-cpd-decode-worker": b"combined-3"})
         for second, piece in enumerate(pieces, start=1):
             if made.body(piece, float(second)):
                 break
@@ -44,6 +44,7 @@ def test_a_complete_answer() -> None:
     assert record.answer_s == 2.0
     assert record.ended_s == 6.0
     assert (record.error, record.status, record.finish_reason, record.route) == ("", 200, "length", "2p1d")
+    assert record.worker == "combined-3"
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (3, 2, None)
 
 

@@ -115,6 +115,7 @@ def _request(server: Server, rng: np.random.Generator, session: int, turn: int, 
         cached_tokens=cached if server.tells_usage else None,
         finish_reason="length",
         route=("remote" if long else "local") if server.names_routes else "",
+        worker=f"combined-{session % 3}" if server.names_routes else "",
     )
 
 

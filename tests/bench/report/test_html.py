@@ -46,7 +46,7 @@ def _read(page: Page) -> _Texts:
 def _coloured(part: Any) -> Any:
     """Replaces the page's colour names with colours that plotly knows."""
     if isinstance(part, str) and re.fullmatch(r"\$[a-z0-9]+", part):
-        return "#123456"
+        return "Viridis" if part == "$heat" else "#123456"
     if isinstance(part, list):
         return [_coloured(inner) for inner in part]
     return {key: _coloured(inner) for key, inner in part.items()} if isinstance(part, dict) else part
@@ -55,7 +55,7 @@ def _coloured(part: Any) -> Any:
 _ALWAYS = {"TTFT: CDF", "ITL: CDF", "E2E: CDF", "ITL: histogram", "Over time", "TTFT of each request over time"}
 _ALWAYS |= {"TTFT against prompt length", "Phases of a request"}
 _SOMETIMES = {"TTFT against uncached prompt tokens", "TTFT of each turn", "Routes", "Turns", "Errors"}
-_SOMETIMES |= {"How late the client sent"}
+_SOMETIMES |= {"How late the client sent", "Requests of each worker over time"}
 
 
 def _titles(page: _Texts) -> set[str]:
@@ -69,7 +69,9 @@ def run() -> Result:
 
 def test_a_run_has_every_part(run: Result) -> None:
     page = _read(report([run]))
-    assert _titles(page) == _ALWAYS | {"TTFT against uncached prompt tokens", "Routes", "Errors"}
+    assert _titles(page) == _ALWAYS | {
+        "TTFT against uncached prompt tokens", "Routes", "Errors", "Requests of each worker over time"
+    }  # fmt: skip
     assert any(text.startswith("197 requests completed in") for text in page.texts)
     assert " ".join(run.command) in page.texts
 

@@ -48,6 +48,14 @@ class TestBudget:
         assert predict.step_ms(DECODES + Work.prefill(budget.mixed)) <= 50 * ITL_MARGIN
         assert predict.step_ms(DECODES + Work.prefill(budget.mixed + 2)) > 50 * ITL_MARGIN
 
+    @pytest.mark.parametrize("slowdown", [0.5, 2.0])
+    def test_a_device_slower_or_faster_than_its_profile_has_steps_within_the_target(self, slowdown: float) -> None:
+        rule = Colocation(model(), itl_ms=50)
+        measured = Colocation(model(fixed_ms=10.0 * slowdown, token_ms=0.1 * slowdown), itl_ms=50)
+        corrected, _ = rule.prefill_budget(DECODES, None, slowdown)
+        assert corrected == measured.prefill_budget(DECODES, None)[0]
+        assert corrected != rule.prefill_budget(DECODES, None)[0]
+
     def test_without_a_target_it_may_take_a_tenth_longer_than_the_decodes(self) -> None:
         predict = model(fixed_ms=100.0, token_ms=0.01)
         budget, _ = Colocation(predict).prefill_budget(DECODES, None)

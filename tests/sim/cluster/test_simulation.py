@@ -3,9 +3,11 @@ from collections.abc import Iterator
 import pytest
 
 from cpd.common.errors import ConfigError
-from cpd.performance.model import Work
+from cpd.performance.model import Profile, Work
 from router.placement.policies import POLICIES
+from sim.cluster.mistakes import scaled
 from sim.cluster.policies import SYSTEMS
+from sim.cluster.settings import SimSettings
 from sim.cluster.simulation import SimCluster
 from sim.cluster.work import decodes_s, prompts_s
 from sim.cluster.workload import Session, Turn, Workload, make_workload
@@ -194,3 +196,16 @@ def test_a_run_continues_after_the_verdict() -> None:
 def test_a_cluster_without_combined_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match="no combined one"):
         simulate("static-pd", workers=2, prefill_workers=2)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_a_worker_with_a_wrong_profile_serves_its_share_within_the_targets(factor: float) -> None:
+    settings = SimSettings(workers=4, prefill_workers=0, agent_share=0.0, warmup=10.0, duration=10.0)
+
+    def believed(name: str, profile: Profile) -> Profile:
+        return scaled(profile, factor) if name == "combined-0" else profile
+
+    outcome = SimCluster(settings, make_workload(settings, 40.0), believed).run()
+    assert outcome.good > 0.97 * len(outcome.records)
+    share = sum(record.worker == "combined-0" for record in outcome.records) / len(outcome.records)
+    assert 0.1 < share < 0.45
