@@ -234,7 +234,7 @@ class Engine:
         """Figures for a load report at the time `now`, as in `step`."""
         scheduler, waiting = self.scheduler, self.scheduler.waiting
         decodes, remaining = scheduler.running_work()
-        prefill_ms = partial(self.colocation.prefill_ms, decodes=decodes, slowdown=self._slowdown)
+        prefill_ms = partial(self.colocation.prefill_ms, decodes=decodes, slowdown=self.times.slowdown_p90)
         late_ms = prefill_ms(waiting.late_work(now + prefill_ms(remaining) / 1e3))
         remaining += waiting.queued_work
         remaining_ms = prefill_ms(remaining)
@@ -299,7 +299,7 @@ class Engine:
         if self.scheduler.wants_prefill(now):
             in_use = self.in_flight.split
             busy = in_use.shares if in_use else None
-            budget, chosen = self.colocation.prefill_budget(plan.work, busy, self._slowdown)
+            budget, chosen = self.colocation.prefill_budget(plan.work, busy, self.times.slowdown_p90)
             if lane_plan := self.scheduler.schedule_prefills(plan, budget, now):
                 assert chosen is not None
                 return plan, lane_plan, self._splits[chosen]
@@ -326,16 +326,11 @@ class Engine:
         split = self.in_flight.split
         if split is None:
             return
-        budget, chosen = self.colocation.prefill_budget(self.scheduler.running_work()[0], None, self._slowdown)
+        budget, chosen = self.colocation.prefill_budget(self.scheduler.running_work()[0], None, self.times.slowdown_p90)
         if chosen == split.shares:
             plan = lookahead.next_lane_chunk(self.scheduler, self.in_flight.prefill[-1].plan, budget)
             if plan:
                 self._launch_prefill(split, plan)
-
-    @property
-    def _slowdown(self) -> float:
-        """Factor of the model's step times, as recent steps show it."""
-        return self.times.slowdown or 1.0
 
     def _launch_prefill(self, split: Split, plan: Plan) -> None:
         self.in_flight.launch_prefill(split, plan, self._on_work)

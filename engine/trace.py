@@ -100,3 +100,9 @@ class StepTimes:
     def slowdown(self) -> float:
         """Median ratio of the recent steps' measured to predicted durations; 0 if there were too few."""
         return median(self._slowdowns) if len(self._slowdowns) >= MIN_STEPS_TO_COMPARE else 0.0
+
+    @property
+    def slowdown_p90(self) -> float:
+        """90th percentile of that ratio; 1 if there were too few."""
+        count = len(self._slowdowns)
+        return sorted(self._slowdowns)[9 * count // 10] if count >= MIN_STEPS_TO_COMPARE else 1.0

@@ -1,3 +1,6 @@
+import pytest
+
+from engine.trace import MIN_STEPS_TO_COMPARE, StepTimes
 from tests.engine.fakes import drain, make_engine, make_request, prompt
 
 
@@ -31,3 +34,14 @@ def test_the_lane_is_recorded() -> None:
     engine.step()
     steps = [(step.lane, step.share, step.decodes, step.prefill_tokens) for step in engine.trace.records()]
     assert steps == [("full", 1.0, 0, 16), ("decode", 0.5, 2, 0), ("decode", 0.5, 2, 0), ("prefill", 0.5, 0, 60)]
+
+
+def test_slow_steps_are_told_from_usual_ones() -> None:
+    times = StepTimes()
+    for _ in range(MIN_STEPS_TO_COMPARE - 1):
+        times.add(30.0, 10.0, decodes=True)
+    assert (times.slowdown, times.slowdown_p90) == (0.0, 1.0)  # too few to tell
+    for step in range(32):
+        times.add(20.0 if step % 8 == 0 else 5.0, 10.0, decodes=True)
+    assert times.slowdown == pytest.approx(0.5)
+    assert times.slowdown_p90 == pytest.approx(2.0)
