@@ -15,6 +15,9 @@ RECENT_STEPS = 32
 MIN_STEPS_TO_COMPARE = 8
 """The slowdown of fewer steps than this is noise."""
 
+MIN_SLOWDOWN = 1 / 16
+"""A simulated device may take no time at all."""
+
 
 class StepRecord(NamedTuple):
     """One batch on one lane. (A tuple, because one is made in each step.)
@@ -103,6 +106,6 @@ class StepTimes:
 
     @property
     def slowdown_p90(self) -> float:
-        """90th percentile of that ratio; 1 if there were too few."""
+        """90th percentile of that ratio, at least MIN_SLOWDOWN; 1 if there were too few steps."""
         count = len(self._slowdowns)
-        return sorted(self._slowdowns)[9 * count // 10] if count >= MIN_STEPS_TO_COMPARE else 1.0
+        return max(MIN_SLOWDOWN, sorted(self._slowdowns)[9 * count // 10]) if count >= MIN_STEPS_TO_COMPARE else 1.0

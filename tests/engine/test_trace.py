@@ -1,6 +1,6 @@
 import pytest
 
-from engine.trace import MIN_STEPS_TO_COMPARE, StepTimes
+from engine.trace import MIN_SLOWDOWN, MIN_STEPS_TO_COMPARE, StepTimes
 from tests.engine.fakes import drain, make_engine, make_request, prompt
 
 
@@ -45,3 +45,6 @@ def test_slow_steps_are_told_from_usual_ones() -> None:
         times.add(20.0 if step % 8 == 0 else 5.0, 10.0, decodes=True)
     assert times.slowdown == pytest.approx(0.5)
     assert times.slowdown_p90 == pytest.approx(2.0)
+    for _ in range(32):
+        times.add(0.0, 10.0, decodes=True)
+    assert times.slowdown_p90 == MIN_SLOWDOWN
