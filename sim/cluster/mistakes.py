@@ -17,25 +17,22 @@ def mistaken(profile: Profile, error: float, rng: Random) -> Profile:
 
     decode, prefill, attention, transfer = factor(), factor(), factor(), factor()
 
+    moved = profile.transfer.model_copy(update={"bytes_per_ms": transfer * profile.transfer.bytes_per_ms})
+    return _with_times(profile, decode, prefill, attention).model_copy(update={"transfer": moved})
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    """Returns a profile whose steps all take `factor` times as long."""
+    return _with_times(profile, factor, factor, factor)
+
+
+def _with_times(profile: Profile, decode: float, prefill: float, attention: float) -> Profile:
+    """Returns a profile whose decodes, prefills and attention take this many times as long."""
     shares = tuple(
         ShareProfile(
             share=part.share,
             decode=_scaled(part.decode, decode, attention),
             prefill=_scaled(part.prefill, prefill, attention),
-        )
-        for part in profile.shares
-    )
-    moved = profile.transfer.model_copy(update={"bytes_per_ms": transfer * profile.transfer.bytes_per_ms})
-    return profile.model_copy(update={"shares": shares, "transfer": moved})
-
-
-def scaled(profile: Profile, factor: float) -> Profile:
-    """Returns a profile whose steps all take `factor` times as long."""
-    shares = tuple(
-        ShareProfile(
-            share=part.share,
-            decode=_scaled(part.decode, factor, factor),
-            prefill=_scaled(part.prefill, factor, factor),
         )
         for part in profile.shares
     )
