@@ -326,9 +326,10 @@ class Engine:
         split = self.in_flight.split
         if split is None:
             return
-        budget, chosen = self.colocation.prefill_budget(self.scheduler.running_work()[0], None, self.times.slowdown_p90)
+        decodes, _ = self.scheduler.running_work()
+        budget, chosen = self.colocation.prefill_budget(decodes, None, self.times.slowdown_p90)
         if chosen == split.shares:
-            plan = lookahead.next_lane_chunk(self.scheduler, self.in_flight.prefill[-1].plan, budget)
+            plan = lookahead.next_lane_chunk(self.scheduler, self.in_flight.prefill[-1].plan, decodes, budget)
             if plan:
                 self._launch_prefill(split, plan)
 

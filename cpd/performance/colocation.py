@@ -10,14 +10,16 @@ Workers follow this policy, and routers use it to predict the workers.
 
 If nothing decodes, prompts run on the whole device.
 
-The token budget of a batch on the whole device is a setting, or follows from the performance model. With decodes it is
-the most tokens that keep the step within the ITL target; without, the fewest that prefill at nearly full speed.
+The token budget of a batch on the whole device is a setting, or follows from the performance model: the fewest tokens
+that prefill at nearly full speed. With decodes, a batch without a fixed budget is also limited by its predicted time.
+The tokens of a chunk that keep a step within the ITL target depend on the tokens that the chunk attends to.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from math import inf
 from typing import Literal, NamedTuple
 
 from cpd.performance.model import PerfModel, Work
@@ -37,8 +39,8 @@ MAX_CHUNK = 4096
 """Most tokens of a chunk on the prefill lane, to bound the memory of its activations."""
 
 MIN_BUDGET = 128
-"""Smallest budget with decodes that follows from the model, if `max_tokens` allows it: prompts must make progress even
-if no step is within the target."""
+"""Prefill tokens that may join decodes whatever time the step takes, if `max_tokens` allows it: prompts must make
+progress even if no step is within the target."""
 
 MAX_BUDGET = 8192
 """Largest budget that follows from the model, to bound the memory of a step's activations."""
@@ -58,22 +60,53 @@ STALL_WEIGHT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillBudget:
-    """How many prefill tokens may be computed now.
+class BatchLimit:
+    """The most work of one batch.
 
     Attributes:
-        mixed: Tokens in the decodes' batch.
-        lane_chunk: Tokens on the prefill lane; 0 if it is busy or there is none.
-        chunked: True if a prompt longer than `mixed` joins the decodes' batch in chunks. Otherwise it goes to the
-            prefill lane, or waits.
-        mixed_with_lane: Like `mixed`, if the prefill lane gets a chunk too, and the decodes' batch has only its share
-            of the device.
+        tokens: Most tokens, decodes included.
+        ms: Longest time.
+        any_time_tokens: Number of tokens up to which the batch may take longer.
+        step_ms: Predicts the time of a batch. Not called if `ms` is infinite.
     """
 
-    mixed: int
+    tokens: int
+    ms: float = inf
+    any_time_tokens: int = 0
+    step_ms: Callable[[Work], float] = lambda work: 0.0
+
+    def fits(self, batch: Work, more: Work) -> bool:
+        """True if more work may join a batch."""
+        work = batch + more
+        if work.tokens > self.tokens:
+            return False
+        return self.ms == inf or work.tokens <= self.any_time_tokens or self.step_ms(work) <= self.ms
+
+    def chunk(self, batch: Work, tokens: int, before: int) -> int:
+        """Returns how many of `tokens` tokens of a prompt, after `before` computed ones, may join a batch."""
+        if self.fits(batch, Work.prefill(tokens, before)):
+            return tokens
+        sizes = range(1, min(tokens, self.tokens - batch.tokens + 1))
+        return bisect_right(sizes, False, key=lambda size: not self.fits(batch, Work.prefill(size, before)))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBudget:
+    """What may be prefilled now.
+
+    Attributes:
+        mixed: Limit of the decodes' batch, prefills included.
+        lane_chunk: Tokens on the prefill lane; 0 if it is busy or there is none.
+        chunked: True if a prompt that does not fit into the decodes' batch joins it in chunks. Otherwise it goes to the
+            prefill lane, or waits.
+        mixed_with_lane: Like `mixed`, if the prefill lane gets a chunk too, and the decodes' batch has only its share
+            of the device. Used if there is a `lane_chunk`.
+    """
+
+    mixed: BatchLimit
     lane_chunk: int = 0
     chunked: bool = False
-    mixed_with_lane: int = 0
+    mixed_with_lane: BatchLimit = BatchLimit(0)
 
 
 class Colocation:
@@ -122,14 +155,14 @@ class Colocation:
             return self._whole_device(decodes, itl_ms), None
         prefill = Work.prefill(self.max_tokens)
         if busy is not None:
-            return PrefillBudget(self._mixed_tokens(decodes, busy, prefill, itl_ms)), None
+            return PrefillBudget(self._mixed_limit(decodes, busy, prefill, itl_ms)), None
         split = self._choose_split(decodes, prefill, itl_ms)
         if self.mode == "auto" and not self._lane_pays_off(decodes, split, prefill, itl_ms):
             return self._whole_device(decodes, itl_ms), None
         budget = PrefillBudget(
-            mixed=self._mixed_tokens(decodes, split, None, itl_ms),
+            mixed=self._mixed_limit(decodes, split, None, itl_ms),
             lane_chunk=self._lane_chunk(decodes, split, prefill),
-            mixed_with_lane=self._mixed_tokens(decodes, split, prefill, itl_ms),
+            mixed_with_lane=self._mixed_limit(decodes, split, prefill, itl_ms),
         )
         return budget, split
 
@@ -141,7 +174,9 @@ class Colocation:
         if not prompts.tokens:
             return 0.0
         budget, split = self.prefill_budget(decodes, None, slowdown)
-        chunks = max(1.0, prompts.tokens / max(budget.lane_chunk or budget.mixed, 1))
+        before = max(0, prompts.pairs // prompts.tokens - prompts.tokens // (2 * prompts.seqs))  # mean of the prompts
+        largest = budget.lane_chunk or budget.mixed.chunk(decodes, prompts.tokens, before)
+        chunks = max(1.0, prompts.tokens / max(largest, 1))
         seqs = max(1, round(prompts.seqs / chunks))
         chunk = Work(
             tokens=round(prompts.tokens / chunks),
@@ -156,11 +191,11 @@ class Colocation:
         return chunks * self.model.step_ms(decodes + chunk)
 
     def _whole_device(self, decodes: Work, itl_ms: float) -> PrefillBudget:
-        left = max(0, self.max_tokens - decodes.tokens)
         if self._fixed or not decodes.tokens:
-            return PrefillBudget(left, chunked=True)
+            return PrefillBudget(BatchLimit(self.max_tokens), chunked=True)
         target_ms = itl_ms or UNTARGETED_SLOWDOWN * self.model.step_ms(decodes)
-        return PrefillBudget(min(left, max(MIN_BUDGET, self._fitting(decodes, target_ms))), chunked=True)
+        limit = BatchLimit(self.max_tokens, target_ms, decodes.tokens + MIN_BUDGET, self.model.step_ms)
+        return PrefillBudget(limit, chunked=True)
 
     def _choose_split(self, decodes: Work, prefill: Work, itl_ms: float) -> SplitShares:
         """Returns the split with the fastest prefill that leaves the decodes within their target."""
@@ -181,33 +216,25 @@ class Colocation:
     def _lane_pays_off(self, decodes: Work, split: SplitShares, prefill: Work, itl_ms: float) -> bool:
         model = self.model
         gap_ms = model.step_ms(decodes, split.decode, prefill)
-        chunk = Work.prefill(self._whole_device(decodes, itl_ms).mixed)
+        chunk = Work.prefill(self._whole_device(decodes, itl_ms).mixed.chunk(decodes, self.max_tokens, 0))
         if gap_ms > itl_ms > 0 and gap_ms > model.step_ms(decodes + chunk):
             return False
         together_ms = model.step_ms(decodes + prefill)
         delay_ms = model.step_ms(prefill, split.prefill, decodes) - together_ms
         return decodes.seqs * together_ms >= STALL_WEIGHT * delay_ms
 
-    def _mixed_tokens(self, decodes: Work, split: SplitShares, on_lane: Work | None, itl_ms: float) -> int:
-        """Returns the most prefill tokens in the decodes' batch.
+    def _mixed_limit(self, decodes: Work, split: SplitShares, on_lane: Work | None, itl_ms: float) -> BatchLimit:
+        """Returns the limit of the decodes' batch where long prompts go to the prefill lane.
 
         Args:
             on_lane: Work of the prefill lane of `split`; None if the batch has the whole device.
         """
-        most = self.max_tokens - decodes.tokens
         if self.mode == "lanes":
-            return min(most, 1)  # no more than one more decode
+            return BatchLimit(min(self.max_tokens, decodes.tokens + 1))  # no more than one more decode
         share = 1.0 if on_lane is None else split.decode
         slowed_ms = self.model.step_ms(decodes, split.decode, on_lane or Work.prefill(self.max_tokens))
-        return self._fitting(decodes, max(itl_ms, slowed_ms), share, on_lane)
-
-    def _fitting(self, decodes: Work, target_ms: float, share: float = 1.0, on_lane: Work | None = None) -> int:
-        """Returns the most prefill tokens, within `max_tokens`, that keep a batch with the decodes within a target."""
-        return bisect_right(
-            range(1, self.max_tokens - decodes.tokens + 1),
-            target_ms,
-            key=lambda tokens: self.model.step_ms(decodes + Work.prefill(tokens), share, on_lane),
-        )
+        step_ms = partial(self.model.step_ms, share=share, other_lane=on_lane)
+        return BatchLimit(self.max_tokens, max(itl_ms, slowed_ms), step_ms=step_ms)
 
     def _lane_chunk(self, decodes: Work, split: SplitShares, prefill: Work) -> int:
         """Returns the tokens of the next chunk on the prefill lane."""
@@ -262,7 +289,8 @@ class PrefillEstimator:
         """Gap between the decodes' tokens during a long prompt."""
         budget, split = self._budget
         if split is None:
-            return self.step_ms(self.decodes + Work.prefill(max(1, budget.mixed)))
+            chunk = budget.mixed.chunk(self.decodes, self.colocation.max_tokens, 0)
+            return self.step_ms(self.decodes + Work.prefill(max(1, chunk)))
         return self.step_ms(self.decodes, split.decode, Work.prefill(self.colocation.max_tokens))
 
     @cached_property
@@ -270,11 +298,10 @@ class PrefillEstimator:
         """Time per token of a long prompt on the whole device."""
         return self.step_ms(Work.prefill(self.colocation.max_tokens)) / self.colocation.max_tokens
 
-    @cached_property
-    def unqueued_tokens(self) -> int:
-        """Longest prompt that joins the decodes' batch instead of waiting for one on the prefill lane."""
-        split = self._budget[1]
-        return self.colocation.prefill_budget(self.decodes, split, self.slowdown)[0].mixed if split else 0
+    def joins_decodes(self, tokens: int, before: int) -> bool:
+        """True if a prompt of `tokens` tokens after `before` cached ones joins the decodes' batch while the prefill
+        lane is busy, instead of waiting for the prompts there."""
+        return self._beside_lane is not None and self._beside_lane.fits(self.decodes, Work.prefill(tokens, before))
 
     def estimate(self, tokens: int, before: int) -> PrefillEstimate:
         """Estimates the prefill of `tokens` tokens of a prompt after `before` cached ones."""
@@ -282,16 +309,24 @@ class PrefillEstimator:
         if not decodes.tokens:
             return PrefillEstimate(self._chunks_ms(tokens, before, self.colocation.max_tokens))
         budget, split = self._budget
-        if split is not None and tokens > budget.mixed:
+        if split is not None and not budget.mixed.fits(decodes, Work.prefill(tokens, before)):
             ms = self._chunks_ms(tokens, before, budget.lane_chunk, split.prefill, other_lane=decodes)
             ms += self.gap_ms / 2  # mean time until the end is noticed
             return PrefillEstimate(
                 ms, self.gap_ms, ms * max(0.0, 1 - self.alone_ms / self.gap_ms) if self.gap_ms else 0.0
             )
-        chunk = max(1, min(tokens, budget.mixed))
+        chunk = max(1, budget.mixed.chunk(decodes, tokens, before))
+        if chunk < tokens:  # the later ones, which attend to more tokens, are shorter
+            chunk = max(1, budget.mixed.chunk(decodes, chunk, before + tokens // 2))
         ms = self._chunks_ms(tokens, before, chunk, mixed_with=decodes)
-        gap_ms = self.step_ms(decodes + Work.prefill(chunk, before + tokens - chunk))
+        gap_ms = self.step_ms(decodes + Work.prefill(chunk, before + (tokens - chunk) // 2))
         return PrefillEstimate(ms, gap_ms, max(0.0, ms - -(-tokens // chunk) * self.alone_ms))
+
+    @cached_property
+    def _beside_lane(self) -> BatchLimit | None:
+        """Limit of the decodes' batch while the prefill lane is busy; None if prompts get no lane."""
+        split = self._budget[1]
+        return self.colocation.prefill_budget(self.decodes, split, self.slowdown)[0].mixed if split else None
 
     @cached_property
     def _budget(self) -> tuple[PrefillBudget, SplitShares | None]:

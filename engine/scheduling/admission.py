@@ -1,11 +1,16 @@
 """Chooses the waiting sequence that may start next, and its pages."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for
+from cpd.performance.model import Work
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.waiting_queue import WaitingQueue
+
+Fits = Callable[[Work], bool]
+"""True if a prompt with this work may be computed now, in chunks or as a whole."""
 
 
 class AdmissionLimits(NamedTuple):
@@ -61,10 +66,10 @@ class Admission:
             return None
         return seq
 
-    def take_next(self, longest: int, now: float, limits: AdmissionLimits) -> Admitted | WaitsForPrefix | None:
+    def take_next(self, fits: Fits, now: float, limits: AdmissionLimits) -> Admitted | WaitsForPrefix | None:
         """Takes the next sequence out, to start or to wait for its prefix. Returns None if no sequence can start now.
 
-        A sequence with more than `longest` tokens to compute waits for the prefill lane; shorter ones may pass it.
+        A sequence whose work does not fit waits for the prefill lane; others may pass it.
         """
         seq = self.first(now, limits)
         if seq is None:
@@ -73,12 +78,12 @@ class Admission:
         if awaited is not None:
             self._waiting.take(seq)
             return WaitsForPrefix(seq, awaited)
-        if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
-            return self._take_passing(seq, longest, now, limits)
+        if not fits(_work(seq, found)):
+            return self._take_passing(seq, fits, now, limits)
         return self._admit(seq, found, limits)
 
-    def _take_passing(self, first: Sequence, longest: int, now: float, limits: AdmissionLimits) -> Admitted | None:
-        """Admits a sequence with at most `longest` tokens to compute, while `first` waits for the prefill lane.
+    def _take_passing(self, first: Sequence, fits: Fits, now: float, limits: AdmissionLimits) -> Admitted | None:
+        """Admits a sequence whose work fits, while `first` waits for the prefill lane.
 
         `first` does not start later for it: a row and all the pages that it may need stay available, and when the lane
         becomes free does not depend on the sequences that pass.
@@ -88,10 +93,10 @@ class Admission:
         left = self._cache.pool.available - limits.headroom - blocks_for(first.num_tokens) - 1
         for seq in self._waiting.passing(now):
             # First by its work when it came, which is cheap to know.
-            if seq.work.tokens > longest or blocks_for(seq.num_tokens) > left:
+            if not fits(seq.work) or blocks_for(seq.num_tokens) > left:
                 continue
             found = self._cache.pool.find(seq.hashes)
-            if seq.num_tokens - len(found) * BLOCK_SIZE > longest:
+            if not fits(_work(seq, found)):
                 continue
             if self._cache.pending.last_shared(seq.hashes, len(found)) is None:
                 return self._admit(seq, found, limits)
@@ -105,3 +110,9 @@ class Admission:
             return None
         self._waiting.take(seq)
         return Admitted(seq, pages, min(len(found) * BLOCK_SIZE, seq.num_tokens - 1), len(found))
+
+
+def _work(seq: Sequence, found: list[int]) -> Work:
+    """The work of a sequence whose first blocks are cached in these pages."""
+    uncached = max(1, seq.num_tokens - len(found) * BLOCK_SIZE)
+    return Work.prefill(uncached, seq.num_tokens - uncached)

@@ -4,6 +4,7 @@ import numpy as np
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.performance.colocation import PrefillBudget
+from cpd.performance.model import Work
 from engine.scheduling.plan import Chunk, Plan
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence, SequenceState
@@ -34,8 +35,11 @@ def overlapped_decodes(scheduler: Scheduler, step: Plan, now: float = 0.0) -> Pl
     )
 
 
-def next_lane_chunk(scheduler: Scheduler, step: Plan, budget: PrefillBudget) -> Plan:
+def next_lane_chunk(scheduler: Scheduler, step: Plan, decodes: Work, budget: PrefillBudget) -> Plan:
     """Plans the chunk after one in flight on the prefill lane: more of the same prompt.
+
+    Args:
+        decodes: The decodes to which `budget` applies.
 
     Returns:
         An empty plan if the prompt ends in `step`, has been aborted, or has so little left that it fits into the
@@ -47,7 +51,9 @@ def next_lane_chunk(scheduler: Scheduler, step: Plan, budget: PrefillBudget) -> 
         return plan
     for chunk in step.chunks:
         seq, left = chunk.seq, chunk.seq.num_tokens - chunk.end
-        if not chunk.num_samples and seq.state is SequenceState.RUNNING and left > budget.mixed:
+        if chunk.num_samples or seq.state is not SequenceState.RUNNING:
+            continue
+        if not budget.mixed.fits(decodes, Work.prefill(left, chunk.end)):
             plan.add(seq, chunk.end, min(left, budget.lane_chunk))
     return plan
 

@@ -14,6 +14,7 @@ go to the cache, and it is the first to be scheduled again.
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from cpd.common.blocks import BLOCK_SIZE, blocks_for, extend_hashes
 from cpd.performance.colocation import PrefillBudget
 from cpd.performance.model import Work
-from engine.scheduling.admission import Admission, AdmissionLimits, WaitsForPrefix
+from engine.scheduling.admission import Admission, AdmissionLimits, Fits, WaitsForPrefix
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.plan import Chunk, Plan
 from engine.scheduling.queue_limit import QueueLimit
@@ -129,26 +130,29 @@ class Scheduler:
         """
         self._exhausted_at = -1
         lane = Plan()
-        # Tokens left: in the decodes' batch, in it if the prefill lane gets a chunk too, and on the prefill lane. Once
-        # the lane has a chunk the second limit holds; once the batch exceeds that, the lane gets none.
-        mixed, mixed_with_lane, lane_left = budget.mixed, budget.mixed_with_lane, budget.lane_chunk
-        while mixed > 0 or lane_left:
-            longest = self.table.max_len if lane_left or budget.chunked else mixed
-            seq = self._next_prefilling(longest) or self._start_next(longest, now)
+        # Once the lane has a chunk, the batch has the lower limit; once the batch exceeds that, the lane gets none.
+        batch, limit, lane_left = step.work, budget.mixed, budget.lane_chunk
+        while lane_left or limit.fits(batch, Work.prefill(1)):
+            fits = _always if lane_left or budget.chunked else partial(limit.fits, batch)
+            seq = self._next_prefilling(fits) or self._start_next(fits, now)
             if seq is None:
                 self._exhausted_at = self.version
                 break
-            count = seq.num_tokens - seq.num_computed
-            if count <= mixed or budget.chunked:
-                count = min(count, mixed)
-                step.add(seq, seq.num_computed, count)
-                mixed, mixed_with_lane = mixed - count, mixed_with_lane - count
-                if mixed_with_lane < 0:
+            computed, count = seq.num_computed, seq.num_tokens - seq.num_computed
+            if budget.chunked:
+                count = limit.chunk(batch, count, computed)
+                if not count:  # it attends to too many tokens: the next step has room for it
+                    break
+            work = Work.prefill(count, computed)
+            if budget.chunked or limit.fits(batch, work):
+                step.add(seq, computed, count)
+                batch += work
+                if lane_left and not budget.mixed_with_lane.fits(batch, Work()):
                     lane_left = 0
             else:
                 count = min(count, lane_left)
-                lane.add(seq, seq.num_computed, count)
-                mixed, lane_left = min(mixed, mixed_with_lane), lane_left - count
+                lane.add(seq, computed, count)
+                limit, lane_left = budget.mixed_with_lane, lane_left - count
         return lane
 
     def may_start(self, now: float = 0.0) -> bool:
@@ -352,9 +356,9 @@ class Scheduler:
     def _limits(self) -> AdmissionLimits:
         return AdmissionLimits(self._free_rows, self.headroom, self.version)
 
-    def _start_next(self, longest: int, now: float) -> Sequence | None:
-        """Starts the next waiting sequence with at most `longest` tokens to compute. Returns None if none can start."""
-        while isinstance(taken := self._admission.take_next(longest, now, self._limits), WaitsForPrefix):
+    def _start_next(self, fits: Fits, now: float) -> Sequence | None:
+        """Starts the next waiting sequence whose work fits. Returns None if none can start."""
+        while isinstance(taken := self._admission.take_next(fits, now, self._limits), WaitsForPrefix):
             taken.seq.state = SequenceState.WAITING_FOR_PREFIX
             self.cache.pending.wait(taken.seq, taken.block)
             self._changes += 1  # a landing may fit now
@@ -370,10 +374,10 @@ class Scheduler:
         self.cache.claim(seq, seq.hashes[taken.found :], computes=True)
         return seq
 
-    def _next_prefilling(self, longest: int) -> Sequence | None:
-        """Takes the next of `_prefilling` with at most `longest` tokens to compute."""
+    def _next_prefilling(self, fits: Fits) -> Sequence | None:
+        """Takes the next of `_prefilling` whose work fits."""
         for index, seq in enumerate(self._prefilling):
-            if seq.num_tokens - seq.num_computed <= longest:
+            if fits(Work.prefill(seq.num_tokens - seq.num_computed, seq.num_computed)):
                 return self._prefilling.pop(index)
         return None
 
@@ -405,3 +409,7 @@ class Scheduler:
             seq.state = SequenceState.RESUMABLE
             self.waiting.resume(seq)
             self._changes += 1
+
+
+def _always(work: Work) -> bool:
+    return True

@@ -82,11 +82,11 @@ class Candidate:
         """Time until its prompts are computed, not counting overdue ones."""
         return max(0.0, (self.idle_at - now) * 1e3)
 
-    def wait_ms(self, tokens: int, now: float) -> float:
-        """Time until the prefill of a prompt with `tokens` uncached tokens would begin."""
+    def wait_ms(self, tokens: int, before: int, now: float) -> float:
+        """Time until the prefill of `tokens` tokens after `before` cached ones would begin."""
         queue_ms = self.queue_ms(now)
-        short = queue_ms and tokens <= self.estimator.unqueued_tokens
-        return min(queue_ms, self.estimator.gap_ms) if short else queue_ms
+        joins_decodes = queue_ms and self.estimator.joins_decodes(tokens, before)
+        return min(queue_ms, self.estimator.gap_ms) if joins_decodes else queue_ms
 
     def batch_slot_ms(self, streams: int, output: int) -> float:
         """Time until `streams` more sequences have batch slots, if all have `output` tokens and they end evenly."""

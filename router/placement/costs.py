@@ -190,7 +190,7 @@ class PrefillPrediction:
         self.worker = worker
         self.uncached_tokens = query.prompt.tokens - cached.tokens
         self.host_tokens = cached.host_tokens
-        self.wait_ms = worker.wait_ms(self.uncached_tokens, query.now) + cached.load_ms
+        self.wait_ms = worker.wait_ms(self.uncached_tokens, cached.tokens, query.now) + cached.load_ms
         self.prefill_ms = worker.prefill(self.uncached_tokens, cached.tokens).ms
         self.last_pages = blocks_for(min(self.uncached_tokens, worker.token_budget))
         settings = query.settings
@@ -234,7 +234,7 @@ class DecodePrediction:
         tokens = query.prompt.tokens
         uncached = tokens - prefix.tokens if uncached is None else uncached
         prefill = worker.prefill(uncached, tokens - uncached)
-        wait_ms, fetch_ms = max(worker.wait_ms(uncached, query.now), self._batch_slot_ms), 0.0
+        wait_ms, fetch_ms = max(worker.wait_ms(uncached, tokens - uncached, query.now), self._batch_slot_ms), 0.0
         if source is None:
             wait_ms += cached.load_ms
         else:

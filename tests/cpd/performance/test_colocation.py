@@ -1,11 +1,14 @@
 """Token budgets that follow from the performance model, and the choice of the split."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cpd.performance.colocation import (
     ITL_MARGIN,
     MAX_BUDGET,
     MIN_BUDGET,
+    BatchLimit,
     Colocation,
     Mode,
     PrefillBudget,
@@ -15,9 +18,9 @@ from cpd.performance.model import PerfModel, Profile, ShareProfile, StepCost, Wo
 from cpd.performance.split import SplitShares
 
 
-def model(*, fixed_ms: float = 10.0, token_ms: float = 0.1) -> PerfModel:
-    """A step takes `fixed_ms` and `token_ms` for each token."""
-    cost = StepCost(tokens=(1, 1001), tokens_ms=(fixed_ms + token_ms, fixed_ms + 1001 * token_ms))
+def model(*, fixed_ms: float = 10.0, token_ms: float = 0.1, pair_ms: float = 0.0) -> PerfModel:
+    """A step takes `fixed_ms`, and more for each token and each pair of a query and a key."""
+    cost = StepCost(tokens=(1, 1001), tokens_ms=(fixed_ms + token_ms, fixed_ms + 1001 * token_ms), pair_ms=pair_ms)
     share = ShareProfile(share=1, decode=cost, prefill=cost)
     return PerfModel(Profile(schema="cpd-profile/1", source="roofline", device="d", model="m", shares=(share,)))
 
@@ -25,54 +28,79 @@ def model(*, fixed_ms: float = 10.0, token_ms: float = 0.1) -> PerfModel:
 DECODES = Work.decode(8, 800)
 
 
+def largest_chunk(rule: Colocation, decodes: Work = DECODES, *, before: int = 0, slowdown: float = 1.0) -> int:
+    """The most tokens of a prompt, after `before` computed ones, that may join the decodes."""
+    budget, _ = rule.prefill_budget(decodes, None, slowdown)
+    return budget.mixed.chunk(decodes, 1 << 20, before)
+
+
 class TestBudget:
     def test_a_given_budget_holds_with_and_without_decodes(self) -> None:
         rule = Colocation(model(), token_budget=300, itl_ms=1)
         assert rule.max_tokens == 300
-        assert rule.prefill_budget(Work(), None) == (PrefillBudget(300, chunked=True), None)
-        assert rule.prefill_budget(DECODES, None) == (PrefillBudget(292, chunked=True), None)
+        assert rule.prefill_budget(Work(), None) == (PrefillBudget(BatchLimit(300), chunked=True), None)
+        assert largest_chunk(rule) == 300 - DECODES.tokens
 
     def test_without_decodes_it_prefills_at_nearly_full_speed(self) -> None:
         rule = Colocation(model(fixed_ms=10.0, token_ms=0.1), itl_ms=1)
         speeds = {size: size / (10 + 0.1 * size) for size in (rule.max_tokens - MIN_BUDGET, rule.max_tokens)}
         full = MAX_BUDGET / (10 + 0.1 * MAX_BUDGET)
         assert [speed >= 0.95 * full for speed in speeds.values()] == [False, True]
-        assert rule.prefill_budget(Work(), None)[0].mixed == rule.max_tokens
+        assert largest_chunk(rule, Work()) == rule.max_tokens
 
     def test_if_size_does_not_matter_it_is_the_smallest(self) -> None:
         assert Colocation(model(fixed_ms=0.0)).max_tokens == MIN_BUDGET
 
-    def test_with_decodes_a_step_stays_within_the_target(self) -> None:
-        predict = model()
-        budget, _ = Colocation(predict, itl_ms=50).prefill_budget(DECODES, None)
-        assert predict.step_ms(DECODES + Work.prefill(budget.mixed)) <= 50 * ITL_MARGIN
-        assert predict.step_ms(DECODES + Work.prefill(budget.mixed + 2)) > 50 * ITL_MARGIN
+    @pytest.mark.parametrize("before", [0, 5000, 20_000])
+    def test_with_decodes_a_step_stays_within_the_target(self, before: int) -> None:
+        predict = model(pair_ms=1e-5)
+        chunk = largest_chunk(Colocation(predict, itl_ms=100), before=before)
+        assert predict.step_ms(DECODES + Work.prefill(chunk, before)) <= 100 * ITL_MARGIN
+        assert predict.step_ms(DECODES + Work.prefill(chunk + 1, before)) > 100 * ITL_MARGIN
 
     @pytest.mark.parametrize("slowdown", [0.5, 2.0])
     def test_a_device_slower_or_faster_than_its_profile_has_steps_within_the_target(self, slowdown: float) -> None:
         rule = Colocation(model(), itl_ms=50)
         measured = Colocation(model(fixed_ms=10.0 * slowdown, token_ms=0.1 * slowdown), itl_ms=50)
-        corrected, _ = rule.prefill_budget(DECODES, None, slowdown)
-        assert corrected == measured.prefill_budget(DECODES, None)[0]
-        assert corrected != rule.prefill_budget(DECODES, None)[0]
+        corrected = largest_chunk(rule, slowdown=slowdown)
+        assert corrected == largest_chunk(measured)
+        assert corrected != largest_chunk(rule)
 
     def test_without_a_target_it_may_take_a_tenth_longer_than_the_decodes(self) -> None:
         predict = model(fixed_ms=100.0, token_ms=0.01)
-        budget, _ = Colocation(predict).prefill_budget(DECODES, None)
-        assert predict.step_ms(DECODES + Work.prefill(budget.mixed)) <= 1.1 * predict.step_ms(DECODES)
-        assert predict.step_ms(DECODES + Work.prefill(budget.mixed + 1)) > 1.1 * predict.step_ms(DECODES)
+        chunk = largest_chunk(Colocation(predict))
+        assert predict.step_ms(DECODES + Work.prefill(chunk)) <= 1.1 * predict.step_ms(DECODES)
+        assert predict.step_ms(DECODES + Work.prefill(chunk + 1)) > 1.1 * predict.step_ms(DECODES)
 
     def test_prompts_make_progress_if_no_step_is_within_the_target(self) -> None:
         for decodes in (DECODES, Work.decode(2 * MIN_BUDGET, 100_000)):
-            budget, _ = Colocation(model(), itl_ms=1).prefill_budget(decodes, None)
-            assert budget.mixed == MIN_BUDGET
+            rule = Colocation(model(pair_ms=1e-3), itl_ms=1)
+            assert largest_chunk(rule, decodes) == largest_chunk(rule, decodes, before=100_000) == MIN_BUDGET
 
     @pytest.mark.parametrize("decodes", [8, 900, 1000, 1024])
     def test_a_batch_never_exceeds_max_tokens(self, decodes: int) -> None:
         rule = Colocation(PerfModel(Profile.load("h200-llama3-8b")))
         assert rule.max_tokens == 1024
-        budget, _ = rule.prefill_budget(Work.decode(decodes, 500 * decodes), None)
-        assert 0 <= budget.mixed <= rule.max_tokens - decodes
+        assert 0 <= largest_chunk(rule, Work.decode(decodes, 500 * decodes)) <= rule.max_tokens - decodes
+
+
+@given(
+    most=st.integers(1, 300),
+    ms=st.floats(1, 100),
+    any_time_tokens=st.integers(0, 50),
+    decodes=st.integers(0, 100),
+    tokens=st.integers(1, 400),
+    before=st.integers(0, 5000),
+)
+def test_a_chunk_is_the_largest_that_may_join(
+    most: int, ms: float, any_time_tokens: int, decodes: int, tokens: int, before: int
+) -> None:
+    limit = BatchLimit(most, ms, any_time_tokens, model(pair_ms=1e-4).step_ms)
+    batch = Work.decode(decodes, 10 * decodes)
+    chunk = limit.chunk(batch, tokens, before)
+    assert 0 <= chunk <= tokens
+    assert not chunk or limit.fits(batch, Work.prefill(chunk, before))
+    assert chunk == tokens or not limit.fits(batch, Work.prefill(chunk + 1, before))
 
 
 class TestPrefillMs:
@@ -121,7 +149,7 @@ def test_a_device_that_cannot_be_split_is_mixed() -> None:
 def test_an_instant_device_has_a_budget(mode: Mode, itl_ms: float) -> None:
     rule = Colocation(PerfModel(Profile.load("instant")), mode=mode, splits=[SplitShares(0.5, 0.5)], itl_ms=itl_ms)
     budget, _ = rule.prefill_budget(DECODES, None)
-    assert budget.mixed + budget.lane_chunk > 0
+    assert budget.mixed.fits(DECODES, Work.prefill(1)) or budget.lane_chunk > 0
     estimate = PrefillEstimator(rule, DECODES).estimate(5000, 64)
     assert (estimate.ms, estimate.gap_ms, estimate.delay_ms) == (0, 0, 0)
 
@@ -178,21 +206,37 @@ class TestPrefillEstimator:
 
     def test_a_short_prompt_joins_the_decodes_and_a_long_one_goes_to_the_lane(self) -> None:
         estimator = PrefillEstimator(self.RULE, DECODES)
-        mixed = self.RULE.prefill_budget(DECODES, None)[0].mixed
+        mixed = largest_chunk(self.RULE)
         assert estimator.estimate(mixed, 0).ms == model().step_ms(DECODES + Work.prefill(mixed))
         assert estimator.estimate(4 * mixed, 0).gap_ms == model().step_ms(DECODES, 0.5, Work.prefill(1))
 
     def test_delay_of_streams_is_the_extra_time_of_their_steps(self) -> None:
         estimator = PrefillEstimator(Colocation(model(), itl_ms=50), DECODES)
-        chunk = estimator.colocation.prefill_budget(DECODES, None)[0].mixed
+        chunk = largest_chunk(estimator.colocation)
         estimate = estimator.estimate(3 * chunk, 0)
         assert estimate.delay_ms == pytest.approx(estimate.ms - 3 * estimator.alone_ms)
         assert estimate.gap_ms <= 50
 
     def test_a_prompt_joins_the_decodes_batch_instead_of_waiting_if_the_policy_allows(self) -> None:
+        busy, _ = self.RULE.prefill_budget(DECODES, self.RULE.splits[0])
+        most = busy.mixed.chunk(DECODES, 1 << 20, 0)
         estimator = PrefillEstimator(self.RULE, DECODES)
-        assert estimator.unqueued_tokens == self.RULE.prefill_budget(DECODES, self.RULE.splits[0])[0].mixed
-        assert PrefillEstimator(Colocation(model(), itl_ms=50), DECODES).unqueued_tokens == 0
+        assert estimator.joins_decodes(most, 0)
+        assert not estimator.joins_decodes(most + 1, 0)
+        assert not PrefillEstimator(Colocation(model(), itl_ms=50), DECODES).joins_decodes(1, 0)
+
+    def test_beside_decodes_the_gap_of_a_prompt_with_many_cached_tokens_stays_within_the_target(self) -> None:
+        rule = Colocation(model(pair_ms=1e-5), itl_ms=100)
+        for before in (0, 10_000, 30_000):
+            estimate = PrefillEstimator(rule, DECODES).estimate(400, before)
+            assert estimate.gap_ms <= 100 * ITL_MARGIN
+            assert estimate.ms >= rule.model.step_ms(DECODES + Work.prefill(400, before))
+
+    def test_with_many_cached_tokens_a_prompt_goes_to_the_lane(self) -> None:
+        rule = Colocation(model(pair_ms=1e-5), mode="auto", splits=[SplitShares(0.5, 0.5)], itl_ms=50)
+        estimator = PrefillEstimator(rule, DECODES)
+        assert estimator.estimate(100, 0).ms == rule.model.step_ms(DECODES + Work.prefill(100))
+        assert estimator.estimate(100, 30_000).gap_ms == rule.model.step_ms(DECODES, 0.5, Work.prefill(1))
 
     @pytest.mark.parametrize("tokens", [1, 100, 5000])
     def test_a_slower_worker_takes_longer_by_its_slowdown(self, tokens: int) -> None:

@@ -5,7 +5,7 @@ from collections import abc
 import numpy as np
 import numpy.typing as npt
 
-from cpd.performance.colocation import PrefillBudget
+from cpd.performance.colocation import BatchLimit, PrefillBudget
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.plan import Plan
@@ -24,7 +24,7 @@ class MixedScheduler(Scheduler):
 
     def schedule(self) -> Plan:
         plan = self.schedule_decodes()
-        assert not self.schedule_prefills(plan, PrefillBudget(self._token_budget - len(plan.decodes), chunked=True))
+        assert not self.schedule_prefills(plan, PrefillBudget(BatchLimit(self._token_budget), chunked=True))
         return plan
 
 

@@ -1,6 +1,6 @@
 """Admission: which sequences start, and which wait."""
 
-from cpd.performance.colocation import PrefillBudget
+from cpd.performance.colocation import BatchLimit, PrefillBudget
 from engine.scheduling.sequence import SequenceState
 from tests.engine.scheduling.harness import MixedScheduler, add, composition, compute, create_scheduler, step
 
@@ -67,7 +67,8 @@ def test_a_blocked_sequence_is_admitted_as_soon_as_there_are_pages() -> None:
 def pass_by(scheduler: MixedScheduler, mixed: int = 20, lane_chunk: int = 0) -> tuple[list[str], list[str]]:
     """A step with this budget: the requests that join the decodes' batch, and those on the prefill lane."""
     plan = scheduler.schedule_decodes()
-    lane = scheduler.schedule_prefills(plan, PrefillBudget(mixed, lane_chunk))
+    limit = BatchLimit(len(plan.decodes) + mixed)
+    lane = scheduler.schedule_prefills(plan, PrefillBudget(limit, lane_chunk, mixed_with_lane=limit))
     compute(scheduler, plan)
     scheduler.check_integrity()
     return [name for name, _, _ in composition(plan)], [name for name, _, _ in composition(lane)]

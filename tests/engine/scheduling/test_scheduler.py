@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpd.performance.colocation import PrefillBudget
+from cpd.performance.colocation import BatchLimit, PrefillBudget
 from engine.scheduling.plan import build_batch
 from engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import check_batch
@@ -32,6 +32,42 @@ def test_a_chunk_of_one_token_goes_with_the_decodes() -> None:
     assert [(row.row, row.position) for row in batch.samples] == [(16, 16)]
 
 
+def test_a_chunk_is_shorter_the_more_tokens_it_attends_to() -> None:
+    scheduler = create_scheduler()
+    add(scheduler, 60, start=0, number=0)
+    seconds = add(scheduler, 12, start=1, number=1)
+    budget = PrefillBudget(BatchLimit(64, ms=200, step_ms=lambda work: work.pairs), chunked=True)
+    chunks = []
+    for _ in range(3):
+        plan = scheduler.schedule_decodes()
+        assert not scheduler.schedule_prefills(plan, budget)
+        chunks.append(composition(plan))
+        compute(scheduler, plan)
+        scheduler.check_integrity()
+    # 10 pairs are left in the first step, 12 in the second, 17 in the third
+    assert chunks == [
+        [("0", 0, 19), ("1", 0, 4)],
+        [("0", 19, 8), ("1", 4, 2)],
+        [("0", 27, 6), ("1", 6, 2)],
+    ]
+    assert seconds.state is SequenceState.RUNNING
+
+
+def test_a_prompt_whose_context_leaves_no_time_for_a_token_goes_on_in_the_next_step() -> None:
+    scheduler = create_scheduler()
+    add(scheduler, 40, start=0, number=0)
+    assert step(scheduler) == [("0", 0, 40)]
+    later = add(scheduler, 60, start=0, number=1)  # shares two blocks
+    plan = scheduler.schedule_decodes()
+    budget = PrefillBudget(BatchLimit(64, ms=60, step_ms=lambda work: work.pairs), chunked=True)
+    assert not scheduler.schedule_prefills(plan, budget)
+    assert composition(plan) == [("0", 40, 1)]
+    assert later.state is SequenceState.RUNNING
+    compute(scheduler, plan)
+    scheduler.check_integrity()
+    assert step(scheduler) == [("0", 41, 1), ("1", 32, 28)]
+
+
 def test_no_more_sequences_run_than_the_budget_has_tokens() -> None:
     scheduler = create_scheduler(token_budget=4)
     for number in range(6):
@@ -54,7 +90,9 @@ class TestBothLanes:
 
     def schedule(self, scheduler: MixedScheduler) -> tuple[list[str], list[str]]:
         plan = scheduler.schedule_decodes()
-        lane = scheduler.schedule_prefills(plan, PrefillBudget(mixed=40, lane_chunk=200, mixed_with_lane=10))
+        lane = scheduler.schedule_prefills(
+            plan, PrefillBudget(BatchLimit(40), lane_chunk=200, mixed_with_lane=BatchLimit(10))
+        )
         return [name for name, _, _ in composition(plan)], [name for name, _, _ in composition(lane)]
 
     def test_beside_a_batch_that_needs_the_whole_device_the_lane_gets_nothing(self) -> None:

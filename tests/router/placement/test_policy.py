@@ -440,13 +440,14 @@ def test_a_decision_is_one_of_its_options_and_is_deterministic(
     assert len({one.worker_id for one in placement.prefill}) == len(placement.prefill)
 
 
-def _way(worker: Candidate, uncached: int) -> object:
+def _way(worker: Candidate, uncached: int, before: int) -> object:
     """How a worker would compute a prompt: its split, mixed or not, before queued prompts or not."""
     estimator = worker.estimator
     if estimator.colocation.mode == "mixed":
         return None
     budget, split = estimator.colocation.prefill_budget(estimator.decodes, None)
-    return split, uncached <= budget.mixed, uncached <= estimator.unqueued_tokens
+    work = Work.prefill(uncached, before)
+    return split, budget.mixed.fits(estimator.decodes, work), estimator.joins_decodes(uncached, before)
 
 
 @settings(max_examples=150)
@@ -476,7 +477,7 @@ def test_more_load_makes_no_worker_more_attractive_unless_the_prompt_is_computed
         for one in (worker, loaded)
     )
     uncached = tokens - min(cached * BLOCK_SIZE, tokens - 1)
-    same_way = _way(worker, uncached) == _way(loaded, uncached)
+    same_way = _way(worker, uncached, tokens - uncached) == _way(loaded, uncached, tokens - uncached)
     for route, option in before.items():
         assert after[route].itl_ms >= option.itl_ms - 1e-6
         # one more stream may change how the prompt is computed, which can lower the cost
