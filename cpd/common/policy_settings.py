@@ -33,7 +33,12 @@ class PolicySettings(BaseModel):
     queued_behind: float = Field(
         2.0, ge=0, description="Average number of other prompts that wait for a prefill that starts now."
     )
-    evicted_reuse: float = Field(0.25, ge=0, le=1, description="Probability that an evicted page is wanted again.")
+    evicted_reuse: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="Probability that an evicted page is wanted again, until prompts show how much of them is cached.",
+    )
     ttft_miss: float = Field(
         50.0, ge=0, description="Cost of a first token after --slo-ttft, as a multiple of that target."
     )

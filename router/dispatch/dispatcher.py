@@ -260,7 +260,9 @@ class Dispatcher:
             now,
             self._rng,
             self._learning.trusted,
+            self._learning.evicted_reuse,
         )
+        self._learning.prompt(total, situation.most_cached_tokens)
         try:
             placement = self._policy.place(situation)
         except Exception:

@@ -18,8 +18,8 @@ an option is the delay to this user plus the delay to all others:
 
 The four terms from `first_gap_ms` to `stall_ms` are delays of later tokens. They count `gap_weight` times, which is 1
 unless set. `requests` are the sequences that the combined worker has already, `decodes` those of them that decode,
-`horizon` is the setting `horizon_tokens` or the request's limit, and `excess` counts the requests beyond
-`balanced_share` of the worker's share. `cpd/common/policy_settings.py` describes the settings.
+`horizon` is the setting `horizon_tokens` or the request's limit, `evicted_reuse` is learned, and `excess` counts the
+requests beyond `balanced_share` of the worker's share. `cpd/common/policy_settings.py` describes the settings.
 
 The terms are the fields of `Cost`; `GET /requests/{id}` shows them.
 """
@@ -63,6 +63,7 @@ class PlacementQuery:
         self.settings = settings
         self.now = seen.now
         self.horizon = min(prompt.output_tokens, settings.horizon_tokens)
+        self._evicted_reuse = seen.evicted_reuse
         self._ttft_miss_ms = settings.ttft_miss * seen.targets.slo_ttft_ms
         self._itl_miss_ms = settings.itl_miss * seen.targets.slo_itl_ms
         requests = prompt.choices + sum([worker.requests for worker in seen.combined])
@@ -125,7 +126,7 @@ class PlacementQuery:
         page_ms = BLOCK_SIZE * self._token_cost_ms(worker)
         if worker.host_page_ms:
             page_ms = min(page_ms, worker.host_page_ms)
-        return self.settings.evicted_reuse * self.cached(worker).missing_pages * page_ms
+        return self._evicted_reuse * self.cached(worker).missing_pages * page_ms
 
     def ttft_violation_ms(self, ttft_ms: float) -> float:
         """The cost of a first token after this time."""

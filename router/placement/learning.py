@@ -2,6 +2,7 @@
 
 - ttft = overhead + factor · (predicted wait + prefill): both figures, of the worker that computes the prompt
 - the length of a tenant's answers
+- how likely a page is wanted again
 - whether predictions can be trusted at all
 
 How long decode steps take beside prompts is measured by the workers (`worker_load.py`).
@@ -41,6 +42,9 @@ ANSWERS = 32
 """Number of recent answers over which a tenant's output length is averaged."""
 
 MAX_TENANTS = 1024
+
+PROMPTS = 256
+"""Number of recent prompts over which the share of cached tokens is averaged."""
 
 JUDGED = 32
 """Number of recent first tokens by which predictions are judged."""
@@ -164,6 +168,9 @@ class Learning:
     _prefill: RoleErrors = field(init=False)
     _wrong: float = 0.0  # mean of recent first tokens: 1 if far from the prediction
     _answers: LRU[str, _Answers] = field(default_factory=lambda: LRU(MAX_TENANTS))
+    _prompts: int = 0  # number of recent prompts, and two sums over them
+    _prompt_tokens: float = 0.0
+    _cached_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         self._prefill = RoleErrors(self.settings.handoff_ms)
@@ -171,6 +178,20 @@ class Learning:
     def worker(self, *, prefills_only: bool) -> WorkerErrors:
         """Begins to learn about a worker."""
         return WorkerErrors(self._prefill if prefills_only else self._combined)
+
+    @property
+    def evicted_reuse(self) -> float:
+        """Probability that an evicted page is wanted again: the share of recent prompts' tokens that were cached."""
+        weight = self._prompts / PROMPTS
+        cached = self._cached_tokens / self._prompt_tokens if self._prompts else 0.0
+        return weight * cached + (1 - weight) * self.settings.evicted_reuse
+
+    def prompt(self, tokens: int, cached_tokens: int) -> None:
+        """Learns from a new prompt, of which some worker has this many tokens cached."""
+        self._prompts = min(self._prompts + 1, PROMPTS)
+        kept = 1 - 1 / self._prompts
+        self._prompt_tokens = kept * self._prompt_tokens + tokens
+        self._cached_tokens = kept * self._cached_tokens + cached_tokens
 
     def expected_output(self, tenant: str) -> int:
         """Expected tokens of an answer."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal, NamedTuple, Protocol
 
+from cpd.common.blocks import BLOCK_SIZE
 from router.placement.candidate import Candidate
 from router.prefix_index.index import Prefixes
 
@@ -55,6 +56,7 @@ class Situation:
         now: Time in seconds, of the clock of `Candidate.idle_at`.
         rng: Decides between equally good options.
         trusted: Recent predictions were mostly right.
+        evicted_reuse: Probability that an evicted page is wanted again.
     """
 
     prompt: Prompt
@@ -65,6 +67,12 @@ class Situation:
     now: float
     rng: Random
     trusted: bool = True
+    evicted_reuse: float = 0.25
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """The most tokens of the prompt that a worker has cached."""
+        return min(max(self.cached.cached.values(), default=0) * BLOCK_SIZE, self.prompt.tokens)
 
     def cached_blocks(self, worker: Candidate) -> int:
         """The number of leading blocks of the prompt that the worker has cached."""

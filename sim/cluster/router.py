@@ -97,22 +97,23 @@ class SimRouter:
             del self._requests[request.id]
             state.on_refused(state)
             return
-        placement = self._policy.place(
-            Situation(
-                Prompt(
-                    len(request.token_ids),
-                    max(request.params.max_tokens, self._max_tokens),
-                    expected_output=self.learning.expected_output(""),
-                ),
-                combined,
-                self._candidates("prefill", frozenset()),
-                self._index.cached_prefixes(request.block_hashes),
-                self._targets,
-                now,
-                self._rng,
-                self.learning.trusted,
-            )
+        situation = Situation(
+            Prompt(
+                len(request.token_ids),
+                max(request.params.max_tokens, self._max_tokens),
+                expected_output=self.learning.expected_output(""),
+            ),
+            combined,
+            self._candidates("prefill", frozenset()),
+            self._index.cached_prefixes(request.block_hashes),
+            self._targets,
+            now,
+            self._rng,
+            self.learning.trusted,
+            self.learning.evicted_reuse,
         )
+        self.learning.prompt(len(request.token_ids), situation.most_cached_tokens)
+        placement = self._policy.place(situation)
         state.decode, state.prefill = placement.decode.worker_id, placement.prompt_worker.worker_id
         state.placement, state.placed_at = placement, now
         self._loads[state.decode].sequences_started(1)

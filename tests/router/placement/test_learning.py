@@ -12,7 +12,7 @@ from cpd.common.policy_settings import PolicySettings
 from cpd.rpc import cpd_pb2 as pb
 from router.placement.cost_policy import CostPolicy
 from router.placement.costs import placement_of
-from router.placement.learning import ANSWERS, FORGET_S, MAX_FACTOR, Learning
+from router.placement.learning import ANSWERS, FORGET_S, MAX_FACTOR, PROMPTS, Learning
 from router.placement.policy import Placement, Prompt
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.index import Prefixes
@@ -146,6 +146,18 @@ def test_output_lengths_are_those_of_the_tenant() -> None:
     for _ in range(4 * ANSWERS):
         learning.answer("a", 100)
     assert learning.expected_output("a") == pytest.approx(100, abs=3)
+
+
+def test_an_evicted_page_is_as_likely_wanted_again_as_recent_prompts_were_cached() -> None:
+    learning = Learning(PolicySettings(evicted_reuse=0.25), 2000.0)
+    assert learning.evicted_reuse == 0.25
+    for _ in range(8 * PROMPTS):
+        learning.prompt(1000, 900)
+        learning.prompt(3000, 300)
+    assert learning.evicted_reuse == pytest.approx(0.3, abs=0.01)  # long prompts count more
+    for _ in range(8 * PROMPTS):
+        learning.prompt(1000, 0)
+    assert learning.evicted_reuse < 0.01
 
 
 def test_wrong_predictions_are_not_used_until_they_are_right_again(caplog: pytest.LogCaptureFixture) -> None:
