@@ -1,8 +1,8 @@
 """Compares the policy's choice of route with all prompts local and all remote: `python -m scripts.bench_routes`.
 
 One prefill and one combined worker, real ones, on this machine's cores. Three routers serve them: one decides by
-predicted cost, one prefills everything locally, one everything remotely. The same prompts go to each in turn, so that
-all three see the same machine. For each length of the prompt and number at a time it prints the mean TTFT and the mean
+predicted cost, one prefills everything locally, one everything remotely. Each gets prompts in turn, in random order, so
+that all three see the same machine. For each length of the prompt and number at a time it prints the mean TTFT and the mean
 time of the whole answer, and their ratios to the better one of local and remote.
 
 With `--busy` another process uses a core meanwhile.
@@ -77,9 +77,9 @@ async def measure(urls: Mapping[str, str], rounds: int, scale: float) -> None:
             count = max(2 * at_once, round(scale * 48 * 512 / max(tokens, 512)))
             records: dict[str, list[Record]] = {route: [] for route in clients}
             for number in range(rounds + 1):
-                for route, client in clients.items():
+                for route in rng.permutation(list(clients)).tolist():  # each leaves the machine in another state
                     prompts = [texts.text(rng, tokens) for _ in range(count)]
-                    found = await round_of(client, prompts, at_once)
+                    found = await round_of(clients[route], prompts, at_once)
                     records[route] += found if number else []  # the first round warms up
             ttft, e2e = (
                 {
