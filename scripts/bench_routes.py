@@ -2,8 +2,8 @@
 
 One prefill and one combined worker, real ones, on this machine's cores. Three routers serve them: one decides by
 predicted cost, one prefills everything locally, one everything remotely. Each gets prompts in turn, in random order, so
-that all three see the same machine. For each length of the prompt and number at a time it prints the mean TTFT and the mean
-time of the whole answer, and their ratios to the better one of local and remote.
+that all three see the same machine. For each length of the prompt and number at a time it prints the mean TTFT and the
+mean time of the whole answer, and their ratios to the better one of local and remote.
 
 With `--busy` another process uses a core meanwhile.
 """

@@ -3,8 +3,9 @@
     class      a higher priority goes first
     tenant     within a class by deficit round robin: each round adds QUANTUM tokens to a tenant's credit, and the round
                ends when its next item needs more (Shreedhar and Varghese, 1995)
-    deadline   within a tenant the earliest deadline first; then items that are predicted to miss their deadlines; then
-               those without a deadline; ties in the order of arrival
+    deadline   within a tenant the earliest deadline first, without the items that are given up: as few as possible, so
+               that the others meet their deadlines (Moore and Hodgson, 1968); then those; then those without a
+               deadline; ties in the order of arrival
 
 The item that has waited longest also gets one of AGED_SHARE tokens, whatever its class, tenant and deadline, so no item
 starves: if W tokens wait when it comes, its own included, it is taken before AGED_SHARE * W more tokens plus those of
@@ -13,8 +14,9 @@ the largest item have been taken. These tokens count against the tenant's next r
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice
 from math import inf
 from typing import Generic, NamedTuple, TypeVar
@@ -82,17 +84,29 @@ class _Account(Generic[T]):
 
     def in_order(self, now: float) -> Iterator[_Entry[T]]:
         entries = self.entries
-        in_time = bisect_left(entries, now, key=_deadline)
-        without = bisect_left(entries, inf, lo=in_time, key=_deadline)
-        too_long: list[_Entry[T]] = []
-        for entry in map(entries.__getitem__, range(in_time, without)):
-            if now + entry.takes_s <= entry.deadline:
-                yield entry
-            else:
-                too_long.append(entry)
-        yield from map(entries.__getitem__, range(in_time))
-        yield from too_long
-        yield from map(entries.__getitem__, range(without, len(entries)))
+        without = bisect_left(entries, inf, key=_deadline)
+        given_up = _given_up(entries[:without], now)
+        if not given_up:
+            yield from entries
+            return
+        late = {entry.number for entry in given_up}
+        yield from (entry for entry in entries[:without] if entry.number not in late)
+        yield from given_up
+        yield from entries[without:]
+
+
+def _given_up(entries: Sequence[_Entry[T]], now: float) -> list[_Entry[T]]:
+    """The fewest of these entries without which the others, taken by deadline, meet their deadlines; by deadline."""
+    given_up: list[_Entry[T]] = []
+    kept: list[tuple[float, int, _Entry[T]]] = []  # a heap, the longest first
+    for entry in entries:
+        heappush(kept, (-entry.takes_s, -entry.number, entry))
+        now += entry.takes_s
+        if now > entry.deadline:
+            longest = heappop(kept)[2]
+            now -= longest.takes_s
+            given_up.append(longest)
+    return sorted(given_up)
 
 
 def overdue_part(total: float, late: float) -> float:
@@ -157,14 +171,8 @@ class FairQueue(Generic[T]):
             ring.move_to_end(tenant)
 
     def late(self, now: float) -> list[T]:
-        """The items that miss their deadlines if the first one begins at `now` and all go by deadline."""
-        late: list[T] = []
-        for deadline, _, item, _, takes_s in self._by_deadline:
-            if now + takes_s <= deadline:
-                now += takes_s
-            else:
-                late.append(item)
-        return late
+        """The items that are given up if the first one begins at `now` and all go by deadline."""
+        return [entry.item for entry in _given_up(self._by_deadline, now)]
 
     def update(self, item: T, takes_s: float) -> None:
         """Changes the predicted time of an item."""

@@ -1,9 +1,9 @@
 """The fair order, also against a simple model that looks at all items each time."""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, combinations, count, islice
 from math import inf
 from typing import TypeVar
 
@@ -75,6 +75,40 @@ def test_items_that_come_after_too_much_work_are_late() -> None:
         queue.push(name, Terms(10, tenant, deadline=deadline), takes_s)
     assert queue.late(2) == ["past", "no longer"]
     assert queue.late(8) == ["past", "first", "no longer", "last"]
+
+
+def test_a_long_item_is_given_up_for_several_short_ones_but_not_for_one() -> None:
+    queue = FairQueue[str]()
+    queue.push("long", Terms(10, deadline=10), takes_s=6)
+    queue.push("first", Terms(10, deadline=11), takes_s=3)
+    assert order(queue, now=0) == ["long", "first"]
+    queue.push("long", Terms(10, deadline=10), takes_s=6)
+    for name in ("first", "second", "third"):
+        queue.push(name, Terms(10, deadline=11), takes_s=3)
+    assert queue.late(0) == ["long"]
+    assert queue.first(0) == "first"
+    assert list(queue.out_of_turn(0)) == ["first", "second", "third", "long"]
+
+
+@settings(deadline=None)
+@given(
+    items=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=7),
+    now=st.integers(0, 4),
+)
+def test_as_few_items_as_possible_are_given_up(items: list[tuple[int, int]], now: int) -> None:
+    queue = FairQueue[int]()
+    for number, (deadline, takes_s) in enumerate(items):
+        queue.push(number, Terms(1, deadline=deadline), takes_s)
+
+    def in_time(kept: Iterable[int]) -> bool:
+        ends = accumulate((items[number][1] for number in kept), initial=now)
+        return all(end <= items[number][0] for end, number in zip(islice(ends, 1, None), kept, strict=True))
+
+    by_deadline = sorted(range(len(items)), key=lambda number: (items[number][0], number))
+    late = queue.late(now)
+    assert in_time([number for number in by_deadline if number not in late])
+    most = next(size for size in range(len(items), -1, -1) if any(map(in_time, combinations(by_deadline, size))))
+    assert len(late) == len(items) - most
 
 
 def test_an_item_in_time_passes_all_late_work_except_what_is_due_to_age() -> None:
@@ -176,17 +210,22 @@ class Naive:
             tenant = self.tenants[priority, ring[0]]
             if not tenant.has_turn:
                 tenant.has_turn, tenant.credit = True, tenant.credit + QUANTUM
-            item, terms = min(
-                (one for one in self.waiting if (one[1].priority, one[1].tenant) == (priority, ring[0])),
-                key=lambda one: (self.kind(one[0], one[1], now), one[1].deadline, one[0]),
-            )
+            own = [one for one in self.waiting if (one[1].priority, one[1].tenant) == (priority, ring[0])]
+            late = self.given_up(own, now)
+            item, terms = min(own, key=lambda one: (one[1].deadline == inf, one[0] in late, one[1].deadline, one[0]))
             if terms.tokens <= tenant.credit:
                 return item
             tenant.has_turn = False
             ring.append(ring.pop(0))
 
-    def kind(self, item: int, terms: Terms, now: float) -> int:
-        return 2 if terms.deadline == inf else int(now + self.takes_s[item] > terms.deadline)
+    def given_up(self, some: list[tuple[int, Terms]], now: float) -> set[int]:
+        kept = sorted(some, key=lambda one: (one[1].deadline, one[0]))
+        while True:
+            ends = [now + sum(self.takes_s[item] for item, _ in kept[: i + 1]) for i in range(len(kept))]
+            late = [i for i, (_, terms) in enumerate(kept) if ends[i] > terms.deadline]
+            if not late:
+                return {item for item, _ in some} - {item for item, _ in kept}
+            kept.remove(max(kept[: late[0] + 1], key=lambda one: (self.takes_s[one[0]], one[0])))
 
     def leave(self, item: int, *, taken: bool) -> None:
         index, terms = next((i, terms) for i, (one, terms) in enumerate(self.waiting) if one == item)
