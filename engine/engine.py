@@ -84,7 +84,7 @@ class Engine:
             max_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             limit=QueueLimit(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
-            step_ms=colocation.model.step_ms,
+            prefill_ms=colocation.prefill_ms,
         )
         self.colocation = colocation
         self._splits = {split.shares: split for split in executor.splits}

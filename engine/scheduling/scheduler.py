@@ -38,7 +38,7 @@ class Scheduler:
         max_len: Maximum tokens of a sequence.
         max_num_seqs: Maximum number of running sequences.
         limit: The limit of the waiting queue.
-        step_ms: Predicts how long work takes on the whole device.
+        prefill_ms: Predicts how long a prompt takes beside decodes.
 
     Attributes:
         cache, pool: The KV cache and its pages.
@@ -56,7 +56,7 @@ class Scheduler:
         max_len: int,
         max_num_seqs: int,
         limit: QueueLimit | None = None,
-        step_ms: Callable[[Work], float] = lambda work: 0.0,
+        prefill_ms: Callable[[Work, Work], float] = lambda work, decodes: 0.0,
     ) -> None:
         self.cache = cache
         self.pool = cache.pool
@@ -66,7 +66,7 @@ class Scheduler:
         self._admission = Admission(self.waiting, cache)
         self.preemptions = 0
         self.cached_tokens = 0
-        self._step_ms = step_ms
+        self._prefill_ms = prefill_ms
         self._reserved_rows = 0
         self._prefilling: list[Sequence] = []  # running ones that `schedule_decodes` left to `schedule_prefills`
         self._changes = 0
@@ -169,7 +169,8 @@ class Scheduler:
         """Puts a new sequence in the waiting queue."""
         cached = min(self.cache.cached_blocks(seq.hashes, seq.num_tokens) * BLOCK_SIZE, seq.num_tokens - 1)
         work = Work.prefill(seq.num_tokens - cached, cached)
-        self.waiting.add(seq, work, self._step_ms(work) / 1e3)
+        decodes = self.running_work()[0] if self.waiting else Work()  # its time matters only beside other prompts
+        self.waiting.add(seq, work, self._prefill_ms(work, decodes) / 1e3)
         self._changes += 1
 
     def start(self, seq: Sequence, pages: list[int], num_computed: int, num_published: int) -> None:
