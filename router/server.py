@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
 from cpd.common.settings import RouterSettings
+from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
 from router.api.completions import CompletionService
 from router.api.connection import Connection
@@ -92,8 +94,9 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     service = CompletionService(settings, text_files, sampling_defaults, workers, metrics)
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: workers.routers)
-    server = _server(create_app(service, keys, peers))
-    admin = _server(create_app(service, keys, None))
+    hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
+    server = _server(create_app(service, keys, hosts, peers))
+    admin = _server(create_app(service, keys, hosts, None))
     ended = asyncio.Event()
 
     async def serve_public(member: Member) -> None:
@@ -158,8 +161,21 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _allowed_hosts(
+    settings: RouterSettings, listener: socket.socket, member_host: str, *, has_keys: bool
+) -> AllowedHosts:
+    names = settings.allowed_hosts
+    if not names and (has_keys or not ip_address(listener.getsockname()[0]).is_loopback):
+        names = ["*"]
+    return AllowedHosts([*names, _in_url(settings.host), _in_url(member_host)])
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _member(router_id: str, host: str, listener: socket.socket, admin: socket.socket) -> Member:
-    name = f"[{host}]" if ":" in host else host
+    name = _in_url(host)
     return Member(
         id=router_id,
         kind="router",

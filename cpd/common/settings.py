@@ -4,13 +4,14 @@ A setting is a field with a type, a default and a description; `cpd/common/optio
 flag. The flag wins over the environment (`CPD_TOKEN_BUDGET`), that over the YAML file, that over the default.
 """
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
 from pydantic import BaseModel, ByteSize, Field, SecretStr, ValidationError, field_validator
-from pydantic_core import from_json
+from pydantic_core import PydanticCustomError, from_json
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -25,6 +26,9 @@ from cpd.common.policy_settings import PolicySettings
 Role = Literal["prefill", "combined"]
 
 SamplingDefaults = Literal["model", "openai"]
+
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]|\*")
+"""A host as in a URL, or `*`."""
 
 MOST_SLO_MS = 1e9
 """Longest latency target, in ms (eleven days)."""
@@ -208,6 +212,13 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         None,
         description="YAML file with a list of more keys: key, admin (default false), min_priority (default 0).",
     )
+    allowed_hosts: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="Host names that clients may use in the server's URL, besides localhost, 127.0.0.1, [::1] and "
+        "--host: without port, separated by commas; * allows any. A request for another host is refused, so that no "
+        "web page can reach the server under a name of its own (DNS rebinding). Default: any; on a loopback --host "
+        "without API keys, no others.",
+    )
     slo_ttft: float = Field(2000.0, gt=0, le=MOST_SLO_MS, description="Target time to first token, in ms.")
     long_prefill_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | Literal["auto"] = Field(
         "auto",
@@ -227,13 +238,21 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
     max_n: int = Field(16, ge=1, description="Most choices (n) of one request.")
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
 
-    @field_validator("api_key", mode="before")
+    @field_validator("api_key", "allowed_hosts", mode="before")
     @classmethod
-    def _split_keys(cls, value: Any) -> Any:
+    def _split(cls, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             return value
-        return [key for text in texts for key in text.split(",") if key]
+        return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not _HOST.fullmatch(host):
+                raise PydanticCustomError("host", "not a host name or address without scheme and port, or *")
+        return hosts
 
 
 class RouterSettings(AllRoutersSettings, _Advertised):

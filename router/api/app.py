@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from router.api.allowed_hosts import AllowedHosts
 from router.api.body import read_body
 from router.api.completions import Caller, CompletionService
 from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, generates, returns
@@ -38,11 +39,12 @@ from router.operations.status import ClusterStatus
 R = TypeVar("R", bound=GenerateRequest)
 
 
-def create_app(service: CompletionService, keys: Keys, peers: PeerRouters | None) -> ASGIApp:
+def create_app(service: CompletionService, keys: Keys, hosts: AllowedHosts, peers: PeerRouters | None) -> ASGIApp:
     """Creates the router's ASGI application.
 
     Args:
         keys: The valid API keys.
+        hosts: The allowed hosts.
         peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes.
     """
 
@@ -72,7 +74,7 @@ def create_app(service: CompletionService, keys: Keys, peers: PeerRouters | None
     generating = _add_api(app, service) if peers is not None else {}
     _add_operations(app, service, peers)
     complete(app, needs_key=keys.any)
-    return Gate(app, generating, keys, refuse)
+    return Gate(app, generating, keys, hosts, refuse)
 
 
 def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
@@ -102,12 +104,12 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
             "max_model_len": service.workers.model.max_model_len or None,
         }
 
-    @app.get("/v1/models", responses=returns(ModelList, 401))
+    @app.get("/v1/models", responses=returns(ModelList, 401, 421))
     async def list_models() -> Response:
         """Lists the model that this server has."""
         return _json({"object": "list", "data": [model_card()]})
 
-    @app.get("/v1/models/{name:path}", responses=returns(ModelCard, 401, 404))
+    @app.get("/v1/models/{name:path}", responses=returns(ModelCard, 401, 404, 421))
     async def get_model(name: str) -> Response:
         """Describes the model that this server has."""
         service.check_model(name)
@@ -139,26 +141,26 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         return _json({"status": "ok"})
 
-    @app.get("/metrics", responses=returns(str, 401, 403), response_class=PlainTextResponse)
+    @app.get("/metrics", responses=returns(str, 401, 403, 421), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Metrics of the router that answers, in Prometheus' text format."""
         _caller(request).tenant.check_admin()
         text = await asyncio.to_thread(service.metrics.text)  # takes 0.2 s with a thousand workers
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/metrics/targets", responses=returns(list[ScrapeTargets], 401, 403))
+    @app.get("/metrics/targets", responses=returns(list[ScrapeTargets], 401, 403, 421))
     async def scrape_targets(request: Request) -> Response:
         """Admin ports of all routers, for Prometheus' HTTP service discovery."""
         _caller(request).tenant.check_admin()
         return _json(overview.scrape_targets())
 
-    @app.get("/cluster", responses=returns(ClusterStatus, 401, 403))
+    @app.get("/cluster", responses=returns(ClusterStatus, 401, 403, 421))
     async def get_cluster(request: Request) -> Response:
         """State of the cluster: all routers, and all workers as each router sees them."""
         _caller(request).tenant.check_admin()
         return _json(await overview.cluster(_authorization(request)))
 
-    @app.get("/requests/{request_id:path}", responses=returns(RequestPlacements, 401, 404))
+    @app.get("/requests/{request_id:path}", responses=returns(RequestPlacements, 401, 404, 421))
     async def get_placements(request: Request, request_id: str) -> Response:
         """Shows where a recent request of the caller went, by its `x-request-id`."""
         tenant = _caller(request).tenant.name

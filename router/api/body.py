@@ -1,11 +1,16 @@
-"""Reads a request's body, with limits on size and time."""
+"""Reads a request's body, which must be JSON, with limits on size and time.
+
+The media type is checked because a web page may send any other one to a server on the user's machine: for
+`application/json` the browser first asks the server for permission (CORS preflight), and is refused.
+"""
 
 import asyncio
+from collections.abc import Mapping
 
 from starlette.requests import Request
 
 from router.api.connection import connection_of
-from router.errors import ApiError, invalid
+from router.errors import ApiError, invalid, one_line
 
 BODY_S = 60.0
 """Time limit for a request's body, in seconds."""
@@ -19,9 +24,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Reads the request's body.
 
     Raises:
-        ApiError: The body is too large (413) or did not arrive within BODY_S (408).
+        ApiError: The body is not `application/json` or is compressed (415), has an unknown transfer encoding (400), is
+            too large (413) or did not arrive within BODY_S (408).
         ClientGoneError: The client hung up.
     """
+    headers = dict(request.scope["headers"])
+    _check_format(headers)
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(None if connection_of(request.scope).has_all else BODY_S):
             return await _read(request, max_bytes)
@@ -30,10 +41,23 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise invalid(None, message, code="request_timeout", status=408) from None
 
 
+def _check_format(headers: Mapping[bytes, bytes]) -> None:
+    content_type = headers.get(b"content-type", b"")
+    if content_type.partition(b";")[0].strip().lower() != b"application/json":
+        has = f"'{_shown(content_type)}'" if content_type else "none"
+        message = f"Send JSON with the header 'Content-Type: application/json'; this request has {has}."
+        raise invalid(None, message, code="unsupported_media_type", status=415)
+    content_encoding = headers.get(b"content-encoding", b"identity")
+    if content_encoding.lower() != b"identity":
+        message = f"The Content-Encoding '{_shown(content_encoding)}' is not supported; send the body uncompressed."
+        raise invalid(None, message, code="unsupported_media_type", status=415)
+    transfer_encoding = headers.get(b"transfer-encoding", b"chunked")
+    if transfer_encoding.lower() != b"chunked":
+        message = f"The Transfer-Encoding '{_shown(transfer_encoding)}' is not supported; use 'chunked' or none."
+        raise invalid(None, message, code="invalid_http")
+
+
 async def _read(request: Request, max_bytes: int) -> bytes:
-    announced = next((value for name, value in request.scope["headers"] if name == b"content-length"), b"")
-    if announced.isdigit() and int(announced) > max_bytes:
-        raise _too_large(max_bytes)
     parts: list[bytes] = []
     size, more = 0, True
     while more:
@@ -46,6 +70,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             raise _too_large(max_bytes)
         more = message.get("more_body", False)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _shown(header: bytes) -> str:
+    return one_line(header.decode("latin-1"))
 
 
 def _too_large(max_bytes: int) -> ApiError:

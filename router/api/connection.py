@@ -3,7 +3,7 @@
 - The head of a response is written together with the start of its body, so that the client wakes up once.
 - A callback reports that the client hung up. uvicorn's own way needs a task for each request.
 - The size of a request's head and the time until it is complete are limited.
-- A request that is not valid HTTP gets an error in OpenAI's format.
+- A request that is not valid HTTP gets an error in OpenAI's format, also if only its body is not.
 """
 
 import asyncio
@@ -47,11 +47,16 @@ class Connection(HttpToolsProtocol):
         if self.timeout_keep_alive_task is not None:  # the connection was idle: a new request begins
             self._head_late.cancel()
             self._head_late = self._expect_head()
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes > HEAD_BYTES:
-            message = f"The request has more than {HEAD_BYTES} bytes outside its body."
-            self._refuse(invalid(None, message, code="request_too_large", status=431))
+        start = 0
+        while start < len(data):
+            piece = data[start : start + HEAD_BYTES - self._head_bytes]  # a longer head must not become complete
+            start += len(piece)
+            self._head_bytes += len(piece)
+            super().data_received(piece)
+            if self._head_bytes == HEAD_BYTES:  # the end of a head, or a body, would have reset it
+                message = f"The request has more than {HEAD_BYTES} bytes outside its body; shorten its URL and headers."
+                self._refuse(invalid(None, message, code="request_too_large", status=431))
+                return
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -84,8 +89,13 @@ class Connection(HttpToolsProtocol):
         self._refuse(invalid(None, message, code="request_timeout", status=408))
 
     def _refuse(self, error: ApiError) -> None:
-        """Sends the error, unless a response is under way, and closes the connection."""
-        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+        """Sends the error, unless part of a response or an earlier one must come first, and closes the connection."""
+        cycle = self.cycle
+        in_body = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
+        if in_body:
+            cycle.disconnected = True  # the application must not send a second response
+            cycle.message_event.set()
+        if not self.transport.is_closing() and (cycle is None or cycle.response_complete or in_body):
             body = error.body()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)

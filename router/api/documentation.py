@@ -30,6 +30,8 @@ _ERRORS = {
     404: "The model or request does not exist.",
     408: "The body did not arrive within a minute.",
     413: "The body is larger than `--max-body`.",
+    415: "The body is not `application/json`, or is compressed.",
+    421: "The `Host` header is not one that this server allows (`--allowed-hosts`).",
     429: "This API key's share of all workers' queues is used up; `Retry-After` says when to try again.",
     500: "A worker failed the request.",
     503: "No worker is ready, or all queues are full; `Retry-After` says when to try again.",
@@ -70,7 +72,7 @@ def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[
         whole: Type of the response in one piece.
         chunk: Type of a stream's events.
     """
-    responses = returns(whole, 400, 401, 403, 404, 408, 413, 429, 500, 503)
+    responses = returns(whole, 400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
     responses[200] |= {
         "description": "One document, or with `stream` server-sent events that end with `[DONE]` or with an error.",
         "content": {"text/event-stream": {"schema": _ref(chunk)}},

@@ -1,4 +1,4 @@
-"""The ASGI application in front of all routes: API key, request id, and direct calls of the generating routes."""
+"""The ASGI application in front of all routes: host, API key, request id, and direct calls of the generating routes."""
 
 import asyncio
 import re
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.allowed_hosts import AllowedHosts
 from router.api.body import ClientGoneError
 from router.api.completions import Caller
 from router.api.connection import connection_of
@@ -18,27 +19,36 @@ from router.errors import ApiError, failed
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset({"/livez", "/readyz", "/docs", "/openapi.json"})
+"""Paths that need no API key and are served for any host, as load balancers probe by address."""
+
 _DOCS_ASSETS = "/static-offline-docs/"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class Gate:
-    """Checks the API key, sets the request id and calls the route.
+    """Checks the host and the API key, sets the request id and calls the route.
 
     Args:
         app: The application with all routes.
         generating: Endpoints of the POST routes that generate text, by path. They are called directly: the framework's
             middleware and routing would be a tenth of the router's work for a request.
         keys: The valid API keys.
+        hosts: The allowed hosts.
         refuse: Creates the response for an error.
     """
 
     def __init__(
-        self, app: ASGIApp, generating: Mapping[str, Endpoint], keys: Keys, refuse: Callable[[ApiError], Response]
+        self,
+        app: ASGIApp,
+        generating: Mapping[str, Endpoint],
+        keys: Keys,
+        hosts: AllowedHosts,
+        refuse: Callable[[ApiError], Response],
     ) -> None:
         self._app = app
         self._generating = generating
         self._keys = keys
+        self._hosts = hosts
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,8 +70,10 @@ class Gate:
             await send(message)
 
         try:
-            is_open = scope["path"] in _OPEN_PATHS or scope["path"].startswith(_DOCS_ASSETS)
-            tenant = Tenant() if is_open else self._keys.tenant(headers.get(b"authorization", b""))
+            tenant = Tenant()
+            if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
+                self._hosts.check(headers.get(b"host", b""))
+                tenant = self._keys.tenant(headers.get(b"authorization", b""))
             scope["state"] = {
                 **scope.get("state", {}),
                 "caller": Caller(tenant, request_id.decode(), asyncio.get_running_loop().time()),

@@ -117,7 +117,7 @@ async def start_router(redis_url: str, model_dir: Path, cluster: str) -> AsyncIt
 
         async def start(*workers: FakeWorker, name: str = "router-a", port: int = 0, **settings: Any) -> Router:
             given = {"model": str(model_dir), "cluster": cluster, "redis_url": redis_url, "cluster_token": "secret"}
-            listener = stack.enter_context(listen("127.0.0.1", port))
+            listener = stack.enter_context(listen(settings.get("host", "127.0.0.1"), port))
             stop = asyncio.Event()
             serving = asyncio.create_task(serve(RouterSettings(**(given | settings)), name, listener, stop))
 

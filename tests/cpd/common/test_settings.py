@@ -30,6 +30,16 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
     assert RouterSettings.load({}).api_key == ["four", "five"]
 
 
+def test_several_hosts_come_from_flags_the_environment_or_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text("allowed-hosts: [llm.example, '[::1]']")
+    assert RouterSettings.load({}, tmp_path / "c.yaml").allowed_hosts == ["llm.example", "[::1]"]
+    monkeypatch.setenv("CPD_ALLOWED_HOSTS", "llm.example, 10.0.0.5")
+    assert RouterSettings.load({}).allowed_hosts == ["llm.example", "10.0.0.5"]
+    assert RouterSettings.load({"allowed_hosts": ["a", "b,*"]}).allowed_hosts == ["a", "b", "*"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -44,6 +54,10 @@ def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.Mon
         ({"slo_itl": "nan"}, "slo-itl: "),
         ({"long_prefill_tokens": "5000000000"}, "long-prefill-tokens"),
         ({"long_prefill_tokens": "many"}, "^long-prefill-tokens: .*integer.* or: .*'auto' .*'many'"),
+        ({"allowed_hosts": "https://llm.example"}, "allowed-hosts: .* without scheme and port.*https://llm.example"),
+        ({"allowed_hosts": "llm.example,localhost:8000"}, "allowed-hosts: .*localhost:8000"),
+        ({"allowed_hosts": "*.llm.example"}, "allowed-hosts: "),
+        ({"allowed_hosts": "::1"}, "allowed-hosts: "),
         ({"no_such": "1"}, "there is no setting 'no-such'$"),
         ({"prefil": "1"}, "there is no setting 'prefil'; did you mean 'prefill'"),
     ],

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gzip
 import json
 import shutil
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventu
 MODEL = "small-model"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello?"}]}
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "Hello?", "max_tokens": 50}
+JSON = {"content-type": "application/json"}
 REPLY = "the quick brown fox: 你好 🙂"
 
 
@@ -471,8 +473,54 @@ class TestErrors:
                 yield b" " * 100
 
         for content in (b" " * 1_001, chunked()):
-            response = await router.http.post("/v1/completions", content=content)
+            response = await router.http.post("/v1/completions", content=content, headers=JSON)
             assert (response.status_code, _error(response)["code"]) == (413, "request_too_large")
+
+    @pytest.mark.parametrize("sent", ["text/plain", "text/plain; application/json", "application/jsonl", "", None])
+    async def test_a_body_of_another_media_type(self, start_router: StartRouter, sent: str | None) -> None:
+        """Those that a web page may send to another site without asking, and others."""
+        router = await start_router()
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            headers = {} if sent is None else {"content-type": sent}
+            response = await router.http.post(path, content=json.dumps(body), headers=headers)
+            error = _error(response)
+            assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
+            assert "'Content-Type: application/json'" in error["message"]
+            assert f"has '{sent}'" in error["message"] if sent else "has none" in error["message"]
+
+    @pytest.mark.parametrize("sent", ["application/json; charset=utf-8", "Application/JSON;charset=UTF-8"])
+    async def test_parameters_and_case_of_the_media_type_do_not_matter(self, router: Router, sent: str) -> None:
+        headers = {"content-type": sent, "content-encoding": "Identity"}
+        response = await router.http.post("/v1/completions", content=json.dumps(TEXT), headers=headers)
+        assert response.status_code == 200, response.text
+
+    @pytest.mark.parametrize("sent", ["gzip", "br", "identity, gzip"])
+    async def test_a_compressed_body(self, router: Router, sent: str) -> None:
+        headers = JSON | {"content-encoding": sent}
+        response = await router.http.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+        error = _error(response)
+        assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
+        assert error["message"] == f"The Content-Encoding '{sent}' is not supported; send the body uncompressed."
+
+    async def test_a_transfer_encoding_other_than_chunked(self, router: Router) -> None:
+        reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
+        with contextlib.closing(writer):
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            writer.write(head + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+            error = json.loads(await reader.readuntil(b"}}"))["error"]
+        assert error["code"] == "invalid_http"
+        assert error["message"] == "The Transfer-Encoding 'gzip, chunked' is not supported; use 'chunked' or none."
+
+    async def test_the_connection_stays_usable_after_a_refused_body(self, router: Router) -> None:
+        """The rest of a body that nobody reads is not taken for the next request."""
+        reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
+        with contextlib.closing(writer):
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n"
+            writer.write(head + b" " * 1_000_000 + b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 415 ")
+            assert b"application/json" in await reader.readuntil(b"}}")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
     @pytest.mark.parametrize("depth", [256, 1_000, 1_024, 10_000, 100_000])
     @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
@@ -489,7 +537,7 @@ class TestErrors:
                 ("completions", TEXT | {"prompt": "VALUE"}),
             ):
                 content = json.dumps(body).replace('"VALUE"', value)
-                response = await router.http.post(f"/v1/{path}", content=content)
+                response = await router.http.post(f"/v1/{path}", content=content, headers=JSON)
                 assert response.status_code == 400, response.text
                 error = _error(response)
                 assert error["code"] == "invalid_json"
@@ -514,7 +562,8 @@ class TestErrors:
 
         reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
         with contextlib.closing(writer):
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            writer.write(head + b"content-length: 9\r\n\r\n{")
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 408")
             assert b"request_timeout" in await reader.readuntil(b"}}")

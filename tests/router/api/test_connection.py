@@ -41,8 +41,13 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] in ("/waits", "/late"):
         await scope["state"]["waiting"].until_gone(connection, receive, late=scope["path"] == "/late")
         return
-    while (await receive()).get("more_body"):
+    if scope["path"] == "/starts":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+    while scope["path"] != "/ignores" and (await receive()).get("more_body"):
         pass
+    if scope["path"] == "/starts":
+        return
     connection.hold()
     headers = [] if scope["path"] == "/stays" else [(b"connection", b"close")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -140,6 +145,10 @@ async def test_a_hang_up_is_reported(port: int, waiting: Waiting, sent: bytes, r
         await writer.wait_closed()
 
 
+def chunked(path: str, encoding: str = "chunked") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: {encoding}\r\n\r\n".encode()
+
+
 async def answer_to(port: int, *pieces: bytes) -> bytes:
     """Returns the data received until the connection is closed."""
     _, client = connection = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
@@ -160,15 +169,22 @@ async def test_a_head_without_an_end_is_refused(port: int, start: bytes) -> None
 
 
 @pytest.mark.parametrize("rest", [b"1;", b"0\r\nx: "], ids=["extensions", "trailers"])
-async def test_chunk_framing_without_a_body_ends_the_connection(port: int, rest: bytes) -> None:
-    head = b"POST /waits HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    assert await answer_to(port, head, rest, b"x" * 6 * HEAD_BYTES) == b""
+async def test_chunk_framing_without_a_body_is_refused(port: int, rest: bytes) -> None:
+    answer = await answer_to(port, chunked("/waits"), rest, b"x" * 6 * HEAD_BYTES)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize(("size", "status"), [(HEAD_BYTES, 200), (HEAD_BYTES + 1, 431), (2 * HEAD_BYTES, 431)])
+async def test_a_complete_head_is_refused_if_it_is_too_large(port: int, size: int, status: int) -> None:
+    start, end = b"GET / HTTP/1.1\r\nx: ", b"\r\n\r\n"
+    answer = await answer_to(port, start + b"x" * (size - len(start + end)) + end)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 async def test_a_long_body_does_not_count_as_head(port: int) -> None:
     chunks = b"1\r\nx\r\n" * HEAD_BYTES + b"0\r\n\r\n"
-    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    assert (await answer_to(port, head, chunks)).startswith(b"HTTP/1.1 200 ")
+    assert (await answer_to(port, chunked("/"), chunks)).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST", b"POST / HTTP/1.1\r\nhost: x\r\n", b"\r\n"], ids=repr)
@@ -216,3 +232,40 @@ async def test_invalid_http_is_refused_in_openais_format(port: int) -> None:
     answer = await answer_to(port, b"\x16\x03\x01 hello\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+INVALID_BODIES = (
+    pytest.param([chunked("/"), b"zz\r\n"], id="chunk size"),
+    pytest.param([chunked("/"), b"f" * 17 + b"\r\n"], id="chunk size over 64 bits"),
+    pytest.param([chunked("/"), b"1\r\nxy\r\n"], id="chunk longer than its size"),
+    pytest.param([chunked("/") + b"zz\r\n"], id="at once"),
+    pytest.param([chunked("/ignores") + b"zz\r\n"], id="at once, and nobody reads the body"),
+    pytest.param([chunked("/", "gzip")], id="not chunked"),
+    pytest.param([chunked("/", "chunked, gzip")], id="not chunked last"),
+    pytest.param([chunked("/", "chunked\r\ncontent-length: 1")], id="with a length"),
+)
+
+
+@pytest.mark.parametrize("sent", INVALID_BODIES)
+async def test_a_body_that_is_not_valid_http_is_refused(port: int, sent: list[bytes]) -> None:
+    answer = await answer_to(port, *sent)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+async def test_an_invalid_body_gets_no_second_response(port: int) -> None:
+    transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    transport.write(chunked("/starts"))
+    async with asyncio.timeout(10):
+        await client.has(b"one\r\n")
+        transport.write(b"zz\r\n")
+        await client.closed
+    assert b"".join(client.pieces).count(b"HTTP/1.1 ") == 1
+
+
+async def test_an_invalid_body_is_not_refused_before_the_response_to_an_earlier_request(
+    port: int, waiting: Waiting
+) -> None:
+    assert await answer_to(port, request("/waits") + chunked("/") + b"zz\r\n") == b""
+    async with asyncio.timeout(10):
+        await waiting.hung_up.wait()

@@ -128,7 +128,9 @@ def test_it_says_which_routes_need_a_key(document: dict[str, Any]) -> None:
     open_paths = {path for path, item in document["paths"].items() if item[METHODS[path]].get("security") == []}
     assert open_paths == {"/livez", "/readyz"}
     for path, item in document["paths"].items():
-        assert ("401" in item[METHODS[path]]["responses"]) == (path not in open_paths)
+        responses = item[METHODS[path]]["responses"]
+        assert ("401" in responses) == ("421" in responses) == (path not in open_paths)
+        assert ("415" in responses) == ("requestBody" in item[METHODS[path]])
 
 
 async def test_without_keys_no_route_needs_one(start_router: StartRouter) -> None:
@@ -199,7 +201,7 @@ async def test_errors_are_as_described(router: Router, document: dict[str, Any])
         for client, method, path, status in (
             (stranger, "GET", "/cluster", 401),
             (stranger, "POST", "/v1/completions", 401),
-            (router.http, "POST", "/v1/completions", 400),
+            (router.http, "POST", "/v1/completions", 415),
             (router.http, "GET", "/v1/models/other", 404),
             (router.http, "GET", "/requests/other", 404),
             (router.http, "GET", "/nowhere", 404),

@@ -445,8 +445,8 @@ class TestHangUp:
         router = await start_router(worker)
         body = json.dumps(CHAT | {"stream": stream}).encode()
         reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
         await eventually(lambda: _is(lambda: bool(worker.submits)))
         if outputs and stream:
