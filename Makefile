@@ -19,7 +19,7 @@ test: lint
 # Before a release, beside `make test`: every fault in every phase of a request (a quarter of an hour; as root, links
 # are cut, too), then random faults under load for MINUTES.
 acceptance: $(DEV_READY)
-	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py
+	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py tests/faults/test_crashes.py
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 lint: $(DEV_READY)

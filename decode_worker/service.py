@@ -119,9 +119,13 @@ class DecodeService:
         await self._prefill_server.serve(stream)
 
     async def stop(self) -> None:
-        """Sends every request back to its router, and ends the prefix fetches of other workers."""
+        """Sends every request back to its router, and ends the prefix fetches of other workers.
+
+        If the worker failed, the requests end with the sessions instead: one of them may be the cause.
+        """
         for request in list(self._requests.values()):
-            request.refuse(pb.Refusal.KIND_REROUTE, "this worker stops")
+            if not self._context.lifecycle.failed:
+                request.refuse(pb.Refusal.KIND_REROUTE, "this worker stops")
             self._abort(request, [])
         await self._coordinator.stop()
         await self._prefill_server.stop()

@@ -85,6 +85,12 @@ def failed(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
+def crashes_workers(message: str) -> ApiError:
+    """The request crashes workers. OpenAI's clients retry other errors of the server, but not this one."""
+    headers = {"x-should-retry": "false"}
+    return ApiError(500, message, kind="server_error", code="request_crashes_workers", headers=headers)
+
+
 def _retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds)))}
 

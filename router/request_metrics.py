@@ -39,6 +39,7 @@ class RequestMetrics:
         self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from a cache.")
         self.output_tokens = counter("output_tokens", "Output tokens.")
         self.replays = counter("replays", "Requests placed again because their worker was lost.")
+        self.convictions = counter("convictions", "Requests given up because two workers crashed while running them.")
         self.refusals = cache(counter("refusals", "Requests that a worker gave back, by reason.", "reason").labels)
         replicated = "Placements; replicated: another combined worker had more of the prompt cached."
         self.fallback = Gauge(

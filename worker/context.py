@@ -31,10 +31,14 @@ class Lifecycle:
 
     Args:
         on_change: Called when the state changed.
+
+    Attributes:
+        failed: The worker was not told to stop: its engine or a thread failed, or the engine hangs.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
+        self.failed = False
         self.state: pb.State.ValueType = pb.STATE_READY
         self.draining = asyncio.Event()
         self.stopping = asyncio.Event()
@@ -50,11 +54,11 @@ class Lifecycle:
             self._on_change()
 
     def stop(self, reason: str, exit_code: int | None = None) -> None:
-        """Ends the worker now. Without `exit_code`, a drain under way keeps its own."""
+        """Ends the worker now. `exit_code` says that it failed; without one, a drain under way keeps its own."""
         if not self.stopping.is_set():
             log.info("stopping: %s", reason)
             if exit_code is not None:
-                self.exit_code = exit_code
+                self.exit_code, self.failed = exit_code, True
             self.state = pb.STATE_DRAINING
             self.draining.set()
             self.stopping.set()

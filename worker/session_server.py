@@ -77,6 +77,7 @@ class SessionServer:
         self._token = token.encode()
         self._numbers = itertools.count(1)
         self._sessions: dict[str, RouterSession] = {}
+        self._failed = False
 
     async def serve(self, stream: IncomingStream) -> None:
         """Serves one stream to its end."""
@@ -109,7 +110,7 @@ class SessionServer:
             reader.cancel()
             writer.cancel()
         if reason := session.ended.result():
-            await _say_end(stream, reason)
+            await _say_end(stream, reason, failed=self._failed)
 
     def publish(self, update: Update) -> None:
         """Sends every router the changes in the cache."""
@@ -128,8 +129,9 @@ class SessionServer:
         """Returns when every queued message was handed to its connection. Give it a deadline."""
         await asyncio.gather(*(session.written() for session in self._sessions.values()))
 
-    def end_all(self, reason: str) -> None:
-        """Ends every session because the worker stops."""
+    def end_all(self, reason: str, *, failed: bool) -> None:
+        """Ends every session because the worker stops, by itself (`failed`) or as it was told."""
+        self._failed = failed
         for session in self._sessions.values():
             session.end(reason)
 
@@ -209,9 +211,9 @@ class SessionServer:
             await stream.drained()
 
 
-async def _say_end(stream: IncomingStream, reason: str) -> None:
+async def _say_end(stream: IncomingStream, reason: str, *, failed: bool = False) -> None:
     """Tells the peer why the worker ends the stream, and ends it."""
-    stream.send(pb.WorkerMessage(end=pb.End(reason=reason)))
+    stream.send(pb.WorkerMessage(end=pb.End(reason=reason, failed=failed)))
     stream.finish()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(stream.closed(), END_TIMEOUT_S)

@@ -294,7 +294,8 @@ class Worker:
     async def _stop_serving(self) -> None:
         await _bounded(self._service.stop, "requests")
         await _bounded(self._sessions.flush, "the last messages", STOP_STEP_S / 4)
-        self._sessions.end_all("the worker stops")
+        failed = self.lifecycle.failed
+        self._sessions.end_all("the engine failed" if failed else "the worker stops", failed=failed)
         await _bounded(lambda: self._streams.close(STOP_STEP_S / 4), "sessions")
         await _bounded(lambda: self._server.stop(STOP_STEP_S / 4), "calls")
 

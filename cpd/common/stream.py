@@ -41,6 +41,10 @@ class StreamError(CPDError):
     """The connection broke, or the peer is lost."""
 
 
+class BrokenError(StreamError):
+    """The connection broke: the peer's machine reset it, or can't be reached any more."""
+
+
 class BadMessageError(StreamError):
     """The peer sent something that is not a message, or a message over the size limit."""
 
@@ -65,6 +69,7 @@ class Stream(asyncio.Protocol, Generic[M]):
 
     Attributes:
         max_bytes: As above; it may be changed.
+        heard_at: Loop time at which the peer's last data arrived, heartbeats included.
     """
 
     def __init__(self, kind: type[M], max_bytes: int, opened: "Callable[[Stream[M]], None] | None" = None) -> None:
@@ -72,6 +77,7 @@ class Stream(asyncio.Protocol, Generic[M]):
         self._kind = kind
         self._opened = opened
         self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()
         self._transport: asyncio.Transport | None = None
         self._part = bytearray()  # of a message that has not arrived completely
         self._awaited_bytes = 0  # until `_part` has this many, nothing is parsed
@@ -162,6 +168,7 @@ class Stream(asyncio.Protocol, Generic[M]):
 
     def data_received(self, data: bytes) -> None:
         self._silent_ticks = 0
+        self.heard_at = self._loop.time()
         if self._part:
             self._part += data
             if len(self._part) < self._awaited_bytes:
@@ -204,7 +211,7 @@ class Stream(asyncio.Protocol, Generic[M]):
     def connection_lost(self, error: Exception | None) -> None:
         self._ticker.cancel()
         self._transport = None
-        self._end(StreamError(f"the connection broke: {error}") if error is not None else None)
+        self._end(BrokenError(f"the connection broke: {error}") if error is not None else None)
         self._drained.set()
         self._closed.set()
 

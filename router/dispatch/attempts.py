@@ -8,6 +8,7 @@ tokens. `dispatcher.py` decides when; this module keeps the records.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import inf
 from typing import Protocol
 
@@ -21,6 +22,10 @@ from router.errors import ApiError
 from router.placement.decisions import Decision
 from router.placement.learning import Learning
 from router.placement.policy import Placement
+
+PROBATION_TOKENS = 4
+"""A request whose worker crashed is a suspect until it has this many more tokens. They take it past the step at which
+the worker crashed: an engine is at most two steps ahead of the tokens that it has sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,17 @@ class RoutedRequest:
         """Tokens of the prompt."""
         return len(self.tokens) // TOKEN_BYTES
 
+    @property
+    def digest(self) -> bytes:
+        """A hash of tenant, model, prompt and sampling, except the seed, which is random if the client sends none."""
+        sampling = pb.Sampling()
+        sampling.CopyFrom(self.sampling)
+        sampling.ClearField("seed")
+        known = self.block_hashes  # chained: the last one stands for all full blocks
+        rest = self.tokens[len(known) * BLOCK_SIZE * TOKEN_BYTES :]
+        parts = (known[-1] if known else self.hash_root, rest, sampling.SerializeToString(deterministic=True))
+        return blake2b(b"".join(blake2b(part).digest() for part in parts), digest_size=16).digest()
+
     def with_output(self, emitted: Sequence[int]) -> tuple[bytes, list[bytes]]:
         """The tokens of prompt and `emitted` together, and the hashes of their full blocks."""
         known = self.block_hashes
@@ -116,6 +132,9 @@ class Attempt:
         queue_full: Their refusals for full queues.
         failed_prefill: Prefill workers that failed it; they are not tried again.
         losses, lost_by: Workers lost while running it. They get it again only if there are no others.
+        crashes: Those that crashed, since its probation last ended. Not empty: the attempt is a suspect.
+        crashed_at: Loop time at which the last of them was noticed.
+        probation: Tokens until it is no longer a suspect.
         deadline: Loop time until which it may wait for a worker; None if it did not wait since its last token.
         timer: Retries it while it waits; None otherwise.
     """
@@ -132,6 +151,9 @@ class Attempt:
     failed_prefill: set[str] = field(default_factory=set)
     losses: int = 0
     lost_by: set[str] = field(default_factory=set)
+    crashes: list[str] = field(default_factory=list)
+    crashed_at: float = 0.0
+    probation: int = 0
     failures: int = 0
     reroutes: int = 0
     deadline: float | None = None
@@ -145,7 +167,7 @@ class Attempt:
     @property
     def may_wait(self) -> bool:
         """True if it may wait for a worker: it has run before, or was rerouted and found no full queue."""
-        return bool(self.losses or self.request.started or (self.reroutes and not self.queue_full))
+        return bool(self.losses or self.crashes or self.request.started or (self.reroutes and not self.queue_full))
 
     def submit(self, placement: Placement, tokens: bytes, hashes: Sequence[bytes], deadline_ms: int) -> pb.Submit:
         """The message that sends the attempt to the worker of a placement.
@@ -239,6 +261,11 @@ class Attempt:
             self._prompt_computed()
         if decision.choice == choice:
             decision.on_output(now)
+
+    def crashed(self, worker_id: str, now: float) -> None:
+        """Records that a worker that ran it, or computed its prompt, has crashed."""
+        self.crashes.append(worker_id)
+        self.crashed_at, self.probation = now, PROBATION_TOKENS
 
     def choice_done(self, choice: int) -> None:
         """Records that a choice has ended."""

@@ -7,10 +7,14 @@ A request is one prompt with `n` choices. Its attempts (attempts.py) go through 
        |         +--- queue full              -> another worker; if none is left: 429 or 503, or after a replay waiting
        +---------+--- rerouted                -> another worker or the same, without the prefill workers that failed
        |         +--- worker lost             -> replayed: prompt and output so far, one attempt per choice
+       |         +--- worker crashed          -> the same, as a suspect; if it crashes the next one, too: 500
        +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
 An attempt that has run before and finds no worker waits up to MAX_WAIT_S for one. Nothing else waits here. An emitted
 token is never sampled again; a replay continues after it.
+
+Any request on a worker that crashed may be the cause. Each is a suspect until its replay has PROBATION_TOKENS more
+tokens. A worker runs only one suspect at a time, beside requests that are none, so the next crash says which one it is.
 """
 
 import asyncio
@@ -22,10 +26,11 @@ from random import Random
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
 from router.dispatch.attempts import Attempt, RequestRoute, RoutedRequest
+from router.dispatch.convictions import REMEMBERED_S, Convictions
 from router.dispatch.loop_slices import LoopSlices
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
-from router.errors import ApiError, failed, one_line, too_many, unavailable
+from router.errors import ApiError, crashes_workers, failed, one_line, too_many, unavailable
 from router.placement.decisions import Decisions
 from router.placement.policy import PlacementPolicy, Prompt, Situation, Targets
 from router.request_metrics import RequestMetrics
@@ -39,7 +44,14 @@ MAX_FAILURES = 1
 """A request that fails on more workers than this is given up: it would fail on all of them."""
 
 MAX_LOSSES = 4
-"""A request that loses more workers than this is given up: it may be the cause of their crashes."""
+"""A request that loses more workers than this, for whatever reasons, is given up."""
+
+TOGETHER_S = 0.05
+"""A suspect is sent only to workers that sent something this long after the crash, in seconds. Others may have died
+together with the worker, for example because their machine did."""
+
+TURN_S = 0.1
+"""Pause after which a suspect looks again for a worker without other suspects, in seconds."""
 
 MAX_QUEUE_FULL = 3
 """A new request is refused once this many workers, the most promising ones, had full queues."""
@@ -86,6 +98,8 @@ class Dispatcher:
         # unique over all routers, since `Load.awaiting_first_token` carries them
         self._ids = itertools.count(rng.randrange(1, 1 << 60))
         self._attempts: dict[int, Attempt] = {}
+        self._suspects: set[Attempt] = set()
+        self._convictions = Convictions()
         self._slices = LoopSlices(self._on_output)
 
     # ---- called by the API ----
@@ -94,8 +108,9 @@ class Dispatcher:
         """Places a new request.
 
         Raises:
-            ApiError: No worker is live, or the policy failed.
+            ApiError: No worker is live, the policy failed, or the same request has crashed workers.
         """
+        self._check(request)
         attempt = self._add_attempt(request, set(range(len(request.choices))))
         if not self._place(attempt):
             self._remove(attempt, "not placed")
@@ -157,9 +172,15 @@ class Dispatcher:
             if attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
 
-    def lost(self, session: WorkerSession) -> None:
-        """Replays, on other workers, the attempts of a session that has ended."""
+    def lost(self, session: WorkerSession, *, crashed: bool) -> None:
+        """Replays, on other workers, the attempts of a session that has ended.
+
+        Args:
+            crashed: The worker crashed, perhaps because of one of them.
+        """
         self._slices.flush()
+        if crashed:
+            self._crashed(session)
         for attempt in [attempt for attempt in self._attempts.values() if attempt.session is session]:
             if attempt.id not in self._attempts:
                 continue  # another attempt of its request has failed
@@ -173,6 +194,24 @@ class Dispatcher:
             log.warning("request %s is replayed: worker %s is lost", attempt.request.trace_id, session.id)
             attempt.refused_by.clear()
             self._retry(attempt, RETRY_S)
+
+    def _crashed(self, session: WorkerSession) -> None:
+        """Makes suspects of a crashed worker's attempts, and convicts the one that was a suspect before if it is the
+        only one."""
+        now = asyncio.get_running_loop().time()
+        present = [one for one in self._attempts.values() if session in (one.session, one.prefill_session)]
+        suspected = {attempt.request for attempt in present if attempt.crashes}
+        for attempt in present:
+            attempt.crashed(session.id, now)
+        self._suspects.update(present)
+        if len(suspected) == 1:
+            (request,) = suspected
+            crashes = max((attempt.crashes for attempt in present if attempt.request is request), key=len)
+            log.warning("request %s is given up: it crashed workers %s", request.trace_id, ", ".join(crashes))
+            self._metrics.convictions.inc()
+            self._convictions.add(request.digest, now)
+            message = f"{len(crashes)} workers crashed while running this request, so it is not tried again."
+            self._fail(request, crashes_workers(f"{message} Tell the operator of this server its request id."))
 
     # ---- output ----
 
@@ -200,6 +239,8 @@ class Dispatcher:
         choice, loop = request.choices[index], asyncio.get_running_loop()
         now = loop.time()
         attempt.on_output(index, prefilled, now, self._learning)
+        if attempt.crashes:
+            self._end_probation(attempt, len(token_ids))
         request.outputs[index].extend(token_ids)
         if choice.num_tokens:
             self._metrics.itl.observe(now - choice.last_at)
@@ -216,6 +257,13 @@ class Dispatcher:
         elif choice.finish is not None:  # by a stop string, which the worker does not know
             session.abort(pb.Abort(request=attempt.id, attempt=attempt.number, choices=[index]))
             self._choice_done(attempt, index)
+
+    def _end_probation(self, attempt: Attempt, num_tokens: int) -> None:
+        """Counts a suspect's new tokens; with enough of them it is none any more."""
+        attempt.probation -= num_tokens
+        if attempt.probation <= 0:
+            attempt.crashes.clear()
+            self._suspects.discard(attempt)
 
     def _count_first(self, request: RoutedRequest, queue_ms: float) -> None:
         self._metrics.queue(request.tenant).observe(queue_ms / 1e3)
@@ -238,14 +286,16 @@ class Dispatcher:
         request, workers, now = attempt.request, self._workers, asyncio.get_running_loop().time()
         if workers.model.fingerprint != request.fingerprint:
             return False
-        emitted = attempt.emitted
-        tokens, hashes = request.with_output(emitted)
-        total, longest = request.prompt_len + len(emitted), request.prompt_len + request.sampling.max_tokens
+        longest, barred = request.prompt_len + request.sampling.max_tokens, self._barred(attempt, now)
+        refused_by = attempt.refused_by | barred
         # workers lost while running it get it again only if there are no others
-        combined = workers.candidates("combined", longest, exclude=attempt.lost_by | attempt.refused_by)
-        combined = combined or workers.candidates("combined", longest, exclude=attempt.refused_by)
+        combined = workers.candidates("combined", longest, exclude=attempt.lost_by | refused_by)
+        combined = combined or workers.candidates("combined", longest, exclude=refused_by)
         if not combined:
             return False
+        emitted = attempt.emitted
+        tokens, hashes = request.with_output(emitted)
+        total = request.prompt_len + len(emitted)
         situation = Situation(
             Prompt(
                 total,
@@ -254,7 +304,7 @@ class Dispatcher:
                 self._learning.expected_output(request.tenant),
             ),
             combined,
-            workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill),
+            workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill | barred),
             workers.index.cached_prefixes(hashes),
             self._targets,
             now,
@@ -278,6 +328,25 @@ class Dispatcher:
         self._metrics.placements(placement.route, "yes" if placement.replicates_prefix else "no").inc()
         return True
 
+    def _check(self, request: RoutedRequest) -> None:
+        """Raises ApiError if the same request has crashed workers."""
+        now = asyncio.get_running_loop().time()
+        if self._convictions and self._convictions.includes(request.digest, now):
+            message = f"This request crashed workers in the last {REMEMBERED_S / 60:g} minutes and is refused for now."
+            raise crashes_workers(f"{message} Tell the operator of this server its request id.")
+
+    def _barred(self, attempt: Attempt, now: float) -> set[str]:
+        """The workers that a suspect does not go to: those with other suspects, and those that may have died together
+        with its last one. A suspect that has waited for MAX_WAIT_S goes to any."""
+        if not attempt.crashes or (attempt.deadline is not None and now >= attempt.deadline):
+            return set()
+        others = (one for one in self._suspects if one.request is not attempt.request)
+        sessions = [session for one in others for session in (one.session, one.prefill_session)]
+        heard = attempt.crashed_at + TOGETHER_S
+        return {session.id for session in sessions if session is not None} | {
+            session.id for session in self._workers.sessions if session.heard_at < heard
+        }
+
     def _retry(self, attempt: Attempt, retry_after_s: float) -> None:
         """Places an attempt again, split by choice if it has output."""
         for part in self._split(attempt):
@@ -289,6 +358,7 @@ class Dispatcher:
             return  # another attempt of its request has failed
         self._end_wait(attempt)
         try:
+            self._check(attempt.request)  # another one like it may have crashed workers meanwhile
             if self._place(attempt):
                 return
         except ApiError as error:
@@ -307,7 +377,7 @@ class Dispatcher:
             return
         attempt.refused_by.clear()
         attempt.queue_full.clear()
-        wait_s = min(retry_after_s, attempt.deadline - now)
+        wait_s = min(TURN_S if attempt.crashes else retry_after_s, attempt.deadline - now)
         attempt.timer = loop.call_later(wait_s, self._place_or_wait, attempt, RETRY_S)
 
     def _split(self, attempt: Attempt) -> list[Attempt]:
@@ -322,6 +392,10 @@ class Dispatcher:
         if origin is not None:  # it has output: refusals for full queues and failures no longer count
             attempt.number, attempt.deadline = origin.number, origin.deadline
             attempt.losses, attempt.lost_by = origin.losses, set(origin.lost_by)
+            attempt.crashes, attempt.crashed_at = list(origin.crashes), origin.crashed_at
+            attempt.probation = origin.probation
+            if attempt.crashes:
+                self._suspects.add(attempt)
             attempt.reroutes = origin.reroutes
             attempt.failed_prefill = set(origin.failed_prefill)
         self._attempts[attempt.id] = attempt
@@ -341,6 +415,7 @@ class Dispatcher:
         self._end_wait(attempt)
         attempt.detach(outcome)
         self._attempts.pop(attempt.id, None)
+        self._suspects.discard(attempt)
         attempt.request.attempts.discard(attempt)
 
 

@@ -11,6 +11,10 @@ A session is `connected` after the worker's Hello, and `live` once its cache sna
 the worker aborts its requests, and the listener replays them on other workers. The pause before the next connection
 doubles with each failure, from FIRST_PAUSE_S to LONGEST_PAUSE_S. A message that breaks the protocol ends the session
 like a lost connection.
+
+The listener learns whether the worker crashed: it said that its engine failed, or its side closed the connection
+without a word and nothing listens at its address any more. A worker that was told to stop, breaks the protocol, is
+silent or still takes connections has not crashed.
 """
 
 import asyncio
@@ -22,7 +26,7 @@ from typing import Literal, Protocol
 from cpd.common.blocks import Tier
 from cpd.common.errors import CPDError
 from cpd.common.membership import Member
-from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, StreamError, connect
+from cpd.common.stream import MAX_MESSAGE_BYTES, BrokenError, Stream, StreamError, connect
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello
 from router.errors import describe, one_line
@@ -38,6 +42,9 @@ SILENT_S = 3.0
 
 CONNECT_S = 5.0
 """Time limit for opening a connection, in seconds."""
+
+PROBE_S = 0.5
+"""Time within which a worker that closed its session must take a new connection, or it has crashed; in seconds."""
 
 SYNC_S = 30.0
 """Time limit for the worker's Hello and its snapshot, in seconds."""
@@ -59,7 +66,11 @@ class RefusedError(CPDError):
 
 
 class EndedError(CPDError):
-    """The worker ended the session; the message says why."""
+    """The worker ended the session; the message says why, and `failed` whether its engine failed."""
+
+    def __init__(self, end: pb.End) -> None:
+        super().__init__(end.reason)
+        self.failed = end.failed
 
 
 class Listener(Protocol):
@@ -71,7 +82,7 @@ class Listener(Protocol):
 
     def refusal(self, session: "WorkerSession", refusal: pb.Refusal) -> None: ...
 
-    def lost(self, session: "WorkerSession") -> None: ...
+    def lost(self, session: "WorkerSession", *, crashed: bool) -> None: ...
 
 
 class WorkerSession:
@@ -126,7 +137,6 @@ class WorkerSession:
         self._admit = admit
         self._on_hello = on_hello
         self._next_event: int | None = None
-        self._heard_at = 0.0
         self._handled = 0
         self._stream: Stream[pb.WorkerMessage] | None = None
         self._error: ProtocolError | None = None
@@ -148,7 +158,12 @@ class WorkerSession:
 
     def silent(self, now: float) -> bool:
         """True if the worker has sent nothing for SILENT_S; `now` is the loop's time."""
-        return now - self._heard_at > SILENT_S
+        return now - self.heard_at > SILENT_S
+
+    @property
+    def heard_at(self) -> float:
+        """Loop time at which the worker last sent anything; 0 without a session."""
+        return self._stream.heard_at if self._stream is not None else 0.0
 
     def submit(self, submit: pb.Submit) -> None:
         """Sends a request to the worker."""
@@ -171,9 +186,14 @@ class WorkerSession:
         while True:
             state: State = "connecting"
             began = loop.time()
+            crashed = closed = False
             try:
                 await self._connect(listener)
-                reason = "the worker closed the session"
+                reason, closed = "the worker closed the session", True
+            except EndedError as error:
+                reason, crashed = str(error), error.failed
+            except BrokenError as error:
+                reason, closed = str(error), True
             except RefusedError as error:
                 reason, state = str(error), "refused"
             except TimeoutError:
@@ -190,15 +210,28 @@ class WorkerSession:
                 log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
             if loop.time() - began > LONGEST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
-            self._disconnected(listener, reason, state)
+            if closed and self.connected:
+                self.state = state  # nothing is placed on it from now on
+                crashed = not await self._listens()
+            self._disconnected(listener, reason, state, crashed=crashed)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     def close(self, listener: Listener) -> None:
         """Ends the session for good. Call it after `run` was cancelled."""
-        self._disconnected(listener, "the worker is gone", "connecting")
+        self._disconnected(listener, "the worker is gone", "connecting", crashed=False)
 
-    def _disconnected(self, listener: Listener, reason: str, state: State) -> None:
+    async def _listens(self) -> bool:
+        """Returns whether the worker's process still takes connections."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                probe = await connect(self.member.session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
+        except (OSError, TimeoutError):
+            return False
+        probe.abort()
+        return True
+
+    def _disconnected(self, listener: Listener, reason: str, state: State, *, crashed: bool) -> None:
         connected = self.connected
         self.reason, self.state, self.settled = reason, state, True
         self._next_event = None
@@ -206,7 +239,7 @@ class WorkerSession:
         self._index.forget(self.id)
         if connected:
             try:
-                listener.lost(self)
+                listener.lost(self, crashed=crashed)
             except Exception:  # an error with one request must not end the session with this worker for good
                 log.exception("the requests of worker %s could not be placed again", self.id)
         self.hello, self.load, self.worker_load = None, pb.Load(), None
@@ -217,7 +250,6 @@ class WorkerSession:
         if self.state != "refused":  # that state stays until the worker is admitted
             self.state = "connecting"
         self._error = None
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
                 stream = await connect(self.member.session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
@@ -228,11 +260,10 @@ class WorkerSession:
                 state = await self._synchronise(stream)
             self._stream = stream
             self._set_state(state)
-            self.reason, self.settled, self._heard_at = "", True, loop.time()
+            self.reason, self.settled = "", True
             log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.session)
             listener.ready(self)
             while not self.failed and (message := await stream.receive()) is not None:
-                self._heard_at = loop.time()
                 await self._handle(message, listener)
             if self._error is not None:
                 raise self._error
@@ -246,7 +277,7 @@ class WorkerSession:
         if first is None:
             raise StreamError("the session ended before the worker's Hello")
         if first.WhichOneof("kind") == "end":
-            raise EndedError(first.end.reason)
+            raise EndedError(first.end)
         if first.WhichOneof("kind") != "hello":
             raise ProtocolError("the worker did not begin with Hello")
         hello = first.hello
@@ -271,7 +302,7 @@ class WorkerSession:
                 case "load":
                     self._on_load(message.load)
                 case "end":
-                    raise EndedError(message.end.reason)
+                    raise EndedError(message.end)
                 case kind:
                     raise ProtocolError(f"{kind} came before the snapshot was complete")
 
@@ -292,7 +323,7 @@ class WorkerSession:
             case "refusal":
                 listener.refusal(self, message.refusal)
             case "end":
-                raise EndedError(message.end.reason)
+                raise EndedError(message.end)
             case "batch":
                 for one in message.batch.messages:
                     await self._handle(one, listener)

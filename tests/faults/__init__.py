@@ -9,5 +9,6 @@ redis_proxy.py    a proxy to Redis, which can be cut or slowed down
 cluster.py        a cluster of such processes
 matrix.py         each fault, to each part of the cluster, in each phase of a remote prefill
 fetch_matrix.py   each fault, to either worker of a prefix fetch, in each phase of the fetch
+test_crashes.py   a request during which two workers crash
 soak.py           random faults under load
 """

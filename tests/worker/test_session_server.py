@@ -285,7 +285,7 @@ async def test_flush_waits_for_queued_messages() -> None:
         await eventually(lambda: bool(server.handler.submitted))
         server.latest.refuse(pb.Refusal(request=1))
         await asyncio.wait_for(server.sessions.flush(), 20)
-        server.sessions.end_all("the worker stops")
+        server.sessions.end_all("the worker stops", failed=False)
         assert (await router.read_until("refusal")).refusal.request == 1
         assert await router.ended() == "the worker stops"
 

@@ -156,3 +156,37 @@ async def test_the_exit_code_of_a_drain_stays_when_it_is_cut_short(redis_url: st
     async with running("combined", redis_url, network=LocalNetwork()) as w:
         w.worker.lifecycle.drain("too much quarantine", EXIT_RESTART)
         assert await w.stop() == EXIT_RESTART
+
+
+async def test_when_the_engine_fails_requests_end_with_the_session_and_it_says_so(redis_url: str) -> None:
+    """A router that gets them back could not tell that one of them may be the cause."""
+
+    def fails() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    async with (
+        running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=fails)) as w,
+        Client(w) as c,
+    ):
+        answer = await c.submit(make_request("a", prompt(8), max_tokens=3), 1)
+        assert await asyncio.wait_for(w.task, DEADLINE_S) == EXIT_RESTART
+        await eventually(lambda: c.messages[-1].HasField("end"))
+        assert c.messages[-1].end == pb.End(reason="the engine failed", failed=True)
+        assert answer.refusal is None
+
+
+async def test_a_worker_that_was_told_to_stop_gives_its_requests_back(redis_url: str) -> None:
+    gate = Gate()
+    async with (
+        running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=gate.wait)) as w,
+        Client(w) as c,
+    ):
+        gate.close()
+        answer = await c.submit(make_request("a", prompt(8), max_tokens=3), 1)
+        await eventually(lambda: gate.held)
+        w.worker.lifecycle.stop("signal")
+        await eventually(lambda: c.messages[-1].HasField("end"))
+        gate.open()
+        assert c.messages[-1].end == pb.End(reason="the worker stops")
+        assert answer.refusal is not None
+        assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
