@@ -1,7 +1,7 @@
 """One supervised child process: restarted when it dies, ended with its supervisor.
 
     starting ──▶ running ──▶ (died) waiting ──▶ running …
-                    └─────── stop() ──────────▶ stopped
+                    └─ stop(), superseded ────▶ stopped
 
 The child's standard input is a pipe that closes when this process ends (`cpd.common.process`); its log comes from its
 standard error. One thread owns the child and runs on the child's cores, so that the child inherits them.
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cpd.common.errors import CPDError
+from cpd.common.process import EXIT_SUPERSEDED
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class ProcessState:
         host: Name of the machine.
         pid: Process id; None while no child runs.
         starts: Number of starts so far.
-        error: Why the last child that ended refused to start (`error: …`, exit code 1).
+        error: Why the last child that ended refused to start (`error: …`, exit code 1), or is not started again.
         exit_code: Exit code of the last child that ended, negative for a signal.
         lines: Log lines from the requested number on.
         next_line: Number of the next log line.
@@ -56,7 +57,7 @@ class ProcessState:
 
 
 class Supervised:
-    """Keeps one command running from construction until `stop`.
+    """Keeps one command running from construction until `stop`, or until a newer process has taken the child's id.
 
     Args:
         command: Returns program and arguments. Called before each start, on the thread that owns the child; a CPDError
@@ -167,6 +168,9 @@ class Supervised:
         self._ended(code, sentence if code == 1 else None)
 
     def _ended(self, code: int | None, error: str | None) -> None:
+        if code == EXIT_SUPERSEDED:
+            error = "a newer process has its id; its last log line names it"
+            self._stopping.set()
         with self._lock:
             self._child, self._exit_code, self._error = None, code, error
         if not self._stopping.is_set():

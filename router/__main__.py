@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import signal
+import sys
 
 import typer
 import uvloop
@@ -19,15 +20,15 @@ def run(settings: RouterSettings) -> None:
     setup_logging(settings.log_level, router_id)
     end_with_supervisor()
     collect_garbage_rarely()
-    uvloop.run(_until_signalled(settings, router_id))
+    sys.exit(uvloop.run(_until_signalled(settings, router_id)))
 
 
-async def _until_signalled(settings: RouterSettings, router_id: str) -> None:
+async def _until_signalled(settings: RouterSettings, router_id: str) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with listen(settings.host, settings.port) as listener:
-        await serve(settings, router_id, listener, stop)
+        return await serve(settings, router_id, listener, stop)
 
 
 def main() -> None:

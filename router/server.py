@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp
 
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
+from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
@@ -74,10 +74,14 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
     return listener
 
 
-async def serve(settings: RouterSettings, router_id: str, listener: socket.socket, stop: asyncio.Event) -> None:
+async def serve(settings: RouterSettings, router_id: str, listener: socket.socket, stop: asyncio.Event) -> int:
     """Serves HTTP on `listener` until `stop` is set; running responses then have GRACE_S to end.
 
-    This router accepts no connections while it is not ready and a peer serves the same port.
+    This router accepts no connections while it is not ready and a peer serves the same port. It stops by itself when a
+    newer router has taken its id.
+
+    Returns:
+        The process's exit code.
 
     Raises:
         CPDError: The settings or the checkpoint can't be used.
@@ -98,6 +102,12 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     server = _server(create_app(service, keys, hosts, peers))
     admin = _server(create_app(service, keys, hosts, None))
     ended = asyncio.Event()
+    exit_code = 0
+
+    def superseded() -> None:
+        nonlocal exit_code
+        exit_code = EXIT_SUPERSEDED
+        stop.set()
 
     async def serve_public(member: Member) -> None:
         await workers.polled.wait()
@@ -123,7 +133,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         async with (
             redis,
             contextlib.aclosing(peers),
-            lease(redis, settings.cluster, member, settings.lease_s),
+            lease(redis, settings.cluster, member, settings.lease_s, superseded),
             asyncio.TaskGroup() as group,
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
@@ -133,6 +143,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
             admin.should_exit = True
             ended.set()
             ending.cancel()
+    return exit_code
 
 
 def _server(app: ASGIApp) -> "_Server":
@@ -183,5 +194,4 @@ def _member(router_id: str, host: str, listener: socket.socket, admin: socket.so
         admin=f"{name}:{admin.getsockname()[1]}",
         host=socket.gethostname(),
         pid=os.getpid(),
-        incarnation=secrets.randbits(53),
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import Role, SimulatedSettings, WorkerSettings
 from cpd.performance.model import PerfModel, Profile
 from decode_worker.service import DecodeService
@@ -50,14 +51,14 @@ async def serve(settings: SimulatedSettings) -> int:
         name: getattr(settings, name) for name in SimulatedSettings.model_fields.keys() & WorkerSettings.model_fields
     }
     roles: tuple[tuple[Role, int], ...] = ("combined", settings.combined), ("prefill", settings.prefill)
-    await asyncio.gather(
+    exit_codes = await asyncio.gather(
         *(
             host.run(WorkerSettings.load({**shared, "worker_id": f"{role}-{index}"}), role)
             for role, count in roles
             for index in range(count)
         )
     )
-    return 0
+    return max(exit_codes)
 
 
 class Host:
@@ -82,8 +83,13 @@ class Host:
         for worker in self._workers:
             worker.lifecycle.stop(reason)
 
-    async def run(self, settings: WorkerSettings, role: Role) -> None:
+    async def run(self, settings: WorkerSettings, role: Role) -> int:
         """Runs one worker, restarting it when it ends, until `stop` is called.
+
+        A worker whose id a newer process has taken is not restarted: all workers of this process end.
+
+        Returns:
+            EXIT_SUPERSEDED for that worker, 0 for the others.
 
         Raises:
             CPDError: The worker can't start.
@@ -100,11 +106,15 @@ class Host:
             )
             self._workers.add(worker)
             try:
-                await worker.run()
+                exit_code = await worker.run()
             finally:
                 self._workers.remove(worker)
+            if exit_code == EXIT_SUPERSEDED:
+                self.stop(f"a newer process has the id {worker.id}")
+                return exit_code
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), RESTART_S)
+        return 0
 
     async def _open(
         self, name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str

@@ -29,6 +29,7 @@ import kvtransfer
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
+from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
 from cpd.performance.model import Profile, TransferProfile
@@ -215,9 +216,11 @@ class Worker:
             session=self.session_address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            incarnation=secrets.randbits(63),
         )
-        await self._down.enter_async_context(lease(self._redis, self._settings.cluster, member, self._settings.lease_s))
+        settings = self._settings
+        await self._down.enter_async_context(
+            lease(self._redis, settings.cluster, member, settings.lease_s, self._superseded)
+        )
 
     # ---- while it runs ----
 
@@ -288,6 +291,9 @@ class Worker:
 
     def _engine_failed(self, error: BaseException) -> None:
         self.lifecycle.stop(f"the engine failed: {error!r}", exit_code=EXIT_RESTART)
+
+    def _superseded(self) -> None:
+        self.lifecycle.stop("a newer process has its id", EXIT_SUPERSEDED)
 
     # ---- stop ----
 

@@ -1,15 +1,21 @@
 """Leases in Redis: which processes are alive, and where.
 
-A process keeps one key, `cpd:<cluster>:member:<id>`, whose value describes the process. The key expires after
-`--lease-s` seconds (`lease_s` in `cpd/common/settings.py`); the process renews it four times within them.
-Whether a worker really serves is known from the session with it.
+The leases of a cluster are one hash, `cpd:<cluster>:leases`, with an entry for each process:
+
+    id → "<expires_ms> <incarnation> <the Member as JSON>"
+
+A process renews its lease four times within `--lease-s` seconds (`lease_s` in `cpd/common/settings.py`). All times are
+those of Redis's own clock. A script replaces or removes an entry only after comparing incarnations, so of two processes
+with the same id the one that registered last keeps the lease, and the other one learns so when it renews. Reading
+removes the entries that have expired; Redis drops the hash when all have. Whether a worker really serves is known from
+the session with it.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import orjson
@@ -18,6 +24,47 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 log = logging.getLogger(__name__)
+
+_RENEW = """
+local leases, id, incarnation, member, ttl_ms = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + time[2] / 1000
+local expires_ms, other, holder = string.match(redis.call('HGET', leases, id) or '', '^(%d+) (%d+) (.*)$')
+if holder and tonumber(expires_ms) > now_ms and tonumber(other) > tonumber(incarnation) then
+  return holder
+end
+redis.call('HSET', leases, id, string.format('%.0f %s %s', now_ms + ttl_ms, incarnation, member))
+if redis.call('PTTL', leases) < ttl_ms then
+  redis.call('PEXPIRE', leases, ttl_ms)
+end
+"""
+"""Registers or renews a lease; returns the Member of a newer process instead if that has the lease."""
+
+_REMOVE = """
+local leases, id, incarnation = KEYS[1], ARGV[1], ARGV[2]
+if string.match(redis.call('HGET', leases, id) or '', '^%d+ (%d+) ') == incarnation then
+  redis.call('HDEL', leases, id)
+end
+"""
+
+_READ = """
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + time[2] / 1000
+local live = {}
+local entries = redis.call('HGETALL', KEYS[1])
+for i = 1, #entries, 2 do
+  local id, entry = entries[i], entries[i + 1]
+  local expires_ms, member = string.match(entry, '^(%d+) %d+ (.*)$')
+  if member and tonumber(expires_ms) <= now_ms then
+    redis.call('HDEL', KEYS[1], id)
+  else
+    live[#live + 1] = id
+    live[#live + 1] = member or entry
+  end
+end
+return live
+"""
+"""Returns id, Member, id, Member, … and removes the leases that have expired. Unknown entries are returned whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +77,8 @@ class Member:
         address: `host:port` of its gRPC server (of its HTTP server for a router).
         host: Name of its machine.
         pid: Its process id on that machine.
-        incarnation: Random number, new at every start of the process.
+        incarnation: Time when it first reached Redis, by Redis's clock, in µs; 0 until then. Of two processes with the
+            same id, the one with the higher incarnation is the newer.
         admin: `host:port` where a router answers only for itself; empty for workers.
         session: `host:port` where a worker takes sessions and prefill requests; empty for routers.
     """
@@ -40,35 +88,56 @@ class Member:
     address: str
     host: str
     pid: int
-    incarnation: int
+    incarnation: int = 0
     admin: str = ""
     session: str = ""
 
 
-_LEASE = TypeAdapter(Member)
+_MEMBER = TypeAdapter(Member)
 
 
-def _key(cluster: str, member_id: str) -> str:
-    return f"cpd:{cluster}:member:{member_id}"
+def _key(cluster: str) -> str:
+    return f"cpd:{cluster}:leases"
 
 
 @contextlib.asynccontextmanager
-async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> AsyncIterator[None]:
+async def lease(
+    redis: Redis, cluster: str, member: Member, ttl_s: float, on_superseded: Callable[[], None]
+) -> AsyncIterator[None]:
     """Keeps `member` listed while the context is open, and removes it at the end.
 
     Redis may be unreachable meanwhile: the lease is renewed as soon as it answers again.
+
+    Args:
+        member: This process, without an incarnation.
+        on_superseded: Called once if a newer process has taken the lease. It is not renewed any more, and this process
+            must end.
     """
-    key, value, ttl_ms = _key(cluster, member.id), orjson.dumps(asdict(member)), int(ttl_s * 1000)
+    key = _key(cluster)
+    renew, remove = redis.register_script(_RENEW), redis.register_script(_REMOVE)
     ended = asyncio.Event()
 
-    async def renew() -> None:
+    async def keep() -> None:
+        nonlocal member
         away = False
         while not ended.is_set():
             try:
-                await redis.set(key, value, px=ttl_ms)
+                if not member.incarnation:
+                    seconds, microseconds = await redis.time()
+                    member = replace(member, incarnation=seconds * 1_000_000 + microseconds)
+                value = orjson.dumps(asdict(member))
+                holder = await renew([key], [member.id, member.incarnation, value, int(ttl_s * 1000)])
                 if away:
                     log.info("Redis answers again")
                 away = False
+                if holder is not None:
+                    log.critical(
+                        "a newer process has the id %s, so this one ends for good. The newer one: %s",
+                        member.id,
+                        holder.decode(errors="backslashreplace"),
+                    )
+                    on_superseded()
+                    return
             except (RedisError, OSError) as error:
                 if not away:
                     log.warning("Redis does not answer; going on without it: %s", error)
@@ -77,7 +146,7 @@ async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> Asy
                 async with asyncio.timeout(ttl_s / 4):
                     await ended.wait()
 
-    task = asyncio.create_task(renew(), name="lease")
+    task = asyncio.create_task(keep(), name="lease")
     try:
         yield
     finally:
@@ -87,31 +156,29 @@ async def lease(redis: Redis, cluster: str, member: Member, ttl_s: float) -> Asy
         task.cancel()
         await asyncio.wait([task])
         with contextlib.suppress(RedisError, OSError):
-            await redis.delete(key)
+            await remove([key], [member.id, member.incarnation])
 
 
 async def members(redis: Redis, cluster: str, unreadable: set[str] | None = None) -> list[Member]:
     """Returns the members with a live, readable lease. Unknown fields are ignored.
 
     Args:
-        unreadable: Names of the leases that could not be read in the last call, updated here. Only new ones are logged.
+        unreadable: Ids of the leases that could not be read in the last call, updated here. Only new ones are logged.
 
     Raises:
         RedisError, OSError: Redis does not answer.
     """
-    keys = [key async for key in redis.scan_iter(_key(cluster, "*"), count=1000)]
-    values = await redis.mget(keys) if keys else []
     found: list[Member] = []
     failed: dict[str, str] = {}
-    for key, value in zip(keys, values, strict=True):
-        if value is not None:
-            try:
-                found.append(_LEASE.validate_json(value, strict=True))
-            except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                failed[repr(key)] = ": ".join((*map(str, first["loc"]), first["msg"]))
+    live: list[bytes] = await redis.register_script(_READ)([_key(cluster)])
+    for member_id, value in zip(live[::2], live[1::2], strict=True):
+        try:
+            found.append(_MEMBER.validate_json(value, strict=True))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            failed[repr(member_id)] = ": ".join((*map(str, first["loc"]), first["msg"]))
     for name in failed.keys() - (unreadable or ()):
-        log.warning("the lease %s can't be read and is ignored: %s", name, failed[name])
+        log.warning("the lease of %s can't be read and is ignored: %s", name, failed[name])
     if unreadable is not None:
         unreadable.clear()
         unreadable.update(failed)

@@ -11,6 +11,9 @@ import time
 GRACE_S = 5.0
 """Time that a process has to end in order once its supervisor is gone."""
 
+EXIT_SUPERSEDED = 76
+"""Exit code of a process whose id a newer process has taken. Restarting it would end that one in turn."""
+
 YOUNG_OBJECTS = 50_000
 """Number of new objects that starts a garbage collection of them."""
 

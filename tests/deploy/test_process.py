@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from cpd.common.errors import CheckpointError
+from cpd.common.process import EXIT_SUPERSEDED
 from deploy.process import ProcessState, Supervised
 from tests.waiting import DEADLINE_S
 
@@ -97,6 +99,14 @@ def test_a_killed_child_is_restarted(supervise: Callable[..., Supervised]) -> No
     second = child.state()
     assert (second.starts, second.exit_code, second.error) == (2, -signal.SIGKILL, None)
     assert second.pid != first.pid
+
+
+def test_a_child_whose_id_a_newer_process_has_is_not_restarted(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(f"import sys; sys.exit({EXIT_SUPERSEDED})")
+    wait_for(lambda: all(thread.name != "supervise-child" for thread in threading.enumerate()), "supervision ends")
+    state = child.state()
+    assert (state.starts, state.pid, state.exit_code) == (1, None, EXIT_SUPERSEDED)
+    assert state.error == "a newer process has its id; its last log line names it"
 
 
 def test_stop_ends_the_child_without_a_restart(supervise: Callable[..., Supervised]) -> None:

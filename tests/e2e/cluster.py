@@ -49,6 +49,7 @@ class Cluster:
         self._more_urls: list[str] = []
         self._specs = processes(self.settings, HOST)
         self._supervised: dict[str, Supervised] = {}
+        self._superseded: list[Supervised] = []
 
     def __enter__(self) -> Self:
         self._redis.start()
@@ -69,7 +70,7 @@ class Cluster:
         if error:
             for name, supervised in self._supervised.items():
                 print(f"--- {name}", *supervised.state().lines[-40:], sep="\n")  # pytest shows it if the test fails
-        for supervised in self._supervised.values():
+        for supervised in (*self._supervised.values(), *self._superseded):
             supervised.stop()
         self._redis.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -91,6 +92,14 @@ class Cluster:
         self._more_urls.append(url_of(HOST, port))
         self.wait_until_healthy()
         return self._more_urls[-1]
+
+    def supersede(self, name: str) -> Supervised:
+        """Starts the named process once more, beside the running one; returns the supervisor of that one."""
+        (spec,) = (spec for spec in self._specs if spec.name == name)
+        older = self._supervised[name]
+        self._superseded.append(older)
+        self._supervised[name] = self._supervise(spec, frozenset())
+        return older
 
     def pid(self, name: str) -> int:
         """Process id of the process with this name (`combined-0`, `prefill-0`, `router-0`)."""

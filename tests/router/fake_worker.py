@@ -112,9 +112,9 @@ class FakeWorker:
     async def __aenter__(self) -> Self:
         port = await self._server.start("127.0.0.1", 0)
         self.address = self.session = f"127.0.0.1:{port}"
-        member = Member(self.id, self._kind, self.address, "host", os.getpid(), port, session=self.session)
-        await self._stack.enter_async_context(lease(self._redis, self._cluster, member, ttl_s=5))
-        while member not in await members(self._redis, self._cluster):  # noqa: ASYNC110 - nothing tells
+        member = Member(self.id, self._kind, self.address, "host", os.getpid(), session=self.session)
+        await self._stack.enter_async_context(lease(self._redis, self._cluster, member, 5, lambda: None))
+        while self.address not in [it.address for it in await members(self._redis, self._cluster)]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return self
 

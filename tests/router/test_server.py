@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from cpd.common.errors import ConfigError
+from cpd.common.process import EXIT_SUPERSEDED
 from router.server import listen
 from tests.router.conftest import Says, StartWorker, eventually
 
@@ -159,3 +160,17 @@ def test_a_port_of_another_program_is_refused() -> None:
         other.listen()
         with pytest.raises(ConfigError, match="can't listen"):
             listen("127.0.0.1", other.getsockname()[1])
+
+
+async def test_a_router_ends_when_a_newer_one_has_its_id(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, port: int
+) -> None:
+    await start_worker(says("the fox"))
+    older = await start_process("--port", str(port), "--router-id", "router-x")
+    await eventually(lambda: _is_ready(f"http://127.0.0.1:{port}"), START_S)
+    await start_process("--port", "0", "--router-id", "router-x")
+    assert older.stderr is not None
+    log = (await asyncio.wait_for(older.stderr.read(), START_S)).decode()
+    assert await older.wait() == EXIT_SUPERSEDED
+    [line] = [line for line in log.splitlines() if "a newer process has the id router-x" in line]
+    assert '"kind":"router"' in line

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, members
+from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import Role, WorkerSettings
 from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb
@@ -36,10 +37,10 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 class Running:
     """A host with some workers."""
 
-    def __init__(self, redis: Redis, url: str, kv_memory: str = "64MiB") -> None:
-        self.cluster = f"simulated-{next(_clusters)}"
+    def __init__(self, redis: Redis, url: str, kv_memory: str = "64MiB", cluster: str = "") -> None:
+        self.cluster = cluster or f"simulated-{next(_clusters)}"
         self.host = Host(make_loader(Profile.load("instant"), load_config(tiny.CHECKPOINT)), LocalNetwork("simulated"))
-        self.tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[int]] = []
         self._redis = redis
         self._given = {"cluster": self.cluster, "redis_url": url, "kv_memory": kv_memory}
 
@@ -111,6 +112,17 @@ async def test_a_worker_that_ends_is_restarted_and_the_others_go_on(redis_url: s
             answer = await other.submit(make_request("r", prompt(40)), 1)
             await other.done(answer)
         assert (await it.members())["combined-1"] == before["combined-1"]
+
+
+async def test_all_workers_end_for_good_when_a_newer_process_has_the_id_of_one(redis_url: str) -> None:
+    async with Redis.from_url(redis_url) as redis, running(redis_url) as older:
+        newer = Running(redis, redis_url, cluster=older.cluster)
+        newer.start("combined", "combined-0")
+        async with asyncio.timeout(DEADLINE_S):
+            exit_codes = await asyncio.gather(*older.tasks)
+        assert sorted(exit_codes) == [0, 0, EXIT_SUPERSEDED]
+        assert list(await newer.members()) == ["combined-0"]
+        await newer.stop()
 
 
 async def test_a_worker_that_cannot_start_says_why(redis_url: str) -> None:

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.membership import members
+from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import WorkerSettings
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
@@ -45,6 +46,16 @@ async def test_a_worker_is_listed_only_while_it_serves(redis_url: str) -> None:
             (member,) = await members(redis, "listed")
             assert (member.id, member.kind, member.address) == (w.worker.id, "combined", w.address)
         assert await members(redis, "listed") == []
+
+
+async def test_a_worker_ends_when_a_newer_one_has_its_id(redis_url: str) -> None:
+    twins: dict[str, Any] = {"cluster": "twins", "worker_id": "twin", "network": LocalNetwork()}
+    async with running("combined", redis_url, **twins) as older, running("combined", redis_url, **twins) as newer:
+        assert await asyncio.wait_for(older.task, DEADLINE_S) == EXIT_SUPERSEDED
+        async with Redis.from_url(redis_url) as redis:
+            assert [member.address for member in await members(redis, "twins")] == [newer.address]
+        async with Client(newer) as c:
+            await c.done(await c.submit(make_request("a", prompt(20)), 1))
 
 
 async def test_workers_without_a_name_get_different_ones(redis_url: str) -> None:

@@ -1,7 +1,8 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import asdict
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import orjson
@@ -11,8 +12,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cpd.common.membership import Member, lease, members
 from deploy.redis import EmbeddedRedis, embedded_redis
+from tests.waiting import DEADLINE_S
 
-MEMBER = Member("combined-0", "combined", "127.0.0.1:1", "here", 42, 7)
+MEMBER = Member("combined-0", "combined", "127.0.0.1:1", "here", 42)
+KEY = "cpd:c:leases"
 
 
 @pytest.fixture
@@ -28,50 +31,149 @@ async def redis(server: EmbeddedRedis) -> AsyncIterator[Redis]:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE_S):
         while not await condition():  # noqa: ASYNC110 - nothing tells when Redis changes
             await asyncio.sleep(0.02)
 
 
+@asynccontextmanager
+async def held(redis: Redis, member: Member = MEMBER, ttl_s: float = 60) -> AsyncIterator[asyncio.Event]:
+    """A lease of `member`, which is listed; the event is set when a newer process has the lease."""
+    superseded = asyncio.Event()
+    async with lease(redis, "c", member, ttl_s, superseded.set):
+        await eventually(lambda: _lists(redis, member))
+        yield superseded
+
+
+async def put(redis: Redis, member_id: str | bytes, member: bytes, expires_ms: int = 9 * 10**12) -> None:
+    """Writes a lease that did not come from this version."""
+    await redis.hset(KEY, member_id, b"%d 1 %b" % (expires_ms, member))
+
+
 async def test_a_member_is_listed_while_its_lease_is_held(redis: Redis) -> None:
-    async with lease(redis, "c", MEMBER, ttl_s=5):
-        await eventually(lambda: _listed(redis))
-        assert await members(redis, "c") == [MEMBER]
+    async with held(redis):
         assert await members(redis, "other") == []
     assert await members(redis, "c") == []
 
 
 async def test_a_lease_is_renewed_before_it_runs_out(redis: Redis) -> None:
-    async with lease(redis, "c", MEMBER, ttl_s=3):
-        await eventually(lambda: _listed(redis))
-        [key] = await redis.keys("*")
-        await redis.pexpire(key, 60)  # as if there had been no renewal for a long time
-        await eventually(lambda: _renewed(redis, key))
+    async with held(redis, ttl_s=3):
+        before = await redis.hget(KEY, MEMBER.id)
+
+        async def renewed() -> bool:
+            return bool(await redis.hget(KEY, MEMBER.id) != before)
+
+        await eventually(renewed)
+        assert await _lists(redis, MEMBER)
 
 
 async def test_the_lease_of_a_killed_holder_runs_out(server: EmbeddedRedis, redis: Redis) -> None:
-    holder = (
-        "import asyncio, os, signal\n"
-        "from redis.asyncio import Redis\n"
-        "from cpd.common.membership import Member, lease, members\n"
-        "async def main():\n"
-        f"    redis = Redis.from_url({server.url!r})\n"
-        "    async with lease(redis, 'c', Member('x', 'combined', 'a', 'h', 1, 1), 0.4):\n"
-        "        while not await members(redis, 'c'): await asyncio.sleep(0.02)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "asyncio.run(main())"
-    )
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", holder)
-    assert await process.wait() == -9
-    await eventually(lambda: _listed(redis, count=0))
+    async with held(redis, replace(MEMBER, id="other")):  # which keeps the hash
+        await _die_with_lease(server)
+        await eventually(lambda: _has_ids(redis, "other"))
+        assert await redis.hkeys(KEY) == [b"other"]
+
+
+async def test_a_cluster_that_was_killed_leaves_nothing_in_redis(server: EmbeddedRedis, redis: Redis) -> None:
+    await _die_with_lease(server)
+
+    async def empty() -> bool:
+        return not await redis.keys("*")
+
+    await eventually(empty)
+
+
+async def test_a_short_lease_does_not_shorten_the_others(server: EmbeddedRedis, redis: Redis) -> None:
+    async with held(redis, ttl_s=60):
+        await _die_with_lease(server)
+        await eventually(lambda: _has_ids(redis, MEMBER.id))
+        assert await redis.pttl(KEY) > 10_000
+
+
+async def test_leases_are_found_among_many_other_keys_in_one_call(redis: Redis) -> None:
+    await redis.mset({f"cpd:c:other:{i}": i for i in range(1000)})
+    async with held(redis):
+        await redis.config_resetstat()
+        await members(redis, "c")
+        calls = await redis.info("commandstats")
+        assert calls["cmdstat_evalsha"]["calls"] == 1
+        assert not {"cmdstat_scan", "cmdstat_keys", "cmdstat_mget"} & calls.keys()
 
 
 async def test_a_lease_comes_back_after_redis_was_away(server: EmbeddedRedis, redis: Redis) -> None:
-    async with lease(redis, "c", MEMBER, ttl_s=0.4):
-        await eventually(lambda: _listed(redis))
+    async with held(redis, ttl_s=0.4):
+        [before] = await members(redis, "c")
         server.stop()
         server.start()
-        await eventually(lambda: _listed(redis))
+        await eventually(lambda: _lists(redis, MEMBER))
+        assert await members(redis, "c") == [before]  # routers see no new process
+
+
+async def test_a_process_that_starts_without_redis_registers_when_it_answers(
+    server: EmbeddedRedis, redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.stop()
+
+    async def warned() -> bool:
+        return "Redis does not answer" in caplog.text
+
+    async with lease(redis, "c", MEMBER, 0.4, lambda: None):
+        await eventually(warned)
+        server.start()
+        await eventually(lambda: _lists(redis, MEMBER))
+
+
+async def test_of_two_processes_with_one_id_the_newer_keeps_the_lease(
+    redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = replace(MEMBER, pid=43)
+    async with held(redis, ttl_s=2) as older_superseded, held(redis, newer, ttl_s=2) as newer_superseded:
+        await asyncio.wait_for(older_superseded.wait(), DEADLINE_S)
+        assert await _lists(redis, newer)
+        assert not newer_superseded.is_set()
+    [record] = caplog.records
+    assert record.levelname == "CRITICAL"
+    assert "a newer process has the id combined-0, so this one ends for good" in record.getMessage()
+    assert '"pid":43' in record.getMessage()
+
+
+async def test_the_end_of_the_older_process_does_not_remove_the_newer_ones_lease(redis: Redis) -> None:
+    newer = replace(MEMBER, pid=43)
+    older = lease(redis, "c", MEMBER, 60, lambda: None)
+    await older.__aenter__()
+    await eventually(lambda: _lists(redis, MEMBER))
+    async with held(redis, newer):
+        await older.__aexit__(None, None, None)
+        assert await _lists(redis, newer)
+
+
+async def test_the_end_of_the_newer_process_does_not_remove_the_older_ones_lease(
+    server: EmbeddedRedis, redis: Redis
+) -> None:
+    """The newer one could not renew its lease for a while, and the older one, which was away, took the id again."""
+    newer = replace(MEMBER, pid=43)
+    async with held(redis, newer):
+        await put(redis, MEMBER.id, orjson.dumps(asdict(MEMBER)))
+    assert await _lists(redis, MEMBER)
+
+
+async def test_an_expired_lease_of_a_newer_process_stops_nobody(redis: Redis) -> None:
+    async with held(redis, ttl_s=2) as superseded:
+        expired = b"1 %d {}" % (9 * 10**15)
+        await redis.hset(KEY, MEMBER.id, expired)
+
+        async def renewed() -> bool:  # does not read the leases, which would remove the expired one
+            return bool(await redis.hget(KEY, MEMBER.id) != expired)
+
+        await eventually(renewed)
+        assert not superseded.is_set()
+
+
+async def test_a_renewal_replaces_an_entry_that_is_no_lease(redis: Redis) -> None:
+    async with held(redis, ttl_s=2) as superseded:
+        await redis.hset(KEY, MEMBER.id, "what is this?")
+        await eventually(lambda: _lists(redis, MEMBER))
+        assert not superseded.is_set()
 
 
 UNREADABLE = {
@@ -81,7 +183,7 @@ UNREADABLE = {
     "null": b"null",
     "deep": b"[" * 100_000,
     "nothing in it": b"{}",
-    "no address": orjson.dumps({"id": "x", "kind": "router", "host": "h", "pid": 1, "incarnation": 1}),
+    "no address": orjson.dumps({"id": "x", "kind": "router", "host": "h", "pid": 1}),
     "a number for a text": orjson.dumps(asdict(MEMBER) | {"address": 7}),
     "a text for a number": orjson.dumps(asdict(MEMBER) | {"incarnation": "7"}),
     "an unknown kind": orjson.dumps(asdict(MEMBER) | {"kind": "poet"}),
@@ -89,38 +191,62 @@ UNREADABLE = {
 
 
 async def test_a_lease_with_fields_of_a_later_version_is_read_without_them(redis: Redis) -> None:
-    await redis.set("cpd:c:member:combined-0", orjson.dumps(asdict(MEMBER) | {"colour": {"is": "blue"}}))
+    await put(redis, MEMBER.id, orjson.dumps(asdict(MEMBER) | {"colour": {"is": "blue"}}))
     assert await members(redis, "c") == [MEMBER]
 
 
-@pytest.mark.parametrize("lease", UNREADABLE.values(), ids=UNREADABLE.keys())
+@pytest.mark.parametrize("member", UNREADABLE.values(), ids=UNREADABLE.keys())
 async def test_a_lease_that_cannot_be_read_is_skipped_and_logged_once(
-    redis: Redis, lease: bytes, caplog: pytest.LogCaptureFixture
+    redis: Redis, member: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await redis.set("cpd:c:member:combined-0", orjson.dumps(asdict(MEMBER)))
-    await redis.set("cpd:c:member:bad", lease)
+    await put(redis, MEMBER.id, orjson.dumps(asdict(MEMBER)))
+    await put(redis, "bad", member)
     unreadable: set[str] = set()
     for _ in range(3):
         assert await members(redis, "c", unreadable) == [MEMBER]
-    await redis.set(b"cpd:c:member:worse\xff", lease)
+    await redis.hset(KEY, b"worse\xff", member)  # not even with a time
     for _ in range(3):
         assert await members(redis, "c", unreadable) == [MEMBER]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
-    assert "'cpd:c:member:bad'" in told[0]
-    assert "'cpd:c:member:worse\\xff'" in told[1]
+    assert "'bad'" in told[0]
+    assert "'worse\\xff'" in told[1]
     assert all(len(line.splitlines()) == 1 for line in told)
-    await redis.delete("cpd:c:member:bad")
+    await redis.hdel(KEY, "bad")
     assert await members(redis, "c", unreadable) == [MEMBER]
     assert len(unreadable) == 1
 
 
-async def _listed(redis: Redis, count: int = 1) -> bool:
+async def test_a_lease_that_cannot_be_read_expires(redis: Redis) -> None:
+    await put(redis, "bad", b"{", expires_ms=1)
+    assert await members(redis, "c") == []
+    assert not await redis.exists(KEY)
+
+
+async def _die_with_lease(server: EmbeddedRedis) -> None:
+    """Runs a process that is killed as soon as it has a lease of 0.4 s."""
+    holder = (
+        "import asyncio, os, signal\n"
+        "from redis.asyncio import Redis\n"
+        "from cpd.common.membership import Member, lease, members\n"
+        "async def main():\n"
+        f"    redis = Redis.from_url({server.url!r})\n"
+        "    async with lease(redis, 'c', Member('x', 'combined', 'a', 'h', 1), 0.4, lambda: None):\n"
+        "        while all(m.id != 'x' for m in await members(redis, 'c')): await asyncio.sleep(0.02)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", holder)
+    assert await process.wait() == -9
+
+
+async def _lists(redis: Redis, member: Member) -> bool:
+    """True if `member`, in whatever incarnation, is listed."""
     try:
-        return len(await members(redis, "c")) == count
+        return member in [replace(found, incarnation=0) for found in await members(redis, "c")]
     except RedisConnectionError:
         return False
 
 
-async def _renewed(redis: Redis, key: bytes | str) -> bool:
-    return bool(await redis.pttl(key) > 100)
+async def _has_ids(redis: Redis, *ids: str) -> bool:
+    return [member.id for member in await members(redis, "c")] == list(ids)

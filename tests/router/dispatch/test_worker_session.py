@@ -570,7 +570,9 @@ class TestMembership:
         self, start_router: StartRouter, redis: Redis, cluster: str
     ) -> None:
         router = await start_router()
-        async with lease(redis, cluster, Member("ghost", "combined", "", "h", 1, 1, session="127.0.0.1:1"), ttl_s=5):
+        async with lease(
+            redis, cluster, Member("ghost", "combined", "", "h", 1, session="127.0.0.1:1"), 5, lambda: None
+        ):
             await eventually(lambda: _has(router, "ghost", state="connecting"))
             assert (await router.http.get("/readyz")).status_code == 503
 
@@ -578,7 +580,7 @@ class TestMembership:
         self, start_router: StartRouter, start_worker: StartWorker, redis: Redis, cluster: str, says: Says
     ) -> None:
         router = await start_router(await start_worker(says("fox")))
-        await redis.set(f"cpd:{cluster}:member:bad", b'{"id": "bad", "kind": "combined"}', ex=60)
+        await redis.hset(f"cpd:{cluster}:leases", "bad", '{"id": "bad", "kind": "combined"}')
         later = await start_worker(says("fox"), worker_id="combined-1")
         await eventually(lambda: _has(router, later.id, state="ready"))
         assert await _complete(router)
@@ -627,7 +629,7 @@ class TestMembership:
 
     async def test_routers_see_each_other(self, start_router: StartRouter, cluster: str, redis: Redis) -> None:
         router = await start_router()
-        async with lease(redis, cluster, Member("router-b", "router", "127.0.0.1:2", "h", 1, 1), ttl_s=5):
+        async with lease(redis, cluster, Member("router-b", "router", "127.0.0.1:2", "h", 1), 5, lambda: None):
             await eventually(lambda: _routers_are(router, ["router-a", "router-b"]))
         await eventually(lambda: _routers_are(router, ["router-a"]))
 
@@ -651,8 +653,8 @@ async def silenceable(redis: Redis, cluster: str) -> AsyncIterator[tuple[FakeWor
     async with FakeWorker(redis, cluster="nobody's") as worker:
         server = await asyncio.start_server(forward, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        member = Member(worker.id, "combined", address, "h", 1, 1, session=address)
-        async with server, lease(redis, cluster, member, ttl_s=5):
+        member = Member(worker.id, "combined", address, "h", 1, session=address)
+        async with server, lease(redis, cluster, member, 5, lambda: None):
             yield worker, silence
 
 

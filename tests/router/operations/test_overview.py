@@ -131,7 +131,9 @@ async def missing(
             monkeypatch.setattr(peer_routers, "ANSWER_S", 1.0)
             listener.listen()
         admin = f"127.0.0.1:{listener.getsockname()[1]}"
-        async with lease(redis, cluster, Member("gone", "router", "127.0.0.1:1", "h", 1, 1, admin), ttl_s=30):
+        async with lease(
+            redis, cluster, Member("gone", "router", "127.0.0.1:1", "h", 1, admin=admin), 30, lambda: None
+        ):
             yield "ConnectionRefusedError" if request.param == "stopped" else "no answer within 1 s"
 
 
