@@ -337,15 +337,16 @@ class Dispatcher:
 
     def _barred(self, attempt: Attempt, now: float) -> set[str]:
         """The workers that a suspect does not go to: those with other suspects, and those that may have died together
-        with its last one. A suspect that has waited for MAX_WAIT_S goes to any."""
+        with its last one; none while another choice of its request is on probation. A suspect that has waited for
+        MAX_WAIT_S goes to any."""
         if not attempt.crashes or (attempt.deadline is not None and now >= attempt.deadline):
             return set()
-        others = (one for one in self._suspects if one.request is not attempt.request)
-        sessions = [session for one in others for session in (one.session, one.prefill_session)]
+        running = [one for one in self._suspects if one.session is not None]
+        if any(one.request is attempt.request for one in running):
+            return {session.id for session in self._workers.sessions}
+        occupied = {session.id for one in running for session in (one.session, one.prefill_session) if session}
         heard = attempt.crashed_at + TOGETHER_S
-        return {session.id for session in sessions if session is not None} | {
-            session.id for session in self._workers.sessions if session.heard_at < heard
-        }
+        return occupied | {session.id for session in self._workers.sessions if session.heard_at < heard}
 
     def _retry(self, attempt: Attempt, retry_after_s: float) -> None:
         """Places an attempt again, split by choice if it has output."""

@@ -162,12 +162,13 @@ class TestConviction:
         headers = {"authorization": "Bearer two"}
         assert (await router.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
 
+    @pytest.mark.parametrize("n", [1, 3])
     async def test_a_stream_that_has_begun_ends_with_the_error(
-        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, n: int
     ) -> None:
         workers = Workers(says, die, outputs=PROBATION_TOKENS - 1)
-        router = await start_router(*await workers.start(start_worker, 3))
-        response = await _ask(router, POISON, stream=True)
+        router = await start_router(*await workers.start(start_worker, 4))
+        response = await _ask(router, POISON, stream=True, n=n)
         *_, last, rest = response.text.split("\n\n")
         assert (response.status_code, rest) == (200, "")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_crashes_workers"
@@ -285,16 +286,23 @@ class TestInnocence:
         assert workers.tries > 2
 
     async def test_workers_that_die_together_do_not_convict(
-        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        both = [await start_worker(worker_id=f"combined-{number}") for number in range(2)]
-        router = await start_router(*both)
+        monkeypatch.setattr(stream, "TICK_S", 60.0)  # no heartbeats: nothing is heard of a worker that may be dead
+        first = await start_worker(worker_id="first")
+        router = await start_router(first)
         call = _ask(router, HARMLESS)
-        await eventually(lambda: _is(lambda: any(worker.submits for worker in both)))
-        await asyncio.gather(*(worker.kill() for worker in both))
-        await start_worker(says(REPLY), worker_id="later")
+        await eventually(lambda: _runs(first, 1))
+        second = await start_worker(worker_id="second")
+        await router.knows(second)
+        await first.kill()
+        await eventually(lambda: _is_away(router, "first"))
+        await second.kill()
+        later = await start_worker(says(REPLY), worker_id="later")
+        await router.knows(later)
+        later.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY)))
         await _answered(call)
-        assert sum(len(worker.submits) for worker in both) == 1
+        assert second.submits == []
 
 
 class TestConvictions:
