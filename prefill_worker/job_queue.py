@@ -100,7 +100,7 @@ class JobQueue:
         return self._waiting_work
 
     def late_work(self, now: float) -> Work:
-        """Returns the work of waiting jobs that would miss their deadline even if started at `now`."""
+        """Returns the work of the waiting jobs that are given up, for now, if the first one starts at `now`."""
         return Work.total(job.work for job in self._waiting.late(now))
 
     def add(self, decode_worker: str, terms: Terms, now: float) -> QueuedJob:

@@ -56,7 +56,7 @@ class WaitingQueue:
         return islice(chain(self.resumable, self._new.out_of_turn(now, MAX_PASSING_OF_TENANT)), MAX_PASSING)
 
     def late_work(self, now: float) -> Work:
-        """The work of new sequences that will miss their deadlines if scheduling them begins at `now`."""
+        """The work of new sequences that are given up, for now, if scheduling begins at `now`."""
         return Work.total(seq.work for seq in self._new.late(now))
 
     def add(self, seq: Sequence, work: Work, takes_s: float) -> None:

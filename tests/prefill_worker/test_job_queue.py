@@ -65,7 +65,7 @@ async def test_a_job_that_would_miss_its_deadline_lets_others_pass() -> None:
     q = JobQueue(max_tokens=10_000, slack_tokens=100, early_pages=100, predicted_s=lambda tokens: tokens / 1000)
     running = q.add("d", Terms(300), 0.0)
     long, short = q.add("d", Terms(2000, deadline=2.0), 0.0), q.add("d", Terms(500, deadline=2.0), 0.0)
-    assert (q.late_work(0.0), q.late_work(0.3)) == (Work.prefill(500), Work.prefill(2000))
+    assert (q.late_work(0.0), q.late_work(0.3)) == (Work.prefill(2000), Work.prefill(2000))
     q.set_landed(running, 0.3)
     q.set_tokens_left(running, 0, 0.3)
     assert granted(long, short) == [False, True]

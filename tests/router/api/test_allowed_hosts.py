@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.router.conftest import Router, Says, StartRouter, StartWorker
+from tests.waiting import DEADLINE_S
 
 EVIL = "evil.example"
 OPEN_PATHS = ("/livez", "/readyz", "/docs", "/openapi.json")
@@ -60,7 +61,10 @@ async def test_a_refused_request_reaches_no_worker(
 
 async def test_every_route_that_shows_something_of_the_cluster_is_protected(start_router: StartRouter) -> None:
     router = await start_router()
-    (one,) = (await router.cluster())["routers"]
+    async with asyncio.timeout(DEADLINE_S):
+        while not (routers := (await router.cluster())["routers"]):  # until it has read its own lease
+            await asyncio.sleep(0.05)
+    (one,) = routers
     async with httpx.AsyncClient(base_url=f"http://{one['admin']}", timeout=30) as admin:
         for http in (router.http, admin):
             for path in ("/metrics", "/metrics/targets", "/cluster", "/requests/x", "/nowhere"):
