@@ -62,7 +62,7 @@ async def test_a_refused_request_reaches_no_worker(
 async def test_every_route_that_shows_something_of_the_cluster_is_protected(start_router: StartRouter) -> None:
     router = await start_router()
     async with asyncio.timeout(DEADLINE_S):
-        while not (routers := (await router.cluster())["routers"]):  # until it has read its own lease
+        while not (routers := (await router.cluster())["routers"]):  # noqa: ASYNC110 - until it has read its own lease
             await asyncio.sleep(0.05)
     (one,) = routers
     async with httpx.AsyncClient(base_url=f"http://{one['admin']}", timeout=30) as admin:
