@@ -309,15 +309,18 @@ class PrefillEstimator:
         if not decodes.tokens:
             return PrefillEstimate(self._chunks_ms(tokens, before, self.colocation.max_tokens))
         budget, split = self._budget
-        at_once = budget.mixed.fits(decodes, Work.prefill(tokens, before))
-        if split is not None and not at_once:
+        work = Work.prefill(tokens, before)
+        if budget.mixed.fits(decodes, work):
+            ms = self.step_ms(decodes + work)
+            return PrefillEstimate(ms, ms, max(0.0, ms - self.alone_ms))
+        if split is not None:
             ms = self._chunks_ms(tokens, before, budget.lane_chunk, split.prefill, other_lane=decodes)
             ms += self.gap_ms / 2  # mean time until the end is noticed
             return PrefillEstimate(
                 ms, self.gap_ms, ms * max(0.0, 1 - self.alone_ms / self.gap_ms) if self.gap_ms else 0.0
             )
         # later chunks attend to more tokens and are shorter: the middle one stands for all
-        chunk = tokens if at_once else max(1, budget.mixed.chunk(decodes, tokens, before + tokens // 2))
+        chunk = max(1, budget.mixed.chunk(decodes, tokens, before + tokens // 2))
         ms = self._chunks_ms(tokens, before, chunk, mixed_with=decodes)
         gap_ms = self.step_ms(decodes + Work.prefill(chunk, before + (tokens - chunk) // 2))
         return PrefillEstimate(ms, gap_ms, max(0.0, ms - -(-tokens // chunk) * self.alone_ms))

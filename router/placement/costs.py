@@ -63,6 +63,9 @@ class PlacementQuery:
         self.settings = settings
         self.now = seen.now
         self.horizon = min(prompt.output_tokens, settings.horizon_tokens)
+        # read for each worker
+        self._delayed_prompts = 1 + settings.queued_behind
+        self._gap_weight, self._min_balanced = settings.gap_weight, settings.min_balanced
         self._evicted_reuse = seen.evicted_reuse
         self._ttft_miss_ms = settings.ttft_miss * seen.targets.slo_ttft_ms
         self._itl_miss_ms = settings.itl_miss * seen.targets.slo_itl_ms
@@ -94,9 +97,7 @@ class PlacementQuery:
         """Cheap estimate of the cost of a remote prefill on this worker; cost_policy.py shortlists by it."""
         cached = self.cached(worker)
         uncached = self.prompt.tokens - cached.tokens
-        return (
-            worker.queue_ms(self.now) + cached.load_ms + (1 + self.settings.queued_behind) * uncached * worker.token_ms
-        )
+        return worker.queue_ms(self.now) + cached.load_ms + self._delayed_prompts * uncached * worker.token_ms
 
     def guess_local_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of a local prefill on this worker; cost_policy.py shortlists by it."""
@@ -109,7 +110,7 @@ class PlacementQuery:
 
     def guess_decode_ms(self, worker: Candidate) -> float:
         """Cheap estimate of the cost of decoding on this worker; cost_policy.py shortlists by it."""
-        return self.settings.gap_weight * self.horizon * worker.added_stream_ms + self.imbalance_ms(worker)
+        return self._gap_weight * self.horizon * worker.added_stream_ms + self.imbalance_ms(worker)
 
     def imbalance_ms(self, worker: Candidate) -> float:
         """The time of a lone stream's steps for each request that the worker would have beyond its share.
@@ -117,7 +118,7 @@ class PlacementQuery:
         It stands for what can't be predicted: how long streams and their sessions will be, and how many of them are
         lost if the worker dies.
         """
-        share = max(self.settings.min_balanced, self._share_by_speed * worker.speed)
+        share = max(self._min_balanced, self._share_by_speed * worker.speed)
         excess = worker.requests + self.prompt.choices - share
         return excess * self.horizon * worker.lone_step_ms if excess > 0 else 0.0
 
@@ -157,7 +158,7 @@ class PlacementQuery:
 
     def _token_cost_ms(self, worker: Candidate) -> float:
         """Rough sum of what all users wait for each prompt token that a combined worker computes."""
-        return (1 + self.settings.queued_behind + self.settings.gap_weight * worker.decodes) * worker.token_ms
+        return (self._delayed_prompts + self._gap_weight * worker.decodes) * worker.token_ms
 
     def _cached_part(self, worker: Candidate) -> CachedPart:
         name, tokens = worker.worker_id, self.prompt.tokens
