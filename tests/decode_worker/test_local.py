@@ -200,21 +200,6 @@ async def test_a_stopping_worker_reroutes_its_requests(redis_url: str) -> None:
         assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
 
 
-async def test_a_failed_engine_ends_the_session_and_the_worker_without_giving_requests_back(redis_url: str) -> None:
-    def fail() -> None:
-        raise RuntimeError("device lost")
-
-    async with (
-        running("combined", redis_url, network=LocalNetwork(), load=fake_loader(before_step=fail)) as worker,
-        Client(worker) as client,
-    ):
-        answer = await client.submit(make_request("a", prompt(40)), 1)
-        await eventually(lambda: client.broken is not None)
-        assert client.broken == "the engine failed"
-        assert answer.refusal is None  # one of them may be the cause
-        assert await worker.task != 0
-
-
 @pytest.mark.parametrize("token", ["", "wrong"])
 async def test_a_session_without_the_cluster_token_is_refused(redis_url: str, token: str) -> None:
     async with running("combined", redis_url, network=LocalNetwork(), cluster_token="right") as worker:

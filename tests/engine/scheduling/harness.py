@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cpd.performance.colocation import BatchLimit, PrefillBudget
+from cpd.performance.model import Work
 from engine.kv.block_pool import BlockPool
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.plan import Plan
@@ -17,9 +18,16 @@ from tests.engine.fakes import make_request, prompt
 class MixedScheduler(Scheduler):
     """A scheduler that puts everything into one batch."""
 
-    def __init__(self, num_pages: int, token_budget: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        token_budget: int,
+        max_num_seqs: int,
+        prefill_ms: abc.Callable[[Work, Work], float] = lambda work, decodes: 0.0,
+    ) -> None:
         cache = KVCacheManager(BlockPool(num_pages), lambda source, target: None)
-        super().__init__(cache, max_len=num_pages * 16, max_num_seqs=min(max_num_seqs, token_budget))
+        most = min(max_num_seqs, token_budget)
+        super().__init__(cache, max_len=num_pages * 16, max_num_seqs=most, prefill_ms=prefill_ms)
         self._token_budget = token_budget
 
     def schedule(self) -> Plan:

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.performance.colocation import BatchLimit, PrefillBudget
+from cpd.performance.model import Work
 from engine.scheduling.plan import build_batch
 from engine.scheduling.sequence import SequenceState
 from tests.engine.fakes import check_batch
@@ -66,6 +67,21 @@ def test_a_prompt_whose_context_leaves_no_time_for_a_token_goes_on_in_the_next_s
     compute(scheduler, plan)
     scheduler.check_integrity()
     assert step(scheduler) == [("0", 41, 1), ("1", 32, 28)]
+
+
+def test_a_prompt_that_waits_with_others_is_predicted_beside_the_streams() -> None:
+    predicted: list[tuple[int, int]] = []
+
+    def prefill_ms(work: Work, decodes: Work) -> float:
+        predicted.append((work.tokens, decodes.seqs))
+        return 0.0
+
+    scheduler = MixedScheduler(64, token_budget=64, max_num_seqs=8, prefill_ms=prefill_ms)
+    add(scheduler, 10, start=0, number=0)
+    step(scheduler)
+    add(scheduler, 20, start=1, number=1)
+    add(scheduler, 30, start=2, number=2)
+    assert predicted == [(10, 0), (20, 0), (30, 1)]
 
 
 def test_no_more_sequences_run_than_the_budget_has_tokens() -> None:

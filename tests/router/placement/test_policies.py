@@ -130,6 +130,15 @@ class TestCostSettings:
             )
             assert option.cost_ms == pytest.approx(sum(cost) + 2 * option.gaps_ms)
 
+    def test_an_eviction_costs_as_much_as_its_pages_are_likely_wanted_again(self) -> None:
+        seen = situation(Prompt(3000, 100), [self.STREAMS])
+        rare, usual = (
+            CostPolicy(PolicySettings()).place(replace(seen, evicted_reuse=reuse)).chosen.cost.eviction_ms
+            for reuse in (0.2, 0.6)
+        )
+        assert usual == pytest.approx(3 * rare)
+        assert rare > 0
+
     def test_without_fetches_no_prefix_source_is_considered(self) -> None:
         seen = situation(Prompt(4000, 10), [self.STREAMS, WORKERS[1]], cached=Prefixes({"a": 240}))
         for fetches in (True, False):
