@@ -139,7 +139,9 @@ class RemotePrefill:
         """Runs to the outcome, and on until nothing can write into the pages."""
         name = f"prefill of {self._request.id} by {self._candidate.worker_id}"
         try:
-            with self._context.prefill_client.request(self._candidate.address, self._inbox.put_nowait) as self._send:
+            with self._context.prefill_client.request(
+                self._candidate.worker_id, self._candidate.address, self._inbox.put_nowait
+            ) as self._send:
                 try:
                     await self._until_decided()
                 except EngineDiedError:

@@ -42,16 +42,16 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def read_cluster(url: str, token: str) -> dict[str, Any]:
+def read_cluster(url: str, admin_key: str) -> dict[str, Any]:
     """Asks the endpoint for `/cluster`.
 
     Args:
-        token: The cluster token.
+        admin_key: The cluster's admin key.
 
     Raises:
         CPDError: The endpoint does not answer, or answers with an error.
     """
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     try:  # ignores http_proxy: the endpoint is within the cluster
         answer = httpx2.get(f"{url}/cluster", headers=headers, timeout=_TIMEOUT_S, trust_env=False, verify=False)
         answer.raise_for_status()
@@ -64,10 +64,10 @@ def read_cluster(url: str, token: str) -> dict[str, Any]:
         raise CPDError(f"{url} does not answer: {error}. If the cluster has just been started, try again") from None
 
 
-def has_workers(url: str, token: str, pids: Mapping[str, int], routers: Collection[str]) -> bool:
+def has_workers(url: str, admin_key: str, pids: Mapping[str, int], routers: Collection[str]) -> bool:
     """True if all these routers can place requests on all these workers (process id by name)."""
     try:
-        workers = read_cluster(url, token)["workers"]
+        workers = read_cluster(url, admin_key)["workers"]
     except CPDError:
         return False
     ready = {worker["id"]: worker["pid"] for worker in workers if _is_ready_at(worker, routers)}

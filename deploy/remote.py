@@ -48,7 +48,7 @@ def status(cluster: str, as_json: bool) -> None:
         CPDError: No cluster of this name is running, or its router does not answer.
     """
     state = running_cluster(cluster)
-    answer = read_cluster(state.url, state.cluster_token)
+    answer = read_cluster(state.url, state.admin_key)
     if as_json:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
         return

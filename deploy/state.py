@@ -31,14 +31,14 @@ class ClusterState:
         pid: Process id of its `cpd up`.
         url: URL of its HTTP endpoint, from this machine.
         ray_dir: Temporary directory of the local Ray; empty if there is none.
-        cluster_token: Secret of internal calls; routers accept it as an operator's key.
+        admin_key: The cluster's key of administration, for workers and routers.
     """
 
     cluster: str
     pid: int
     url: str
     ray_dir: str
-    cluster_token: str
+    admin_key: str
 
 
 class ClusterDir:

@@ -16,7 +16,7 @@ from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.endpoint import read_cluster
 from deploy.remote import running_cluster
-from worker.grpc_options import CLIENT_OPTIONS, token_metadata
+from worker.grpc_options import CLIENT_OPTIONS, admin_metadata
 
 _TIMEOUT_S = 10.0
 _LANES = {pb.LANE_FULL: "full", pb.LANE_PREFILL: "prefill", pb.LANE_DECODE: "decode"}
@@ -38,12 +38,12 @@ def trace(cluster: str, worker: str, seconds: float, chrome: bool) -> None:
         CPDError: There is no such cluster or worker, or it does not answer.
     """
     state = running_cluster(cluster)
-    workers = read_cluster(state.url, state.cluster_token)["workers"]
+    workers = read_cluster(state.url, state.admin_key)["workers"]
     chosen = [known for known in workers if worker in ("", known["id"])]
     if worker and not chosen:
         names = ", ".join(known["id"] for known in workers) or "none"
         raise CPDError(f"no worker {worker!r} runs in cluster '{cluster}'; there are: {names}")
-    steps = [step for known in chosen for step in _read(known["id"], known["address"], state.cluster_token, seconds)]
+    steps = [step for known in chosen for step in _read(known["id"], known["address"], state.admin_key, seconds)]
     steps.sort(key=lambda step: step["start_s"])
     if chrome:
         sys.stdout.write(orjson.dumps(chrome_trace(steps)).decode() + "\n")
@@ -78,11 +78,11 @@ def chrome_trace(steps: Iterable[Step]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _read(worker: str, address: str, token: str, seconds: float) -> Iterator[Step]:
+def _read(worker: str, address: str, admin_key: str, seconds: float) -> Iterator[Step]:
     with grpc.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
         try:
             reply: pb.TraceReply = rpc.AdminStub(channel).Trace(
-                pb.TraceRequest(seconds=seconds), metadata=token_metadata(token), timeout=_TIMEOUT_S
+                pb.TraceRequest(seconds=seconds), metadata=admin_metadata(admin_key), timeout=_TIMEOUT_S
             )
         except grpc.RpcError as error:
             raise CPDError(f"worker {worker} at {address} does not answer: {error.details()}") from None

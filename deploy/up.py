@@ -25,6 +25,7 @@ from rich.console import Console
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
+from cpd.common.trust import ClusterSecret
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
 from deploy.cluster import Cluster, launched
@@ -70,7 +71,7 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             pid=os.getpid(),
             url=url_of(settings.host, settings.port),
             ray_dir="" if settings.ray_address else make_ray_dir(),
-            cluster_token=settings.cluster_token.get_secret_value(),
+            admin_key=ClusterSecret(settings.cluster_token.get_secret_value()).admin_key,
         )
         if state.ray_dir:
             stack.callback(clear_ray_dir, state.ray_dir)
@@ -207,7 +208,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
                 url = state.url if socket.gethostname() in hosts else url_of(min(hosts), settings.port)
                 workers = {name: pids[name] for spec in cluster.specs if spec.is_worker for name in spec.members}
                 routers = [spec.name for spec in cluster.specs if not spec.is_worker]
-                if has_workers(url, state.cluster_token, workers, routers):
+                if has_workers(url, state.admin_key, workers, routers):
                     return url
             time.sleep(_STARTING_POLL_S)
 

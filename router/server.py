@@ -16,8 +16,10 @@ from starlette.types import ASGIApp
 
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
+from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
+from cpd.common.trust import cluster_secret
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
 from router.api.completions import CompletionService
@@ -88,11 +90,18 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     """
     if not settings.redis_url:
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
-    token = settings.cluster_token.get_secret_value()
-    keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
+    secret = cluster_secret(settings)
+    entries = read_keys(settings.api_key_file) if settings.api_key_file else ()
+    keys = Keys(settings.api_key, entries, secret.admin_key)
     text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
-    workers = Workers(router_id, token, itl_ms=settings.slo_itl, learning=Learning(settings.policy, settings.slo_ttft))
+    workers = Workers(
+        router_id,
+        secret,
+        model_digest=model_digest(Path(settings.model)),
+        itl_ms=settings.slo_itl,
+        learning=Learning(settings.policy, settings.slo_ttft),
+    )
     metrics = RequestMetrics()
     metrics.registry.register(WorkerMetrics(workers))
     service = CompletionService(settings, text_files, sampling_defaults, workers, metrics)

@@ -22,13 +22,15 @@ from bench.client.client import Client
 from bench.record import Failure
 from bench.tokens import Texts
 from cpd.common.stream import MAX_MESSAGE_BYTES, connect
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import Caller, open_as
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from models.tiny.make import write
 from scripts.bench_main_path import MODEL
 from scripts.streams import MODEL_NAME, stream, target
-from tests.e2e.cluster import TOKEN, Cluster
-from worker.grpc_options import CLIENT_OPTIONS, token_metadata
+from tests.e2e.cluster import ADMIN_KEY, TOKEN, Cluster
+from worker.grpc_options import CLIENT_OPTIONS, admin_metadata
 
 STREAMS = 8
 STREAM_LEN = 3_000
@@ -48,12 +50,13 @@ class Tail:
 class Bench:
     """The streams, and the load beside them."""
 
-    def __init__(self, url: str, address: str, session: str, model: Path) -> None:
+    def __init__(self, url: str, address: str, session: str, worker_id: str, model: Path) -> None:
         self._client = Client(target(url))
         self._texts = Texts.with_tokenizer(model)
         self._rng = np.random.default_rng(0)
         self._address = address
         self._session = session
+        self._worker_id = worker_id
         self._snapshots = 0
 
     async def fill_cache(self) -> None:
@@ -101,7 +104,7 @@ class Bench:
         """Connects as a router, reads the snapshot of the cache and disconnects, repeatedly."""
         while True:
             wire = await connect(self._session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
-            wire.send(pb.RouterMessage(hello=pb.RouterHello(router_id=name, token=TOKEN)))
+            await open_as(Caller("router", name), wire, self._worker_id, ClusterSecret(TOKEN))
             while (message := await wire.receive()) is not None and not message.snapshot.last:
                 pass
             self._snapshots += 1
@@ -110,14 +113,15 @@ class Bench:
 
     async def _trace(self, seconds: float) -> list[pb.TracedStep]:
         async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
-            reply = await rpc.AdminStub(channel).Trace(pb.TraceRequest(seconds=seconds), metadata=token_metadata(TOKEN))
+            metadata = admin_metadata(ADMIN_KEY)
+            reply = await rpc.AdminStub(channel).Trace(pb.TraceRequest(seconds=seconds), metadata=metadata)
             return list(reply.steps)
 
 
 async def run(cluster: Cluster, model: Path, seconds: float, rounds: int) -> None:
     """Measures all loads and prints a line for each."""
     (worker,) = cluster.state()["workers"]
-    bench = Bench(cluster.url, worker["address"], worker["session"], model)
+    bench = Bench(cluster.url, worker["address"], worker["session"], worker["id"], model)
     await bench.fill_cache()
     pages = cluster.state()["workers"][0]["load"]["pages"]
     print(f"{STREAMS} streams, {pages['cached']:,} cached blocks\n")

@@ -1,6 +1,6 @@
 """The gRPC calls to workers (administration and health checks): authentication and connection options.
 
-Each call carries the cluster token: `authorization: Bearer <cluster token>`.
+Each call carries the cluster's admin key: `authorization: Bearer <admin key>`.
 """
 
 import hmac
@@ -36,20 +36,20 @@ SERVER_OPTIONS = (
 )
 
 
-def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+def admin_metadata(admin_key: str) -> tuple[tuple[str, str], ...]:
     """Returns the metadata of a call to a worker."""
-    return ((HEADER, f"Bearer {token}"),)
+    return ((HEADER, f"Bearer {admin_key}"),)
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without the token. The health service answers everyone, because probes can't carry metadata.
+class AdminKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses calls without the admin key. The health service answers everyone, because probes can't carry metadata.
 
     Args:
-        token: The cluster token; empty admits every call.
+        admin_key: The cluster's admin key; empty admits every call.
     """
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode() if token else b""
+    def __init__(self, admin_key: str) -> None:
+        self._expected = f"Bearer {admin_key}".encode() if admin_key else b""
 
     async def intercept_service(
         self,
@@ -71,6 +71,6 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 def _refusing(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
     async def refuse(_request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's admin key is missing or wrong")
 
     return grpc.unary_unary_rpc_method_handler(refuse, handler.request_deserializer, handler.response_serializer)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from cpd.common.errors import CPDError
 from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, StreamError, connect
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import Caller, HandshakeError, open_as
+from cpd.protocol.version import UnknownMessages
 from cpd.rpc import cpd_pb2 as pb
 
 MAX_IDLE = 64
@@ -27,23 +29,22 @@ class StreamEnded:
     reason: str
 
 
-class RefusedError(CPDError):
-    """The other worker refuses this worker's streams."""
-
-
 class _PrefillStream:
     """A stream to one worker.
 
     Attributes:
-        address: The worker's address.
+        worker_id: The worker's name.
+        address: Its address.
         on_event: Receives the current request's events; None between requests.
         task: Ends with the stream.
     """
 
-    def __init__(self, address: str, hello: pb.RouterHello) -> None:
-        self.address = address
+    def __init__(self, caller: Caller, worker_id: str, address: str, secret: ClusterSecret) -> None:
+        self.worker_id, self.address = worker_id, address
         self.on_event: OnEvent | None = None
-        self._unsent = [pb.RouterMessage(hello=hello)]
+        self._caller = caller
+        self._secret = secret
+        self._unsent: list[pb.RouterMessage] = []
         self._stream: Stream[pb.WorkerMessage] | None = None
         self._ended = False
         self.task = asyncio.create_task(self._run(), name=f"prefill-requests-{address}")
@@ -72,24 +73,28 @@ class _PrefillStream:
             stream = await connect(self.address, pb.WorkerMessage, MAX_MESSAGE_BYTES)
             try:
                 await self._greet(stream)
+                unknown = UnknownMessages(f"worker {self.worker_id}")
                 while (message := await stream.receive()) is not None:
-                    self._take(message.prefill)
+                    if message.prefill.WhichOneof("kind") is None:
+                        unknown.ignore()
+                    else:
+                        self._take(message.prefill)
             finally:
                 stream.abort()
         except OSError as error:
             reason = f"it can't be reached: {error.strerror or error}"
-        except (RefusedError, StreamError) as error:
+        except (HandshakeError, StreamError) as error:
             reason = str(error)
         if self.on_event is not None:
             self.on_event(StreamEnded(reason))
 
     async def _greet(self, stream: Stream[pb.WorkerMessage]) -> None:
-        """Exchanges Hellos, then sends what has waited: before its own Hello a worker reads only a short message."""
-        stream.send(self._unsent[0])
+        """Opens the stream, then sends what has waited: before its Hello a worker reads only short messages."""
+        await open_as(self._caller, stream, self.worker_id, self._secret)
         answer = await stream.receive()
         if answer is None or answer.WhichOneof("kind") != "hello":
-            raise RefusedError(answer.end.reason if answer is not None else "it closed the stream")
-        for request in self._unsent[1:]:
+            raise HandshakeError(answer.end.reason if answer is not None else "it closed the stream")
+        for request in self._unsent:
             stream.send(request)
         self._unsent.clear()
         self._stream = stream
@@ -105,23 +110,28 @@ class PrefillClient:
     """The streams of one worker to others. Above `MAX_IDLE` idle streams, the longest idle ones are closed.
 
     Args:
-        hello: Names this worker.
+        worker_id: This worker's name.
+        secret: The cluster's secret.
     """
 
-    def __init__(self, hello: pb.RouterHello) -> None:
-        self._hello = hello
+    def __init__(self, worker_id: str, secret: ClusterSecret) -> None:
+        self._caller = Caller("worker", worker_id)
+        self._secret = secret
         self._streams: set[_PrefillStream] = set()
         self._idle: list[_PrefillStream] = []  # the longest idle one first
 
     @contextlib.contextmanager
-    def request(self, address: str, on_event: OnEvent) -> Iterator[Callable[[pb.PrefillRequest], None]]:
-        """Opens a prefill request to the worker at `address`; yields a function that sends it a message.
+    def request(self, worker_id: str, address: str, on_event: OnEvent) -> Iterator[Callable[[pb.PrefillRequest], None]]:
+        """Opens a prefill request to the worker `worker_id` at `address`; yields a function that sends it a message.
 
         Leaving the context cancels the request if it has not ended.
         """
-        stream = next((one for one in reversed(self._idle) if one.address == address and one.reusable), None)
+        worker = (worker_id, address)
+        stream = next(
+            (one for one in reversed(self._idle) if (one.worker_id, one.address) == worker and one.reusable), None
+        )
         if stream is None:
-            stream = _PrefillStream(address, self._hello)
+            stream = _PrefillStream(self._caller, worker_id, address, self._secret)
             self._streams.add(stream)
             stream.task.add_done_callback(partial(self._closed, stream))
         else:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from cpd.common.errors import CPDError
 from cpd.common.stream import Stream, StreamError
+from cpd.protocol.version import UnknownMessages
 from cpd.rpc import cpd_pb2 as pb
 from kvtransfer.base import Peer
 from worker.async_engine import EngineDiedError
@@ -199,6 +200,7 @@ class PrefillServer:
     async def serve(self, stream: IncomingStream) -> None:
         """Serves one stream. A request outlives it until nothing is in flight."""
         prefill: ServedPrefill | None = None
+        unknown = UnknownMessages("a worker")
         self._streams.add(stream)
         try:
             while (message := await stream.receive()) is not None:
@@ -208,6 +210,8 @@ class PrefillServer:
                         prefill = self._begin(request.start, stream)
                     case "cancel" if prefill is None:
                         pass  # it has crossed the refusal
+                    case None if message.WhichOneof("kind") in ("prefill", None):
+                        unknown.ignore()
                     case _ if prefill is None:
                         log.warning("a worker's first message was not PrefillStart")
                         return

@@ -1,12 +1,11 @@
 """Serves the streams of routers (sessions) and of other workers (prefill requests).
 
-Order of a session's messages: Hello, the snapshot of the cache, then everything else as it comes; End, if the worker
-ends the session.
+Order of a session's messages: the handshake (`cpd/protocol/handshake.py`), Hello, the snapshot of the cache, then
+everything else as it comes; End, if the worker ends the session.
 """
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,9 @@ from typing import Any, Protocol
 
 from cpd.common.blocks import Tier, short_hashes
 from cpd.common.stream import MAX_MESSAGE_BYTES, StreamError
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import HandshakeError, answer_as
+from cpd.protocol.version import UnknownMessages
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent
 from worker.async_engine import AsyncEngine, EngineDiedError, Update
@@ -27,10 +29,13 @@ SNAPSHOT_HASHES = 8192
 """Hashes in one snapshot message: 64 KiB, about 1 ms of work."""
 
 HELLO_BYTES = 4096
-"""Size limit of the first message: its sender is not authenticated yet."""
+"""Size limit of the first messages: their sender is not authenticated yet."""
 
 HELLO_S = 10.0
-"""Time limit for the first message."""
+"""Time limit for the handshake."""
+
+MAX_REMEMBERED = 1000
+"""Number of reasons for refusing a stream that are remembered, to log each once."""
 
 END_TIMEOUT_S = 2.0
 """How long the reason of a session's end may wait behind unread messages before the connection is cut."""
@@ -51,30 +56,34 @@ class SessionServer:
     """All sessions of a worker.
 
     Args:
+        worker_id: The worker's name.
         hello: Returns the worker's current description.
         load: Returns the worker's current load.
         engine: Provides the snapshots.
         handler: Answers the requests.
         serve_worker: Serves another worker's stream.
-        token: The cluster token; empty admits every peer.
+        secret: The cluster's secret.
     """
 
     def __init__(
         self,
         *,
+        worker_id: str,
         hello: Callable[[], pb.Hello],
         load: Callable[[], pb.Load],
         engine: AsyncEngine,
         handler: RequestHandler,
         serve_worker: Callable[[IncomingStream], Awaitable[None]],
-        token: str,
+        secret: ClusterSecret,
     ) -> None:
+        self._worker_id = worker_id
         self._hello = hello
         self._load = load
         self._engine = engine
         self._handler = handler
         self._serve_worker = serve_worker
-        self._token = token.encode()
+        self._secret = secret
+        self._refusals: set[str] = set()
         self._numbers = itertools.count(1)
         self._sessions: dict[str, RouterSession] = {}
         self._failed = False
@@ -83,19 +92,19 @@ class SessionServer:
         """Serves one stream to its end."""
         try:
             async with asyncio.timeout(HELLO_S):
-                first = await stream.receive()
+                caller = await answer_as(self._worker_id, stream, self._secret)
         except (StreamError, TimeoutError):
             return
-        if refused := self._refused(first):
-            await _say_end(stream, refused)
+        except HandshakeError as refusal:
+            self._log_refusal(stream, str(refusal))
+            await _say_end(stream, str(refusal))
             return
-        assert first is not None
         stream.max_bytes = MAX_MESSAGE_BYTES
-        if first.hello.worker_id:
+        if caller.role == "worker":
             stream.send(pb.WorkerMessage(hello=pb.Hello()))
             await self._serve_worker(stream)
             return
-        session = self._open(first.hello.router_id)
+        session = self._open(caller.id)
         reader = asyncio.create_task(self._read(session, stream), name=f"session-{session.number}-reader")
         writer = asyncio.create_task(self._write(session, stream), name=f"session-{session.number}-writer")
         ends: list[asyncio.Future[Any]] = [session.ended, reader, writer]
@@ -137,13 +146,13 @@ class SessionServer:
 
     # ---- one session ----
 
-    def _refused(self, first: pb.RouterMessage | None) -> str:
-        """Returns why a stream with this first message is refused; empty if it is not."""
-        if first is None or first.WhichOneof("kind") != "hello" or not (first.hello.router_id or first.hello.worker_id):
-            return "a stream starts with a RouterHello with router_id or worker_id"
-        if self._token and not hmac.compare_digest(first.hello.token.encode(), self._token):
-            return "the cluster token is missing or wrong"
-        return ""
+    def _log_refusal(self, stream: IncomingStream, reason: str) -> None:
+        """Logs why a stream is refused, once for each reason: peers try again and again."""
+        if reason not in self._refusals:
+            if len(self._refusals) >= MAX_REMEMBERED:
+                self._refusals.clear()
+            self._refusals.add(reason)
+            log.warning("refused a stream from %s: %s", stream.peer, reason)
 
     def _open(self, router_id: str) -> RouterSession:
         if old := self._sessions.get(router_id):
@@ -162,6 +171,7 @@ class SessionServer:
             self._handler.session_ended(session)
 
     async def _read(self, session: RouterSession, stream: IncomingStream) -> None:
+        unknown = UnknownMessages(f"router {session.router_id}")
         try:
             while (message := await stream.receive()) is not None:
                 if session.ended.done():
@@ -171,6 +181,8 @@ class SessionServer:
                         self._handler.submit(session, message.submit)
                     case "abort":
                         self._handler.abort(session, message.abort)
+                    case None:
+                        unknown.ignore()
                     case other:
                         session.end(f"unexpected message {other!r} in a session")
                         return

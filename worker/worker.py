@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -29,9 +30,11 @@ import kvtransfer
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, lease
+from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
+from cpd.common.trust import cluster_secret
 from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
@@ -41,7 +44,7 @@ from kvtransfer.base import PoolMemory, Transport
 from worker.admin import AdminServicer
 from worker.async_engine import AsyncEngine, EngineThread, Update
 from worker.context import EXIT_RESTART, Lifecycle, LoadedEngine, WorkerContext
-from worker.grpc_options import SERVER_OPTIONS, TokenInterceptor
+from worker.grpc_options import SERVER_OPTIONS, AdminKeyInterceptor
 from worker.load_report import LoadReporter, load_from_stats
 from worker.prefill_client import PrefillClient
 from worker.service import MakeService, Service
@@ -98,6 +101,7 @@ class Worker:
         self._build_engine = build_engine
         self._make_engine = make_engine
         self._open_transport = open_transport
+        self._model_digest = b""
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.address = self.session_address = ""
         self.lifecycle = Lifecycle(self._load_changed)
@@ -131,11 +135,13 @@ class Worker:
     async def _start(self) -> None:
         settings = self._settings
         host = advertised_host(settings)
+        self._secret = cluster_secret(settings)
         self._redis = _redis(settings.redis_url)
         self._engine = self._make_engine(self._build, on_failure=self._engine_failed)
         self._down.push_async_callback(_bounded, self._engine.close, "the engine")
         await self._engine.start()
         loaded = self._loaded
+        self._model_digest = await asyncio.to_thread(model_digest, Path(settings.model)) if settings.model else b""
         self._transport = await self._open_transport(
             settings.transport,
             loaded.memory,
@@ -144,8 +150,7 @@ class Worker:
             advertise_host=settings.advertise_host,
         )
         self._down.push_async_callback(_bounded, self._transport.close, "the transport")
-        token = settings.cluster_token.get_secret_value()
-        prefill_client = PrefillClient(pb.RouterHello(worker_id=self.id, token=token))
+        prefill_client = PrefillClient(self.id, self._secret)
         self._down.push_async_callback(_bounded, prefill_client.close, "streams to other workers")
         self._service: Service = self._make_service(
             WorkerContext(
@@ -164,12 +169,13 @@ class Worker:
             )
         )
         self._sessions = SessionServer(
+            worker_id=self.id,
             hello=self._hello,
             load=self._current_load,
             engine=self._engine,
             handler=self._service,
             serve_worker=self._service.serve_worker,
-            token=token,
+            secret=self._secret,
         )
         self._reporter = LoadReporter(self._current_load, self._sessions.publish_load)
         self._down.callback(self._reporter.close)
@@ -186,7 +192,7 @@ class Worker:
 
     async def _listen(self, host: str) -> None:
         self._server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self._settings.cluster_token.get_secret_value())], options=SERVER_OPTIONS
+            interceptors=[AdminKeyInterceptor(self._secret.admin_key)], options=SERVER_OPTIONS
         )
         rpc.add_AdminServicer_to_server(AdminServicer(self.lifecycle, self._engine), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -253,6 +259,7 @@ class Worker:
             role=pb.ROLE_PREFILL if self._role == "prefill" else pb.ROLE_COMBINED,
             state=self.lifecycle.state,
             fingerprint=self._loaded.fingerprint,
+            model_digest=self._model_digest,
             epoch=self._transport.epoch,
             block_size=BLOCK_SIZE,
             num_pages=self._loaded.memory.num_pages,

@@ -98,6 +98,12 @@ class Stream(asyncio.Protocol, Generic[M]):
     # ---- for the owner ----
 
     @property
+    def peer(self) -> str:
+        """The peer's address, for logs; empty once the stream is closed."""
+        address = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"{address[0]}:{address[1]}" if address else ""
+
+    @property
     def silent(self) -> bool:
         """True if nothing has arrived for a while: another stream would reach the peer sooner."""
         return self._silent_ticks >= SILENT_TICKS

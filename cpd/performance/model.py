@@ -83,7 +83,8 @@ class Work(NamedTuple):  # created three times faster than a frozen dataclass
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Unknown fields are ignored: a newer version may have written them.
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
 MAX_MS = 1e9

@@ -5,7 +5,12 @@ The wire contract between routers and workers, and between workers.
 
 Sessions (router to worker) and prefill requests (worker to worker) are message streams on the worker's session port
 (cpd/common/stream.py). gRPC is for administration only; each call carries the metadata
-`authorization: Bearer <cluster token>`.
+`authorization: Bearer <admin key>` (cpd/common/trust.py).
+
+Version: both ends of a stream say theirs before anything else (cpd/protocol/version.py). Within a major version,
+fields and message kinds may be added: a receiver ignores those it does not know. A new enum value, or a new meaning
+of a field, is sent only to peers with a capability that says so. Everything else needs a new major version; streams
+between different ones are refused. RouterHello, Challenge and End must stay readable for all versions.
 Block hashes have 16 bytes (cpd/common/blocks.py) and are joined into one byte string. Cache events carry only the
 first 8 bytes of each hash.
 """
@@ -134,6 +139,7 @@ class RouterMessage(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """always first"""
@@ -144,6 +150,10 @@ class RouterMessage(_message.Message):
     def abort(self) -> Global___Abort: ...
     @_builtins.property
     def prefill(self) -> Global___PrefillRequest: ...
+    @_builtins.property
+    def proof(self) -> Global___Proof:
+        """always second"""
+
     def __init__(
         self,
         *,
@@ -151,12 +161,13 @@ class RouterMessage(_message.Message):
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
         prefill: Global___PrefillRequest | None = ...,
+        proof: Global___Proof | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "proof", b"proof", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "proof", b"proof", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "prefill"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "prefill", "proof"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -164,30 +175,125 @@ Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
 
 @_typing.final
 class RouterHello(_message.Message):
+    """---- Opening of every stream: both ends prove the cluster's secret to each other (cpd/protocol/handshake.py) ----
+
+      caller -> RouterHello        worker -> Challenge, or End
+      caller -> Proof              worker -> Hello, or End
+
+    Without a secret the proofs are empty.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
-    token: _builtins.str
-    """the cluster token"""
     worker_id: _builtins.str
     """set instead of router_id by a worker that sends prefill requests"""
+    nonce: _builtins.bytes
+    """random"""
+    @_builtins.property
+    def version(self) -> Global___Version:
+        """without one: 0.0"""
+
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
-        token: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        version: Global___Version | None = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        nonce: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "token", b"token", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "nonce", b"nonce", "router_id", b"router_id", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterHello: _TypeAlias = RouterHello  # noqa: Y015
+
+@_typing.final
+class Challenge(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    nonce: _builtins.bytes
+    """random"""
+    proof: _builtins.bytes
+    """the worker's"""
+    @_builtins.property
+    def version(self) -> Global___Version: ...
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        version: Global___Version | None = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        nonce: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "nonce", b"nonce", "proof", b"proof", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Challenge: _TypeAlias = Challenge  # noqa: Y015
+
+@_typing.final
+class Proof(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    """the caller's"""
+    def __init__(
+        self,
+        *,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Proof: _TypeAlias = Proof  # noqa: Y015
+
+@_typing.final
+class Version(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAJOR_FIELD_NUMBER: _builtins.int
+    MINOR_FIELD_NUMBER: _builtins.int
+    major: _builtins.int
+    minor: _builtins.int
+    def __init__(
+        self,
+        *,
+        major: _builtins.int = ...,
+        minor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["major", b"major", "minor", b"minor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Version: _TypeAlias = Version  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
@@ -450,9 +556,10 @@ class WorkerMessage(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
-        """always first; the snapshot follows"""
+        """the first after the Challenge; in a session the snapshot follows"""
 
     @_builtins.property
     def snapshot(self) -> Global___Snapshot: ...
@@ -470,6 +577,10 @@ class WorkerMessage(_message.Message):
     def end(self) -> Global___End: ...
     @_builtins.property
     def prefill(self) -> Global___PrefillEvent: ...
+    @_builtins.property
+    def challenge(self) -> Global___Challenge:
+        """always first"""
+
     def __init__(
         self,
         *,
@@ -482,12 +593,13 @@ class WorkerMessage(_message.Message):
         batch: Global___Batch | None = ...,
         end: Global___End | None = ...,
         prefill: Global___PrefillEvent | None = ...,
+        challenge: Global___Challenge | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "prefill", b"prefill", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "challenge", b"challenge", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "prefill", b"prefill", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "prefill", b"prefill", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache", b"cache", "challenge", b"challenge", "end", b"end", "hello", b"hello", "kind", b"kind", "load", b"load", "prefill", b"prefill", "refusal", b"refusal", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch", "end", "prefill"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "cache", "load", "refusal", "batch", "end", "prefill", "challenge"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -565,6 +677,7 @@ class Hello(_message.Message):
     HOST_PAGE_MS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
     state: Global___State.ValueType
@@ -596,6 +709,8 @@ class Hello(_message.Message):
     """most sequences that run at once; 0: unknown"""
     device: _builtins.str
     """the device and its kernels, for people to read"""
+    model_digest: _builtins.bytes
+    """of config, tokenizer and chat template (cpd/common/model_digest.py); empty: unknown"""
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """possible shares of the decode lane; the prefill lane gets the rest"""
@@ -624,10 +739,11 @@ class Hello(_message.Message):
         host_page_ms: _builtins.float = ...,
         max_num_seqs: _builtins.int = ...,
         device: _builtins.str = ...,
+        model_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_digest", b"model_digest", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1121,7 +1237,7 @@ class PrefillRequest(_message.Message):
     """---- Prefill request: from a decode worker to a prefill worker, or to another decode worker ----
 
     Puts the KV pages of a prompt into the caller's landing (its receive buffer) and returns the first tokens.
-    After both Hellos (the server's is empty), a stream carries one request after the other: a start is sent when the
+    After the opening (the server's Hello is empty), a stream carries one request after the other: a start is sent when the
     last request was Released or Refused.
     The caller sees:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
     The prompt may be computed, and FirstTokens sent, before the landing is known.

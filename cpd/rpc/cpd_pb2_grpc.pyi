@@ -5,7 +5,12 @@ The wire contract between routers and workers, and between workers.
 
 Sessions (router to worker) and prefill requests (worker to worker) are message streams on the worker's session port
 (cpd/common/stream.py). gRPC is for administration only; each call carries the metadata
-`authorization: Bearer <cluster token>`.
+`authorization: Bearer <admin key>` (cpd/common/trust.py).
+
+Version: both ends of a stream say theirs before anything else (cpd/protocol/version.py). Within a major version,
+fields and message kinds may be added: a receiver ignores those it does not know. A new enum value, or a new meaning
+of a field, is sent only to peers with a capability that says so. Everything else needs a new major version; streams
+between different ones are refused. RouterHello, Challenge and End must stay readable for all versions.
 Block hashes have 16 bytes (cpd/common/blocks.py) and are joined into one byte string. Cache events carry only the
 first 8 bytes of each hash.
 """

@@ -89,16 +89,16 @@ class Keys:
     Args:
         keys: Keys without restrictions.
         entries: Entries of the key file.
-        cluster_token: The key of the cluster's own processes; empty if there is none.
+        admin_key: The cluster's own key (`cpd/common/trust.py`); empty if there is none.
     """
 
-    def __init__(self, keys: Sequence[str], entries: Sequence[KeyEntry] = (), cluster_token: str = "") -> None:
+    def __init__(self, keys: Sequence[str], entries: Sequence[KeyEntry] = (), admin_key: str = "") -> None:
         self._tenants = [(_digest(key), _tenant(key)) for key in keys]
         for entry in entries:
             key = entry.key.get_secret_value()
             self._tenants.append((_digest(key), _tenant(key, entry.admin, entry.min_priority)))
-        if self._tenants and cluster_token:
-            self._tenants.append((_digest(cluster_token), _tenant(cluster_token)))
+        if self._tenants and admin_key:
+            self._tenants.append((_digest(admin_key), _tenant(admin_key)))
 
     @property
     def any(self) -> bool:

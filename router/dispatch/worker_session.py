@@ -5,7 +5,8 @@ States of a session:
     connecting -> syncing -> ready <-> draining
          ^           |         |          |
          +-----------+---------+----------+    the session ended; connect again after a pause
-    refused: the worker does not fit this cluster, such as one with another model; tried again nevertheless
+    refused: the worker does not fit this cluster, such as one with another model or another secret, or it refuses this
+        router; tried again nevertheless
 
 A session is `connected` after the worker's Hello, and `live` once its cache snapshot is complete. When a session ends,
 the worker aborts its requests, and the listener replays them on other workers. The pause before the next connection
@@ -27,6 +28,9 @@ from cpd.common.blocks import Tier
 from cpd.common.errors import CPDError
 from cpd.common.membership import Member
 from cpd.common.stream import MAX_MESSAGE_BYTES, BrokenError, Stream, StreamError, connect
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import Caller, HandshakeError, open_as
+from cpd.protocol.version import UnknownMessages
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello
 from router.errors import describe, one_line
@@ -91,7 +95,7 @@ class WorkerSession:
     Args:
         member: The worker's lease.
         router_id: This router's name.
-        cluster_token: Secret that every internal call carries.
+        secret: The cluster's secret.
         index: Gets the worker's cached blocks.
         itl_ms: Target for the gaps between the tokens of its streams, in ms.
         learning: What this router learns from requests.
@@ -114,7 +118,7 @@ class WorkerSession:
         member: Member,
         *,
         router_id: str,
-        cluster_token: str,
+        secret: ClusterSecret,
         index: PrefixIndex,
         itl_ms: float,
         learning: Learning,
@@ -129,8 +133,8 @@ class WorkerSession:
         self.worker_load: WorkerLoad | None = None
         self.settled = False
         self.state: State = "connecting"
-        self._router_id = router_id
-        self._cluster_token = cluster_token
+        self._caller = Caller("router", router_id)
+        self._secret = secret
         self._index = index
         self._itl_ms = itl_ms
         self._learning = learning
@@ -139,6 +143,7 @@ class WorkerSession:
         self._next_event: int | None = None
         self._handled = 0
         self._stream: Stream[pb.WorkerMessage] | None = None
+        self._unknown = UnknownMessages(f"worker {self.id}")
         self._error: ProtocolError | None = None
 
     @property
@@ -194,7 +199,7 @@ class WorkerSession:
                 reason, crashed = str(error), error.failed
             except BrokenError as error:
                 reason, closed = str(error), True
-            except RefusedError as error:
+            except (RefusedError, HandshakeError) as error:
                 reason, state = str(error), "refused"
             except TimeoutError:
                 reason = f"the worker did not send its state within {SYNC_S:g} s"
@@ -271,8 +276,8 @@ class WorkerSession:
             stream.abort()
 
     async def _synchronise(self, stream: Stream[pb.WorkerMessage]) -> "pb.State.ValueType":
-        """Exchanges Hellos and reads the snapshot of the worker's cache. Returns the worker's state."""
-        stream.send(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id, token=self._cluster_token)))
+        """Opens the session and reads the snapshot of the worker's cache. Returns the worker's state."""
+        await open_as(self._caller, stream, self.id, self._secret)
         first = await stream.receive()
         if first is None:
             raise StreamError("the session ended before the worker's Hello")
@@ -303,6 +308,8 @@ class WorkerSession:
                     self._on_load(message.load)
                 case "end":
                     raise EndedError(message.end)
+                case None:
+                    self._unknown.ignore()
                 case kind:
                     raise ProtocolError(f"{kind} came before the snapshot was complete")
 
@@ -327,6 +334,8 @@ class WorkerSession:
             case "batch":
                 for one in message.batch.messages:
                     await self._handle(one, listener)
+            case None:
+                self._unknown.ignore()
             case kind:
                 raise ProtocolError(f"{kind} came at the wrong time")
 

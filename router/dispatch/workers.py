@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.membership import Member, members
+from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
 from router.errors import describe
@@ -55,7 +56,8 @@ class Workers:
 
     Args:
         router_id: This router's name.
-        cluster_token: Secret that every internal call carries.
+        secret: The cluster's secret.
+        model_digest: Of this router's model; empty admits workers with any.
         itl_ms: Target for the gaps between the tokens of a stream, in ms.
         learning: What this router learns from requests.
 
@@ -67,14 +69,23 @@ class Workers:
         redis_error: Reason why Redis does not answer; empty if it does.
     """
 
-    def __init__(self, router_id: str, cluster_token: str, *, itl_ms: float, learning: Learning) -> None:
+    def __init__(
+        self,
+        router_id: str,
+        secret: ClusterSecret,
+        *,
+        model_digest: bytes = b"",
+        itl_ms: float,
+        learning: Learning,
+    ) -> None:
         self.index = PrefixIndex()
         self.routers: list[Member] = []
         self.polled = asyncio.Event()
         self.redis_error = ""
         self._unreadable: set[str] = set()  # leases
         self.router_id = router_id
-        self._cluster_token = cluster_token
+        self._secret = secret
+        self._model_digest = model_digest
         self._itl_ms = itl_ms
         self.learning = learning
         self._sessions: dict[str, WorkerSession] = {}
@@ -175,7 +186,7 @@ class Workers:
             session = WorkerSession(
                 listed[worker_id],
                 router_id=self.router_id,
-                cluster_token=self._cluster_token,
+                secret=self._secret,
                 index=self.index,
                 itl_ms=self._itl_ms,
                 learning=self.learning,
@@ -205,6 +216,11 @@ class Workers:
             raise RefusedError("its Hello lacks epoch, num_pages, max_model_len, vocab_size or fingerprint")
         if hello.block_size != BLOCK_SIZE:
             raise RefusedError(f"it has blocks of {hello.block_size} tokens, this router {BLOCK_SIZE}")
+        if self._model_digest and hello.model_digest not in (b"", self._model_digest):
+            raise RefusedError(
+                f"its config.json, tokenizer or chat template ({hello.model_digest.hex()[:16]}) differ from this "
+                f"router's ({self._model_digest.hex()[:16]}); start both with the same --model"
+            )
         model = self.model
         if model.fingerprint not in (b"", hello.fingerprint):
             raise RefusedError(

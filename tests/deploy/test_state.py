@@ -18,7 +18,7 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def state(cluster: str = "c") -> ClusterState:
-    return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", ray_dir="", cluster_token="")
+    return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", ray_dir="", admin_key="")
 
 
 def test_a_held_cluster_can_be_found_and_is_gone_afterwards(runtime_dir: Path) -> None:

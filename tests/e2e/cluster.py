@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from cpd.common.errors import CPDError
 from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
+from cpd.common.trust import ClusterSecret
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import has_workers, read_cluster, url_of
 from deploy.process import Supervised
@@ -30,6 +31,7 @@ START_S = 120.0
 MAX_STARTS = 10
 HOST = "127.0.0.1"
 TOKEN = "internal"
+ADMIN_KEY = ClusterSecret(TOKEN).admin_key
 
 
 class Cluster:
@@ -126,7 +128,7 @@ class Cluster:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                return read_cluster(self.url, TOKEN)
+                return read_cluster(self.url, ADMIN_KEY)
             except CPDError:
                 if time.monotonic() > deadline:
                     raise
@@ -155,7 +157,7 @@ class Cluster:
         if not all(spec.has_leases(states[spec.name].pid, pids) for spec in self._specs):
             return False
         expected = {name: pids[name] for spec in self._specs if spec.is_worker for name in spec.members}
-        return has_workers(self.url, TOKEN, expected, [spec.name for spec in self._specs if not spec.is_worker])
+        return has_workers(self.url, ADMIN_KEY, expected, [spec.name for spec in self._specs if not spec.is_worker])
 
     def _is_idle(self) -> bool:
         workers = self.state()["workers"]

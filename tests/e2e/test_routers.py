@@ -12,7 +12,7 @@ import pytest
 
 from models import tiny
 from tests.e2e.client import MODEL, TIMEOUT_S, client, complete
-from tests.e2e.cluster import START_S, TOKEN, Cluster
+from tests.e2e.cluster import ADMIN_KEY, START_S, Cluster
 
 pytestmark = pytest.mark.e2e
 
@@ -73,7 +73,7 @@ async def _more(outcomes: Load, count: int) -> None:
 
 async def test_a_router_that_dies_and_restarts_fails_only_its_own_requests(cluster: Cluster) -> None:
     admin = await _admin_ports(cluster)
-    headers = {"authorization": f"Bearer {TOKEN}"}
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with load(cluster.url) as outcomes, httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S) as operator:
         await _more(outcomes, 40)
         before = _cached_blocks((await operator.get(f"http://{admin['router-0']}/cluster")).json())

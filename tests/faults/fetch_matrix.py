@@ -48,6 +48,7 @@ _HOLD_AT = {
 
 @dataclass(frozen=True)
 class _Address:
+    id: str
     address: str
     session: str
 
@@ -59,7 +60,9 @@ async def run_fetch_cell(cluster: FaultCluster, oracle: Oracle, side: Side, faul
         AssertionError: A token was wrong, the request hung, or something leaked.
     """
     await cluster.disarm()
-    workers = {one["id"]: _Address(one["address"], one["session"]) for one in (await cluster.state())["workers"]}
+    workers = {
+        one["id"]: _Address(one["id"], one["address"], one["session"]) for one in (await cluster.state())["workers"]
+    }
     async with AsyncExitStack() as stack:
         source = await stack.enter_async_context(Client(workers[SOURCE], token=TOKEN))
         fetcher = await stack.enter_async_context(Client(workers[FETCHER], token=TOKEN))

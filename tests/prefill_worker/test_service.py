@@ -12,6 +12,8 @@ import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for, pack_tokens
 from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, connect
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import Caller, open_as
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import Request, StepOutput
@@ -32,12 +34,12 @@ EPOCH = 77
 class Receiver:
     """A decode worker's pool, and its prefill requests."""
 
-    def __init__(self, network: LocalNetwork, address: str) -> None:
+    def __init__(self, network: LocalNetwork, worker: Running) -> None:
         self.memory = np.full((NUM_PAGES, BLOCK_SIZE), -7, np.int64)
         pool = PoolMemory(self.memory.ctypes.data, NUM_PAGES, self.memory[0].nbytes)
         self.transport: LocalTransport = network.create(pool, epoch=EPOCH)
         self.wires: list[Stream[pb.WorkerMessage]] = []
-        self._address = address
+        self._worker_id, self._address = worker.id, worker.session
 
     def request(self) -> "Call":
         return Call(self)
@@ -46,7 +48,7 @@ class Receiver:
         """A stream for prefill requests."""
         wire = await connect(self._address, pb.WorkerMessage, MAX_MESSAGE_BYTES)
         self.wires.append(wire)
-        wire.send(pb.RouterMessage(hello=pb.RouterHello(worker_id="by hand")))
+        await open_as(Caller("worker", "by hand"), wire, self._worker_id, ClusterSecret(""))
         answer = await wire.receive()
         assert answer is not None
         assert answer.WhichOneof("kind") == "hello"
@@ -155,7 +157,7 @@ async def setup(redis_url: str, **settings: Any) -> AsyncIterator[Setup]:
     load = fake_loader(before_step=gate.wait, num_pages=settings.pop("num_pages", 128))
     started = running("prefill", redis_url, load=load, network=network, transfer_gate=transfer_gate, **settings)
     async with started as worker, Client(worker) as view:
-        receiver = Receiver(network, worker.session)
+        receiver = Receiver(network, worker)
         try:
             yield Setup(worker, view, receiver, gate, transfer_gate)
         finally:

@@ -12,6 +12,8 @@ from redis.asyncio import Redis
 from cpd.common.blocks import TOKEN_BYTES
 from cpd.common.membership import Member, lease, members
 from cpd.common.stream import Stream, StreamError, StreamServer
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import HandshakeError, answer_as
 from cpd.rpc import cpd_pb2 as pb
 
 Answer = pb.Output | pb.Refusal
@@ -142,12 +144,12 @@ class FakeWorker:
             await self._session(wire)
 
     async def _session(self, wire: Stream[pb.RouterMessage]) -> None:
-        first = await wire.receive()
-        assert first is not None
-        if first.hello.token != self._token:
-            wire.send(pb.WorkerMessage(end=pb.End(reason="wrong cluster token")))
+        try:
+            caller = await answer_as(self.id, wire, ClusterSecret(self._token))
+        except HandshakeError as error:
+            wire.send(pb.WorkerMessage(end=pb.End(reason=str(error))))
             return
-        self.hellos.append(first.hello.router_id)
+        self.hellos.append(caller.id)
         wire.send(pb.WorkerMessage(hello=self.hello))
         await self.snapshot_may_go.wait()
         half = len(self.cached) // 16 * 8

@@ -15,7 +15,8 @@ import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.common.process import EXIT_SUPERSEDED
-from router.server import listen
+from cpd.common.settings import RouterSettings
+from router.server import listen, serve
 from tests.router.conftest import Says, StartWorker, eventually
 
 START_S = 60.0
@@ -61,6 +62,12 @@ async def _is_ready(url: str) -> bool:
             return (await client.get(f"{url}/readyz")).status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_without_a_secret_it_listens_on_loopback_only(model_dir: Path, redis_url: str) -> None:
+    settings = RouterSettings(model=str(model_dir), redis_url=redis_url, host="0.0.0.0")
+    with listen(settings.host, 0) as listener, pytest.raises(ConfigError, match="set CPD_CLUSTER_TOKEN to the same"):
+        await serve(settings, "r", listener, asyncio.Event())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,11 +9,13 @@ import grpc
 
 from cpd.common.blocks import pack_tokens
 from cpd.common.stream import MAX_MESSAGE_BYTES, StreamError, connect
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import Caller, HandshakeError, open_as
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.types import Finish, Request
 from tests.waiting import DEADLINE_S, eventually
-from worker.grpc_options import token_metadata
+from worker.grpc_options import admin_metadata
 from worker.wire_format import sampling_to_wire
 
 
@@ -57,6 +59,9 @@ class Listens(Protocol):
     """A worker with an address for sessions."""
 
     @property
+    def id(self) -> str: ...
+
+    @property
     def address(self) -> str: ...
 
     @property
@@ -67,6 +72,7 @@ class Client:
     """A session with a worker."""
 
     def __init__(self, worker: Listens, *, router_id: str = "test", token: str = "") -> None:
+        self.worker_id = worker.id
         self.address = worker.address
         self.session = worker.session
         self.router_id = router_id
@@ -76,13 +82,12 @@ class Client:
         self.cached: dict[bytes, pb.Tier.ValueType] = {}
         self.broken: str | None = None
         self.messages: list[pb.WorkerMessage] = []
-        self._token = token
+        self._secret = ClusterSecret(token)
         self._event_number = -1
 
     async def __aenter__(self) -> Self:
         self._channel = grpc.aio.insecure_channel(self.address)
         self._wire = await connect(self.session, pb.WorkerMessage, MAX_MESSAGE_BYTES)
-        self._wire.send(pb.RouterMessage(hello=pb.RouterHello(router_id=self.router_id, token=self._token)))
         self._reader = asyncio.create_task(self._read())
         await eventually(lambda: self.load.state != pb.STATE_UNSPECIFIED or self._reader.done())
         return self
@@ -97,7 +102,7 @@ class Client:
     async def drain(self) -> None:
         """Asks the worker to drain."""
         stub: Any = rpc.AdminStub(self._channel)
-        await stub.Drain(pb.DrainRequest(), metadata=token_metadata(self._token), timeout=DEADLINE_S)
+        await stub.Drain(pb.DrainRequest(), metadata=admin_metadata(self._secret.admin_key), timeout=DEADLINE_S)
 
     async def submit(
         self,
@@ -165,10 +170,11 @@ class Client:
 
     async def _read(self) -> None:
         try:
+            await open_as(Caller("router", self.router_id), self._wire, self.worker_id, self._secret)
             while (message := await self._wire.receive()) is not None:
                 self._take(message)
             self.broken = self.broken or "the stream is closed"
-        except StreamError as error:
+        except (HandshakeError, StreamError) as error:
             self.broken = str(error)
 
     def _take(self, message: pb.WorkerMessage) -> None:

@@ -48,6 +48,10 @@ class Running:
         self.task = asyncio.create_task(worker.run())
 
     @property
+    def id(self) -> str:
+        return self.worker.id
+
+    @property
     def address(self) -> str:
         return self.worker.address
 

@@ -31,6 +31,10 @@ class WorkerProcess:
         self.log = log
 
     @property
+    def id(self) -> str:
+        return self.member.id
+
+    @property
     def address(self) -> str:
         return self.member.address
 

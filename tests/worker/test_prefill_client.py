@@ -8,11 +8,14 @@ import pytest
 import worker.prefill_client
 from cpd.common import stream
 from cpd.common.stream import Stream, StreamServer
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import Caller, HandshakeError, answer_as
 from cpd.rpc import cpd_pb2 as pb
+from tests.newer import unknown_kind
 from tests.waiting import eventually
 from worker.prefill_client import PrefillClient, StreamEnded
 
-HELLO = pb.RouterHello(worker_id="here", token="secret")
+SECRET = ClusterSecret("secret")
 START = pb.PrefillRequest(start=pb.PrefillStart(request=7))
 RELEASED = pb.PrefillEvent(released=pb.PrefillReleased())
 READY = pb.PrefillEvent(ready=pb.PrefillReady())
@@ -21,7 +24,7 @@ Event = pb.PrefillEvent | StreamEnded
 
 
 class Worker:
-    """The other worker. Accepts clients with the right token, and sends nothing else by itself."""
+    """The other worker. Accepts clients with the right secret, and sends nothing else by itself."""
 
     def __init__(self) -> None:
         self.streams: list[Stream[pb.RouterMessage]] = []
@@ -32,9 +35,10 @@ class Worker:
         self.streams[stream].send(pb.WorkerMessage(prefill=event))
 
     async def serve(self, stream: Stream[pb.RouterMessage]) -> None:
-        first = await stream.receive()
-        if first is None or first.hello != HELLO:
-            stream.send(pb.WorkerMessage(end=pb.End(reason="who are you")))
+        try:
+            assert await answer_as("there", stream, SECRET) == Caller("worker", "here")
+        except HandshakeError as error:
+            stream.send(pb.WorkerMessage(end=pb.End(reason=str(error))))
             return
         stream.send(pb.WorkerMessage(hello=pb.Hello()))
         self.streams.append(stream)
@@ -44,8 +48,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def connected(hello: pb.RouterHello = HELLO) -> AsyncIterator[tuple[PrefillClient, Worker]]:
-    there, client = Worker(), PrefillClient(hello)
+async def connected(secret: ClusterSecret = SECRET) -> AsyncIterator[tuple[PrefillClient, Worker]]:
+    there, client = Worker(), PrefillClient("here", secret)
     server = StreamServer(pb.RouterMessage, 4096, there.serve)
     there.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
@@ -59,7 +63,7 @@ async def request(client: PrefillClient, there: Worker) -> None:
     """Makes a request that ends normally."""
     events: list[Event] = []
     known = len(there.requests)
-    with client.request(there.address, events.append) as send:
+    with client.request("there", there.address, events.append) as send:
         send(START)
         await eventually(lambda: len(there.requests) > known)
         there.send(RELEASED)
@@ -97,11 +101,27 @@ async def test_the_stream_of_a_silent_worker_is_not_reused(monkeypatch: pytest.M
         assert len(there.streams) == 2
 
 
+async def test_events_of_unknown_kinds_are_ignored() -> None:
+    async with connected() as (client, there):
+        events: list[Event] = []
+        with client.request("there", there.address, events.append) as send:
+            send(START)
+            await eventually(lambda: bool(there.requests))
+            there.streams[0].send(unknown_kind(pb.WorkerMessage))
+            there.send(unknown_kind(pb.PrefillEvent))
+            there.send(RELEASED)
+            await eventually(lambda: bool(events))
+        assert events == [RELEASED]
+
+
 async def test_concurrent_requests_have_a_stream_each() -> None:
     async with connected() as (client, there):
         first: list[Event] = []
         second: list[Event] = []
-        with client.request(there.address, first.append) as send, client.request(there.address, second.append) as other:
+        with (
+            client.request("there", there.address, first.append) as send,
+            client.request("there", there.address, second.append) as other,
+        ):
             send(START)
             await eventually(lambda: len(there.requests) == 1)
             there.send(READY, 0)
@@ -117,7 +137,7 @@ async def test_concurrent_requests_have_a_stream_each() -> None:
 @pytest.mark.parametrize("began", [False, True])
 async def test_cancelling_a_request_closes_its_stream(began: bool) -> None:
     async with connected() as (client, there):
-        with client.request(there.address, lambda event: None) as send:
+        with client.request("there", there.address, lambda event: None) as send:
             send(START)
             if began:
                 await eventually(lambda: bool(there.requests))
@@ -131,7 +151,7 @@ async def test_the_end_of_a_stream_is_reported_once_and_only_to_its_request() ->
         there.streams[0].abort()  # while no request uses it
         await eventually(lambda: not client._streams)
         events: list[Event] = []
-        with client.request(there.address, events.append) as send:
+        with client.request("there", there.address, events.append) as send:
             send(START)
             await eventually(lambda: bool(there.streams))
             there.streams[0].close()
@@ -148,14 +168,19 @@ def _there(there: Worker) -> str:
 
 
 @pytest.mark.parametrize(
-    ("address", "token", "reason"), [(_nobody, "secret", "can't be reached"), (_there, "guess", "who are you")]
+    ("address", "token", "reason"),
+    [
+        (_nobody, "secret", "can't be reached"),
+        (_there, "guess", "worker there does not prove the cluster's secret"),
+        (_there, "", "worker here does not prove the cluster's secret"),
+    ],
 )
 async def test_the_reason_of_a_refused_stream_is_reported(
     address: Callable[[Worker], str], token: str, reason: str
 ) -> None:
-    async with connected(pb.RouterHello(worker_id="here", token=token)) as (client, there):
+    async with connected(ClusterSecret(token)) as (client, there):
         events: list[Event] = []
-        with client.request(address(there), events.append) as send:
+        with client.request("there", address(there), events.append) as send:
             send(START)
             await eventually(lambda: bool(events))
         (event,) = events
@@ -171,7 +196,7 @@ async def test_the_longest_idle_streams_are_closed(monkeypatch: pytest.MonkeyPat
 
         async def one(number: int) -> None:
             events: list[Event] = []
-            with client.request(there.address, events.append) as send:
+            with client.request("there", there.address, events.append) as send:
                 send(START)
                 await at_once[number].wait()
                 there.send(RELEASED, number)

@@ -8,10 +8,14 @@ import pytest
 
 from cpd.common.blocks import Tier
 from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, StreamServer, connect
+from cpd.common.trust import ClusterSecret
+from cpd.protocol.handshake import Caller, open_as
+from cpd.protocol.version import own_version
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from engine.types import Output
 from tests.engine.fakes import make_engine, make_request, prompt
+from tests.newer import unknown_kind, with_unknown_fields
 from tests.waiting import eventually
 from worker import router_session, session_server
 from worker.async_engine import EngineThread
@@ -53,12 +57,13 @@ class Server:
         self.handler = Recorder()
         self.load = pb.Load(state=pb.STATE_READY, free_pages=64)
         self.sessions = SessionServer(
+            worker_id="w",
             hello=lambda: pb.Hello(worker_id="w"),
             load=lambda: self.load,
             engine=thread,
             handler=self.handler,
             serve_worker=_unwanted,
-            token=TOKEN,
+            secret=ClusterSecret(TOKEN),
         )
         thread.attach(lambda engine, output: None, self.sessions.publish)
         self.server = StreamServer(pb.RouterMessage, HELLO_BYTES, self.sessions.serve)
@@ -88,7 +93,8 @@ class Router:
 
     def __init__(self, server: Server, router_id: str = "router", token: str = TOKEN) -> None:
         self._address = server.address
-        self._hello = pb.RouterHello(router_id=router_id, token=token)
+        self._caller = Caller("router", router_id)
+        self._secret = ClusterSecret(token)
         self._unread: deque[pb.WorkerMessage] = deque()
         self.wire: Stream[pb.WorkerMessage]
 
@@ -97,7 +103,7 @@ class Router:
 
     async def __aenter__(self) -> "Router":
         await self.connect()
-        self.send(hello=self._hello)
+        await open_as(self._caller, self.wire, "w", self._secret)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -266,16 +272,38 @@ async def test_a_second_hello_ends_the_session() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "secret2"])
-async def test_a_router_without_the_token_is_refused(token: str) -> None:
-    async with serving() as server, Router(server, token=token) as router:
-        assert "token is missing or wrong" in await router.ended()
+async def test_a_router_with_another_secret_is_refused(token: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as server:
+        for _ in range(2):
+            router = Router(server, token=token)
+            await router.connect()
+            router.send(hello=pb.RouterHello(router_id="router", version=own_version(), nonce=bytes(16)))
+            assert (await router.read()).WhichOneof("kind") == "challenge"
+            router.send(proof=pb.Proof(proof=ClusterSecret(token).sign("handshake of a caller")))
+            assert "router router does not prove the cluster's secret" in await router.ended()
         assert server.handler.ended == []
+        assert caplog.text.count("router router does not prove the cluster's secret") == 1
 
 
 async def test_an_unauthenticated_peer_cannot_send_a_long_message() -> None:
-    async with serving() as server, Router(server, router_id="x" * HELLO_BYTES) as router:
+    async with serving() as server:
+        router = Router(server)
+        await router.connect()
+        router.send(hello=pb.RouterHello(router_id="x" * HELLO_BYTES))
         assert await router.ended() == ""
         assert server.handler.ended == []
+
+
+async def test_messages_of_unknown_kinds_and_unknown_fields_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with serving() as server, Router(server) as router:
+        await router.opened()
+        for _ in range(3):
+            router.wire.send(unknown_kind(pb.RouterMessage))
+        router.wire.send(with_unknown_fields(pb.RouterMessage(submit=pb.Submit(request=5))))
+        await eventually(lambda: bool(server.handler.submitted))
+        assert [request for _, request in server.handler.submitted] == [5]
+        assert caplog.text.count("messages that this version does not know") == 1
 
 
 async def test_flush_waits_for_queued_messages() -> None:

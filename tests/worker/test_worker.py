@@ -14,6 +14,7 @@ from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.membership import members
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import WorkerSettings
+from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from decode_worker.service import DecodeService
@@ -25,7 +26,7 @@ from tests.worker.client import Client
 from tests.worker.cluster import opener, running
 from tests.worker.fakes import Gate, fake_loader
 from worker.context import EXIT_RESTART, LoadedEngine
-from worker.grpc_options import token_metadata
+from worker.grpc_options import admin_metadata
 from worker.worker import Worker
 
 
@@ -68,6 +69,7 @@ async def test_workers_without_a_name_get_different_ones(redis_url: str) -> None
         ({"redis_url": ""}, "--redis-url"),
         ({"redis_url": "localhost"}, "--redis-url is not a Redis URL"),
         ({"host": "0.0.0.0"}, "--advertise-host"),
+        ({"host": "0.0.0.0", "advertise_host": "127.0.0.1"}, "its cluster needs a secret"),
         ({"host": "203.0.113.7"}, "203.0.113.7"),
     ],
 )
@@ -135,14 +137,15 @@ async def test_health_answers_without_a_token_and_reports_draining(redis_url: st
         await c.done(answer)
 
 
-async def test_administration_needs_the_token(redis_url: str) -> None:
+async def test_administration_needs_the_admin_key(redis_url: str) -> None:
     started = running("combined", redis_url, network=LocalNetwork(), cluster_token="secret")
     async with started as w, grpc.aio.insecure_channel(w.address) as channel:
         admin: Any = rpc.AdminStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await admin.Drain(pb.DrainRequest(), timeout=20)
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        await admin.Drain(pb.DrainRequest(), metadata=token_metadata("secret"), timeout=20)
+        for metadata in ((), admin_metadata("secret"), admin_metadata(ClusterSecret("another").admin_key)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await admin.Drain(pb.DrainRequest(), metadata=metadata, timeout=20)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await admin.Drain(pb.DrainRequest(), metadata=admin_metadata(ClusterSecret("secret").admin_key), timeout=20)
         assert await asyncio.wait_for(w.task, 20) == 0
 
 

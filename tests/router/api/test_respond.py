@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from cpd.common.blocks import pack_tokens
 from cpd.common.policy_settings import PolicySettings
+from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from router.api.openai import ChatFormat
 from router.api.respond import CompletionResponse
@@ -61,7 +62,7 @@ class Exchange:
 
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
         metrics = RequestMetrics()
-        workers = Workers("router-a", "", itl_ms=50.0, learning=Learning(PolicySettings(), 2000.0))
+        workers = Workers("router-a", ClusterSecret(""), itl_ms=50.0, learning=Learning(PolicySettings(), 2000.0))
         dispatcher = Dispatcher(workers, metrics, CostPolicy(PolicySettings()), Targets(), rng=Random(0))
         vocabulary = Vocabulary(tokenizer)
         request = ChatRequest.model_validate(ASKED | {"stream": stream})

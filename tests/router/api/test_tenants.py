@@ -49,8 +49,8 @@ class TestKeyFile:
         ]
         assert len({tenant.salt for tenant in allowed}) == 4
 
-    def test_with_a_cluster_token_alone_no_key_is_needed(self) -> None:
-        assert Keys([], cluster_token="token").tenant(b"") == Tenant()
+    def test_with_an_admin_key_alone_no_key_is_needed(self) -> None:
+        assert Keys([], admin_key="token").tenant(b"") == Tenant()
 
     @pytest.mark.parametrize(
         ("text", "message"),
