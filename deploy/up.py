@@ -257,7 +257,7 @@ def _leases(settings: ClusterSettings) -> list[Member]:
 
     async def read() -> list[Member]:
         async with Redis.from_url(settings.redis_url) as redis:
-            return await members(redis, settings.cluster)
+            return await members(redis, settings.cluster, ClusterSecret(settings.cluster_token.get_secret_value()))
 
     try:
         return asyncio.run(read())

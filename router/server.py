@@ -142,7 +142,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         async with (
             redis,
             contextlib.aclosing(peers),
-            lease(redis, settings.cluster, member, settings.lease_s, superseded),
+            lease(redis, settings.cluster, secret, member, settings.lease_s, superseded),
             asyncio.TaskGroup() as group,
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))

@@ -225,7 +225,7 @@ class Worker:
         )
         settings = self._settings
         await self._down.enter_async_context(
-            lease(self._redis, settings.cluster, member, settings.lease_s, self._superseded)
+            lease(self._redis, settings.cluster, self._secret, member, settings.lease_s, self._superseded)
         )
 
     # ---- while it runs ----

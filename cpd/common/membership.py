@@ -2,7 +2,11 @@
 
 The leases of a cluster are one hash, `cpd:<cluster>:leases`, with an entry for each process:
 
-    id → "<expires_ms> <incarnation> <the Member as JSON>"
+    id → "<expires_ms> <incarnation> <signature> <the Member as JSON>"
+
+The signature (HMAC-SHA256 in hex, of cluster, id and JSON) shows that a process with the cluster's secret wrote the
+lease, so whoever can write to Redis can't send anybody to an address of his own. Leases with a wrong one are ignored.
+Without a secret there is no signature.
 
 A process renews its lease four times within `--lease-s` seconds (`lease_s` in `cpd/common/settings.py`). All times are
 those of Redis's own clock. A script replaces or removes an entry only after comparing incarnations, so of two processes
@@ -22,6 +26,8 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+
+from cpd.common.trust import ClusterSecret
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +53,7 @@ if string.match(redis.call('HGET', leases, id) or '', '^%d+ (%d+) ') == incarnat
 end
 """
 
-_READ = """
+_READ_ALL = """
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + time[2] / 1000
 local live = {}
@@ -100,15 +106,55 @@ def _key(cluster: str) -> str:
     return f"cpd:{cluster}:leases"
 
 
+class _UnreadableError(Exception):
+    """A lease is damaged or not signed by a process of the cluster; the message says which."""
+
+
+def _signed(secret: ClusterSecret, cluster: str, member: Member) -> bytes:
+    """Returns a lease's value."""
+    described = orjson.dumps(asdict(member))
+    signature = secret.sign("lease", cluster.encode(), member.id.encode(), described)
+    return b"%b %b" % (signature.hex().encode(), described) if signature else described
+
+
+def _read(secret: ClusterSecret, cluster: str, member_id: bytes, value: bytes) -> Member:
+    """Returns the member of a lease. Unknown fields are ignored.
+
+    Raises:
+        _UnreadableError: It can't be used.
+    """
+    signature, described = (b"", value) if value.startswith(b"{") else value.partition(b" ")[::2]
+    try:
+        code = bytes.fromhex(signature.decode())
+    except ValueError:
+        code = b""
+    if not secret.verify(code, "lease", cluster.encode(), member_id, described):
+        raise _UnreadableError("it is not signed with the cluster's secret, or was changed afterwards")
+    try:
+        member = _MEMBER.validate_json(described, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _UnreadableError(": ".join((*map(str, first["loc"]), first["msg"]))) from None
+    if member.id.encode() != member_id:
+        raise _UnreadableError(f"it is that of {member.id!r}")
+    return member
+
+
 @contextlib.asynccontextmanager
 async def lease(
-    redis: Redis, cluster: str, member: Member, ttl_s: float, on_superseded: Callable[[], None]
+    redis: Redis,
+    cluster: str,
+    secret: ClusterSecret,
+    member: Member,
+    ttl_s: float,
+    on_superseded: Callable[[], None],
 ) -> AsyncIterator[None]:
     """Keeps `member` listed while the context is open, and removes it at the end.
 
     Redis may be unreachable meanwhile: the lease is renewed as soon as it answers again.
 
     Args:
+        secret: Signs the lease.
         member: This process, without an incarnation.
         on_superseded: Called once if a newer process has taken the lease. It is not renewed any more, and this process
             must end.
@@ -116,6 +162,25 @@ async def lease(
     key = _key(cluster)
     renew, remove = redis.register_script(_RENEW), redis.register_script(_REMOVE)
     ended = asyncio.Event()
+    forged = ""
+
+    async def renewed() -> bytes | None:
+        """Renews the lease; returns a newer process's lease instead if that has the id."""
+        nonlocal forged
+        value = _signed(secret, cluster, member)
+        arguments: list[str | int | bytes] = [member.id, member.incarnation, value, int(ttl_s * 1000)]
+        holder: bytes | None = await renew([key], arguments)
+        if holder is None:
+            return None
+        try:
+            _read(secret, cluster, member.id.encode(), holder)
+        except _UnreadableError as error:  # no process of the cluster wrote it
+            if forged != str(error):
+                forged = str(error)
+                log.warning("the lease of %s was overwritten and is restored: %s", member.id, error)
+            await redis.hdel(key, member.id)
+            holder = await renew([key], arguments)
+        return holder
 
     async def keep() -> None:
         nonlocal member
@@ -125,8 +190,7 @@ async def lease(
                 if not member.incarnation:
                     seconds, microseconds = await redis.time()
                     member = replace(member, incarnation=seconds * 1_000_000 + microseconds)
-                value = orjson.dumps(asdict(member))
-                holder = await renew([key], [member.id, member.incarnation, value, int(ttl_s * 1000)])
+                holder = await renewed()
                 if away:
                     log.info("Redis answers again")
                 away = False
@@ -159,10 +223,13 @@ async def lease(
             await remove([key], [member.id, member.incarnation])
 
 
-async def members(redis: Redis, cluster: str, unreadable: set[str] | None = None) -> list[Member]:
-    """Returns the members with a live, readable lease. Unknown fields are ignored.
+async def members(
+    redis: Redis, cluster: str, secret: ClusterSecret, unreadable: set[str] | None = None
+) -> list[Member]:
+    """Returns the members with a live, readable lease that has the cluster's signature.
 
     Args:
+        secret: Without one, signatures are not checked.
         unreadable: Ids of the leases that could not be read in the last call, updated here. Only new ones are logged.
 
     Raises:
@@ -170,15 +237,14 @@ async def members(redis: Redis, cluster: str, unreadable: set[str] | None = None
     """
     found: list[Member] = []
     failed: dict[str, str] = {}
-    live: list[bytes] = await redis.register_script(_READ)([_key(cluster)])
+    live: list[bytes] = await redis.register_script(_READ_ALL)([_key(cluster)])
     for member_id, value in zip(live[::2], live[1::2], strict=True):
         try:
-            found.append(_MEMBER.validate_json(value, strict=True))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            failed[repr(member_id)] = ": ".join((*map(str, first["loc"]), first["msg"]))
+            found.append(_read(secret, cluster, member_id, value))
+        except _UnreadableError as error:
+            failed[repr(member_id)] = str(error)
     for name in failed.keys() - (unreadable or ()):
-        log.warning("the lease of %s can't be read and is ignored: %s", name, failed[name])
+        log.warning("the lease of %s is ignored: %s", name, failed[name])
     if unreadable is not None:
         unreadable.clear()
         unreadable.update(failed)

@@ -163,7 +163,7 @@ class Workers:
 
     async def _poll(self, redis: Redis, cluster: str, listener: Listener) -> None:
         try:
-            listed = await members(redis, cluster, self._unreadable)
+            listed = await members(redis, cluster, self._secret, self._unreadable)
         except (RedisError, OSError, TimeoutError) as error:
             if not self.redis_error:
                 log.warning("Redis does not answer; keeping the known workers: %s", describe(error))

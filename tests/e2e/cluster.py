@@ -170,7 +170,7 @@ class Cluster:
 
     async def _members(self) -> list[Member]:
         async with Redis.from_url(self.settings.redis_url) as redis:
-            return await members(redis, self.settings.cluster)
+            return await members(redis, self.settings.cluster, ClusterSecret(TOKEN))
 
 
 def eventually(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:

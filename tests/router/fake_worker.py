@@ -59,6 +59,8 @@ class FakeWorker:
     Args:
         script: Answers a Submit; request and attempt are filled in.
         cached: Short hashes (8 bytes each) of the blocks in its snapshot.
+        token: The cluster's secret.
+        lease_token: The secret that signs its lease.
         hello: Fields of its Hello that differ from the usual.
 
     Attributes:
@@ -76,6 +78,7 @@ class FakeWorker:
         cluster: str = "test",
         kind: Literal["prefill", "combined"] = "combined",
         token: str = "secret",
+        lease_token: str = "secret",
         cached: bytes = b"",
         hello: Mapping[str, Any] | None = None,
     ) -> None:
@@ -104,7 +107,7 @@ class FakeWorker:
             }
         )
         self._redis, self._cluster, self._kind = redis, cluster, kind
-        self._token = token
+        self._token, self._lease_token = token, lease_token
         self.script = script or _silent
         self._queues: list[asyncio.Queue[pb.WorkerMessage | None]] = []
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -115,8 +118,10 @@ class FakeWorker:
         port = await self._server.start("127.0.0.1", 0)
         self.address = self.session = f"127.0.0.1:{port}"
         member = Member(self.id, self._kind, self.address, "host", os.getpid(), session=self.session)
-        await self._stack.enter_async_context(lease(self._redis, self._cluster, member, 5, lambda: None))
-        while self.address not in [it.address for it in await members(self._redis, self._cluster)]:  # noqa: ASYNC110
+        await self._stack.enter_async_context(
+            lease(self._redis, self._cluster, ClusterSecret(self._lease_token), member, 5, lambda: None)
+        )
+        while self.address not in [it.address for it in await members(self._redis, self._cluster, ClusterSecret(""))]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return self
 

@@ -12,6 +12,7 @@ from cpd.common.errors import ConfigError
 from cpd.common.membership import Member, members
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import Role, WorkerSettings
+from cpd.common.trust import ClusterSecret
 from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb
 from engine.model.config import load_config
@@ -52,7 +53,7 @@ class Running:
         return len(await self.members()) == workers
 
     async def members(self) -> dict[str, Member]:
-        return {member.id: member for member in await members(self._redis, self.cluster)}
+        return {member.id: member for member in await members(self._redis, self.cluster, ClusterSecret(""))}
 
     async def stop(self) -> None:
         self.host.stop("the test ends")

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 import kvtransfer
 from cpd.common.membership import members
 from cpd.common.settings import Role, WorkerSettings
+from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.service import DecodeService
 from kvtransfer.base import PoolMemory, Transport
@@ -97,7 +98,7 @@ async def running(
     )
     it = Running(worker)
     async with Redis.from_url(redis_url) as redis, asyncio.timeout(DEADLINE_S):
-        while not it.task.done() and not await members(redis, given["cluster"]):  # noqa: ASYNC110
+        while not it.task.done() and not await members(redis, given["cluster"], ClusterSecret("")):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     if it.task.done():
         it.task.result()

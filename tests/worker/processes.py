@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from cpd.common.membership import Member, members
 from cpd.common.settings import Role
+from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 
 START_S = 120.0
@@ -84,7 +85,7 @@ async def worker_process(
         )
     try:
         async with Redis.from_url(redis_url) as redis, asyncio.timeout(START_S):
-            while not (found := [m for m in await members(redis, cluster) if m.id == worker_id]):
+            while not (found := [m for m in await members(redis, cluster, ClusterSecret(TOKEN)) if m.id == worker_id]):
                 assert process.poll() is None, f"{worker_id} did not start:\n{log.read_text()}"
                 await asyncio.sleep(0.05)
         yield WorkerProcess(process, found[0], log)

@@ -44,9 +44,9 @@ def worker(redis_url: str, load: Any = None, **settings: Any) -> Worker:
 async def test_a_worker_is_listed_only_while_it_serves(redis_url: str) -> None:
     async with Redis.from_url(redis_url) as redis:
         async with running("combined", redis_url, network=LocalNetwork(), cluster="listed") as w:
-            (member,) = await members(redis, "listed")
+            (member,) = await members(redis, "listed", ClusterSecret(""))
             assert (member.id, member.kind, member.address) == (w.worker.id, "combined", w.address)
-        assert await members(redis, "listed") == []
+        assert await members(redis, "listed", ClusterSecret("")) == []
 
 
 async def test_a_worker_ends_when_a_newer_one_has_its_id(redis_url: str) -> None:
@@ -54,7 +54,7 @@ async def test_a_worker_ends_when_a_newer_one_has_its_id(redis_url: str) -> None
     async with running("combined", redis_url, **twins) as older, running("combined", redis_url, **twins) as newer:
         assert await asyncio.wait_for(older.task, DEADLINE_S) == EXIT_SUPERSEDED
         async with Redis.from_url(redis_url) as redis:
-            assert [member.address for member in await members(redis, "twins")] == [newer.address]
+            assert [member.address for member in await members(redis, "twins", ClusterSecret(""))] == [newer.address]
         async with Client(newer) as c:
             await c.done(await c.submit(make_request("a", prompt(20)), 1))
 

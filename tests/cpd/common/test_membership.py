@@ -1,4 +1,5 @@
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -11,11 +12,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cpd.common.membership import Member, lease, members
+from cpd.common.trust import ClusterSecret
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.waiting import DEADLINE_S
 
 MEMBER = Member("combined-0", "combined", "127.0.0.1:1", "here", 42)
 KEY = "cpd:c:leases"
+NO_SECRET, SECRET = ClusterSecret(""), ClusterSecret("secret")
 
 
 @pytest.fixture
@@ -37,10 +40,12 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @asynccontextmanager
-async def held(redis: Redis, member: Member = MEMBER, ttl_s: float = 60) -> AsyncIterator[asyncio.Event]:
+async def held(
+    redis: Redis, member: Member = MEMBER, ttl_s: float = 60, secret: ClusterSecret = NO_SECRET
+) -> AsyncIterator[asyncio.Event]:
     """A lease of `member`, which is listed; the event is set when a newer process has the lease."""
     superseded = asyncio.Event()
-    async with lease(redis, "c", member, ttl_s, superseded.set):
+    async with lease(redis, "c", secret, member, ttl_s, superseded.set):
         await eventually(lambda: _lists(redis, member))
         yield superseded
 
@@ -52,8 +57,8 @@ async def put(redis: Redis, member_id: str | bytes, member: bytes, expires_ms: i
 
 async def test_a_member_is_listed_while_its_lease_is_held(redis: Redis) -> None:
     async with held(redis):
-        assert await members(redis, "other") == []
-    assert await members(redis, "c") == []
+        assert await members(redis, "other", NO_SECRET) == []
+    assert await members(redis, "c", NO_SECRET) == []
 
 
 async def test_a_lease_is_renewed_before_it_runs_out(redis: Redis) -> None:
@@ -94,7 +99,7 @@ async def test_leases_are_found_among_many_other_keys_in_one_call(redis: Redis) 
     await redis.mset({f"cpd:c:other:{i}": i for i in range(1000)})
     async with held(redis):
         await redis.config_resetstat()
-        await members(redis, "c")
+        await members(redis, "c", NO_SECRET)
         calls = await redis.info("commandstats")
         assert calls["cmdstat_evalsha"]["calls"] == 1
         assert not {"cmdstat_scan", "cmdstat_keys", "cmdstat_mget"} & calls.keys()
@@ -102,11 +107,11 @@ async def test_leases_are_found_among_many_other_keys_in_one_call(redis: Redis) 
 
 async def test_a_lease_comes_back_after_redis_was_away(server: EmbeddedRedis, redis: Redis) -> None:
     async with held(redis, ttl_s=0.4):
-        [before] = await members(redis, "c")
+        [before] = await members(redis, "c", NO_SECRET)
         server.stop()
         server.start()
         await eventually(lambda: _lists(redis, MEMBER))
-        assert await members(redis, "c") == [before]  # routers see no new process
+        assert await members(redis, "c", NO_SECRET) == [before]  # routers see no new process
 
 
 async def test_a_process_that_starts_without_redis_registers_when_it_answers(
@@ -117,7 +122,7 @@ async def test_a_process_that_starts_without_redis_registers_when_it_answers(
     async def warned() -> bool:
         return "Redis does not answer" in caplog.text
 
-    async with lease(redis, "c", MEMBER, 0.4, lambda: None):
+    async with lease(redis, "c", NO_SECRET, MEMBER, 0.4, lambda: None):
         await eventually(warned)
         server.start()
         await eventually(lambda: _lists(redis, MEMBER))
@@ -139,7 +144,7 @@ async def test_of_two_processes_with_one_id_the_newer_keeps_the_lease(
 
 async def test_the_end_of_the_older_process_does_not_remove_the_newer_ones_lease(redis: Redis) -> None:
     newer = replace(MEMBER, pid=43)
-    older = lease(redis, "c", MEMBER, 60, lambda: None)
+    older = lease(redis, "c", NO_SECRET, MEMBER, 60, lambda: None)
     await older.__aenter__()
     await eventually(lambda: _lists(redis, MEMBER))
     async with held(redis, newer):
@@ -192,7 +197,7 @@ UNREADABLE = {
 
 async def test_a_lease_with_fields_of_a_later_version_is_read_without_them(redis: Redis) -> None:
     await put(redis, MEMBER.id, orjson.dumps(asdict(MEMBER) | {"colour": {"is": "blue"}}))
-    assert await members(redis, "c") == [MEMBER]
+    assert await members(redis, "c", NO_SECRET) == [MEMBER]
 
 
 @pytest.mark.parametrize("member", UNREADABLE.values(), ids=UNREADABLE.keys())
@@ -203,23 +208,75 @@ async def test_a_lease_that_cannot_be_read_is_skipped_and_logged_once(
     await put(redis, "bad", member)
     unreadable: set[str] = set()
     for _ in range(3):
-        assert await members(redis, "c", unreadable) == [MEMBER]
+        assert await members(redis, "c", NO_SECRET, unreadable) == [MEMBER]
     await redis.hset(KEY, b"worse\xff", member)  # not even with a time
     for _ in range(3):
-        assert await members(redis, "c", unreadable) == [MEMBER]
+        assert await members(redis, "c", NO_SECRET, unreadable) == [MEMBER]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "'bad'" in told[0]
     assert "'worse\\xff'" in told[1]
     assert all(len(line.splitlines()) == 1 for line in told)
     await redis.hdel(KEY, "bad")
-    assert await members(redis, "c", unreadable) == [MEMBER]
+    assert await members(redis, "c", NO_SECRET, unreadable) == [MEMBER]
     assert len(unreadable) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda lease: lease.replace(b"127.0.0.1:1", b"127.0.0.1:2"),
+        lambda lease: lease.replace(b'"session":""', b'"session":"127.0.0.1:6"'),
+        lambda lease: lease.replace(b'"incarnation":', b'"incarnation":9'),
+        lambda lease: lease.partition(b" {")[0].replace(b"0", b"1") + b" {" + lease.partition(b" {")[2],
+        lambda lease: re.sub(rb" [0-9a-f]{64} ", b" ", lease),
+    ],
+    ids=["its address", "its session", "its incarnation", "its signature", "no signature"],
+)
+async def test_a_lease_that_was_changed_is_ignored_and_logged_once(
+    redis: Redis, changed: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(MEMBER, id="other")
+    async with held(redis, secret=SECRET), held(redis, other, secret=SECRET):
+        lease = await redis.hget(KEY, MEMBER.id)
+        assert isinstance(lease, bytes)
+        assert changed(lease) != lease
+        await redis.hset(KEY, MEMBER.id, changed(lease))
+        unreadable: set[str] = set()
+        for _ in range(3):
+            assert [member.id for member in await members(redis, "c", SECRET, unreadable)] == ["other"]
+    [record] = caplog.records
+    assert "the lease of b'combined-0' is ignored: it is not signed with the cluster's secret" in record.getMessage()
+
+
+@pytest.mark.parametrize("wrote", [NO_SECRET, ClusterSecret("guess")], ids=["unsigned", "another secret"])
+async def test_a_lease_of_a_stranger_is_ignored(redis: Redis, wrote: ClusterSecret) -> None:
+    async with held(redis, secret=wrote):
+        assert await members(redis, "c", SECRET) == []
+
+
+async def test_a_signed_lease_is_no_lease_of_another_id_or_cluster(redis: Redis) -> None:
+    async with held(redis, secret=SECRET):
+        lease = await redis.hget(KEY, MEMBER.id)
+        assert lease is not None
+        await redis.hset(KEY, "other", lease)
+        await redis.hset("cpd:d:leases", MEMBER.id, lease)
+        assert [member.id for member in await members(redis, "c", SECRET)] == [MEMBER.id]
+        assert await members(redis, "d", SECRET) == []
+
+
+async def test_a_forged_newer_process_ends_nobody(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    async with held(redis, ttl_s=2, secret=SECRET) as superseded:
+        forged = orjson.dumps(asdict(MEMBER) | {"address": "203.0.113.1:1"})
+        await redis.hset(KEY, MEMBER.id, b"%d %d %b" % (9 * 10**12, 9 * 10**15, forged))
+        await eventually(lambda: _lists(redis, MEMBER, SECRET))
+        assert not superseded.is_set()
+    assert caplog.text.count("the lease of combined-0 was overwritten and is restored: it is not signed") == 1
 
 
 async def test_a_lease_that_cannot_be_read_expires(redis: Redis) -> None:
     await put(redis, "bad", b"{", expires_ms=1)
-    assert await members(redis, "c") == []
+    assert await members(redis, "c", NO_SECRET) == []
     assert not await redis.exists(KEY)
 
 
@@ -229,10 +286,12 @@ async def _die_with_lease(server: EmbeddedRedis) -> None:
         "import asyncio, os, signal\n"
         "from redis.asyncio import Redis\n"
         "from cpd.common.membership import Member, lease, members\n"
+        "from cpd.common.trust import ClusterSecret\n"
         "async def main():\n"
         f"    redis = Redis.from_url({server.url!r})\n"
-        "    async with lease(redis, 'c', Member('x', 'combined', 'a', 'h', 1), 0.4, lambda: None):\n"
-        "        while all(m.id != 'x' for m in await members(redis, 'c')): await asyncio.sleep(0.02)\n"
+        "    secret = ClusterSecret('')\n"
+        "    async with lease(redis, 'c', secret, Member('x', 'combined', 'a', 'h', 1), 0.4, lambda: None):\n"
+        "        while all(m.id != 'x' for m in await members(redis, 'c', secret)): await asyncio.sleep(0.02)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())"
     )
@@ -240,13 +299,13 @@ async def _die_with_lease(server: EmbeddedRedis) -> None:
     assert await process.wait() == -9
 
 
-async def _lists(redis: Redis, member: Member) -> bool:
+async def _lists(redis: Redis, member: Member, secret: ClusterSecret = NO_SECRET) -> bool:
     """True if `member`, in whatever incarnation, is listed."""
     try:
-        return member in [replace(found, incarnation=0) for found in await members(redis, "c")]
+        return member in [replace(found, incarnation=0) for found in await members(redis, "c", secret)]
     except RedisConnectionError:
         return False
 
 
 async def _has_ids(redis: Redis, *ids: str) -> bool:
-    return [member.id for member in await members(redis, "c")] == list(ids)
+    return [member.id for member in await members(redis, "c", NO_SECRET)] == list(ids)

@@ -35,6 +35,8 @@ PROMPT = [5] * 64
 LONG_PROMPT = [5] * 480
 CHAIN = extend_hashes(hash_root(b"model"), LONG_PROMPT)
 
+SECRET = ClusterSecret("secret")
+
 
 def _short(*blocks: int) -> bytes:
     return b"".join(CHAIN[block][:8] for block in blocks)
@@ -477,6 +479,21 @@ class TestRefused:
         assert {await _complete(router) for _ in range(3)} == {"combined-0"}
         assert odd.submits == []
 
+    @pytest.mark.parametrize("lease_token", ["another", ""])
+    async def test_a_fake_worker_in_redis_gets_no_session(
+        self,
+        start_router: StartRouter,
+        start_worker: StartWorker,
+        says: Says,
+        lease_token: str,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        fake = await start_worker(worker_id="fake", token="", lease_token=lease_token)
+        router = await start_router(await start_worker(says("fox")))
+        assert await _complete(router) == "combined-0"
+        assert (await router.worker("fake"), fake.hellos) == (None, [])
+        assert caplog.text.count("the lease of b'fake' is ignored: it is not signed with the cluster's secret") == 1
+
     async def test_a_stray_worker_with_another_model_does_not_lock_out_the_others(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, model_dir: Path
     ) -> None:
@@ -603,7 +620,7 @@ class TestMembership:
     ) -> None:
         router = await start_router()
         async with lease(
-            redis, cluster, Member("ghost", "combined", "", "h", 1, session="127.0.0.1:1"), 5, lambda: None
+            redis, cluster, SECRET, Member("ghost", "combined", "", "h", 1, session="127.0.0.1:1"), 5, lambda: None
         ):
             await eventually(lambda: _has(router, "ghost", state="connecting"))
             assert (await router.http.get("/readyz")).status_code == 503
@@ -661,7 +678,7 @@ class TestMembership:
 
     async def test_routers_see_each_other(self, start_router: StartRouter, cluster: str, redis: Redis) -> None:
         router = await start_router()
-        async with lease(redis, cluster, Member("router-b", "router", "127.0.0.1:2", "h", 1), 5, lambda: None):
+        async with lease(redis, cluster, SECRET, Member("router-b", "router", "127.0.0.1:2", "h", 1), 5, lambda: None):
             await eventually(lambda: _routers_are(router, ["router-a", "router-b"]))
         await eventually(lambda: _routers_are(router, ["router-a"]))
 
@@ -686,7 +703,7 @@ async def silenceable(redis: Redis, cluster: str) -> AsyncIterator[tuple[FakeWor
         server = await asyncio.start_server(forward, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         member = Member(worker.id, "combined", address, "h", 1, session=address)
-        async with server, lease(redis, cluster, member, 5, lambda: None):
+        async with server, lease(redis, cluster, SECRET, member, 5, lambda: None):
             yield worker, silence
 
 

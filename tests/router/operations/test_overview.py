@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from cpd.common.membership import Member, lease
+from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from router.operations import peer_routers
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
@@ -132,7 +133,12 @@ async def missing(
             listener.listen()
         admin = f"127.0.0.1:{listener.getsockname()[1]}"
         async with lease(
-            redis, cluster, Member("gone", "router", "127.0.0.1:1", "h", 1, admin=admin), 30, lambda: None
+            redis,
+            cluster,
+            ClusterSecret("secret"),
+            Member("gone", "router", "127.0.0.1:1", "h", 1, admin=admin),
+            30,
+            lambda: None,
         ):
             yield "ConnectionRefusedError" if request.param == "stopped" else "no answer within 1 s"
 
@@ -176,7 +182,8 @@ class TestKeyFile:
         return await _start_pair(start_router, worker, api_key=["plain"], api_key_file=tmp_path / "keys.yaml")
 
     async def test_limits_access_to_the_cluster(self, routers: tuple[Router, Router]) -> None:
-        for key, allowed in (("operator", True), ("plain", True), ("secret", True), ("user", False)):
+        admin_key = ClusterSecret("secret").admin_key
+        for key, allowed in (("operator", True), ("plain", True), (admin_key, True), ("user", False)):
             headers = {"authorization": f"Bearer {key}"}
             for path in ("/metrics", "/metrics/targets", "/cluster"):
                 response = await routers[0].http.get(path, headers=headers)
