@@ -13,7 +13,7 @@ from cpd.common.settings import ClusterSettings
 from deploy.placement import sharing
 
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-_SECRETS = {"api_key", "cluster_token", "redis_url"}
+_SECRETS = {"api_key", "redis_url"}
 
 
 def resolve_model(model: str) -> Path:

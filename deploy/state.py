@@ -3,6 +3,7 @@
     <root>/<cluster>/lock        held (flock) by the running `cpd up`, and so released when it dies
     <root>/<cluster>/state.json  `ClusterState`
     <root>/<cluster>/redis.sock  socket of the embedded Redis
+    <root>/<cluster>/secret      the cluster's secret, unless --secret-file names another file
 
 The root is `$XDG_RUNTIME_DIR/cpd` or `/tmp/cpd-<uid>`; only its owner can read it.
 """
@@ -11,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -82,6 +84,13 @@ class ClusterDir:
             with contextlib.suppress(OSError):
                 self.path.parent.rmdir()
             os.close(lock)
+
+    def make_secret(self) -> Path:
+        """Makes a secret; returns its file. Only for the holder."""
+        file = self.path / "secret"
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_urlsafe(32))
+        return file
 
     def write(self, state: ClusterState) -> None:
         """Writes the description; only for the holder."""

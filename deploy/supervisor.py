@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import ray
 from ray.util import placement_group_table
 
+from cpd.common.errors import ConfigError
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import WILDCARDS
 from deploy.model import resolve_model
@@ -29,10 +30,21 @@ class Supervisor:
         flags = {}
         if spec.flags.get("host") in WILDCARDS:
             flags["advertise_host"] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        environment, refusal = {}, None
+        try:
+            environment = {**spec.environment(), **_gpus()}
+        except ConfigError as error:
+            refusal = error
+
+        def command() -> list[str]:
+            if refusal is not None:
+                raise refusal
+            return spec.command(str(resolve_model(spec.model)), **flags)
+
         self._process = Supervised(
             spec.name,
-            lambda: spec.command(str(resolve_model(spec.model)), **flags),
-            {**spec.environment(), **_gpus()},
+            command,
+            environment,
             _cores(specs, index) if cores_apart and spec.is_worker else frozenset(),
         )
 

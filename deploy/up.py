@@ -7,7 +7,6 @@ Starts in this order, and stops in the reverse:
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from rich.console import Console
@@ -25,7 +23,7 @@ from rich.console import Console
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
-from cpd.common.trust import ClusterSecret
+from cpd.common.trust import HOW_TO_MAKE_ONE, ClusterSecret, cluster_secret
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
 from deploy.cluster import Cluster, launched
@@ -66,12 +64,16 @@ def _run(settings: ClusterSettings, console: Console) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(directory.hold())
         settings = _checked(settings, console)
+        has_own_secret = settings.secret_file is not None
+        if settings.secret_file is None:
+            settings = settings.model_copy(update={"secret_file": directory.make_secret()})
+        secret = cluster_secret(settings)
         state = ClusterState(
             cluster=settings.cluster,
             pid=os.getpid(),
             url=url_of(settings.host, settings.port),
             ray_dir="" if settings.ray_address else make_ray_dir(),
-            admin_key=ClusterSecret(settings.cluster_token.get_secret_value()).admin_key,
+            admin_key=secret.admin_key,
         )
         if state.ray_dir:
             stack.callback(clear_ray_dir, state.ray_dir)
@@ -81,10 +83,12 @@ def _run(settings: ClusterSettings, console: Console) -> None:
         if not settings.redis_url:
             redis = stack.enter_context(embedded_redis(directory.redis_socket))
             settings = settings.model_copy(update={"redis_url": redis.url})
-        _leases(settings)
+        _leases(settings, secret)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
-            cluster = _launch(settings, state.ray_dir, stack, console, embedded=redis is not None)
-        state = replace(state, url=_wait_until_ready(cluster, settings, state, console))
+            cluster = _launch(
+                settings, state.ray_dir, stack, console, embedded=redis is not None, has_own_secret=has_own_secret
+            )
+        state = replace(state, url=_wait_until_ready(cluster, settings, secret, state, console))
         directory.write(state)
         sys.stdout.write(
             usage_hint(state.url, settings.served_model_name, bool(settings.api_key or settings.api_key_file))
@@ -123,13 +127,19 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
             "simulate": absolute_profile(settings.simulate),
             "device": device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
-            "cluster_token": settings.cluster_token if settings.cluster_token else SecretStr(secrets.token_urlsafe(32)),
+            "secret_file": settings.secret_file and settings.secret_file.resolve(),
         }
     )
 
 
 def _launch(
-    settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack, console: Console, embedded: bool
+    settings: ClusterSettings,
+    ray_dir: str,
+    stack: contextlib.ExitStack,
+    console: Console,
+    *,
+    embedded: bool,
+    has_own_secret: bool,
 ) -> Cluster:
     """Starts or joins Ray and starts the processes there; `stack` ends them."""
     namespace = f"cpd-{settings.cluster}"
@@ -138,7 +148,7 @@ def _launch(
         session = stack.enter_context(local_ray(namespace, f"{ray_dir}/ray", resources))
     else:
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
-        _check_hosts(session.hosts, settings.host, embedded)
+        _check_hosts(session.hosts, settings.host, embedded=embedded, has_own_secret=has_own_secret)
     _interrupt_on_signals()  # Ray has set its own handlers
     workers = settings.combined + settings.prefill
     share = gpu_share(settings.device, workers, session.gpus)
@@ -159,7 +169,9 @@ def _launch(
     return stack.enter_context(launched(specs, demands, cores_apart=not share))
 
 
-def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
+def _check_hosts(hosts: int, host: str, *, embedded: bool, has_own_secret: bool) -> None:
+    if hosts > 1 and not has_own_secret:
+        raise ConfigError(f"the Ray cluster has {hosts} hosts, which need a common secret: {HOW_TO_MAKE_ONE}")
     if hosts > 1 and embedded:
         raise ConfigError(
             f"the Ray cluster has {hosts} hosts, which can't share an embedded Redis: start one and pass --redis-url"
@@ -170,7 +182,9 @@ def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
         )
 
 
-def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: ClusterState, console: Console) -> str:
+def _wait_until_ready(
+    cluster: Cluster, settings: ClusterSettings, secret: ClusterSecret, state: ClusterState, console: Console
+) -> str:
     """Shows progress until all processes run and the endpoint uses all workers.
 
     Returns:
@@ -183,7 +197,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
     last_seen = dict.fromkeys(names, time.monotonic())
     with StartProgress(console, names) as progress:
         while True:
-            leases = _leases(settings)
+            leases = _leases(settings, secret)
             pids = {member.id: member.pid for member in leases}
             waiting = 0
             for spec, process in zip(cluster.specs, cluster.states(), strict=True):
@@ -248,7 +262,7 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
         time.sleep(_RUNNING_POLL_S)
 
 
-def _leases(settings: ClusterSettings) -> list[Member]:
+def _leases(settings: ClusterSettings, secret: ClusterSecret) -> list[Member]:
     """Returns all members with a lease.
 
     Raises:
@@ -257,7 +271,7 @@ def _leases(settings: ClusterSettings) -> list[Member]:
 
     async def read() -> list[Member]:
         async with Redis.from_url(settings.redis_url) as redis:
-            return await members(redis, settings.cluster, ClusterSecret(settings.cluster_token.get_secret_value()))
+            return await members(redis, settings.cluster, secret)
 
     try:
         return asyncio.run(read())

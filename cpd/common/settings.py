@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
-from pydantic import BaseModel, ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError, from_json
 from pydantic_settings import (
     BaseSettings,
@@ -143,7 +143,11 @@ class SharedSettings(Settings):
     cluster: str = Field("default", description="Name of the cluster; several can share one Redis.")
     host: str = Field("127.0.0.1", description="Interface to listen on.")
     redis_url: str = Field("", description="URL of your own Redis; empty starts an embedded one.")
-    cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
+    secret_file: Path | None = Field(
+        None,
+        description="File with the cluster's secret, a long random text that its processes prove to each other; the "
+        "same on every machine. Default: `cpd up` makes one for its own machine.",
+    )
     lease_s: float = Field(
         5.0, gt=0, description="A process that does not renew its lease in Redis for this long is gone, in seconds."
     )

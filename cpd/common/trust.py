@@ -5,11 +5,23 @@ secret itself is never sent.
 """
 
 import hmac
+import logging
 import socket
+import stat
 from ipaddress import ip_address
+from pathlib import Path
 
 from cpd.common.errors import ConfigError
 from cpd.common.settings import SharedSettings
+
+log = logging.getLogger(__name__)
+
+LEAST_SECRET_CHARS = 16
+
+HOW_TO_MAKE_ONE = (
+    "write one to a file (umask 077; head -c 32 /dev/urandom | base64 > FILE), copy it to every machine, and pass "
+    "--secret-file FILE everywhere"
+)
 
 _ADMIN = "admin"
 
@@ -18,15 +30,37 @@ def cluster_secret(settings: SharedSettings) -> "ClusterSecret":
     """Returns the secret of a process's cluster.
 
     Raises:
-        ConfigError: There is none, but other machines can reach this process.
+        ConfigError: It can't be read, or there is none and other machines can reach this process.
     """
-    secret = ClusterSecret(settings.cluster_token.get_secret_value())
+    secret = read_secret(settings.secret_file) if settings.secret_file is not None else ClusterSecret("")
     if not secret and not is_loopback(settings.host):
         raise ConfigError(
-            f"--host {settings.host} lets other machines reach this process, so its cluster needs a secret: set "
-            "CPD_CLUSTER_TOKEN to the same long random text for all its processes, or listen on --host 127.0.0.1"
+            f"--host {settings.host} lets other machines reach this process, so its cluster needs a secret: "
+            f"{HOW_TO_MAKE_ONE}, or listen on --host 127.0.0.1"
         )
     return secret
+
+
+def read_secret(file: Path) -> "ClusterSecret":
+    """Reads a secret from a file; white space around it does not count.
+
+    Raises:
+        ConfigError: The file can't be read, or its secret is too short.
+    """
+    try:
+        text = file.read_text().strip()
+        others = file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text"
+        raise ConfigError(f"--secret-file {file} can't be read: {reason}") from None
+    if len(text) < LEAST_SECRET_CHARS:
+        raise ConfigError(
+            f"the secret in --secret-file {file} is shorter than {LEAST_SECRET_CHARS} characters and could be guessed; "
+            f"{HOW_TO_MAKE_ONE}"
+        )
+    if others:
+        log.warning("other users of this machine can read the cluster's secret: chmod 600 %s", file)
+    return ClusterSecret(text)
 
 
 def is_loopback(host: str) -> bool:
@@ -58,7 +92,7 @@ class ClusterSecret:
     def admin_key(self) -> str:
         """The key of administration: gRPC calls to workers, and an operator's requests to routers. Empty without a
         secret."""
-        return self._key(_ADMIN).hex() if self else ""
+        return self.key(_ADMIN).hex() if self else ""
 
     def sign(self, label: str, *parts: bytes) -> bytes:
         """Returns a code that only processes with the secret can make for these parts. Empty without a secret.
@@ -69,11 +103,12 @@ class ClusterSecret:
         if not self:
             return b""
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-        return hmac.digest(self._key(label), framed, "sha256")
+        return hmac.digest(self.key(label), framed, "sha256")
 
     def verify(self, code: bytes, label: str, *parts: bytes) -> bool:
         """Returns whether `code` is the one that `sign` makes. Without a secret every code is accepted."""
         return not self or hmac.compare_digest(code, self.sign(label, *parts))
 
-    def _key(self, label: str) -> bytes:
+    def key(self, label: str) -> bytes:
+        """Returns the key for one use (32 bytes)."""
         return hmac.digest(self._secret, f"cpd 1 {label}".encode(), "sha256")

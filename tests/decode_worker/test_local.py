@@ -6,6 +6,7 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish
 from kvtransfer.local import LocalNetwork
 from tests.engine.fakes import expected, make_request, prompt
+from tests.secret import SECRET, secret_file
 from tests.waiting import eventually
 from tests.worker.client import Client
 from tests.worker.cluster import running
@@ -201,9 +202,9 @@ async def test_a_stopping_worker_reroutes_its_requests(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "wrong"])
-async def test_a_session_without_the_cluster_token_is_refused(redis_url: str, token: str) -> None:
-    async with running("combined", redis_url, network=LocalNetwork(), cluster_token="right") as worker:
+async def test_a_session_without_the_secret_is_refused(redis_url: str, token: str) -> None:
+    async with running("combined", redis_url, network=LocalNetwork(), secret_file=secret_file()) as worker:
         async with Client(worker, token=token) as client:
             assert client.hello.worker_id == ""
-        async with Client(worker, token="right") as client:
+        async with Client(worker, token=SECRET) as client:
             assert client.hello.worker_id == worker.worker.id

@@ -4,8 +4,9 @@ from cpd.common.errors import ConfigError
 from cpd.common.settings import ClusterSettings
 from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import processes
+from tests.secret import secret_file
 
-SPECS = processes(ClusterSettings(model="m", prefill=2, combined=1, routers=1), "127.0.0.1")
+SPECS = processes(ClusterSettings(model="m", prefill=2, combined=1, routers=1, secret_file=secret_file()), "127.0.0.1")
 
 
 def test_a_local_ray_has_exactly_what_the_cluster_takes() -> None:

@@ -1,9 +1,13 @@
+import pickle
 import sys
+from dataclasses import replace
 
 import pytest
 
+from cpd.common.errors import ConfigError
 from cpd.common.settings import ClusterSettings, RouterSettings, Settings, SimulatedSettings, WorkerSettings
 from deploy.processes import ProcessSpec, processes
+from tests.secret import SECRET, secret_file
 
 GIVEN = {
     "model": "/models/m",
@@ -13,7 +17,7 @@ GIVEN = {
     "host": "0.0.0.0",
     "port": 8080,
     "redis_url": "redis://:redis-secret@r",
-    "cluster_token": "internal-secret",
+    "secret_file": str(secret_file()),
     "api_key": ["key-1", "key-2"],
     "kv_memory": "2GiB",
     "long_prefill_tokens": 64,
@@ -28,7 +32,7 @@ def specs() -> dict[str, ProcessSpec]:
 
 def parse(spec: ProcessSpec, settings: type[Settings], monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Parses the process's arguments and environment as the process does."""
-    for name, value in spec.secrets.items():
+    for name, value in spec.environment({}).items():
         monkeypatch.setenv(name, value)
     arguments = spec.command("/here/m")[4:]
     flags = {name[2:].replace("-", "_"): value for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
@@ -49,7 +53,7 @@ def test_a_worker_gets_its_settings(specs: dict[str, ProcessSpec], monkeypatch: 
     assert (settings.host, settings.port) == ("127.0.0.1", 0)
     assert settings.kv_memory == 2 << 30
     assert settings.lease_s == 2.5
-    assert settings.cluster_token.get_secret_value() == "internal-secret"
+    assert settings.secret_file == secret_file()
 
 
 def test_a_router_gets_its_settings(specs: dict[str, ProcessSpec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +86,19 @@ def test_a_process_is_ready_when_it_holds_all_its_leases() -> None:
     assert not workers.has_leases(None, {})
 
 
-def test_secrets_are_not_on_command_lines(specs: dict[str, ProcessSpec]) -> None:
+def test_secrets_are_neither_on_command_lines_nor_in_what_goes_through_ray(specs: dict[str, ProcessSpec]) -> None:
     for spec in specs.values():
         shown = " ".join(spec.command("m")) + repr(spec)
-        assert "secret" not in shown
-        assert "key-1" not in shown
+        sent = pickle.dumps(spec)  # as Ray does
+        for secret in (SECRET, "redis-secret", "key-1"):
+            assert secret not in shown
+            assert secret.encode() not in sent
+
+
+def test_a_machine_with_another_secret_says_so(specs: dict[str, ProcessSpec]) -> None:
+    spec = replace(specs["router-0"], flags={"secret_file": str(secret_file("another secret than that"))})
+    with pytest.raises(ConfigError, match="has another secret on this machine"):
+        spec.environment({})
 
 
 def test_the_child_does_not_inherit_our_variables(specs: dict[str, ProcessSpec]) -> None:
@@ -94,5 +106,5 @@ def test_the_child_does_not_inherit_our_variables(specs: dict[str, ProcessSpec])
     environment = specs["combined-0"].environment(inherited)
     assert environment["PATH"] == "/bin"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert environment["CPD_CLUSTER_TOKEN"] == "internal-secret"
+    assert environment["CPD_REDIS_URL"] == "redis://:redis-secret@r"
     assert not {"CPD_PORT", "RAY_AUTH_TOKEN", "OMP_NUM_THREADS", "CPD_API_KEY"} & set(environment)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cpd.common.errors import ConfigError
+from cpd.common.trust import read_secret
 from deploy.state import ClusterDir, ClusterState
 from tests.deploy.test_process import wait_for
 from tests.waiting import DEADLINE_S
@@ -96,6 +97,15 @@ def test_clusters_that_start_at_once_run_one_after_the_other() -> None:
     assert [process.returncode for process in owners] == [0, 0, 0]
     assert any(outputs)
     wait_for(lambda: ClusterDir("c").read() is None, "free")
+
+
+def test_the_secret_is_a_private_file_that_is_removed_at_the_end() -> None:
+    directory = ClusterDir("c")
+    with directory.hold():
+        file = directory.make_secret()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert read_secret(file)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "a" * 33, "-x", "a b"])

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from cpd.common.errors import CPDError
@@ -26,11 +25,12 @@ from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
 from tests.ports import free_port
+from tests.secret import SECRET, secret_file
 
 START_S = 120.0
 MAX_STARTS = 10
 HOST = "127.0.0.1"
-TOKEN = "internal"
+TOKEN = SECRET
 ADMIN_KEY = ClusterSecret(TOKEN).admin_key
 
 
@@ -45,7 +45,7 @@ class Cluster:
         given = {"dtype": "float32", "kv_memory": 64 << 20, "log_level": "warning", "lease_s": 2.0, **settings}
         self._directory = Path(tempfile.mkdtemp(prefix="cpd-e2e-", dir="/tmp"))  # sockets need short names
         self._redis = EmbeddedRedis(self._directory / "redis.sock")
-        fixed = {"port": free_port(), "redis_url": self._redis.url, "cluster_token": SecretStr(TOKEN)}
+        fixed = {"port": free_port(), "redis_url": self._redis.url, "secret_file": secret_file()}
         self.settings = ClusterSettings.load({**given, **fixed})
         self.url = url_of(HOST, self.settings.port)
         self._more_urls: list[str] = []

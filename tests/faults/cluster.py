@@ -22,10 +22,11 @@ from tests.faults.network import Network, available
 from tests.faults.points import Action, Point
 from tests.faults.redis_proxy import RedisProxy
 from tests.ports import free_port
+from tests.secret import SECRET, secret_file
 from tests.worker.processes import ROOT
 
 NAMES = ("prefill-0", "combined-0", "prefill-1", "combined-1", "router-0", "router-1")
-MODEL, TOKEN = "test", "internal"
+MODEL, TOKEN = "test", SECRET
 START_S, IDLE_S, TELL_S = 120.0, 60.0, 30.0
 RUN_S, PAUSE_S = 0.02, 0.08
 """A throttled process alternates between running and pausing."""
@@ -178,7 +179,7 @@ class FaultCluster:
             role, _, _ = name.partition("-")
             program, arguments = "tests.faults.worker", [role, str(self._socket(name)), "--kv-checksum"]
             flags |= {"worker-id": name, **self._worker_flags}
-        for flag, value in {**flags, "cluster-token": TOKEN}.items():
+        for flag, value in {**flags, "secret-file": secret_file()}.items():
             arguments += [f"--{flag}", str(value)]
         log = self.directory / f"{name}.log"
         namespace = self.network.namespace(name) if self.network is not None else ""

@@ -21,6 +21,7 @@ from router.dispatch import worker_session as sessions
 from router.operations import peer_routers
 from router.server import listen, serve
 from tests.router.fake_worker import Answer, FakeWorker, Script, outputs
+from tests.secret import secret_file
 from tests.waiting import DEADLINE_S
 
 TEMPLATE = (
@@ -116,7 +117,12 @@ async def start_router(redis_url: str, model_dir: Path, cluster: str) -> AsyncIt
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*workers: FakeWorker, name: str = "router-a", port: int = 0, **settings: Any) -> Router:
-            given = {"model": str(model_dir), "cluster": cluster, "redis_url": redis_url, "cluster_token": "secret"}
+            given: dict[str, Any] = {
+                "model": str(model_dir),
+                "cluster": cluster,
+                "redis_url": redis_url,
+                "secret_file": secret_file(),
+            }
             listener = stack.enter_context(listen(settings.get("host", "127.0.0.1"), port))
             stop = asyncio.Event()
             serving = asyncio.create_task(serve(RouterSettings(**(given | settings)), name, listener, stop))

@@ -15,6 +15,7 @@ from cpd.common.stream import Stream, StreamError, StreamServer
 from cpd.common.trust import ClusterSecret
 from cpd.protocol.handshake import HandshakeError, answer_as
 from cpd.rpc import cpd_pb2 as pb
+from tests.secret import SECRET
 
 Answer = pb.Output | pb.Refusal
 Script = Callable[[pb.Submit], AsyncIterator[Answer]]
@@ -77,8 +78,8 @@ class FakeWorker:
         worker_id: str = "combined-0",
         cluster: str = "test",
         kind: Literal["prefill", "combined"] = "combined",
-        token: str = "secret",
-        lease_token: str = "secret",
+        token: str = SECRET,
+        lease_token: str = SECRET,
         cached: bytes = b"",
         hello: Mapping[str, Any] | None = None,
     ) -> None:

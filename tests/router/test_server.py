@@ -18,6 +18,7 @@ from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
 from router.server import listen, serve
 from tests.router.conftest import Says, StartWorker, eventually
+from tests.secret import secret_file
 
 START_S = 60.0
 
@@ -33,7 +34,7 @@ async def start_process(redis_url: str, model_dir: Path, cluster: str) -> AsyncI
             common = ("--model", str(model_dir), "--cluster", cluster, "--redis-url", redis_url)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "router", *common, *flags),
-                env=os.environ | {"CPD_CLUSTER_TOKEN": "secret"},
+                env=os.environ | {"CPD_SECRET_FILE": str(secret_file())},
                 stderr=asyncio.subprocess.PIPE,
             )
             stack.push_async_callback(_end, process)
@@ -66,7 +67,7 @@ async def _is_ready(url: str) -> bool:
 
 async def test_without_a_secret_it_listens_on_loopback_only(model_dir: Path, redis_url: str) -> None:
     settings = RouterSettings(model=str(model_dir), redis_url=redis_url, host="0.0.0.0")
-    with listen(settings.host, 0) as listener, pytest.raises(ConfigError, match="set CPD_CLUSTER_TOKEN to the same"):
+    with listen(settings.host, 0) as listener, pytest.raises(ConfigError, match="pass --secret-file FILE everywhere"):
         await serve(settings, "r", listener, asyncio.Event())
 
 

@@ -16,10 +16,11 @@ from cpd.common.membership import Member, members
 from cpd.common.settings import Role
 from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
+from tests.secret import SECRET, secret_file
 
 START_S = 120.0
 STOP_S = 30.0
-TOKEN = "test-token"
+TOKEN = SECRET
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -75,7 +76,9 @@ async def worker_process(
     log = directory / f"{worker_id}.log"
     with log.open("w") as output:
         process = subprocess.Popen(  # noqa: ASYNC220 - takes no time, and `asyncio`'s ends with the loop
-            command(role, redis_url=redis_url, worker_id=worker_id, cluster=cluster, cluster_token=TOKEN, **flags),
+            command(
+                role, redis_url=redis_url, worker_id=worker_id, cluster=cluster, secret_file=secret_file(), **flags
+            ),
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from decode_worker.service import DecodeService
 from deploy.redis import embedded_redis
 from kvtransfer.local import LocalNetwork
 from tests.engine.fakes import make_request, prompt
+from tests.secret import SECRET, secret_file
 from tests.waiting import DEADLINE_S, eventually
 from tests.worker.client import Client
 from tests.worker.cluster import opener, running
@@ -121,9 +122,13 @@ async def test_redis_may_be_unreachable_at_the_end(redis_url: str) -> None:
 async def test_health_answers_without_a_token_and_reports_draining(redis_url: str) -> None:
     gate = Gate()
     started = running(
-        "combined", redis_url, network=LocalNetwork(), cluster_token="secret", load=fake_loader(before_step=gate.wait)
+        "combined",
+        redis_url,
+        network=LocalNetwork(),
+        secret_file=secret_file(),
+        load=fake_loader(before_step=gate.wait),
     )
-    async with started as w, grpc.aio.insecure_channel(w.address) as channel, Client(w, token="secret") as c:
+    async with started as w, grpc.aio.insecure_channel(w.address) as channel, Client(w, token=SECRET) as c:
         health = health_pb2_grpc.HealthStub(channel)
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -138,14 +143,14 @@ async def test_health_answers_without_a_token_and_reports_draining(redis_url: st
 
 
 async def test_administration_needs_the_admin_key(redis_url: str) -> None:
-    started = running("combined", redis_url, network=LocalNetwork(), cluster_token="secret")
+    started = running("combined", redis_url, network=LocalNetwork(), secret_file=secret_file())
     async with started as w, grpc.aio.insecure_channel(w.address) as channel:
         admin: Any = rpc.AdminStub(channel)
         for metadata in ((), admin_metadata("secret"), admin_metadata(ClusterSecret("another").admin_key)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await admin.Drain(pb.DrainRequest(), metadata=metadata, timeout=20)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        await admin.Drain(pb.DrainRequest(), metadata=admin_metadata(ClusterSecret("secret").admin_key), timeout=20)
+        await admin.Drain(pb.DrainRequest(), metadata=admin_metadata(ClusterSecret(SECRET).admin_key), timeout=20)
         assert await asyncio.wait_for(w.task, 20) == 0
 
 

@@ -29,13 +29,14 @@ from tests.newer import speak_newer
 from tests.router.arbitrary import anything
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer, FakeWorker
+from tests.secret import SECRET
 
 MODEL = "small-model"
 PROMPT = [5] * 64
 LONG_PROMPT = [5] * 480
 CHAIN = extend_hashes(hash_root(b"model"), LONG_PROMPT)
 
-SECRET = ClusterSecret("secret")
+SIGNED = ClusterSecret(SECRET)
 
 
 def _short(*blocks: int) -> bytes:
@@ -620,7 +621,7 @@ class TestMembership:
     ) -> None:
         router = await start_router()
         async with lease(
-            redis, cluster, SECRET, Member("ghost", "combined", "", "h", 1, session="127.0.0.1:1"), 5, lambda: None
+            redis, cluster, SIGNED, Member("ghost", "combined", "", "h", 1, session="127.0.0.1:1"), 5, lambda: None
         ):
             await eventually(lambda: _has(router, "ghost", state="connecting"))
             assert (await router.http.get("/readyz")).status_code == 503
@@ -678,7 +679,7 @@ class TestMembership:
 
     async def test_routers_see_each_other(self, start_router: StartRouter, cluster: str, redis: Redis) -> None:
         router = await start_router()
-        async with lease(redis, cluster, SECRET, Member("router-b", "router", "127.0.0.1:2", "h", 1), 5, lambda: None):
+        async with lease(redis, cluster, SIGNED, Member("router-b", "router", "127.0.0.1:2", "h", 1), 5, lambda: None):
             await eventually(lambda: _routers_are(router, ["router-a", "router-b"]))
         await eventually(lambda: _routers_are(router, ["router-a"]))
 
@@ -703,7 +704,7 @@ async def silenceable(redis: Redis, cluster: str) -> AsyncIterator[tuple[FakeWor
         server = await asyncio.start_server(forward, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         member = Member(worker.id, "combined", address, "h", 1, session=address)
-        async with server, lease(redis, cluster, SECRET, member, 5, lambda: None):
+        async with server, lease(redis, cluster, SIGNED, member, 5, lambda: None):
             yield worker, silence
 
 

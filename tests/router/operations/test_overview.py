@@ -16,6 +16,7 @@ from cpd.rpc import cpd_pb2 as pb
 from router.operations import peer_routers
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer, FakeWorker
+from tests.secret import SECRET
 
 TEXT = {"model": "small-model", "prompt": "Hello?", "max_tokens": 3}
 
@@ -135,7 +136,7 @@ async def missing(
         async with lease(
             redis,
             cluster,
-            ClusterSecret("secret"),
+            ClusterSecret(SECRET),
             Member("gone", "router", "127.0.0.1:1", "h", 1, admin=admin),
             30,
             lambda: None,
@@ -182,7 +183,7 @@ class TestKeyFile:
         return await _start_pair(start_router, worker, api_key=["plain"], api_key_file=tmp_path / "keys.yaml")
 
     async def test_limits_access_to_the_cluster(self, routers: tuple[Router, Router]) -> None:
-        admin_key = ClusterSecret("secret").admin_key
+        admin_key = ClusterSecret(SECRET).admin_key
         for key, allowed in (("operator", True), ("plain", True), (admin_key, True), ("user", False)):
             headers = {"authorization": f"Bearer {key}"}
             for path in ("/metrics", "/metrics/targets", "/cluster"):
