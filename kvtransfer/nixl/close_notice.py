@@ -12,6 +12,7 @@ from kvtransfer.nixl.connection import read_frame
 from kvtransfer.nixl.handshake import Address
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.session import frames
+from kvtransfer.session.greeting import close_notice
 from kvtransfer.session.limits import GREETING_S
 
 _FIRST_PAUSE_S = 0.1
@@ -42,7 +43,7 @@ async def _acknowledged(where: Address, connection_id: bytes) -> bool:
         except ConnectionRefusedError:
             return True  # it has stopped listening
         try:
-            writer.write(frames.encode(frames.CloseNotice(where.key, connection_id)))
+            writer.write(frames.encode(close_notice(where.key, connection_id)))
             return isinstance(frames.decode(await read_frame(reader)), frames.CloseAck | frames.Reject)
         finally:
             writer.close()

@@ -67,6 +67,7 @@ class Incoming(Connection):
         self._receiving = Receiving(landings, self, key, memory.page_bytes)
         self._agent: Agent | None = None
         self._writer: Writer | None = None
+        self._hello: frames.Hello | None = None
         self._greeted = self._open = False
         self._writes_ended = asyncio.Event()  # nothing that was granted is being written, or will be
         super().__init__(reader, writer, on_gone)
@@ -93,13 +94,15 @@ class Incoming(Connection):
                 self.fail("it was opened for a close notice")
             case frames.Hello() if not self._greeted:
                 self._greet(frame)
+            case frames.Proof() if self._open:
+                self._receiving.check(frame)
             case frames.Offer() if self._open:
                 self._send(self._receiving.admit(frame))
             case _:
                 raise TransferError(f"the sender sent {type(frame).__name__} out of turn")
 
     def _greet(self, hello: frames.Hello) -> None:
-        self._greeted = True
+        self._greeted, self._hello = True, hello
         self._check(hello)
         sender, own = SenderDetails.decode(hello.details), ProcessIdentity.own()
         on_device = self._memory.device is not None
@@ -139,7 +142,8 @@ class Incoming(Connection):
         self._open = True
         memory, process = self._memory, ProcessIdentity.own() if self.sender else None
         pool = ReceiverPool(memory.pointer, memory.num_pages, memory.device, process, agent)
-        self._send(frames.Welcome(pool.encode()))
+        assert self._hello is not None
+        self._send(self._receiving.welcome(self._hello, pool.encode()))
 
     def _patience(self) -> float | None:
         if self._greeted and not self._open:

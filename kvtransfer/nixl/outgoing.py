@@ -23,6 +23,7 @@ from kvtransfer.pushes import PushedTransfer
 from kvtransfer.segments import resolve_runs
 from kvtransfer.session import frames, limits
 from kvtransfer.session.frames import CONNECTION_BYTES
+from kvtransfer.session.greeting import SenderGreeting
 from kvtransfer.session.sending import Sending
 
 _BATCH_BYTES = 8 << 20
@@ -76,7 +77,8 @@ class Outgoing(Connection):
         self._sending = Sending(max_runs=_BATCH_RUNS, max_pages=self.batch_pages)
         super().__init__(reader, writer, on_gone)
         details = SenderDetails(self.connection_id, ProcessIdentity.own(), memory.device is not None, same_host)
-        self._send(frames.Hello(where.key, page_bytes, details.encode()))
+        self._greeting = SenderGreeting(where.key, page_bytes, details.encode())
+        self._send(self._greeting.hello)
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Queues a transfer."""
@@ -96,6 +98,7 @@ class Outgoing(Connection):
             return
         match frame:
             case frames.Welcome() if self._writer is None:
+                self._send(self._greeting.answer(frame))
                 self._prepare(ReceiverPool.decode(frame.details))
             case frames.Reject() if not self._open:
                 self.error = frames.refusal(frame)

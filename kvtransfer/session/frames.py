@@ -1,8 +1,9 @@
 """The messages of a connection, beside the pages.
 
     sender                              receiver
-    Hello(key, page size, details) ──▶
-                                   ◀──  Welcome(details) | Reject(reason)                       once a connection
+    Hello(nonce, code, …, details) ──▶
+                                   ◀──  Welcome(nonce, code, details) | Reject(reason)          once a connection
+    Proof(code)                    ──▶                                   see `kvtransfer.session.greeting`
     Offer(batch, ticket, runs)     ──▶
                                    ◀──  Grant(batch, places) | Refuse(batch, reason)
     the pages                      ══▶  to the granted places
@@ -13,7 +14,7 @@
 A granted batch is sent completely, or the connection ends. If a broken connection does not stop the sender's writes,
 the sender reports their end over a connection of its own, until it gets an answer:
 
-    CloseNotice(key, connection)   ──▶                                   nothing is being written over that one any more
+    CloseNotice(connection, code)  ──▶                                   nothing is being written over that one any more
                                    ◀──  CloseAck | Reject(reason)
 
 A frame that does not parse raises TransferError, and the connection is given up.
@@ -26,13 +27,14 @@ from itertools import chain
 from typing import Any
 
 from cpd.common.errors import StaleTransferError, TransferError
-from kvtransfer.addresses import KEY_BYTES
 
 MAX_FRAME_BYTES = 1 << 20
 PREFIX_BYTES = 4
 CONNECTION_BYTES = 16
+NONCE_BYTES = 16
+CODE_BYTES = 16
 
-_VERSION = 7
+_VERSION = 8
 _MAX_TEXT = 512
 _PREFIX = struct.Struct("<I")
 _RUN = struct.Struct("<II")
@@ -43,22 +45,39 @@ class Hello:
     """Opens a connection.
 
     Attributes:
-        key: From the receiver's address.
+        nonce: Random.
+        code: Shows that the sender knows the receiver's key.
         page_bytes: Page size that the sender expects of the receiver.
         details: What the transport adds.
     """
 
     version: int = field(default=_VERSION, kw_only=True)
-    key: bytes
+    nonce: bytes
+    code: bytes
     page_bytes: int
     details: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The connection is open."""
+    """The connection is open.
 
+    Attributes:
+        nonce: Random.
+        code: Shows that the receiver has said this, to this Hello.
+        details: What the transport adds.
+    """
+
+    nonce: bytes
+    code: bytes
     details: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The sender has sent its Hello now, and not somebody else before."""
+
+    code: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +143,12 @@ class CloseNotice:
     """Nothing is or will be written over another connection of this sender.
 
     Attributes:
-        key: From the receiver's address.
-        connection: The secret name that the sender gave to that connection when it opened it.
+        connection: The name that the sender gave to that connection when it opened it.
+        code: Shows that the sender knows the receiver's key.
     """
 
-    key: bytes
     connection: bytes
+    code: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +156,7 @@ class CloseAck:
     """The receiver has taken note of the close notice."""
 
 
-Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | CloseNotice | CloseAck
+Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | CloseNotice | CloseAck | Proof
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +179,8 @@ _PLACES = _Rest(
 )
 
 _FORMATS: dict[type[Frame], tuple[struct.Struct, _Rest | None]] = {
-    Hello: (struct.Struct(f"<B{KEY_BYTES}sQ"), _BYTES),
-    Welcome: (struct.Struct("<"), _BYTES),
+    Hello: (struct.Struct(f"<B{NONCE_BYTES}s{CODE_BYTES}sQ"), _BYTES),
+    Welcome: (struct.Struct(f"<{NONCE_BYTES}s{CODE_BYTES}s"), _BYTES),
     Reject: (struct.Struct("<?"), _TEXT),
     Offer: (struct.Struct("<QQQQQ"), _RUNS),
     Grant: (struct.Struct("<Q"), _PLACES),
@@ -169,8 +188,9 @@ _FORMATS: dict[type[Frame], tuple[struct.Struct, _Rest | None]] = {
     Sent: (struct.Struct("<Q"), None),
     Done: (struct.Struct("<Q"), None),
     Stop: (struct.Struct("<"), _TEXT),
-    CloseNotice: (struct.Struct(f"<{KEY_BYTES}s{CONNECTION_BYTES}s"), None),
+    CloseNotice: (struct.Struct(f"<{CONNECTION_BYTES}s{CODE_BYTES}s"), None),
     CloseAck: (struct.Struct("<"), None),
+    Proof: (struct.Struct(f"<{CODE_BYTES}s"), None),
 }
 _KINDS: tuple[type[Any], ...] = tuple(_FORMATS)  # a frame's kind on the wire is its index here
 

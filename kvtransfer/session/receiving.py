@@ -1,13 +1,13 @@
 """The receiver's side of a connection: who may connect, and which batches were granted."""
 
-import hmac
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from cpd.common.errors import StaleTransferError, TransferError
 from kvtransfer.landings import LandingEntry, LandingState, LandingTable
 from kvtransfer.session import limits
-from kvtransfer.session.frames import CloseNotice, Grant, Hello, Offer, Refuse, Reject
+from kvtransfer.session.frames import CloseNotice, Grant, Hello, Offer, Proof, Refuse, Reject, Welcome
+from kvtransfer.session.greeting import ReceiverGreeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Receiving:
     def __init__(self, table: LandingTable, sender: Hashable, key: bytes, page_bytes: int) -> None:
         self._table = table
         self._sender = sender
-        self._key = key
+        self._greeting = ReceiverGreeting(key)
         self._page_bytes = page_bytes
         self._batches: dict[int, _Batch] = {}
 
@@ -45,7 +45,7 @@ class Receiving:
 
     def rejection(self, opening: Hello | CloseNotice) -> Reject | None:
         """Why the sender may not connect or give notice. None if it may."""
-        if not hmac.compare_digest(opening.key, self._key):
+        if not self._greeting.knows_key(opening):
             return Reject(True, "another transport has this address now")
         if isinstance(opening, CloseNotice):
             return None
@@ -55,12 +55,22 @@ class Receiving:
             return Reject(False, page_size_problem(opening.page_bytes, self._page_bytes))
         return None
 
+    def welcome(self, hello: Hello, details: bytes) -> Welcome:
+        """The answer to a Hello that is not rejected."""
+        return self._greeting.welcome(hello, details)
+
+    def check(self, proof: Proof) -> None:
+        """Lets the sender offer pages. Raises TransferError if it does not know the key."""
+        self._greeting.check(proof)
+
     def admit(self, offer: Offer) -> Grant | Refuse:
         """The answer to an offer. Once it is a grant, the batch's pages are being written.
 
         Raises:
-            TransferError: The sender has offered more than it may.
+            TransferError: The sender has offered more than it may, or has not proved that it knows the key.
         """
+        if not self._greeting.proved:
+            raise TransferError("the sender sent Offer before its Proof")
         if len(self._batches) >= limits.WINDOW or offer.batch in self._batches:
             raise TransferError("the sender sent Offer out of turn")
         try:

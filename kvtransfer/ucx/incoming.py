@@ -37,7 +37,9 @@ class Incoming(Connection):
                 rejection = self._receiving.rejection(frame)
                 self._open = rejection is None
                 assert self._reactor.memory is not None
-                self._send(rejection or frames.Welcome(self._reactor.memory.key))
+                self._send(rejection or self._receiving.welcome(frame, self._reactor.memory.key))
+            case frames.Proof() if self._open:
+                self._receiving.check(frame)
             case frames.Offer() if self._open and len(frame.runs) <= MAX_RUNS:
                 self._send(self._receiving.admit(frame))
             case frames.Sent() if self._open:

@@ -17,6 +17,7 @@ from kvtransfer.latch import Latch
 from kvtransfer.pushes import PushedTransfer
 from kvtransfer.segments import resolve_runs
 from kvtransfer.session import frames
+from kvtransfer.session.greeting import SenderGreeting
 from kvtransfer.session.sending import Sending
 from kvtransfer.ucx.connection import MAX_RUNS, Connection
 from kvtransfer.ucx.memory import PeersMemory, Write
@@ -57,7 +58,8 @@ class Outgoing(Connection):
         self._theirs: PeersMemory | None = None  # set when the connection is open
         self._sending = Sending(max_runs=MAX_RUNS, max_pages=max(1, _BATCH_BYTES // memory.page_bytes))
         self._writes: dict[int, deque[Write]] = {}  # in flight, by batch
-        self._send(frames.Hello(key, page_bytes))
+        self._greeting = SenderGreeting(key, page_bytes)
+        self._send(self._greeting.hello)
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Queues a transfer."""
@@ -67,7 +69,9 @@ class Outgoing(Connection):
     def _handle(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Welcome() if self._theirs is None:
+                proof = self._greeting.answer(frame)
                 self._theirs = PeersMemory(self._reactor.ucp, self._endpoint.handle, frame.details, self._page_bytes)
+                self._send(proof)
                 self.greeted.set()
             case frames.Reject() if self._theirs is None:
                 self.error = frames.refusal(frame)

@@ -15,6 +15,7 @@ from kvtransfer.nixl.connection import read_frame
 from kvtransfer.nixl.handshake import Address
 from kvtransfer.nixl.same_host import SameHostBackend
 from kvtransfer.session import frames
+from kvtransfer.session.greeting import close_notice
 from tests.kvtransfer.breaking_proxy import BreakingProxy
 from tests.kvtransfer.pools import EMPTY, Pool, Real, ticket
 from tests.kvtransfer.remote import within
@@ -232,7 +233,7 @@ async def test_only_the_sender_can_end_a_quarantine(
         await within(landing.done())
     where = Address.decode(receiver.address)
     reader, writer = await asyncio.open_connection(where.host, where.port)
-    writer.write(frames.encode(frames.CloseNotice(where.key if known == "the key" else bytes(16), bytes(16))))
+    writer.write(frames.encode(close_notice(where.key if known == "the key" else bytes(16), bytes(16))))
     answer = frames.decode(await within(read_frame(reader)))
     assert isinstance(answer, frames.CloseAck if known == "the key" else frames.Reject)
     writer.close()

@@ -11,9 +11,11 @@ u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
 reasons = st.text(max_size=100)
 some_bytes = st.binary(max_size=300)
+codes = st.binary(min_size=16, max_size=16)
 some_frames = st.one_of(
-    st.builds(frames.Hello, st.binary(min_size=16, max_size=16), u64, some_bytes),
-    st.builds(frames.Welcome, some_bytes),
+    st.builds(frames.Hello, codes, codes, u64, some_bytes),
+    st.builds(frames.Welcome, codes, codes, some_bytes),
+    st.builds(frames.Proof, codes),
     st.builds(frames.Reject, st.booleans(), reasons),
     st.builds(frames.Offer, u64, u64, u64, u64, st.lists(st.tuples(u32, u32), max_size=300).map(tuple)),
     st.builds(frames.Grant, u64, st.lists(u64, max_size=300).map(tuple)),
@@ -21,7 +23,7 @@ some_frames = st.one_of(
     st.builds(frames.Sent, u64),
     st.builds(frames.Done, u64),
     st.builds(frames.Stop, reasons),
-    st.builds(frames.CloseNotice, st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16)),
+    st.builds(frames.CloseNotice, codes, codes),
     st.just(frames.CloseAck()),
 )
 
@@ -62,7 +64,7 @@ def test_a_frame_of_an_impossible_length_is_refused(size: int) -> None:
 
 
 def test_another_version_of_the_protocol_is_refused() -> None:
-    data = bytearray(frames.encode(frames.Hello(bytes(16), 1))[frames.PREFIX_BYTES :])
+    data = bytearray(frames.encode(frames.Hello(bytes(16), bytes(16), 1))[frames.PREFIX_BYTES :])
     data[1] += 1
     with pytest.raises(TransferError, match="speaks version"):
         frames.decode(bytes(data))

@@ -19,9 +19,12 @@ import kvtransfer
 from cpd.common.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer import addresses, cuda
 from kvtransfer.nixl import agent
+from kvtransfer.nixl.connection import read_frame
 from kvtransfer.nixl.handshake import Address, ReceiverPool, SenderDetails
 from kvtransfer.nixl.process import ProcessIdentity, wait_until_ended
 from kvtransfer.nixl.same_host import ForbiddenError, SameHostBackend
+from kvtransfer.session import frames
+from kvtransfer.session.greeting import ReceiverGreeting, SenderGreeting
 from tests.kvtransfer import fake_gpu
 from tests.kvtransfer.pools import Pool, Real, ticket
 from tests.waiting import DEADLINE_S, eventually
@@ -104,6 +107,65 @@ async def test_a_key_that_is_not_the_receivers_is_refused_as_stale(network: Real
     where = Address.decode(receiver.address)
     with pytest.raises(StaleTransferError, match="another transport"):
         await sender.connect(Address(where.host, where.port, bytes(16)).encode())
+
+
+async def test_nothing_is_written_where_only_somebody_says_so(network: Real) -> None:
+    """An impostor at the receiver's address names a process and a pointer, and grants pages there."""
+    victim, receiver, source = Pool(8), await network.open(Pool(8)), Pool(8, seed=1)
+    where = Address.decode(receiver.address)
+    forged = ReceiverPool(victim.memory.pointer, 8, None, ProcessIdentity.own(), b"").encode()
+    heard: list[frames.Frame] = []
+
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = frames.decode(await read_frame(reader))
+        heard.append(hello)
+        assert isinstance(hello, frames.Hello)
+        assert where.key not in frames.encode(hello)
+        guess = ReceiverGreeting(bytes(16)).welcome(hello, forged)
+        for frame in (guess, frames.Grant(1, (0,))):
+            writer.write(frames.encode(frame))
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            heard.append(frames.decode(await read_frame(reader)))
+        writer.close()
+
+    impostor = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    address = Address("127.0.0.1", impostor.sockets[0].getsockname()[1], where.key).encode()
+    sender = await network.open(source)
+    with pytest.raises(TransferError, match="does not prove that it has this address, so nothing is written to it"):
+        await sender.connect(address)
+    await eventually(lambda: len(heard) == 1)
+    impostor.close()
+    assert victim.untouched()
+
+
+async def test_a_recorded_greeting_can_not_be_replayed(network: Real) -> None:
+    target = Pool(8)
+    receiver = await network.open(target, epoch=1)
+    landing = receiver.expect(1, 1, range(8))
+    where = Address.decode(receiver.address)
+    details = SenderDetails(bytes(16), ProcessIdentity.own(), on_device=False, same_host=True)
+    greeting = SenderGreeting(where.key, target.memory.page_bytes, details.encode())
+    offer = frames.Offer(1, 1, 1, 1, ((0, 8),))
+
+    async def opened() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, frames.Welcome]:
+        reader, writer = await asyncio.open_connection(where.host, where.port)
+        writer.write(frames.encode(greeting.hello))
+        welcome = frames.decode(await read_frame(reader))
+        assert isinstance(welcome, frames.Welcome)
+        return reader, writer, welcome
+
+    async with asyncio.timeout(DEADLINE_S):
+        _, first, welcome = await opened()
+        recorded = greeting.answer(welcome)
+        reader, second, _ = await opened()
+        for frame in (recorded, offer):
+            second.write(frames.encode(frame))
+        answer = frames.decode(await read_frame(reader))
+        assert isinstance(answer, frames.Stop)
+        assert "does not prove that it knows this transport's address" in answer.reason
+    first.close()
+    second.close()
+    assert landing.revoke()
 
 
 async def test_another_protocol_is_refused(network: Real) -> None:

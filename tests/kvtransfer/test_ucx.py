@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from cpd.common.errors import ConfigError, StaleTransferError, TransferError
 from kvtransfer.base import Transport
 from kvtransfer.landings import LandingEntry
 from kvtransfer.session import frames
+from kvtransfer.session.greeting import SenderGreeting
 from kvtransfer.session.limits import WINDOW
 from kvtransfer.session.receiving import Receiving
 from kvtransfer.ucx.connection import FRAME_BYTES, Connection
@@ -178,17 +179,33 @@ def test_operators_may_choose_ucx_transports(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class MisbehavingPeer(Connection):
-    """An end of a connection that sends given bytes and records what it gets."""
+    """An end of a connection that sends given bytes and records what it gets.
 
-    def __init__(self, reactor: Reactor, endpoint: Any, sent: list[bytes]) -> None:
+    Args:
+        greeting: Makes the proof that is sent after a Welcome.
+        then: What is sent after the proof.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        endpoint: Any,
+        sent: list[bytes],
+        greeting: SenderGreeting | None = None,
+        then: Sequence[frames.Frame] = (),
+    ) -> None:
         super().__init__(reactor, endpoint)
         self.got: list[frames.Frame] = []
+        self._greeting, self._then = greeting, then
         for frame in sent:
             data = bytearray(frame)
             self._outbox.append((endpoint.stream_send(reactor.array(data)), data))
 
     def _handle(self, frame: frames.Frame) -> None:
         self.got.append(frame)
+        if isinstance(frame, frames.Welcome) and self._greeting is not None:
+            for one in (self._greeting.answer(frame), *self._then):
+                self._send(one)
 
     def _advance(self) -> bool:
         return False
@@ -224,30 +241,41 @@ async def reactor() -> AsyncIterator[Reactor]:
         yield made
 
 
-async def misbehave(reactor: Reactor, address: Address, sent: list[bytes]) -> MisbehavingPeer:
-    return await reactor.run(lambda: MisbehavingPeer(reactor, reactor.connect(address.host, address.port), sent))
+async def misbehave(
+    reactor: Reactor,
+    address: Address,
+    sent: list[bytes],
+    greeting: SenderGreeting | None = None,
+    then: Sequence[frames.Frame] = (),
+) -> MisbehavingPeer:
+    return await reactor.run(
+        lambda: MisbehavingPeer(reactor, reactor.connect(address.host, address.port), sent, greeting, then)
+    )
 
 
 def padded(frame: frames.Frame) -> bytes:
     return frames.encode(frame).ljust(FRAME_BYTES, b"\0")
 
 
-def wrong_frames(address: Address, page_bytes: int) -> dict[str, list[bytes]]:
-    hello = padded(frames.Hello(address.key, page_bytes))
+def wrong_frames(hello: frames.Frame) -> dict[str, list[bytes | frames.Frame]]:
+    """What a misbehaving sender sends; frames after a Hello are sent after its Proof."""
     return {
         "noise": [bytes(range(256)) * 4],
         "an offer before the greeting": [padded(frames.Offer(1, 1, 900, 1, ((0, 1),)))],
+        "an offer before the proof": [padded(hello), padded(frames.Offer(1, 1, 1, 1, ((0, 1),)))],
+        "a wrong proof": [padded(hello), padded(frames.Proof(bytes(16)))],
+        "two proofs": [hello, frames.Proof(bytes(16))],
         "two greetings": [hello, hello],
-        "a frame of a receiver": [hello, padded(frames.Grant(1, (1,)))],
-        "Sent of a batch that was not granted": [hello, padded(frames.Sent(1))],
+        "a frame of a receiver": [hello, frames.Grant(1, (1,))],
+        "Sent of a batch that was not granted": [hello, frames.Sent(1)],
         "too many offers": [
             hello,
-            *[padded(frames.Offer(n, 1, 1, 1, ((n, 1),))) for n in range(WINDOW + 1)],
+            *[frames.Offer(n, 1, 1, 1, ((n, 1),)) for n in range(WINDOW + 1)],
         ],
     }
 
 
-@pytest.mark.parametrize("what", list(wrong_frames(Address("x", 0, bytes(16)), 0)))
+@pytest.mark.parametrize("what", list(wrong_frames(frames.CloseAck())))
 async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_else(
     network: Real, reactor: Reactor, what: str
 ) -> None:
@@ -255,7 +283,11 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_nothing_
     receiver = await network.open(target, epoch=1)
     landing = receiver.expect(1, 1, range(8, 16))
     address = Address.decode(receiver.address)
-    peer = await misbehave(reactor, address, wrong_frames(address, target.memory.page_bytes)[what])
+    greeting = SenderGreeting(address.key, target.memory.page_bytes)
+    sent = wrong_frames(greeting.hello)[what]
+    at_once = [one for one in sent if isinstance(one, bytes)] or [padded(greeting.hello)]
+    then = [one for one in sent[1:] if not isinstance(one, bytes)]
+    peer = await misbehave(reactor, address, at_once, greeting if then else None, then)
     await eventually(lambda: peer.failed)
     if isinstance(landing, LandingEntry) and landing.sender:
         with pytest.raises(TransferError):
@@ -291,8 +323,9 @@ async def test_a_receiver_naps_while_much_is_under_way_but_not_for_a_sender_that
     receiver = await network.open(target)
     landing = receiver.expect(1, 1, range(8, 8 + pages))
     address = Address.decode(receiver.address)
-    sent = (frames.Hello(address.key, target.memory.page_bytes), frames.Offer(1, 1, 1, 1, ((0, pages),)))
-    peer = await misbehave(reactor, address, [padded(frame) for frame in sent])
+    greeting = SenderGreeting(address.key, target.memory.page_bytes)
+    offer = frames.Offer(1, 1, 1, 1, ((0, pages),))
+    peer = await misbehave(reactor, address, [padded(greeting.hello)], greeting, [offer])
     with pytest.raises(TransferError, match="did nothing"):
         await landing.done()
     assert any(isinstance(frame, frames.Grant) for frame in peer.got)
