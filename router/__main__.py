@@ -24,11 +24,13 @@ def run(settings: RouterSettings) -> None:
 
 
 async def _until_signalled(settings: RouterSettings, router_id: str) -> int:
-    stop = asyncio.Event()
+    stop, reread = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reread.set)
     with listen(settings.host, settings.port) as listener:
-        return await serve(settings, router_id, listener, stop)
+        return await serve(settings, router_id, listener, stop, reread)
 
 
 def main() -> None:

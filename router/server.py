@@ -22,8 +22,9 @@ from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
 from router.api.completions import CompletionService
 from router.api.connection import Connection
+from router.api.key_file import KeyFile
 from router.api.sampling import default_sampling
-from router.api.tenants import Keys, read_keys
+from router.api.tenants import Keys
 from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerRouters
 from router.operations.worker_metrics import WorkerMetrics
@@ -74,8 +75,16 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
     return listener
 
 
-async def serve(settings: RouterSettings, router_id: str, listener: socket.socket, stop: asyncio.Event) -> int:
+async def serve(
+    settings: RouterSettings,
+    router_id: str,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    reread: asyncio.Event | None = None,
+) -> int:
     """Serves HTTP on `listener` until `stop` is set; running responses then have GRACE_S to end.
+
+    The key file is read again when it changes, and when `reread` is set.
 
     This router accepts no connections while it is not ready and a peer serves the same port. It stops by itself when a
     newer router has taken its id.
@@ -89,7 +98,8 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     if not settings.redis_url:
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     token = settings.cluster_token.get_secret_value()
-    keys = Keys(settings.api_key, read_keys(settings.api_key_file) if settings.api_key_file else (), token)
+    key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
+    keys = Keys(settings.api_key, key_file.entries if key_file else (), token)
     text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
     workers = Workers(router_id, token, itl_ms=settings.slo_itl, learning=Learning(settings.policy, settings.slo_ttft))
@@ -138,11 +148,14 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
             group.create_task(admin.serve(sockets=[admin_listener]))
-            ending = group.create_task(end())
+            helpers = [group.create_task(end())]
+            if key_file is not None:
+                helpers.append(group.create_task(key_file.follow(keys, reread or asyncio.Event())))
             await serve_public(member)
             admin.should_exit = True
             ended.set()
-            ending.cancel()
+            for helper in helpers:
+                helper.cancel()
     return exit_code
 
 

@@ -32,7 +32,7 @@ from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, 
 from router.api.tenants import Keys
 from router.dispatch.dispatcher import RETRY_S
 from router.errors import ApiError, unavailable
-from router.operations.overview import Overview, RequestPlacements, ScrapeTargets
+from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.status import ClusterStatus
 
@@ -125,6 +125,7 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
         workers,
         service.dispatcher.decisions,
         peers,
+        service.metrics.usage.tenants,
         cluster=service.settings.cluster,
         model=service.text_files.name,
     )
@@ -159,6 +160,12 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
         """State of the cluster: all routers, and all workers as each router sees them."""
         _caller(request).tenant.check_admin()
         return _json(await overview.cluster(_authorization(request)))
+
+    @app.get("/usage", responses=returns(ClusterUsage, 401, 403, 421))
+    async def get_usage(request: Request) -> Response:
+        """What each tenant has used since the routers started: calls and tokens."""
+        _caller(request).tenant.check_admin()
+        return _json(await overview.usage(_authorization(request)))
 
     @app.get("/requests/{request_id:path}", responses=returns(RequestPlacements, 401, 404, 421))
     async def get_placements(request: Request, request_id: str) -> Response:

@@ -205,6 +205,7 @@ class CompletionResponse(Response):
         """Adds the call to the metrics."""
         metrics, usage, route = self._metrics, self._usage(), self._route.kind if self._route is not None else "none"
         metrics.requests(outcome, route).inc()
+        metrics.usage.call(self.requests[0].tenant, usage["completion_tokens"])
         metrics.prompt_tokens.inc(usage["prompt_tokens"])
         metrics.cached_tokens.inc(self._cached_tokens)
         metrics.output_tokens.inc(usage["completion_tokens"])

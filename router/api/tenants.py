@@ -1,7 +1,8 @@
-"""Tenants: each API key has its own permissions and its own cached prefixes.
+"""Tenants: each name in the key file has its own permissions and its own cached prefixes.
 
-A limit of a tenant is stored here and checked by `completions.py` before a request is dispatched.
-Workers limit a tenant's share of their queue (`engine/scheduling/queue_limit.py`).
+A name may have several keys, so that a key can be replaced while both work. A limit of a tenant is stored here and
+checked by `completions.py` before a request is dispatched. Workers limit a tenant's share of their queue
+(`engine/scheduling/queue_limit.py`).
 """
 
 import hmac
@@ -18,15 +19,18 @@ from cpd.common.errors import ConfigError
 from router.api.schemas import MAX_PRIORITY
 from router.errors import ApiError
 
+CLUSTER_NAME = "_cluster"
+"""The tenant of the cluster's own processes. No name in a key file begins with `_`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of an API key. By default everything is allowed.
+    """The owner of API keys. By default everything is allowed.
 
     Attributes:
-        name: A hash of the key, so that it does not reveal the key; empty if there are no keys.
+        name: The name in the key file, or a hash of the key, which does not reveal it; empty if there are no keys.
         salt: Part of every block hash, so that no tenant can find out the prompts of another one.
-        admin: Whether `/metrics` and `/cluster` are allowed.
+        admin: Whether `/metrics`, `/cluster` and `/usage` are allowed.
         min_priority: The lowest `priority` allowed (lower ones go first).
     """
 
@@ -48,11 +52,12 @@ class Tenant:
 
 
 class KeyEntry(BaseModel):
-    """An entry of the key file: a key and its permissions."""
+    """An entry of the key file: a key, whose it is, and its permissions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: Annotated[SecretStr, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
     admin: bool = False
     min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
@@ -80,6 +85,12 @@ def read_keys(file: Path) -> list[KeyEntry]:
         raise ConfigError(f"the key file {file} has a key twice")
     if not entries:
         raise ConfigError(f"the key file {file} has no key: nobody could use the cluster")
+    by_name: dict[str, KeyEntry] = {}
+    for entry in entries:
+        if entry.name is not None:
+            other = by_name.setdefault(entry.name, entry)
+            if entry.model_copy(update={"key": other.key}) != other:
+                raise ConfigError(f"the key file {file} has different rights for the keys of {entry.name}")
     return entries
 
 
@@ -89,16 +100,24 @@ class Keys:
     Args:
         keys: Keys without restrictions.
         entries: Entries of the key file.
-        cluster_token: The key of the cluster's own processes; empty if there is none.
+        cluster_token: The secret of the cluster; empty if there is none. It is the key of the cluster's own processes.
     """
 
     def __init__(self, keys: Sequence[str], entries: Sequence[KeyEntry] = (), cluster_token: str = "") -> None:
-        self._tenants = [(_digest(key), _tenant(key)) for key in keys]
+        self._keys = keys
+        self._cluster_token = cluster_token
+        self._tenants: Sequence[tuple[bytes, Tenant]] = ()
+        self.replace(entries)
+
+    def replace(self, entries: Sequence[KeyEntry]) -> None:
+        """Takes the entries of the key file instead of the earlier ones. Running requests go on."""
+        tenants = [(_digest(key), self._tenant(_hidden(key))) for key in self._keys]
         for entry in entries:
             key = entry.key.get_secret_value()
-            self._tenants.append((_digest(key), _tenant(key, entry.admin, entry.min_priority)))
-        if self._tenants and cluster_token:
-            self._tenants.append((_digest(cluster_token), _tenant(cluster_token)))
+            tenants.append((_digest(key), self._tenant(entry.name or _hidden(key), entry.admin, entry.min_priority)))
+        if tenants and self._cluster_token:
+            tenants.append((_digest(self._cluster_token), self._tenant(CLUSTER_NAME)))
+        self._tenants = tenants
 
     @property
     def any(self) -> bool:
@@ -123,18 +142,19 @@ class Keys:
             raise _unauthorized("The API key is wrong.")
         return matches[0]
 
+    def _tenant(self, name: str, admin: bool = True, min_priority: int = -MAX_PRIORITY) -> Tenant:
+        # of the name, so that a new key finds what the old one has cached; of the secret, so that nobody can guess it
+        salt = hmac.digest(self._cluster_token.encode(), b"cpd-salt:" + name.encode(), "sha256")[:16]
+        return Tenant(name=name, salt=salt, admin=admin, min_priority=min_priority)
+
 
 def _digest(key: str) -> bytes:
     return blake2b(key.encode()).digest()
 
 
-def _tenant(key: str, admin: bool = True, min_priority: int = -MAX_PRIORITY) -> Tenant:
-    return Tenant(
-        name=blake2b(key.encode(), digest_size=8, person=b"cpd-tenant").hexdigest(),
-        salt=blake2b(key.encode(), digest_size=16, person=b"cpd-salt").digest(),
-        admin=admin,
-        min_priority=min_priority,
-    )
+def _hidden(key: str) -> str:
+    """A name for the owner of a key that has none."""
+    return "key-" + blake2b(key.encode(), digest_size=8, person=b"cpd-tenant").hexdigest()
 
 
 def _unauthorized(message: str) -> ApiError:

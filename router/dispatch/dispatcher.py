@@ -251,7 +251,7 @@ class Dispatcher:
         if not request.started:
             request.started = True
             request.consumer.started(RequestRoute(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
-            loop.call_soon(self._count_first, request, prefilled.queue_ms)  # after the tokens are on their way
+            loop.call_soon(self._count_first, request, prefilled)  # after the tokens are on their way
         if output.finish != pb.FINISH_NONE:
             self._choice_done(attempt, index)
         elif choice.finish is not None:  # by a stop string, which the worker does not know
@@ -265,9 +265,9 @@ class Dispatcher:
             attempt.crashes.clear()
             self._suspects.discard(attempt)
 
-    def _count_first(self, request: RoutedRequest, queue_ms: float) -> None:
-        self._metrics.queue(request.tenant).observe(queue_ms / 1e3)
-        self._metrics.tenant_tokens(request.tenant).inc(request.prompt_len)
+    def _count_first(self, request: RoutedRequest, prefilled: pb.Prefilled) -> None:
+        self._metrics.queue(request.tenant).observe(prefilled.queue_ms / 1e3)
+        self._metrics.usage.prompt(request.tenant, request.prompt_len, prefilled.cached_tokens)
 
     def _choice_done(self, attempt: Attempt, choice: int) -> None:
         self._learning.answer(attempt.request.tenant, len(attempt.request.outputs[choice]))

@@ -590,6 +590,7 @@ class TestKeys:
         ("GET", "/v1/models/small-model"),
         ("GET", "/metrics"),
         ("GET", "/cluster"),
+        ("GET", "/usage"),
         ("GET", "/nowhere"),
         ("DELETE", "/v1/models"),
     )

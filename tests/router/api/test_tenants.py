@@ -49,6 +49,27 @@ class TestKeyFile:
         ]
         assert len({tenant.salt for tenant in allowed}) == 4
 
+    def test_keys_of_one_name_are_one_tenant(self, tmp_path: Path) -> None:
+        old, new, other = "{key: old, name: a}", "{key: new, name: a}", "{key: other, name: b}"
+        before = Keys([], self._read(tmp_path, f"[{old}, {other}]"), "secret")
+        after = Keys([], self._read(tmp_path, f"[{new}]"), "secret")
+        assert before.tenant(b"Bearer old") == after.tenant(b"Bearer new")
+        assert before.tenant(b"Bearer old").name == "a"
+        assert before.tenant(b"Bearer old").salt != before.tenant(b"Bearer other").salt
+
+    def test_a_tenants_salt_depends_on_the_clusters_secret(self, tmp_path: Path) -> None:
+        entries = self._read(tmp_path, "[{key: one, name: a}]")
+        salts = {Keys([], entries, secret).tenant(b"Bearer one").salt for secret in ("", "x", "y")}
+        assert len(salts) == 3
+
+    def test_replaced_entries_are_valid_at_once(self, tmp_path: Path) -> None:
+        keys = Keys(["kept"], self._read(tmp_path, "[{key: old}]"))
+        keys.replace(self._read(tmp_path, "[{key: new}]"))
+        assert keys.tenant(b"Bearer kept").admin
+        assert not keys.tenant(b"Bearer new").admin
+        with pytest.raises(ApiError):
+            keys.tenant(b"Bearer old")
+
     def test_with_a_cluster_token_alone_no_key_is_needed(self) -> None:
         assert Keys([], cluster_token="token").tenant(b"") == Tenant()
 
@@ -63,6 +84,8 @@ class TestKeyFile:
             ("- {key: one, min_priority: -101}", "0.min_priority: Input should be greater than or equal to -100"),
             ("- {key: one}\n- {key: one, admin: true}", "has a key twice"),
             ("[]", "has no key"),
+            ("- {key: one, name: _a}", "0.name: String should match"),
+            ("- {key: one, name: a}\n- {key: two, name: a, admin: true}", "has different rights for the keys of a"),
             ("- {key: one", "is not valid YAML"),
             ("- key: \x00", "is not valid YAML"),
         ],

@@ -92,8 +92,8 @@ class TestQueueing:
         router = await start_router(await start_worker(says(REPLY)), api_key=["secret-key"])
         await _text(await router.http.post("/v1/chat/completions", json=CHAT))
         metrics = (await router.http.get("/metrics")).text
-        assert re.search(r'cpd_queue_seconds_count\{tenant="[0-9a-f]{16}"\} 1.0', metrics)
-        assert re.search(r'cpd_tenant_prompt_tokens_total\{tenant="[0-9a-f]{16}"\} \d', metrics)
+        assert re.search(r'cpd_queue_seconds_count\{tenant="key-[0-9a-f]{16}"\} 1.0', metrics)
+        assert re.search(r'cpd_tenant_prompt_tokens_total\{tenant="key-[0-9a-f]{16}"\} \d', metrics)
         assert "secret-key" not in metrics
 
 
