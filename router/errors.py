@@ -74,6 +74,11 @@ def unavailable(message: str, retry_after_s: float, *, code: str = "service_unav
     return ApiError(503, message, kind="server_error", code=code, headers=_retry_after(retry_after_s))
 
 
+def waits_too_long(message: str, retry_after_s: float) -> ApiError:
+    """The request would wait, or has waited, longer than it may."""
+    return unavailable(message, retry_after_s, code="wait_too_long")
+
+
 def too_many(message: str, retry_after_s: float) -> ApiError:
     """The tenant already has its share of the cluster; it may retry after `retry_after_s` seconds."""
     headers = _retry_after(retry_after_s)

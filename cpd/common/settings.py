@@ -107,6 +107,13 @@ class TargetSettings(Settings):
         description="Target gap between two tokens of a stream, in ms; 0: no target.",
     )
 
+    max_wait_s: float = Field(
+        60.0,
+        gt=0,
+        description="Longest wait of a request before its prompt is computed, in seconds. If more is predicted, it is "
+        "refused; once it has waited longer, it is given up: 503 with Retry-After.",
+    )
+
 
 class EngineSettings(TargetSettings, ModelSettings):
     """Settings of a worker's engine."""

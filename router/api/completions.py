@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
@@ -37,11 +38,13 @@ class Caller:
     Attributes:
         request_id: Sent back with the response, and used in logs.
         started: Loop time at which the request's head was read.
+        needed_at: Loop time after which the caller has no use for a first token.
     """
 
     tenant: Tenant
     request_id: str
     started: float
+    needed_at: float = inf
 
 
 class CompletionService:
@@ -66,7 +69,7 @@ class CompletionService:
         self.settings = settings
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
-        self.dispatcher = Dispatcher(workers, metrics, policy, targets, rng=rng)
+        self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not the model that this server has."""
@@ -157,6 +160,7 @@ class CompletionService:
                 consumer=response,
                 priority=-request.priority,
                 received=caller.started,
+                needed_at=caller.needed_at,
             )
             for position, prompt in enumerate(prompts)
         ]

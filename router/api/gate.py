@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from math import inf
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,12 +15,17 @@ from router.api.body import ClientGoneError
 from router.api.completions import Caller
 from router.api.connection import connection_of
 from router.api.tenants import Keys, Tenant
-from router.errors import ApiError, failed
+from router.errors import ApiError, failed, invalid
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset({"/livez", "/readyz", "/docs", "/openapi.json"})
 """Paths that need no API key and are served for any host, as load balancers probe by address."""
+
+TIMEOUT_HEADER = b"x-request-timeout-ms"
+"""With a generating call: the time from its arrival for which a first token is of use to the client."""
+
+_MILLISECONDS = re.compile(rb"[1-9][0-9]{0,8}")
 
 _DOCS_ASSETS = "/static-offline-docs/"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -74,9 +80,10 @@ class Gate:
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
                 tenant = self._keys.tenant(headers.get(b"authorization", b""))
+            now = asyncio.get_running_loop().time()
             scope["state"] = {
                 **scope.get("state", {}),
-                "caller": Caller(tenant, request_id.decode(), asyncio.get_running_loop().time()),
+                "caller": Caller(tenant, request_id.decode(), now, now + _timeout_s(headers)),
             }
             if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
                 scope = {**scope, "method": "GET"}
@@ -94,6 +101,21 @@ class Gate:
             if not started:
                 await self._refuse(internal_error())(scope, receive, send_with_id)
             raise  # to the HTTP server, which logs it
+
+
+def _timeout_s(headers: Mapping[bytes, bytes]) -> float:
+    """Time that the client gives the first token.
+
+    Raises:
+        ApiError: The header is not a number of milliseconds (400).
+    """
+    sent = headers.get(TIMEOUT_HEADER)
+    if sent is None:
+        return inf
+    if not _MILLISECONDS.fullmatch(sent):
+        message = "The header 'x-request-timeout-ms' must be a whole number of milliseconds, from 1 to 999999999."
+        raise invalid(None, message)
+    return int(sent) / 1e3
 
 
 def internal_error() -> ApiError:
