@@ -24,7 +24,7 @@ from router.api.completions import CompletionService
 from router.api.connection import Connection
 from router.api.key_file import KeyFile
 from router.api.sampling import default_sampling
-from router.api.tenants import Keys
+from router.api.tenants import Keys, Limits
 from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerRouters
 from router.operations.worker_metrics import WorkerMetrics
@@ -99,7 +99,8 @@ async def serve(
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     token = settings.cluster_token.get_secret_value()
     key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
-    keys = Keys(settings.api_key, key_file.entries if key_file else (), token)
+    limits = Limits(settings.tenant_requests, settings.tenant_tokens_per_minute, int(settings.tenant_body_memory))
+    keys = Keys(settings.api_key, key_file.entries if key_file else (), token, limits)
     text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
     workers = Workers(router_id, token, itl_ms=settings.slo_itl, learning=Learning(settings.policy, settings.slo_ttft))

@@ -217,7 +217,8 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
     )
     api_key_file: Path | None = Field(
         None,
-        description="YAML file with a list of more keys: key, admin (default false), min_priority (default 0).",
+        description="YAML file with a list of more keys: key, name, admin, min_priority, max_requests, "
+        "max_tokens_per_minute, max_body_memory. It is read again when it changes.",
     )
     allowed_hosts: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
@@ -243,6 +244,19 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         "defaults: temperature 1, no filters (openai).",
     )
     max_n: int = Field(16, ge=1, description="Most choices (n) of one request.")
+    tenant_requests: int = Field(
+        0,
+        ge=0,
+        description="Most requests of a tenant in progress; 0: no limit. This and the next two hold where the key file "
+        "says nothing else, and without keys for all clients together.",
+    )
+    tenant_tokens_per_minute: int = Field(
+        0, ge=0, description="Most tokens a minute of a tenant, of prompts and outputs; 0: no limit."
+    )
+    tenant_body_memory: ByteSize = Field(
+        ByteSize(256 << 20),
+        description="Most bytes of a tenant's request bodies that a router reads or processes at a time; 0: no limit.",
+    )
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
 
     @field_validator("api_key", "allowed_hosts", mode="before")

@@ -13,6 +13,7 @@ from router.api.openai import ChatFormat, CompletionFormat, Format
 from router.api.respond import CompletionResponse
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
 from router.dispatch.dispatcher import RETRY_S, Dispatcher
@@ -38,12 +39,14 @@ class Caller:
     Attributes:
         request_id: Sent back with the response, and used in logs.
         started: Loop time at which the request's head was read.
+        admission: Counts what the call uses of its tenant's limits.
         needed_at: Loop time after which the caller has no use for a first token.
     """
 
     tenant: Tenant
     request_id: str
     started: float
+    admission: Admission
     needed_at: float = inf
 
 
@@ -146,6 +149,7 @@ class CompletionService:
             form(request, vocabulary, model.fingerprint),
             choices,
             received=caller.started,
+            charge=caller.admission.charge,
         )
         response.requests = [
             RoutedRequest(
@@ -169,7 +173,9 @@ class CompletionService:
                 self.dispatcher.start(routed)
         except BaseException:
             response.cancel()
+            response.forget()
             raise
+        caller.admission.charge(sum(routed.prompt_len for routed in response.requests))
         return response
 
     async def _check_text(self, text: str, param: str) -> None:

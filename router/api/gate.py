@@ -14,6 +14,7 @@ from router.api.allowed_hosts import AllowedHosts
 from router.api.body import ClientGoneError
 from router.api.completions import Caller
 from router.api.connection import connection_of
+from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Keys, Tenant
 from router.errors import ApiError, failed, invalid
 
@@ -40,6 +41,7 @@ class Gate:
             middleware and routing would be a tenth of the router's work for a request.
         keys: The valid API keys.
         hosts: The allowed hosts.
+        limits: Counts what tenants use of their limits.
         refuse: Creates the response for an error.
     """
 
@@ -49,12 +51,14 @@ class Gate:
         generating: Mapping[str, Endpoint],
         keys: Keys,
         hosts: AllowedHosts,
+        limits: TenantLimits,
         refuse: Callable[[ApiError], Response],
     ) -> None:
         self._app = app
         self._generating = generating
         self._keys = keys
         self._hosts = hosts
+        self._limits = limits
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +68,9 @@ class Gate:
         headers = dict(scope["headers"])
         sent_id = headers.get(b"x-request-id", b"")
         request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
-        started = False
+        loop = asyncio.get_running_loop()
+        started, tenant, admission = False, Tenant(), None
+        generates = scope["method"] == "POST" and scope["path"] in self._generating
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -72,27 +78,27 @@ class Gate:
                 started = True
                 if scope["method"] == "POST":  # a body follows
                     connection_of(scope).hold()
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                limits = self._limits.headers(tenant, loop.time()) if generates else ()
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
             await send(message)
 
         try:
-            tenant = Tenant()
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
                 tenant = self._keys.tenant(headers.get(b"authorization", b""))
-            now = asyncio.get_running_loop().time()
-            scope["state"] = {
-                **scope.get("state", {}),
-                "caller": Caller(tenant, request_id.decode(), now, now + _timeout_s(headers)),
-            }
+            now = loop.time()
+            scope["state"] = {**scope.get("state", {}), "tenant": tenant}
             if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
                 scope = {**scope, "method": "GET"}
-            endpoint = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
-            if endpoint is None:
+            if not generates:
                 await self._app(scope, receive, send_with_id)
-            else:
-                response = await endpoint(Request(scope, receive))
-                await response(scope, receive, send_with_id)
+                return
+            admission = self._limits.admit(tenant, now)
+            caller = Caller(tenant, request_id.decode(), now, admission, now + _timeout_s(headers))
+            scope["state"]["caller"] = caller
+            response = await self._generating[scope["path"]](Request(scope, receive))
+            admission.release_body()
+            await response(scope, receive, send_with_id)
         except ApiError as error:
             await self._refuse(error)(scope, receive, send_with_id)
         except ClientGoneError:
@@ -101,6 +107,9 @@ class Gate:
             if not started:
                 await self._refuse(internal_error())(scope, receive, send_with_id)
             raise  # to the HTTP server, which logs it
+        finally:
+            if admission is not None:
+                admission.end(loop.time())
 
 
 def _timeout_s(headers: Mapping[bytes, bytes]) -> float:

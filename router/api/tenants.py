@@ -1,8 +1,7 @@
 """Tenants: each name in the key file has its own permissions and its own cached prefixes.
 
-A name may have several keys, so that a key can be replaced while both work. A limit of a tenant is stored here and
-checked by `completions.py` before a request is dispatched. Workers limit a tenant's share of their queue
-(`engine/scheduling/queue_limit.py`).
+A name may have several keys, so that a key can be replaced while both work. `tenant_limits.py` counts what tenants use
+of their limits. Workers limit a tenant's share of their queue (`engine/scheduling/queue_limit.py`).
 """
 
 import hmac
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 
 from cpd.common.errors import ConfigError
 from router.api.schemas import MAX_PRIORITY
@@ -21,6 +20,21 @@ from router.errors import ApiError
 
 CLUSTER_NAME = "_cluster"
 """The tenant of the cluster's own processes. No name in a key file begins with `_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may use at a time; 0 is no limit.
+
+    Attributes:
+        requests: Calls in flight.
+        tokens_per_minute: Tokens of prompts and outputs.
+        body_memory: Bytes of bodies that are being read or processed.
+    """
+
+    requests: int = 0
+    tokens_per_minute: int = 0
+    body_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,7 @@ class Tenant:
     salt: bytes = b""
     admin: bool = True
     min_priority: int = -MAX_PRIORITY
+    limits: Limits = Limits()
 
     def check_admin(self) -> None:
         """Raises ApiError (403) if the tenant may not see the cluster's state."""
@@ -60,6 +75,15 @@ class KeyEntry(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
     admin: bool = False
     min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    max_requests: Annotated[int, Field(ge=0)] | None = None
+    max_tokens_per_minute: Annotated[int, Field(ge=0)] | None = None
+    max_body_memory: ByteSize | None = None
+
+    def limits(self, defaults: Limits) -> Limits:
+        """The limits of its owner."""
+        own = (self.max_requests, self.max_tokens_per_minute, self.max_body_memory)
+        usual = (defaults.requests, defaults.tokens_per_minute, defaults.body_memory)
+        return Limits(*(int(other if one is None else one) for one, other in zip(own, usual, strict=True)))
 
 
 _ENTRIES = TypeAdapter(list[KeyEntry])
@@ -101,20 +125,30 @@ class Keys:
         keys: Keys without restrictions.
         entries: Entries of the key file.
         cluster_token: The secret of the cluster; empty if there is none. It is the key of the cluster's own processes.
+        limits: Limits of tenants for which the key file has no others.
     """
 
-    def __init__(self, keys: Sequence[str], entries: Sequence[KeyEntry] = (), cluster_token: str = "") -> None:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        entries: Sequence[KeyEntry] = (),
+        cluster_token: str = "",
+        limits: Limits = Limits(),
+    ) -> None:
         self._keys = keys
+        self._limits = limits
+        self._everyone = Tenant(limits=limits)
         self._cluster_token = cluster_token
         self._tenants: Sequence[tuple[bytes, Tenant]] = ()
         self.replace(entries)
 
     def replace(self, entries: Sequence[KeyEntry]) -> None:
         """Takes the entries of the key file instead of the earlier ones. Running requests go on."""
-        tenants = [(_digest(key), self._tenant(_hidden(key))) for key in self._keys]
+        tenants = [(_digest(key), self._tenant(_hidden(key), limits=self._limits)) for key in self._keys]
         for entry in entries:
-            key = entry.key.get_secret_value()
-            tenants.append((_digest(key), self._tenant(entry.name or _hidden(key), entry.admin, entry.min_priority)))
+            key, limits = entry.key.get_secret_value(), entry.limits(self._limits)
+            tenant = self._tenant(entry.name or _hidden(key), entry.admin, entry.min_priority, limits)
+            tenants.append((_digest(key), tenant))
         if tenants and self._cluster_token:
             tenants.append((_digest(self._cluster_token), self._tenant(CLUSTER_NAME)))
         self._tenants = tenants
@@ -131,7 +165,7 @@ class Keys:
             ApiError: The key is missing or wrong (401).
         """
         if not self._tenants:
-            return Tenant()
+            return self._everyone
         scheme, _, key = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
             raise _unauthorized("No API key was sent. Send it in the header 'Authorization: Bearer <key>'.")
@@ -142,10 +176,16 @@ class Keys:
             raise _unauthorized("The API key is wrong.")
         return matches[0]
 
-    def _tenant(self, name: str, admin: bool = True, min_priority: int = -MAX_PRIORITY) -> Tenant:
+    def _tenant(
+        self,
+        name: str,
+        admin: bool = True,
+        min_priority: int = -MAX_PRIORITY,
+        limits: Limits = Limits(),
+    ) -> Tenant:
         # of the name, so that a new key finds what the old one has cached; of the secret, so that nobody can guess it
         salt = hmac.digest(self._cluster_token.encode(), b"cpd-salt:" + name.encode(), "sha256")[:16]
-        return Tenant(name=name, salt=salt, admin=admin, min_priority=min_priority)
+        return Tenant(name=name, salt=salt, admin=admin, min_priority=min_priority, limits=limits)
 
 
 def _digest(key: str) -> bytes:

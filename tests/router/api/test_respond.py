@@ -69,7 +69,10 @@ class Exchange:
         request = ChatRequest.model_validate(ASKED | {"stream": stream})
         self.choice = Choice(0, vocabulary.detokenizer(b""), (), 0)
         form = ChatFormat(request, vocabulary, b"")
-        self.response = CompletionResponse(dispatcher, metrics, request, form, [self.choice], received=0.0)
+        charged: list[int] = []
+        self.response = CompletionResponse(
+            dispatcher, metrics, request, form, [self.choice], received=0.0, charge=charged.append
+        )
         self.response.requests = [
             RoutedRequest(
                 trace_id="",
