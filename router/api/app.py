@@ -85,7 +85,10 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
 
     async def read(request: Request, kind: type[R]) -> R:
         body = await read_body(request, service.settings.max_body, _caller(request).admission.hold)
-        return parse(body, kind, max_n=service.settings.max_n, defaults=service.sampling_defaults)
+        settings, defaults = service.settings, service.sampling_defaults
+        return await service.off_loop(
+            lambda: parse(body, kind, max_n=settings.max_n, defaults=defaults), _caller(request)
+        )
 
     @app.post("/v1/chat/completions", **generates(ChatRequest, ChatCompletion, ChatCompletionChunk))
     async def create_chat_completion(request: Request) -> Response:

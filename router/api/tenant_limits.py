@@ -35,15 +35,19 @@ class _Use:
 
 
 class Admission:
-    """An API call that was admitted, until `end`."""
+    """An API call that was admitted, until `end`.
 
-    __slots__ = ("_body_bytes", "_limits", "_since", "_tenant")
+    Attributes:
+        body_bytes: Size of its body, as far as it was read; 0 once it is released.
+    """
+
+    __slots__ = ("_limits", "_since", "_tenant", "body_bytes")
 
     def __init__(self, limits: "TenantLimits", tenant: Tenant, since: float) -> None:
         self._limits = limits
         self._tenant = tenant
         self._since = since
-        self._body_bytes = 0
+        self.body_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
         """Counts bytes of the call's body that were read.
@@ -52,7 +56,7 @@ class Admission:
             ApiError: The tenant's bodies have too many bytes (429).
         """
         use, limit = self._limits.use(self._tenant), self._tenant.limits.body_memory
-        self._body_bytes += num_bytes
+        self.body_bytes += num_bytes
         use.body_bytes += num_bytes
         if limit and use.body_bytes > limit:
             message = f"Bodies of more than {limit} bytes of yours are being read or processed; try again later."
@@ -60,8 +64,8 @@ class Admission:
 
     def release_body(self) -> None:
         """The body is not needed any more."""
-        self._limits.use(self._tenant).body_bytes -= self._body_bytes
-        self._body_bytes = 0
+        self._limits.use(self._tenant).body_bytes -= self.body_bytes
+        self.body_bytes = 0
 
     def charge(self, tokens: int) -> None:
         """Takes tokens from the tenant's bucket."""
