@@ -1,6 +1,7 @@
 """`python -m router` runs one router."""
 
 import asyncio
+import resource
 import secrets
 import signal
 import sys
@@ -20,6 +21,8 @@ def run(settings: RouterSettings) -> None:
     setup_logging(settings.log_level, router_id)
     end_with_supervisor()
     collect_garbage_rarely()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection is an open file
     sys.exit(uvloop.run(_until_signalled(settings, router_id)))
 
 

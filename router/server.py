@@ -5,8 +5,10 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from redis.asyncio import Redis
@@ -20,6 +22,7 @@ from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
+from router.api.client_limit import ClientLimit
 from router.api.completions import CompletionService
 from router.api.connection import Connection
 from router.api.key_file import KeyFile
@@ -110,8 +113,10 @@ async def serve(
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: workers.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
-    server = _server(create_app(service, keys, hosts, peers))
-    admin = _server(create_app(service, keys, hosts, None))
+    clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
+    server = _server(create_app(service, keys, hosts, clients, peers), clients)
+    unlimited = ClientLimit(0)
+    admin = _server(create_app(service, keys, hosts, unlimited, None), unlimited)
     ended = asyncio.Event()
     exit_code = 0
 
@@ -160,11 +165,11 @@ async def serve(
     return exit_code
 
 
-def _server(app: ASGIApp) -> "_Server":
+def _server(app: ASGIApp, clients: ClientLimit) -> "_Server":
     return _Server(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=cast("type[asyncio.Protocol]", partial(Connection, clients=clients)),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -6,6 +6,7 @@ flag. The flag wins over the environment (`CPD_TOKEN_BUDGET`), that over the YAM
 
 import re
 from difflib import get_close_matches
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -227,6 +228,16 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         "web page can reach the server under a name of its own (DNS rebinding). Default: any; on a loopback --host "
         "without API keys, no others.",
     )
+    max_connections_per_client: int = Field(
+        1024,
+        ge=0,
+        description="Most connections from one address to a router; 0: no limit. A further one gets a 429.",
+    )
+    trusted_proxies: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="Addresses or networks of reverse proxies, such as 10.0.0.0/8, separated by commas. They may "
+        "have any number of connections; each request over them counts for the client in X-Forwarded-For.",
+    )
     slo_ttft: float = Field(2000.0, gt=0, le=MOST_SLO_MS, description="Target time to first token, in ms.")
     long_prefill_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | Literal["auto"] = Field(
         "auto",
@@ -259,13 +270,23 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
     )
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
 
-    @field_validator("api_key", "allowed_hosts", mode="before")
+    @field_validator("api_key", "allowed_hosts", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             return value
         return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_networks(cls, names: list[str]) -> list[str]:
+        for name in names:
+            try:
+                ip_network(name, strict=False)
+            except ValueError:
+                raise PydanticCustomError("network", "not an IP address or network such as 10.0.0.0/8") from None
+        return names
 
     @field_validator("allowed_hosts")
     @classmethod

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import read_body
+from router.api.client_limit import ClientLimit
 from router.api.completions import Caller, CompletionService
 from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
@@ -40,12 +41,15 @@ from router.operations.status import ClusterStatus
 R = TypeVar("R", bound=GenerateRequest)
 
 
-def create_app(service: CompletionService, keys: Keys, hosts: AllowedHosts, peers: PeerRouters | None) -> ASGIApp:
+def create_app(
+    service: CompletionService, keys: Keys, hosts: AllowedHosts, clients: ClientLimit, peers: PeerRouters | None
+) -> ASGIApp:
     """Creates the router's ASGI application.
 
     Args:
         keys: The valid API keys.
         hosts: The allowed hosts.
+        clients: Counts the connections of each client.
         peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes.
     """
 
@@ -76,7 +80,7 @@ def create_app(service: CompletionService, keys: Keys, hosts: AllowedHosts, peer
     _add_operations(app, service, peers)
     complete(app, needs_key=keys.any)
     limits = TenantLimits(lambda: len(service.workers.routers))
-    return Gate(app, generating, keys, hosts, limits, refuse)
+    return Gate(app, generating, keys, hosts, limits, clients, refuse)
 
 
 def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import ClientGoneError
+from router.api.client_limit import ClientLimit
 from router.api.completions import Caller
 from router.api.connection import connection_of
 from router.api.tenant_limits import TenantLimits
@@ -42,6 +43,7 @@ class Gate:
         keys: The valid API keys.
         hosts: The allowed hosts.
         limits: Counts what tenants use of their limits.
+        clients: Counts the connections of each client.
         refuse: Creates the response for an error.
     """
 
@@ -52,6 +54,7 @@ class Gate:
         keys: Keys,
         hosts: AllowedHosts,
         limits: TenantLimits,
+        clients: ClientLimit,
         refuse: Callable[[ApiError], Response],
     ) -> None:
         self._app = app
@@ -59,6 +62,7 @@ class Gate:
         self._keys = keys
         self._hosts = hosts
         self._limits = limits
+        self._clients = clients
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +73,7 @@ class Gate:
         sent_id = headers.get(b"x-request-id", b"")
         request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
         loop = asyncio.get_running_loop()
-        started, tenant, admission = False, Tenant(), None
+        started, tenant, admission, client = False, Tenant(), None, None
         generates = scope["method"] == "POST" and scope["path"] in self._generating
 
         async def send_with_id(message: Message) -> None:
@@ -86,6 +90,9 @@ class Gate:
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
                 tenant = self._keys.tenant(headers.get(b"authorization", b""))
+            if scope["client"] and (named := self._clients.forwarded_client(scope["client"][0], headers)) is not None:
+                self._clients.open(named)
+                client = named
             now = loop.time()
             scope["state"] = {**scope.get("state", {}), "tenant": tenant}
             if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
@@ -110,6 +117,8 @@ class Gate:
         finally:
             if admission is not None:
                 admission.end(loop.time())
+            if client is not None:
+                self._clients.close(client)
 
 
 def _timeout_s(headers: Mapping[bytes, bytes]) -> float:
