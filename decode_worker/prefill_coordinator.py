@@ -25,7 +25,7 @@ from cpd.common.blocks import BLOCK_SIZE, blocks_for, extend_hashes
 from cpd.common.errors import QueueFullError
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.landing_queue import LandingQueue
-from decode_worker.prefill_outcome import Outcome, Status
+from decode_worker.prefill_outcome import Failure, Outcome, Status
 from decode_worker.prefix_fetch import PrefixFetch
 from decode_worker.remote_prefill import RemotePrefill
 from decode_worker.router_request import RouterRequest
@@ -145,7 +145,10 @@ class _Coordination:
             outcome = await self._prefill_by(candidate, report)
             if outcome.status is not Status.FAILED:
                 return
-            log.warning("prefill of %s by %s failed: %s", self._request.trace_id, candidate.worker_id, outcome.reason)
+            level = logging.DEBUG if outcome.failure is Failure.QUEUE_FULL else logging.WARNING
+            log.log(
+                level, "prefill of %s by %s failed: %s", self._request.trace_id, candidate.worker_id, outcome.reason
+            )
             self._failures[candidate.worker_id] = outcome.reason
             self._continue_after(outcome.first)
         if (await self._take_or_report()).verdict is _Verdict.TOO_LONG:

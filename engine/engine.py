@@ -13,6 +13,7 @@ blocks published only when the step that touches them has been collected.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class Engine:
         colocation: Decides where prefills go while there are decodes.
         max_num_seqs: Maximum number of running sequences.
         max_queue_tokens: Maximum tokens of requests that have not been scheduled yet.
+        max_wait_s: Longest time that these requests should wait; more are refused.
         build: Makes the batches. A simulated executor, which computes nothing, needs only their sizes and samples.
         host: Host memory for evicted blocks; None: they are lost.
 
@@ -67,6 +69,7 @@ class Engine:
         colocation: Colocation,
         max_num_seqs: int,
         max_queue_tokens: int,
+        max_wait_s: float = inf,
         build: BuildBatch = build_batch,
         host: HostMemory | None = None,
     ) -> None:
@@ -83,7 +86,9 @@ class Engine:
             self._cache,
             max_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-            limit=QueueLimit(lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000),
+            limit=QueueLimit(
+                lambda tokens: colocation.prefill_ms(Work.prefill(tokens), Work()) / 1000, max_wait_s=max_wait_s
+            ),
             prefill_ms=colocation.prefill_ms,
         )
         self.colocation = colocation

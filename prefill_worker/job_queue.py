@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
+from math import inf
 
 from cpd.common.blocks import blocks_for
 from cpd.performance.model import Work
@@ -63,6 +64,7 @@ class JobQueue:
         max_tokens: Most tokens that may wait (`engine.scheduling.queue_limit` has the rule).
         slack_tokens: A job is granted when fewer tokens than this are left to compute, and fewer than this of the same
             decode worker have not landed.
+        max_wait_s: Longest time that they should wait.
         early_pages: Most pages that may wait for a landing.
         predicted_s: Predicts the time to compute this many tokens.
     """
@@ -73,13 +75,14 @@ class JobQueue:
         max_tokens: int,
         slack_tokens: int,
         early_pages: int,
+        max_wait_s: float = inf,
         predicted_s: Callable[[int], float] = lambda tokens: 0.0,
     ) -> None:
         self._max_tokens = max_tokens
         self._slack_tokens = slack_tokens
         self._early_pages = early_pages
         self._waiting = FairQueue[QueuedJob]()
-        self._limit = QueueLimit(predicted_s)
+        self._limit = QueueLimit(predicted_s, max_wait_s=max_wait_s)
         self._predicted_s = predicted_s
         self._granted: list[QueuedJob] = []
         self._waiting_work = Work()

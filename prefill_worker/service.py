@@ -32,6 +32,7 @@ class PrefillService:
         self._pools = PoolConnections(context.transport)
         self._queue = JobQueue(
             max_tokens=context.settings.max_queue_tokens,
+            max_wait_s=context.settings.max_wait_s,
             slack_tokens=SLACK_BUDGETS * context.colocation.max_tokens,
             early_pages=context.memory.num_pages - blocks_for(context.limits.max_model_len),
             predicted_s=lambda tokens: self._prefill_ms(Work.prefill(tokens)) / 1000,

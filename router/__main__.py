@@ -1,6 +1,7 @@
 """`python -m router` runs one router."""
 
 import asyncio
+import resource
 import secrets
 import signal
 import sys
@@ -20,15 +21,19 @@ def run(settings: RouterSettings) -> None:
     setup_logging(settings.log_level, router_id)
     end_with_supervisor()
     collect_garbage_rarely()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection is an open file
     sys.exit(uvloop.run(_until_signalled(settings, router_id)))
 
 
 async def _until_signalled(settings: RouterSettings, router_id: str) -> int:
-    stop = asyncio.Event()
+    stop, reread = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reread.set)
     with listen(settings.host, settings.port) as listener:
-        return await serve(settings, router_id, listener, stop)
+        return await serve(settings, router_id, listener, stop, reread)
 
 
 def main() -> None:

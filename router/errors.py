@@ -74,10 +74,15 @@ def unavailable(message: str, retry_after_s: float, *, code: str = "service_unav
     return ApiError(503, message, kind="server_error", code=code, headers=_retry_after(retry_after_s))
 
 
-def too_many(message: str, retry_after_s: float) -> ApiError:
+def waits_too_long(message: str, retry_after_s: float) -> ApiError:
+    """The request would wait, or has waited, longer than it may."""
+    return unavailable(message, retry_after_s, code="wait_too_long")
+
+
+def too_many(message: str, retry_after_s: float, *, kind: str = "tokens") -> ApiError:
     """The tenant already has its share of the cluster; it may retry after `retry_after_s` seconds."""
     headers = _retry_after(retry_after_s)
-    return ApiError(429, message, kind="tokens", code="rate_limit_exceeded", headers=headers)
+    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
 
 
 def failed(message: str) -> ApiError:

@@ -7,6 +7,8 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.usage import Usage
+
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 
@@ -15,10 +17,16 @@ class RequestMetrics:
     """The metrics of one router process, in a registry of its own, to which `WorkerMetrics` is added.
 
     A metric with labels is a cached function of their values, since finding one in the library takes microseconds.
+
+    Attributes:
+        usage: What each tenant has used.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+
+        self.usage = Usage()
+        registry.register(self.usage)
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(f"cpd_{name}", help_text, labels, registry=registry)
@@ -32,9 +40,6 @@ class RequestMetrics:
         self.itl = histogram("itl_seconds", "Gap between two outputs of one choice.", buckets=_GAP_S)
         self.e2e = cache(histogram("e2e_seconds", "Time from request to the end of its response.", "route").labels)
         self.queue = cache(histogram("queue_seconds", "Time of prompts in a worker's queue.", "tenant").labels)
-        self.tenant_tokens = cache(
-            counter("tenant_prompt_tokens", "Tokens of prompts that got a first token.", "tenant").labels
-        )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from a cache.")
         self.output_tokens = counter("output_tokens", "Output tokens.")

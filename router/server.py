@@ -5,8 +5,10 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from redis.asyncio import Redis
@@ -22,10 +24,12 @@ from cpd.common.settings import RouterSettings
 from cpd.common.trust import cluster_secret
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
+from router.api.client_limit import ClientLimit
 from router.api.completions import CompletionService
 from router.api.connection import Connection
+from router.api.key_file import KeyFile
 from router.api.sampling import default_sampling
-from router.api.tenants import Keys, read_keys
+from router.api.tenants import Keys, Limits
 from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerRouters
 from router.operations.worker_metrics import WorkerMetrics
@@ -76,8 +80,16 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
     return listener
 
 
-async def serve(settings: RouterSettings, router_id: str, listener: socket.socket, stop: asyncio.Event) -> int:
+async def serve(
+    settings: RouterSettings,
+    router_id: str,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    reread: asyncio.Event | None = None,
+) -> int:
     """Serves HTTP on `listener` until `stop` is set; running responses then have GRACE_S to end.
+
+    The key file is read again when it changes, and when `reread` is set.
 
     This router accepts no connections while it is not ready and a peer serves the same port. It stops by itself when a
     newer router has taken its id.
@@ -91,8 +103,9 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     if not settings.redis_url:
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     secret = cluster_secret(settings)
-    entries = read_keys(settings.api_key_file) if settings.api_key_file else ()
-    keys = Keys(settings.api_key, entries, secret.admin_key)
+    key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
+    limits = Limits(settings.tenant_requests, settings.tenant_tokens_per_minute, int(settings.tenant_body_memory))
+    keys = Keys(settings.api_key, key_file.entries if key_file else (), secret, limits)
     text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
     workers = Workers(
@@ -108,8 +121,10 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: workers.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
-    server = _server(create_app(service, keys, hosts, peers))
-    admin = _server(create_app(service, keys, hosts, None))
+    clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
+    server = _server(create_app(service, keys, hosts, clients, peers), clients)
+    unlimited = ClientLimit(0)
+    admin = _server(create_app(service, keys, hosts, unlimited, None), unlimited)
     ended = asyncio.Event()
     exit_code = 0
 
@@ -147,19 +162,22 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
             group.create_task(admin.serve(sockets=[admin_listener]))
-            ending = group.create_task(end())
+            helpers = [group.create_task(end())]
+            if key_file is not None:
+                helpers.append(group.create_task(key_file.follow(keys, reread or asyncio.Event())))
             await serve_public(member)
             admin.should_exit = True
             ended.set()
-            ending.cancel()
+            for helper in helpers:
+                helper.cancel()
     return exit_code
 
 
-def _server(app: ASGIApp) -> "_Server":
+def _server(app: ASGIApp, clients: ClientLimit) -> "_Server":
     return _Server(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=cast("type[asyncio.Protocol]", partial(Connection, clients=clients)),
             ws="none",
             lifespan="off",
             log_config=None,

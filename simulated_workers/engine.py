@@ -79,6 +79,7 @@ def make_loader(profile: Profile, config: ModelConfig) -> Load:
             colocation=colocation,
             max_num_seqs=settings.max_num_seqs,
             max_queue_tokens=settings.max_queue_tokens,
+            max_wait_s=settings.max_wait_s,
             build=build_outline,
         )
         return LoadedEngine(

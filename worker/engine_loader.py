@@ -74,6 +74,7 @@ def load_engine(settings: WorkerSettings, role: Role) -> LoadedEngine:
         colocation=colocation,
         max_num_seqs=settings.max_num_seqs,
         max_queue_tokens=settings.max_queue_tokens,
+        max_wait_s=settings.max_wait_s,
         host=runner.host_memory(host_bytes, checksums=settings.kv_checksum) if host_bytes else None,
     )
     return LoadedEngine(

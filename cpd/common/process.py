@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+from cpd.common.log_floods import FloodFilter
+
 GRACE_S = 5.0
 """Time that a process has to end in order once its supervisor is gone."""
 
@@ -40,6 +42,8 @@ def setup_logging(level: str, name: str) -> None:
     logging.basicConfig(
         level=level.upper(), format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s", force=True
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(FloodFilter(handler.handle))
 
 
 def end_with_supervisor() -> None:

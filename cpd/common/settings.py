@@ -6,6 +6,7 @@ flag. The flag wins over the environment (`CPD_TOKEN_BUDGET`), that over the YAM
 
 import re
 from difflib import get_close_matches
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -105,6 +106,13 @@ class TargetSettings(Settings):
         ge=0,
         le=MOST_SLO_MS,
         description="Target gap between two tokens of a stream, in ms; 0: no target.",
+    )
+
+    max_wait_s: float = Field(
+        60.0,
+        gt=0,
+        description="Longest wait of a request before its prompt is computed, in seconds. If more is predicted, it is "
+        "refused; once it has waited longer, it is given up: 503 with Retry-After.",
     )
 
 
@@ -214,7 +222,8 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
     )
     api_key_file: Path | None = Field(
         None,
-        description="YAML file with a list of more keys: key, admin (default false), min_priority (default 0).",
+        description="YAML file with a list of more keys: key, name, admin, min_priority, max_requests, "
+        "max_tokens_per_minute, max_body_memory. It is read again when it changes.",
     )
     allowed_hosts: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
@@ -222,6 +231,16 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         "--host: without port, separated by commas; * allows any. A request for another host is refused, so that no "
         "web page can reach the server under a name of its own (DNS rebinding). Default: any; on a loopback --host "
         "without API keys, no others.",
+    )
+    max_connections_per_client: int = Field(
+        1024,
+        ge=0,
+        description="Most connections from one address to a router; 0: no limit. A further one gets a 429.",
+    )
+    trusted_proxies: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="Addresses or networks of reverse proxies, such as 10.0.0.0/8, separated by commas. They may "
+        "have any number of connections; each request over them counts for the client in X-Forwarded-For.",
     )
     slo_ttft: float = Field(2000.0, gt=0, le=MOST_SLO_MS, description="Target time to first token, in ms.")
     long_prefill_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | Literal["auto"] = Field(
@@ -240,15 +259,38 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         "defaults: temperature 1, no filters (openai).",
     )
     max_n: int = Field(16, ge=1, description="Most choices (n) of one request.")
+    tenant_requests: int = Field(
+        0,
+        ge=0,
+        description="Most requests of a tenant in progress; 0: no limit. This and the next two hold where the key file "
+        "says nothing else, and without keys for all clients together.",
+    )
+    tenant_tokens_per_minute: int = Field(
+        0, ge=0, description="Most tokens a minute of a tenant, of prompts and outputs; 0: no limit."
+    )
+    tenant_body_memory: ByteSize = Field(
+        ByteSize(256 << 20),
+        description="Most bytes of a tenant's request bodies that a router reads or processes at a time; 0: no limit.",
+    )
     max_body: ByteSize = Field(ByteSize(8 << 20), description="Largest request body.")
 
-    @field_validator("api_key", "allowed_hosts", mode="before")
+    @field_validator("api_key", "allowed_hosts", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             return value
         return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_networks(cls, names: list[str]) -> list[str]:
+        for name in names:
+            try:
+                ip_network(name, strict=False)
+            except ValueError:
+                raise PydanticCustomError("network", "not an IP address or network such as 10.0.0.0/8") from None
+        return names
 
     @field_validator("allowed_hosts")
     @classmethod

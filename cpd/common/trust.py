@@ -112,3 +112,6 @@ class ClusterSecret:
     def key(self, label: str) -> bytes:
         """Returns the key for one use (32 bytes)."""
         return hmac.digest(self._secret, f"cpd 1 {label}".encode(), "sha256")
+
+
+NO_SECRET = ClusterSecret("")

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import read_body
+from router.api.client_limit import ClientLimit
 from router.api.completions import Caller, CompletionService
 from router.api.documentation import ANY_ERROR, DESCRIPTION, NO_KEY, complete, generates, returns
 from router.api.gate import Endpoint, Gate, internal_error
@@ -29,22 +30,26 @@ from router.api.responses import (
     TextCompletionChunk,
 )
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
-from router.api.tenants import Keys
+from router.api.tenant_limits import TenantLimits
+from router.api.tenants import Keys, Tenant
 from router.dispatch.dispatcher import RETRY_S
 from router.errors import ApiError, unavailable
-from router.operations.overview import Overview, RequestPlacements, ScrapeTargets
+from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.status import ClusterStatus
 
 R = TypeVar("R", bound=GenerateRequest)
 
 
-def create_app(service: CompletionService, keys: Keys, hosts: AllowedHosts, peers: PeerRouters | None) -> ASGIApp:
+def create_app(
+    service: CompletionService, keys: Keys, hosts: AllowedHosts, clients: ClientLimit, peers: PeerRouters | None
+) -> ASGIApp:
     """Creates the router's ASGI application.
 
     Args:
         keys: The valid API keys.
         hosts: The allowed hosts.
+        clients: Counts the connections of each client.
         peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes.
     """
 
@@ -74,7 +79,8 @@ def create_app(service: CompletionService, keys: Keys, hosts: AllowedHosts, peer
     generating = _add_api(app, service) if peers is not None else {}
     _add_operations(app, service, peers)
     complete(app, needs_key=keys.any)
-    return Gate(app, generating, keys, hosts, refuse)
+    limits = TenantLimits(lambda: len(service.workers.routers))
+    return Gate(app, generating, keys, hosts, limits, clients, refuse)
 
 
 def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
@@ -82,8 +88,11 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
     created = int(time.time())
 
     async def read(request: Request, kind: type[R]) -> R:
-        body = await read_body(request, service.settings.max_body)
-        return parse(body, kind, max_n=service.settings.max_n, defaults=service.sampling_defaults)
+        body = await read_body(request, service.settings.max_body, _caller(request).admission.hold)
+        settings, defaults = service.settings, service.sampling_defaults
+        return await service.off_loop(
+            lambda: parse(body, kind, max_n=settings.max_n, defaults=defaults), _caller(request)
+        )
 
     @app.post("/v1/chat/completions", **generates(ChatRequest, ChatCompletion, ChatCompletionChunk))
     async def create_chat_completion(request: Request) -> Response:
@@ -125,6 +134,7 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
         workers,
         service.dispatcher.decisions,
         peers,
+        service.metrics.usage.tenants,
         cluster=service.settings.cluster,
         model=service.text_files.name,
     )
@@ -144,26 +154,32 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
     @app.get("/metrics", responses=returns(str, 401, 403, 421), response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Metrics of the router that answers, in Prometheus' text format."""
-        _caller(request).tenant.check_admin()
+        _tenant(request).check_admin()
         text = await asyncio.to_thread(service.metrics.text)  # takes 0.2 s with a thousand workers
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/metrics/targets", responses=returns(list[ScrapeTargets], 401, 403, 421))
     async def scrape_targets(request: Request) -> Response:
         """Admin ports of all routers, for Prometheus' HTTP service discovery."""
-        _caller(request).tenant.check_admin()
+        _tenant(request).check_admin()
         return _json(overview.scrape_targets())
 
     @app.get("/cluster", responses=returns(ClusterStatus, 401, 403, 421))
     async def get_cluster(request: Request) -> Response:
         """State of the cluster: all routers, and all workers as each router sees them."""
-        _caller(request).tenant.check_admin()
+        _tenant(request).check_admin()
         return _json(await overview.cluster(_authorization(request)))
+
+    @app.get("/usage", responses=returns(ClusterUsage, 401, 403, 421))
+    async def get_usage(request: Request) -> Response:
+        """What each tenant has used since the routers started: calls and tokens."""
+        _tenant(request).check_admin()
+        return _json(await overview.usage(_authorization(request)))
 
     @app.get("/requests/{request_id:path}", responses=returns(RequestPlacements, 401, 404, 421))
     async def get_placements(request: Request, request_id: str) -> Response:
         """Shows where a recent request of the caller went, by its `x-request-id`."""
-        tenant = _caller(request).tenant.name
+        tenant = _tenant(request).name
         return _json(await overview.placements(tenant, _authorization(request), request_id))
 
 
@@ -171,6 +187,12 @@ def _caller(request: Request) -> Caller:
     caller = request.scope["state"]["caller"]
     assert isinstance(caller, Caller)
     return caller
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant = request.scope["state"]["tenant"]
+    assert isinstance(tenant, Tenant)
+    return tenant
 
 
 def _authorization(request: Request) -> bytes:

@@ -5,7 +5,7 @@ The media type is checked because a web page may send any other one to a server 
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
 
@@ -20,8 +20,8 @@ class ClientGoneError(Exception):
     """The client closed the connection before it had sent the whole request."""
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Reads the request's body.
+async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """Reads the request's body. Calls `hold` with the size of each piece.
 
     Raises:
         ApiError: The body is not `application/json` or is compressed (415), has an unknown transfer encoding (400), is
@@ -35,7 +35,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(None if connection_of(request.scope).has_all else BODY_S):
-            return await _read(request, max_bytes)
+            return await _read(request, max_bytes, hold)
     except TimeoutError:
         message = f"The body did not arrive within {BODY_S:g} s."
         raise invalid(None, message, code="request_timeout", status=408) from None
@@ -57,7 +57,7 @@ def _check_format(headers: Mapping[bytes, bytes]) -> None:
         raise invalid(None, message, code="invalid_http")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
     parts: list[bytes] = []
     size, more = 0, True
     while more:
@@ -68,6 +68,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         size += len(parts[-1])
         if size > max_bytes:
             raise _too_large(max_bytes)
+        hold(len(parts[-1]))
         more = message.get("more_body", False)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 

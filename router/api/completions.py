@@ -2,9 +2,12 @@
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from random import Random
+from typing import TypeVar
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, hash_root, largest_token, pack_tokens
 from cpd.common.settings import RouterSettings
@@ -12,6 +15,7 @@ from router.api.openai import ChatFormat, CompletionFormat, Format
 from router.api.respond import CompletionResponse
 from router.api.sampling import sampling_message
 from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from router.api.tenant_limits import Admission
 from router.api.tenants import Tenant
 from router.dispatch.attempts import RoutedRequest
 from router.dispatch.dispatcher import RETRY_S, Dispatcher
@@ -26,6 +30,11 @@ from router.text.text_files import TextFiles
 _MANY_CHARS = 16
 """Nearly all tokens have fewer characters than this."""
 
+INLINE_BYTES = 32_768
+"""Size of the largest body that is parsed and rendered on the event loop, usually in less than a millisecond."""
+
+T = TypeVar("T")
+
 _PIECE_BYTES = 512 * BLOCK_SIZE * TOKEN_BYTES
 """Prompt bytes hashed at a time, in about half a millisecond. Other tasks run in between."""
 
@@ -37,11 +46,15 @@ class Caller:
     Attributes:
         request_id: Sent back with the response, and used in logs.
         started: Loop time at which the request's head was read.
+        admission: Counts what the call uses of its tenant's limits.
+        needed_at: Loop time after which the caller has no use for a first token.
     """
 
     tenant: Tenant
     request_id: str
     started: float
+    admission: Admission
+    needed_at: float = inf
 
 
 class CompletionService:
@@ -66,13 +79,20 @@ class CompletionService:
         self.settings = settings
         targets = Targets(settings.slo_ttft, settings.slo_itl, settings.long_prefill_tokens)
         policy, rng = make_policy(settings.policy), Random(secrets.randbits(64))
-        self.dispatcher = Dispatcher(workers, metrics, policy, targets, rng=rng)
+        self.dispatcher = Dispatcher(workers, metrics, policy, targets, max_wait_s=settings.max_wait_s, rng=rng)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not the model that this server has."""
         if name != self.text_files.name:
             message = f"The model '{name}' does not exist. This server has '{self.text_files.name}'."
             raise invalid("model", message, code="model_not_found", status=404)
+
+    async def off_loop(self, call: Callable[[], T], caller: Caller) -> T:
+        """Returns what `call` returns: on a thread that tenants share fairly, if the request's body is large."""
+        work = caller.admission.body_bytes
+        if work <= INLINE_BYTES:
+            return call()
+        return await self.text_files.tokenizer.threads.run(caller.tenant.salt, work, call)
 
     async def chat(self, request: ChatRequest, caller: Caller) -> CompletionResponse:
         """Starts a chat completion.
@@ -85,8 +105,9 @@ class CompletionService:
             message = "This model has no chat template; use /v1/completions."
             raise invalid("messages", message, code="no_chat_template")
         messages = [one.model_dump(exclude_none=True) for one in request.messages]
-        text = self.text_files.template.render(messages, request.chat_template_kwargs)
-        await self._check_text(text, "messages")
+        render = partial(self.text_files.template.render, messages, request.chat_template_kwargs)
+        text = await self.off_loop(render, caller)
+        await self._check_text(text, caller, "messages")
         prompt = await self.text_files.tokenizer.encode_chat(text, caller.tenant.salt)
         return await self._start(request, [prompt], caller, "messages", ChatFormat)
 
@@ -97,12 +118,14 @@ class CompletionService:
             ApiError: The request can't be served; nothing was started.
         """
         self._check_call(request, caller)
-        encode = self.text_files.tokenizer.encode
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                await self._check_text(prompt, "prompt")
+                await self._check_text(prompt, caller, "prompt")
         prompts = [
-            await encode(prompt) if isinstance(prompt, str) else pack_tokens(prompt) for prompt in request.prompts
+            await self.text_files.tokenizer.encode(prompt, caller.tenant.salt)
+            if isinstance(prompt, str)
+            else pack_tokens(prompt)
+            for prompt in request.prompts
         ]
         return await self._start(request, prompts, caller, "prompt", CompletionFormat)
 
@@ -143,6 +166,7 @@ class CompletionService:
             form(request, vocabulary, model.fingerprint),
             choices,
             received=caller.started,
+            charge=caller.admission.charge,
         )
         response.requests = [
             RoutedRequest(
@@ -157,6 +181,7 @@ class CompletionService:
                 consumer=response,
                 priority=-request.priority,
                 received=caller.started,
+                needed_at=caller.needed_at,
             )
             for position, prompt in enumerate(prompts)
         ]
@@ -165,10 +190,12 @@ class CompletionService:
                 self.dispatcher.start(routed)
         except BaseException:
             response.cancel()
+            response.forget()
             raise
+        caller.admission.charge(sum(routed.prompt_len for routed in response.requests))
         return response
 
-    async def _check_text(self, text: str, param: str) -> None:
+    async def _check_text(self, text: str, caller: Caller, param: str) -> None:
         """Raises ApiError if the start of a long text has more than twice the tokens of the context.
 
         Tokenising all of it could take many seconds, while other long prompts wait.
@@ -176,7 +203,7 @@ class CompletionService:
         context = self.workers.model.max_model_len
         chars = context * _MANY_CHARS
         while 0 < chars < len(text):
-            beginning = await self.text_files.tokenizer.encode(text[:chars])
+            beginning = await self.text_files.tokenizer.encode(text[:chars], caller.tenant.salt)
             if len(beginning) // TOKEN_BYTES > 2 * context:
                 message = (
                     f"This model's maximum context length is {context} tokens. However, the {param} alone has more "

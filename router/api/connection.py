@@ -1,8 +1,10 @@
-"""uvicorn's HTTP connection, with four additions.
+"""uvicorn's HTTP connection, with six additions.
 
 - The head of a response is written together with the start of its body, so that the client wakes up once.
 - A callback reports that the client hung up. uvicorn's own way needs a task for each request.
 - The size of a request's head and the time until it is complete are limited.
+- The number of connections of each client is limited.
+- A client that reads nothing of its response for WRITE_S is cut off.
 - A request that is not valid HTTP gets an error in OpenAI's format, also if only its body is not.
 """
 
@@ -14,6 +16,7 @@ from typing import Any, cast
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from router.api.client_limit import ClientLimit
 from router.errors import ApiError, invalid
 
 HEAD_BYTES = 1 << 16
@@ -22,12 +25,25 @@ HEAD_BYTES = 1 << 16
 HEAD_S = 60.0
 """Time limit for a request's head in seconds, from the connection's start or the first byte of a later request."""
 
+WRITE_S = 60.0
+"""Time in which a client must read something of a response that waits for it, in seconds."""
+
 _STATE = "connection"
 """The connection's key in a request's state."""
 
 
 class Connection(HttpToolsProtocol):
-    """One connection."""
+    """One connection.
+
+    Args:
+        clients: Counts the connections of each client.
+    """
+
+    def __init__(self, *args: Any, clients: ClientLimit, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clients = clients
+        self._client: str | None = None  # as counted
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._writes = HoldingTransport(transport)
@@ -36,9 +52,19 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         super().connection_made(cast(asyncio.Transport, self._writes))
         self._head_late = self._expect_head()
+        client = self._clients.client(self.client[0]) if self.client else None
+        if client is not None:
+            try:
+                self._clients.open(client)
+                self._client = client
+            except ApiError as error:
+                self._refuse(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._head_late.cancel()
+        self.resume_writing()
+        if self._client is not None:
+            self._clients.close(self._client)
         super().connection_lost(error)
         if self._hang_up is not None:
             self._hang_up()
@@ -57,6 +83,16 @@ class Connection(HttpToolsProtocol):
                 message = f"The request has more than {HEAD_BYTES} bytes outside its body; shorten its URL and headers."
                 self._refuse(invalid(None, message, code="request_too_large", status=431))
                 return
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_read()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -80,6 +116,15 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(invalid(None, "The request is not valid HTTP.", code="invalid_http"))
+
+    def _expect_read(self) -> None:
+        self._unread = self.loop.call_later(WRITE_S, self._check_read, self.transport.get_write_buffer_size())
+
+    def _check_read(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._expect_read()
+        else:
+            self.transport.abort()
 
     def _expect_head(self) -> asyncio.TimerHandle:
         return self.loop.call_later(HEAD_S, self._refuse_late_head)

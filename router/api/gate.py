@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from math import inf
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,15 +12,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import ClientGoneError
+from router.api.client_limit import ClientLimit
 from router.api.completions import Caller
 from router.api.connection import connection_of
+from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Keys, Tenant
-from router.errors import ApiError, failed
+from router.errors import ApiError, failed, invalid
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset({"/livez", "/readyz", "/docs", "/openapi.json"})
 """Paths that need no API key and are served for any host, as load balancers probe by address."""
+
+TIMEOUT_HEADER = b"x-request-timeout-ms"
+"""With a generating call: the time from its arrival for which a first token is of use to the client."""
+
+_MILLISECONDS = re.compile(rb"[1-9][0-9]{0,8}")
 
 _DOCS_ASSETS = "/static-offline-docs/"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -34,6 +42,8 @@ class Gate:
             middleware and routing would be a tenth of the router's work for a request.
         keys: The valid API keys.
         hosts: The allowed hosts.
+        limits: Counts what tenants use of their limits.
+        clients: Counts the connections of each client.
         refuse: Creates the response for an error.
     """
 
@@ -43,12 +53,16 @@ class Gate:
         generating: Mapping[str, Endpoint],
         keys: Keys,
         hosts: AllowedHosts,
+        limits: TenantLimits,
+        clients: ClientLimit,
         refuse: Callable[[ApiError], Response],
     ) -> None:
         self._app = app
         self._generating = generating
         self._keys = keys
         self._hosts = hosts
+        self._limits = limits
+        self._clients = clients
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +72,9 @@ class Gate:
         headers = dict(scope["headers"])
         sent_id = headers.get(b"x-request-id", b"")
         request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
-        started = False
+        loop = asyncio.get_running_loop()
+        started, tenant, admission, client = False, Tenant(), None, None
+        generates = scope["method"] == "POST" and scope["path"] in self._generating
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -66,26 +82,30 @@ class Gate:
                 started = True
                 if scope["method"] == "POST":  # a body follows
                     connection_of(scope).hold()
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                limits = self._limits.headers(tenant, loop.time()) if generates else ()
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
             await send(message)
 
         try:
-            tenant = Tenant()
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
                 tenant = self._keys.tenant(headers.get(b"authorization", b""))
-            scope["state"] = {
-                **scope.get("state", {}),
-                "caller": Caller(tenant, request_id.decode(), asyncio.get_running_loop().time()),
-            }
+            if scope["client"] and (named := self._clients.forwarded_client(scope["client"][0], headers)) is not None:
+                self._clients.open(named)
+                client = named
+            now = loop.time()
+            scope["state"] = {**scope.get("state", {}), "tenant": tenant}
             if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
                 scope = {**scope, "method": "GET"}
-            endpoint = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
-            if endpoint is None:
+            if not generates:
                 await self._app(scope, receive, send_with_id)
-            else:
-                response = await endpoint(Request(scope, receive))
-                await response(scope, receive, send_with_id)
+                return
+            admission = self._limits.admit(tenant, now)
+            caller = Caller(tenant, request_id.decode(), now, admission, now + _timeout_s(headers))
+            scope["state"]["caller"] = caller
+            response = await self._generating[scope["path"]](Request(scope, receive))
+            admission.release_body()
+            await response(scope, receive, send_with_id)
         except ApiError as error:
             await self._refuse(error)(scope, receive, send_with_id)
         except ClientGoneError:
@@ -94,6 +114,26 @@ class Gate:
             if not started:
                 await self._refuse(internal_error())(scope, receive, send_with_id)
             raise  # to the HTTP server, which logs it
+        finally:
+            if admission is not None:
+                admission.end(loop.time())
+            if client is not None:
+                self._clients.close(client)
+
+
+def _timeout_s(headers: Mapping[bytes, bytes]) -> float:
+    """Time that the client gives the first token.
+
+    Raises:
+        ApiError: The header is not a number of milliseconds (400).
+    """
+    sent = headers.get(TIMEOUT_HEADER)
+    if sent is None:
+        return inf
+    if not _MILLISECONDS.fullmatch(sent):
+        message = "The header 'x-request-timeout-ms' must be a whole number of milliseconds, from 1 to 999999999."
+        raise invalid(None, message)
+    return int(sent) / 1e3
 
 
 def internal_error() -> ApiError:

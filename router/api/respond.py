@@ -5,7 +5,7 @@ that keeps up gets each token at once. Status and headers are sent with the firs
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -32,6 +32,7 @@ class CompletionResponse(Response):
         form: The response's format.
         choices: The choices of all prompts, by index.
         received: Loop time at which the call was read.
+        charge: Called with the number of output tokens at the end.
 
     Attributes:
         requests: One request per prompt, set before the first one is dispatched.
@@ -47,6 +48,7 @@ class CompletionResponse(Response):
         choices: Sequence[Choice],
         *,
         received: float,
+        charge: Callable[[int], None],
     ) -> None:
         self.requests: Sequence[RoutedRequest] = ()
         self.gone = False
@@ -56,6 +58,7 @@ class CompletionResponse(Response):
         self._format = form
         self._choices = choices
         self._received = received
+        self._charge = charge
         self._loop = asyncio.get_running_loop()
         self._route: RequestRoute | None = None
         self._error: ApiError | None = None
@@ -79,11 +82,16 @@ class CompletionResponse(Response):
         finally:
             self.cancel()
             self._count(outcome)
+            self.forget()
 
     def cancel(self) -> None:
         """Cancels what still runs, on the workers too."""
         for request in self.requests:
             self._dispatcher.cancel(request)
+
+    def forget(self) -> None:
+        """Frees the requests, which refer to this object as it does to them."""
+        self.requests = ()
 
     # ---- called by the dispatcher ----
 
@@ -205,6 +213,8 @@ class CompletionResponse(Response):
         """Adds the call to the metrics."""
         metrics, usage, route = self._metrics, self._usage(), self._route.kind if self._route is not None else "none"
         metrics.requests(outcome, route).inc()
+        self._charge(usage["completion_tokens"])
+        metrics.usage.call(self.requests[0].tenant, usage["completion_tokens"])
         metrics.prompt_tokens.inc(usage["prompt_tokens"])
         metrics.cached_tokens.inc(self._cached_tokens)
         metrics.output_tokens.inc(usage["completion_tokens"])

@@ -1,7 +1,7 @@
-"""Tenants: each API key has its own permissions and its own cached prefixes.
+"""Tenants: each name in the key file has its own permissions and its own cached prefixes.
 
-A limit of a tenant is stored here and checked by `completions.py` before a request is dispatched.
-Workers limit a tenant's share of their queue (`engine/scheduling/queue_limit.py`).
+A name may have several keys, so that a key can be replaced while both work. `tenant_limits.py` counts what tenants use
+of their limits. Workers limit a tenant's share of their queue (`engine/scheduling/queue_limit.py`).
 """
 
 import hmac
@@ -12,21 +12,40 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 
 from cpd.common.errors import ConfigError
+from cpd.common.trust import NO_SECRET, ClusterSecret
 from router.api.schemas import MAX_PRIORITY
 from router.errors import ApiError
+
+CLUSTER_NAME = "_cluster"
+"""The tenant of the cluster's own processes. No name in a key file begins with `_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may use at a time; 0 is no limit.
+
+    Attributes:
+        requests: Calls in flight.
+        tokens_per_minute: Tokens of prompts and outputs.
+        body_memory: Bytes of bodies that are being read or processed.
+    """
+
+    requests: int = 0
+    tokens_per_minute: int = 0
+    body_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of an API key. By default everything is allowed.
+    """The owner of API keys. By default everything is allowed.
 
     Attributes:
-        name: A hash of the key, so that it does not reveal the key; empty if there are no keys.
+        name: The name in the key file, or a hash of the key, which does not reveal it; empty if there are no keys.
         salt: Part of every block hash, so that no tenant can find out the prompts of another one.
-        admin: Whether `/metrics` and `/cluster` are allowed.
+        admin: Whether `/metrics`, `/cluster` and `/usage` are allowed.
         min_priority: The lowest `priority` allowed (lower ones go first).
     """
 
@@ -34,6 +53,7 @@ class Tenant:
     salt: bytes = b""
     admin: bool = True
     min_priority: int = -MAX_PRIORITY
+    limits: Limits = Limits()
 
     def check_admin(self) -> None:
         """Raises ApiError (403) if the tenant may not see the cluster's state."""
@@ -48,13 +68,23 @@ class Tenant:
 
 
 class KeyEntry(BaseModel):
-    """An entry of the key file: a key and its permissions."""
+    """An entry of the key file: a key, whose it is, and its permissions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: Annotated[SecretStr, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
     admin: bool = False
     min_priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    max_requests: Annotated[int, Field(ge=0)] | None = None
+    max_tokens_per_minute: Annotated[int, Field(ge=0)] | None = None
+    max_body_memory: ByteSize | None = None
+
+    def limits(self, defaults: Limits) -> Limits:
+        """The limits of its owner."""
+        own = (self.max_requests, self.max_tokens_per_minute, self.max_body_memory)
+        usual = (defaults.requests, defaults.tokens_per_minute, defaults.body_memory)
+        return Limits(*(int(other if one is None else one) for one, other in zip(own, usual, strict=True)))
 
 
 _ENTRIES = TypeAdapter(list[KeyEntry])
@@ -80,6 +110,12 @@ def read_keys(file: Path) -> list[KeyEntry]:
         raise ConfigError(f"the key file {file} has a key twice")
     if not entries:
         raise ConfigError(f"the key file {file} has no key: nobody could use the cluster")
+    by_name: dict[str, KeyEntry] = {}
+    for entry in entries:
+        if entry.name is not None:
+            other = by_name.setdefault(entry.name, entry)
+            if entry.model_copy(update={"key": other.key}) != other:
+                raise ConfigError(f"the key file {file} has different rights for the keys of {entry.name}")
     return entries
 
 
@@ -89,16 +125,34 @@ class Keys:
     Args:
         keys: Keys without restrictions.
         entries: Entries of the key file.
-        admin_key: The cluster's own key (`cpd/common/trust.py`); empty if there is none.
+        secret: The cluster's secret. Its admin key is an operator's key.
+        limits: Limits of tenants for which the key file has no others.
     """
 
-    def __init__(self, keys: Sequence[str], entries: Sequence[KeyEntry] = (), admin_key: str = "") -> None:
-        self._tenants = [(_digest(key), _tenant(key)) for key in keys]
+    def __init__(
+        self,
+        keys: Sequence[str],
+        entries: Sequence[KeyEntry] = (),
+        secret: ClusterSecret = NO_SECRET,
+        limits: Limits = Limits(),
+    ) -> None:
+        self._keys = keys
+        self._limits = limits
+        self._everyone = Tenant(limits=limits)
+        self._secret = secret
+        self._tenants: Sequence[tuple[bytes, Tenant]] = ()
+        self.replace(entries)
+
+    def replace(self, entries: Sequence[KeyEntry]) -> None:
+        """Takes the entries of the key file instead of the earlier ones. Running requests go on."""
+        tenants = [(_digest(key), self._tenant(_hidden(key), limits=self._limits)) for key in self._keys]
         for entry in entries:
-            key = entry.key.get_secret_value()
-            self._tenants.append((_digest(key), _tenant(key, entry.admin, entry.min_priority)))
-        if self._tenants and admin_key:
-            self._tenants.append((_digest(admin_key), _tenant(admin_key)))
+            key, limits = entry.key.get_secret_value(), entry.limits(self._limits)
+            tenant = self._tenant(entry.name or _hidden(key), entry.admin, entry.min_priority, limits)
+            tenants.append((_digest(key), tenant))
+        if tenants and self._secret:
+            tenants.append((_digest(self._secret.admin_key), self._tenant(CLUSTER_NAME)))
+        self._tenants = tenants
 
     @property
     def any(self) -> bool:
@@ -112,7 +166,7 @@ class Keys:
             ApiError: The key is missing or wrong (401).
         """
         if not self._tenants:
-            return Tenant()
+            return self._everyone
         scheme, _, key = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
             raise _unauthorized("No API key was sent. Send it in the header 'Authorization: Bearer <key>'.")
@@ -123,18 +177,25 @@ class Keys:
             raise _unauthorized("The API key is wrong.")
         return matches[0]
 
+    def _tenant(
+        self,
+        name: str,
+        admin: bool = True,
+        min_priority: int = -MAX_PRIORITY,
+        limits: Limits = Limits(),
+    ) -> Tenant:
+        # of the name, so that a new key finds what the old one has cached; of the secret, so that nobody can guess it
+        salt = self._secret.key(f"salt of tenant {name}")[:16]
+        return Tenant(name=name, salt=salt, admin=admin, min_priority=min_priority, limits=limits)
+
 
 def _digest(key: str) -> bytes:
     return blake2b(key.encode()).digest()
 
 
-def _tenant(key: str, admin: bool = True, min_priority: int = -MAX_PRIORITY) -> Tenant:
-    return Tenant(
-        name=blake2b(key.encode(), digest_size=8, person=b"cpd-tenant").hexdigest(),
-        salt=blake2b(key.encode(), digest_size=16, person=b"cpd-salt").digest(),
-        admin=admin,
-        min_priority=min_priority,
-    )
+def _hidden(key: str) -> str:
+    """A name for the owner of a key that has none."""
+    return "key-" + blake2b(key.encode(), digest_size=8, person=b"cpd-tenant").hexdigest()
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -71,8 +71,10 @@ class RoutedRequest:
         choices: The outputs to generate.
         priority: Higher goes first.
         received: Loop time at which the request came.
+        needed_at: Loop time after which the client has no use for a first token.
         outputs: Tokens of each choice so far.
         started: Some choice has output.
+        expiry: Gives the request up if it has waited too long; None if it has output.
     """
 
     trace_id: str
@@ -86,9 +88,11 @@ class RoutedRequest:
     consumer: Consumer
     priority: int
     received: float
+    needed_at: float = inf
     outputs: list[list[int]] = field(init=False)
     started: bool = field(init=False, default=False)
     attempts: set["Attempt"] = field(init=False, default_factory=set)
+    expiry: asyncio.TimerHandle | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.outputs = [[] for _ in self.choices]

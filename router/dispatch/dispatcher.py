@@ -10,8 +10,9 @@ A request is one prompt with `n` choices. Its attempts (attempts.py) go through 
        |         +--- worker crashed          -> the same, as a suspect; if it crashes the next one, too: 500
        +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
-An attempt that has run before and finds no worker waits up to MAX_WAIT_S for one. Nothing else waits here. An emitted
-token is never sampled again; a replay continues after it.
+A new request is refused before it is placed if its prompt would wait longer than it may, as predicted. It is given up
+once it has waited longer without a first token. An attempt that has run before and finds no worker waits up to
+MAX_WAIT_S for one. Nothing else waits here. An emitted token is never sampled again; a replay continues after it.
 
 Any request on a worker that crashed may be the cause. Each is a suspect until its replay has PROBATION_TOKENS more
 tokens. A worker runs only one suspect at a time, beside requests that are none, so the next crash says which one it is.
@@ -30,9 +31,9 @@ from router.dispatch.convictions import REMEMBERED_S, Convictions
 from router.dispatch.loop_slices import LoopSlices
 from router.dispatch.worker_session import WorkerSession
 from router.dispatch.workers import Workers
-from router.errors import ApiError, crashes_workers, failed, one_line, too_many, unavailable
+from router.errors import ApiError, crashes_workers, failed, one_line, too_many, unavailable, waits_too_long
 from router.placement.decisions import Decisions
-from router.placement.policy import PlacementPolicy, Prompt, Situation, Targets
+from router.placement.policy import Placement, PlacementPolicy, Prompt, Situation, Targets
 from router.request_metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Dispatcher:
     Args:
         policy: Chooses the workers.
         targets: What the operator asks of it.
+        max_wait_s: Longest wait of a prompt before it is computed, in seconds.
         rng: Decides between equally good workers.
 
     Attributes:
@@ -85,8 +87,10 @@ class Dispatcher:
         policy: PlacementPolicy,
         targets: Targets,
         *,
+        max_wait_s: float,
         rng: Random,
     ) -> None:
+        self._max_wait_s = max_wait_s
         self.decisions = Decisions()
         self._learning = workers.learning
         metrics.fallback.set_function(lambda: float(not workers.learning.trusted))
@@ -108,16 +112,24 @@ class Dispatcher:
         """Places a new request.
 
         Raises:
-            ApiError: No worker is live, the policy failed, or the same request has crashed workers.
+            ApiError: No worker is live, the policy failed, the same request has crashed workers, or it would wait too
+                long.
         """
         self._check(request)
         attempt = self._add_attempt(request, set(range(len(request.choices))))
         if not self._place(attempt):
             self._remove(attempt, "not placed")
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
+        assert attempt.decision is not None
+        # a prompt may be under way when it has waited as long as it may: it gets twice the time that it should take
+        cost = attempt.decision.placement.chosen.cost
+        gives_up_at = request.received + self._max_wait_s + 2 * (cost.prefill_ms + cost.handoff_ms) / 1e3
+        loop = asyncio.get_running_loop()
+        request.expiry = loop.call_at(min(gives_up_at, request.needed_at), self._expired, request)
 
     def cancel(self, request: RoutedRequest) -> None:
         """Ends a request on all its workers."""
+        _end_expiry(request)
         for attempt in list(request.attempts):
             if attempt.session is not None:
                 attempt.session.abort(pb.Abort(request=attempt.id, attempt=attempt.number))
@@ -250,8 +262,9 @@ class Dispatcher:
             request.consumer.updated(choice)
         if not request.started:
             request.started = True
+            _end_expiry(request)
             request.consumer.started(RequestRoute(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
-            loop.call_soon(self._count_first, request, prefilled.queue_ms)  # after the tokens are on their way
+            loop.call_soon(self._count_first, request, prefilled)  # after the tokens are on their way
         if output.finish != pb.FINISH_NONE:
             self._choice_done(attempt, index)
         elif choice.finish is not None:  # by a stop string, which the worker does not know
@@ -265,9 +278,9 @@ class Dispatcher:
             attempt.crashes.clear()
             self._suspects.discard(attempt)
 
-    def _count_first(self, request: RoutedRequest, queue_ms: float) -> None:
-        self._metrics.queue(request.tenant).observe(queue_ms / 1e3)
-        self._metrics.tenant_tokens(request.tenant).inc(request.prompt_len)
+    def _count_first(self, request: RoutedRequest, prefilled: pb.Prefilled) -> None:
+        self._metrics.queue(request.tenant).observe(prefilled.queue_ms / 1e3)
+        self._metrics.usage.prompt(request.tenant, request.prompt_len, prefilled.cached_tokens)
 
     def _choice_done(self, attempt: Attempt, choice: int) -> None:
         self._learning.answer(attempt.request.tenant, len(attempt.request.outputs[choice]))
@@ -318,10 +331,13 @@ class Dispatcher:
         except Exception:
             log.exception("the placement policy failed for request %s", request.trace_id)
             raise failed("The placement policy failed.") from None
+        if attempt.number < 0:
+            self._check_wait(request, placement, situation)
         decode, prefill = workers.get(placement.decode.worker_id), workers.get(placement.prompt_worker.worker_id)
         # the next token after a replay is as urgent as a first one, and gets the whole target
         waited_ms = 0.0 if request.started else (now - request.received) * 1e3
-        deadline_ms = max(1, round(self._targets.slo_ttft_ms - waited_ms))
+        target_ms = min(self._targets.slo_ttft_ms, (request.needed_at - request.received) * 1e3)
+        deadline_ms = max(1, round(target_ms - waited_ms))
         # sent first, so that the worker begins while the router keeps its books
         decode.submit(attempt.submit(placement, tokens, hashes, deadline_ms))
         self.decisions.add(attempt.attach(placement, decode, prefill, now))
@@ -334,6 +350,27 @@ class Dispatcher:
         if self._convictions and self._convictions.includes(request.digest, now):
             message = f"This request crashed workers in the last {REMEMBERED_S / 60:g} minutes and is refused for now."
             raise crashes_workers(f"{message} Tell the operator of this server its request id.")
+
+    def _check_wait(self, request: RoutedRequest, placement: Placement, situation: Situation) -> None:
+        """Raises ApiError if the request would wait longer than it may before its prompt is computed."""
+        if not situation.trusted:
+            return
+        chosen = placement.chosen
+        wait_s = chosen.cost.wait_ms / 1e3
+        if wait_s > self._max_wait_s:
+            message = f"The request would wait {wait_s:.0f} s, longer than the {self._max_wait_s:g} s that it may."
+            raise waits_too_long(f"{message} Try again later.", wait_s)
+        ttft_s, left_s = chosen.ttft_ms / 1e3, request.needed_at - situation.now
+        if ttft_s > left_s:
+            message = f"The first token would come in {ttft_s:.1f} s, and the request allows {max(0.0, left_s):.1f} s."
+            raise waits_too_long(f"{message} Try again later.", wait_s)
+
+    def _expired(self, request: RoutedRequest) -> None:
+        """Gives up a request that has waited too long."""
+        now = asyncio.get_running_loop().time()
+        waits_ms = [one.queue_ms(now) + one.overdue_ms for one in self._workers.candidates("combined", 1)]
+        message = f"There was no first token after {now - request.received:.1f} s, so the request is given up."
+        self._fail(request, waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3))
 
     def _barred(self, attempt: Attempt, now: float) -> set[str]:
         """The workers that a suspect does not go to: those with other suspects, and those that may have died together
@@ -418,6 +455,12 @@ class Dispatcher:
         self._attempts.pop(attempt.id, None)
         self._suspects.discard(attempt)
         attempt.request.attempts.discard(attempt)
+
+
+def _end_expiry(request: RoutedRequest) -> None:
+    if request.expiry is not None:
+        request.expiry.cancel()
+        request.expiry = None
 
 
 def _reason(refusal: pb.Refusal) -> str:

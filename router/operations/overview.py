@@ -4,7 +4,8 @@ The public port, which several routers may share, answers for all routers: it as
 port answers only for its own router. If a router does not answer, the response names it and has the rest.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -15,6 +16,7 @@ from router.errors import invalid
 from router.operations.peer_routers import PeerAnswer, PeerRouters
 from router.operations.status import ClusterStatus, cluster_status, with_peers
 from router.placement.decisions import Decisions
+from router.usage import TenantUsage, unused
 
 
 class RequestPlacements(TypedDict):
@@ -25,6 +27,18 @@ class RequestPlacements(TypedDict):
 
     id: str
     placements: list[dict[str, Any]]
+    missing: dict[str, str]
+
+
+class ClusterUsage(TypedDict):
+    """What each tenant has used since the routers started, by its name.
+
+    `since` has the starts of the routers that answered, in seconds since 1970; `missing` has the others, with the
+    reasons.
+    """
+
+    tenants: dict[str, TenantUsage]
+    since: dict[str, float]
     missing: dict[str, str]
 
 
@@ -39,6 +53,7 @@ class Overview:
     """Answers for this router and its peers.
 
     Args:
+        usage: What each tenant has used at this router.
         cluster: The cluster's name.
         model: The model's name.
         peers: The other routers to ask; None to answer for this router alone.
@@ -49,6 +64,7 @@ class Overview:
         workers: Workers,
         decisions: Decisions,
         peers: PeerRouters | None,
+        usage: Mapping[str, TenantUsage],
         *,
         cluster: str,
         model: str,
@@ -56,6 +72,8 @@ class Overview:
         self._workers = workers
         self._decisions = decisions
         self._peers = peers
+        self._usage = usage
+        self._since = time.time()
         self._cluster = cluster
         self._model = model
 
@@ -84,9 +102,31 @@ class Overview:
             raise invalid(None, message, code="request_not_found", status=404)
         return {"id": request_id, "placements": placements, "missing": missing}
 
+    async def usage(self, authorization: bytes) -> ClusterUsage:
+        """Returns what each tenant has used."""
+        total: ClusterUsage = {"tenants": {}, "since": {self._workers.router_id: self._since}, "missing": {}}
+        _add_usage(total["tenants"], self._usage)
+        for answer in await self._ask("/usage", authorization):
+            if not answer.ok:
+                total["missing"][answer.router_id] = answer.error
+                continue
+            other: ClusterUsage = orjson.loads(answer.body)
+            total["since"].update(other["since"])
+            _add_usage(total["tenants"], other["tenants"])
+        return total
+
     def scrape_targets(self) -> list[ScrapeTargets]:
         """Returns the admin ports of all routers."""
         return [{"targets": [member.admin], "labels": {"router": member.id}} for member in self._workers.routers]
 
     async def _ask(self, path: str, authorization: bytes) -> Sequence[PeerAnswer]:
         return await self._peers.ask(path, authorization) if self._peers is not None else ()
+
+
+def _add_usage(totals: dict[str, TenantUsage], tenants: Mapping[str, TenantUsage]) -> None:
+    for tenant, used in tenants.items():
+        total = totals.setdefault(tenant, unused())
+        total["requests"] += used["requests"]
+        total["prompt_tokens"] += used["prompt_tokens"]
+        total["cached_tokens"] += used["cached_tokens"]
+        total["completion_tokens"] += used["completion_tokens"]

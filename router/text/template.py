@@ -1,10 +1,12 @@
 """Renders chat templates like transformers: messages to prompt text.
 
 Templates come with models from the internet and are untrusted code. They run in Jinja's immutable sandbox and see only
-plain JSON values.
+plain JSON values. A template that takes longer than RENDER_S of CPU time is stopped: it looks at the clock in each pass
+of a loop and each call of a macro. A single operation, such as on a huge string, can't be stopped.
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +28,16 @@ Scalar = bool | int | float | str
 
 _PROBE = "content-probe"
 
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+RENDER_S = 2.0
+"""Limit on the CPU time of a template, in seconds."""
+
+_LOOKS_PER_CHECK = 64
+"""Reading the clock takes as long as a pass of a short loop."""
+
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    RecursionError,
+)
 """Errors that a template raises on purpose, or for unexpected values."""
 
 
@@ -43,7 +54,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            self._template = _compile(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template has a syntax error in line {error.lineno}: {error}") from None
         own: dict[str, Any] = {"messages": (), "tools": None, "documents": None, "add_generation_prompt": True}
@@ -69,7 +80,7 @@ class ChatTemplate:
             raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
 
     def _render(self, messages: Sequence[Message], kwargs: Mapping[str, Scalar] = MappingProxyType({})) -> str:
-        return self._template.render({**kwargs, **self._variables, "messages": messages})
+        return self._template.render({**kwargs, **self._variables, "messages": messages, _CLOCK: _Clock()})
 
     def _adapt(self, message: Message) -> Message:
         """Converts a message of OpenAI's API into the form that this template takes."""
@@ -141,6 +152,34 @@ class _Namespace(Namespace):
     def _check(name: str) -> None:
         if name.startswith("_"):
             raise jinja2.exceptions.SecurityError(f"a template can't set {name!r} in a namespace")
+
+
+class _Clock:
+    """Stops a template that takes too long. The time is that of the thread which creates the object and renders."""
+
+    def __init__(self) -> None:
+        self._ends = time.thread_time() + RENDER_S
+        self._looks = 0
+
+    def __call__(self) -> None:
+        self._looks += 1
+        if self._looks % _LOOKS_PER_CHECK == 0 and time.thread_time() > self._ends:
+            raise jinja2.TemplateRuntimeError(f"it takes longer than {RENDER_S:g} s")
+
+
+_CLOCK = "_clock"
+"""The template's variable with its clock."""
+
+
+def _compile(source: str) -> jinja2.Template:
+    """Compiles a template that looks at its clock."""
+    environment = _environment()
+    tree = environment.parse(source)
+    looping: tuple[type[nodes.For | nodes.Macro | nodes.CallBlock], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
+    for node in tree.find_all(looping):
+        look = nodes.ExprStmt(nodes.Call(nodes.Name(_CLOCK, "load"), [], [], None, None))
+        node.body.insert(0, look.set_lineno(node.lineno).set_environment(environment))
+    return jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -1,12 +1,11 @@
-"""Converts text to token ids, with the tokenizers library. Long texts are tokenised on a thread, off the event loop.
+"""Converts text to token ids, with the tokenizers library. Long texts are tokenised on threads, which tenants
+share fairly (`fair_threads.py`).
 
 The tokens of a chat's parts are cached for each API key, so that the next turn of a chat tokenises only new parts.
 Those of single words are cached for all clients (`word_cache.py`).
 """
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from cpd.common.blocks import pack_tokens
 from cpd.common.errors import CheckpointError
 from router.lru import LRU
 from router.text.detokenize import Vocabulary
+from router.text.fair_threads import FairThreads
 from router.text.special_token_splitter import cut_pattern
 from router.text.word_cache import WordCache, can_cut_at_spaces
 
@@ -40,11 +40,12 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Tokenizer:
-    """A model's tokenizer.
+    """A model's tokenizer. The `owner` of a text is its tenant.
 
     Attributes:
         backend: The tokenizers library's object. Only this module, `Vocabulary` and `cut_pattern` use it.
         vocabulary: Converts tokens back to text.
+        threads: Do the work on long texts.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -55,13 +56,13 @@ class Tokenizer:
         self.vocabulary = Vocabulary(backend)
         self._cuts = cut_pattern(backend)
         self._parts: LRU[tuple[bytes, str], bytes] = LRU(CACHED_CHARS)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self.threads = FairThreads()
         self._words = WordCache(self._encode_whole) if can_cut_at_spaces(backend) else None
         self._before, self._after = _special_tokens_around(backend)
 
-    async def encode(self, text: str) -> bytes:
+    async def encode(self, text: str, owner: bytes = b"") -> bytes:
         """Returns packed token ids of `text`, with the tokenizer's own special tokens (such as BOS)."""
-        (tokens,) = await self._encode([text], special_tokens=True)
+        (tokens,) = await self._encode([text], owner, special_tokens=True)
         return tokens
 
     async def encode_chat(self, text: str, owner: bytes) -> bytes:
@@ -73,12 +74,12 @@ class Tokenizer:
         cuts = self._cuts.finditer(text) if self._cuts else ()
         starts = [match.start() for match in islice(cuts, MAX_PARTS)]
         if len(starts) == MAX_PARTS:
-            (tokens,) = await self._encode([text], special_tokens=False)
+            (tokens,) = await self._encode([text], owner, special_tokens=False)
             return tokens
         parts = [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True) if start < end]
         known = {part: self._parts.get((owner, part)) for part in parts}
         missing = [part for part, tokens in known.items() if tokens is None]
-        for part, tokens in zip(missing, await self._encode(missing, special_tokens=False), strict=True):
+        for part, tokens in zip(missing, await self._encode(missing, owner, special_tokens=False), strict=True):
             known[part] = tokens
             self._parts.put((owner, part), tokens, len(part) + PART_OVERHEAD_CHARS)
         return b"".join([known[part] or b"" for part in parts])
@@ -87,21 +88,22 @@ class Tokenizer:
         """The id of a token; None if there is no such token."""
         return self.backend.token_to_id(token)
 
-    async def _encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
+    async def _encode(self, texts: Sequence[str], owner: bytes, *, special_tokens: bool) -> list[bytes]:
         if self._words is None or sum(map(len, texts)) > WORDWISE_CHARS:
-            return list(map(pack_tokens, await self._encode_whole(texts, special_tokens=special_tokens)))
-        encoded = [await self._words.encode(text) for text in texts]
+            return list(map(pack_tokens, await self._encode_whole(texts, owner, special_tokens=special_tokens)))
+        encoded = [await self._words.encode(text, owner) for text in texts]
         return [self._before + tokens + self._after for tokens in encoded] if special_tokens else encoded
 
-    async def _encode_whole(self, texts: Sequence[str], *, special_tokens: bool = False) -> list[list[int]]:
+    async def _encode_whole(
+        self, texts: Sequence[str], owner: bytes, *, special_tokens: bool = False
+    ) -> list[list[int]]:
         def encode() -> list[list[int]]:
             # unlike `encode`, the batch call releases the GIL, and its fast form computes no offsets
             batch = self.backend.encode_batch_fast(texts, add_special_tokens=special_tokens)
             return [encoding.ids for encoding in batch]
 
-        if sum(map(len, texts)) <= INLINE_CHARS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        chars = sum(map(len, texts))
+        return encode() if chars <= INLINE_CHARS else await self.threads.run(owner, chars, encode)
 
 
 def _special_tokens_around(backend: Backend) -> tuple[bytes, bytes]:

@@ -48,21 +48,21 @@ class WordCache:
         encode: Returns the token ids of each text, without special tokens around them.
     """
 
-    def __init__(self, encode: Callable[[Sequence[str]], Awaitable[list[list[int]]]]) -> None:
+    def __init__(self, encode: Callable[[Sequence[str], bytes], Awaitable[list[list[int]]]]) -> None:
         self._encode = encode
         # by the word in UTF-8, without the space: bytes are split and found in two thirds of the time
         self._first: dict[bytes, bytes] = {}
         self._after_space: dict[bytes, bytes] = {}
 
-    async def encode(self, text: str) -> bytes:
+    async def encode(self, text: str, owner: bytes = b"") -> bytes:
         """Returns the packed token ids of `text`."""
         words = text.encode().split(b" ")
         try:
             return b"".join([self._first[words[0]], *map(self._after_space.__getitem__, words[1:])])
         except KeyError:
-            return await self._encode_new(text)
+            return await self._encode_new(text, owner)
 
-    async def _encode_new(self, text: str) -> bytes:
+    async def _encode_new(self, text: str, owner: bytes) -> bytes:
         """Encodes a text of which some words are not cached, and caches them."""
         words = text.split(" ")
         tokens = self._find(words)
@@ -72,7 +72,7 @@ class WordCache:
         missing = _missing(tokens)
         texts = {i: " " + words[i] if i else words[i] for i in missing}
         unique = list(dict.fromkeys(texts.values()))
-        encoded = dict(zip(unique, map(pack_tokens, await self._encode(unique)), strict=True))
+        encoded = dict(zip(unique, map(pack_tokens, await self._encode(unique, owner)), strict=True))
         for i, word in texts.items():
             tokens[i] = encoded[word]
             self._put(self._after_space if i else self._first, words[i], encoded[word])

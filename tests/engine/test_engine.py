@@ -190,7 +190,7 @@ class TestRefusal:
         engine.add(replace(make_request("a", prompt(50, 9)), received=3.0))
         with pytest.raises(QueueFullError) as refused:
             engine.add(replace(make_request("b", prompt(50, 8)), received=3.0))
-        assert refused.value.retry_after_s == pytest.approx(2.0)  # 40 too many, 20 a second
+        assert refused.value.retry_after_s == pytest.approx(4.5)  # 90 wait, 20 a second leave
 
     def test_a_request_that_quarantine_makes_impossible_fails(self) -> None:
         engine, _ = make_engine(num_pages=8)

@@ -93,6 +93,25 @@ async def test_it_serves_and_shuts_down_on_a_signal(
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
+async def test_sighup_makes_it_read_its_keys_again(start_process: StartProcess, tmp_path: Path, port: int) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("[{key: old}]")
+    process = await start_process("--port", str(port), "--api-key-file", str(file), "--log-level", "info")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
+
+        async def answers() -> bool:
+            try:
+                return (await client.get("/readyz")).status_code == 503
+            except httpx.TransportError:
+                return False
+
+        await eventually(answers, START_S)
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        while "was read again: 1 keys" not in (line := (await process.stderr.readline()).decode()):
+            assert line, "it ended"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_running_request_fails_when_the_router_shuts_down(
     start_process: StartProcess, start_worker: StartWorker, stream: bool, port: int

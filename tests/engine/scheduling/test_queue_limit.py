@@ -54,7 +54,7 @@ def test_the_only_request_of_a_tenant_may_exceed_the_share() -> None:
     assert refused(limit, "b", 900) is None
 
 
-def test_retry_after_is_when_there_will_be_room_at_the_rate_of_the_recent_past() -> None:
+def test_retry_after_is_when_the_queue_will_be_empty_at_the_rate_of_the_recent_past() -> None:
     limit = QueueLimit(lambda tokens: 7.0)
     for _ in range(20):
         limit.add("a", 100, 0.0)
@@ -62,7 +62,7 @@ def test_retry_after_is_when_there_will_be_room_at_the_rate_of_the_recent_past()
         limit.take("a", 100, float(second))
     error = refused(limit, "a", 200, now=10.0)
     assert error is not None
-    assert error.retry_after_s == pytest.approx(2.0)  # 200 too many, 100 a second
+    assert error.retry_after_s == pytest.approx(10.0)  # 1000 wait, 100 a second leave
 
 
 def test_a_tenant_over_its_share_waits_for_its_own_requests() -> None:
@@ -75,7 +75,7 @@ def test_a_tenant_over_its_share_waits_for_its_own_requests() -> None:
     error = refused(limit, "a", 200, bound=600, now=5.0)
     assert error is not None
     assert error.over_share
-    assert error.retry_after_s == pytest.approx(8.0)  # 500 + 200 - 300 too many, and every other one of 100 a second
+    assert error.retry_after_s == pytest.approx(10.0)  # 500 wait, and every other one of 100 a second is its own
 
 
 def test_the_rate_ignores_the_distant_past_and_times_without_requests() -> None:
@@ -94,6 +94,26 @@ def test_without_a_rate_the_prediction_is_used() -> None:
     limit.add("a", 1000, 0.0)
     assert limit.seconds_for(200, 0.5) == 4.0
     assert limit.seconds_for(10**9, 0.5) == MAX_RETRY_S
+
+
+def test_more_than_leaves_within_the_longest_wait_is_refused() -> None:
+    limit = QueueLimit(lambda tokens: tokens / 50, max_wait_s=4.0)
+    limit.add("a", 150, 0.0)
+    assert refused(limit, "a", 50) is None
+    error = refused(limit, "a", 51)
+    assert error is not None
+    assert error.retry_after_s == pytest.approx(3.0)
+    for second in range(1, 5):
+        limit.add("a", 100, float(second))
+        limit.take("a", 100, float(second))
+    assert refused(limit, "a", 250, now=4.0) is None  # 100 a second instead of the 50 predicted
+    assert refused(limit, "a", 251, now=4.0) is not None
+
+
+def test_what_is_not_predicted_is_not_refused() -> None:
+    limit = QueueLimit(max_wait_s=0.001)
+    limit.add("a", 500, 0.0)
+    assert refused(limit, "a", 500) is None
 
 
 ACTIONS = st.tuples(st.sampled_from("abc"), st.integers(1, 1500), st.sampled_from(["add", "add", "take", "remove"]))

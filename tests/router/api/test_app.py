@@ -422,9 +422,11 @@ class TestErrors:
         encoded: list[str] = []
         encode = PromptTokenizer._encode
 
-        async def record(self: PromptTokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
+        async def record(
+            self: PromptTokenizer, texts: Sequence[str], owner: bytes, *, special_tokens: bool
+        ) -> list[bytes]:
             encoded.extend(texts)
-            return await encode(self, texts, special_tokens=special_tokens)
+            return await encode(self, texts, owner, special_tokens=special_tokens)
 
         monkeypatch.setattr(PromptTokenizer, "_encode", record)
         text = "the quick brown fox " * 50_000
@@ -590,6 +592,7 @@ class TestKeys:
         ("GET", "/v1/models/small-model"),
         ("GET", "/metrics"),
         ("GET", "/cluster"),
+        ("GET", "/usage"),
         ("GET", "/nowhere"),
         ("DELETE", "/v1/models"),
     )

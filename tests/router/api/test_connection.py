@@ -9,7 +9,12 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from router.api import connection as connections
+from router.api.client_limit import ClientLimit
 from router.api.connection import HEAD_BYTES, Connection, connection_of
+
+MOST = 40
+"""Most connections of a client."""
 
 Ask = Callable[[str], Awaitable[list[bytes]]]
 
@@ -40,6 +45,11 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     connection = connection_of(scope)
     if scope["path"] in ("/waits", "/late"):
         await scope["state"]["waiting"].until_gone(connection, receive, late=scope["path"] == "/late")
+        return
+    if scope["path"] == "/long":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not connection.transport.is_closing():
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
         return
     if scope["path"] == "/starts":
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -85,8 +95,15 @@ async def port(waiting: Waiting) -> AsyncIterator[int]:
     """The port of a server of `app`."""
     config = uvicorn.Config(app, lifespan="off", log_config=None)
     loop, state = asyncio.get_running_loop(), ServerState()
-    server = await loop.create_server(lambda: Connection(config, state, {"waiting": waiting}), "127.0.0.1", 0)
+    clients = ClientLimit(MOST)
+    server = await loop.create_server(
+        lambda: Connection(config, state, {"waiting": waiting}, clients=clients), "127.0.0.1", 0
+    )
     yield server.sockets[0].getsockname()[1]
+    for connection in list(state.connections):
+        connection.transport.abort()
+    while state.connections:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0)
     server.close()
     await server.wait_closed()
 
@@ -269,3 +286,52 @@ async def test_an_invalid_body_is_not_refused_before_the_response_to_an_earlier_
     assert await answer_to(port, request("/waits") + chunked("/") + b"zz\r\n") == b""
     async with asyncio.timeout(10):
         await waiting.hung_up.wait()
+
+
+async def test_a_client_that_reads_nothing_is_cut_off(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "WRITE_S", 0.05)
+    loop = asyncio.get_running_loop()
+    transport, client = await loop.create_connection(Client, "127.0.0.1", port)
+    transport.pause_reading()
+    transport.write(b"POST /long HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+    async with asyncio.timeout(10):
+        while not client.closed.done():
+            transport.write(b"x")
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_reads_slowly_is_not_cut_off(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "WRITE_S", 0.3)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
+    writer.write(b"POST /long HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+    read = 0
+    async with asyncio.timeout(30):
+        while read < 20 << 20:
+            read += len(await reader.read(1 << 20))
+    writer.transport.abort()
+
+
+async def test_a_client_with_too_many_connections_is_refused(port: int) -> None:
+    loop = asyncio.get_running_loop()
+    held = [await loop.create_connection(Client, "127.0.0.1", port) for _ in range(MOST)]
+    async with asyncio.timeout(10):
+        _, refused = await loop.create_connection(Client, "127.0.0.1", port)
+        await refused.closed
+        head, _, body = b"".join(refused.pieces).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
+        held[0][0].abort()
+        while True:  # until the server has noticed
+            transport, client = await loop.create_connection(Client, "127.0.0.1", port)
+            transport.write(b"POST /stays HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            done, _ = await asyncio.wait(
+                [client.closed, asyncio.ensure_future(client.has(b"two\r\n0\r\n\r\n"))],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if client.closed not in done:
+                transport.abort()
+                held.append((transport, client))
+                break
+        for transport, client in held:
+            transport.abort()
+            await client.closed

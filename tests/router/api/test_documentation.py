@@ -57,6 +57,7 @@ METHODS = {
     "/metrics": "get",
     "/metrics/targets": "get",
     "/cluster": "get",
+    "/usage": "get",
     "/requests/{request_id}": "get",
 }
 

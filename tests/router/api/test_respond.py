@@ -63,12 +63,17 @@ class Exchange:
     def __init__(self, tokenizer: Tokenizer, *, stream: bool) -> None:
         metrics = RequestMetrics()
         workers = Workers("router-a", ClusterSecret(""), itl_ms=50.0, learning=Learning(PolicySettings(), 2000.0))
-        dispatcher = Dispatcher(workers, metrics, CostPolicy(PolicySettings()), Targets(), rng=Random(0))
+        dispatcher = Dispatcher(
+            workers, metrics, CostPolicy(PolicySettings()), Targets(), max_wait_s=60.0, rng=Random(0)
+        )
         vocabulary = Vocabulary(tokenizer)
         request = ChatRequest.model_validate(ASKED | {"stream": stream})
         self.choice = Choice(0, vocabulary.detokenizer(b""), (), 0)
         form = ChatFormat(request, vocabulary, b"")
-        self.response = CompletionResponse(dispatcher, metrics, request, form, [self.choice], received=0.0)
+        charged: list[int] = []
+        self.response = CompletionResponse(
+            dispatcher, metrics, request, form, [self.choice], received=0.0, charge=charged.append
+        )
         self.response.requests = [
             RoutedRequest(
                 trace_id="",

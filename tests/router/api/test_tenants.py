@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from cpd.common.errors import ConfigError
+from cpd.common.trust import ClusterSecret
 from router.api.tenants import KeyEntry, Keys, Tenant, read_keys
 from router.errors import ApiError
 
@@ -39,8 +40,9 @@ class TestKeyFile:
 
     def test_its_keys_have_its_permissions(self, tmp_path: Path) -> None:
         entries = self._read(tmp_path, "[{key: one}, {key: two, admin: true, min_priority: -7}]")
-        keys = Keys(["three"], entries, "token")
-        allowed = [keys.tenant(f"Bearer {key}".encode()) for key in ("one", "two", "three", "token")]
+        secret = ClusterSecret("token")
+        keys = Keys(["three"], entries, secret)
+        allowed = [keys.tenant(f"Bearer {key}".encode()) for key in ("one", "two", "three", secret.admin_key)]
         assert [(tenant.admin, tenant.min_priority) for tenant in allowed] == [
             (False, 0),
             (True, -7),
@@ -49,8 +51,29 @@ class TestKeyFile:
         ]
         assert len({tenant.salt for tenant in allowed}) == 4
 
-    def test_with_an_admin_key_alone_no_key_is_needed(self) -> None:
-        assert Keys([], admin_key="token").tenant(b"") == Tenant()
+    def test_keys_of_one_name_are_one_tenant(self, tmp_path: Path) -> None:
+        old, new, other = "{key: old, name: a}", "{key: new, name: a}", "{key: other, name: b}"
+        before = Keys([], self._read(tmp_path, f"[{old}, {other}]"), ClusterSecret("secret"))
+        after = Keys([], self._read(tmp_path, f"[{new}]"), ClusterSecret("secret"))
+        assert before.tenant(b"Bearer old") == after.tenant(b"Bearer new")
+        assert before.tenant(b"Bearer old").name == "a"
+        assert before.tenant(b"Bearer old").salt != before.tenant(b"Bearer other").salt
+
+    def test_a_tenants_salt_depends_on_the_clusters_secret(self, tmp_path: Path) -> None:
+        entries = self._read(tmp_path, "[{key: one, name: a}]")
+        salts = {Keys([], entries, ClusterSecret(text)).tenant(b"Bearer one").salt for text in ("", "x", "y")}
+        assert len(salts) == 3
+
+    def test_replaced_entries_are_valid_at_once(self, tmp_path: Path) -> None:
+        keys = Keys(["kept"], self._read(tmp_path, "[{key: old}]"))
+        keys.replace(self._read(tmp_path, "[{key: new}]"))
+        assert keys.tenant(b"Bearer kept").admin
+        assert not keys.tenant(b"Bearer new").admin
+        with pytest.raises(ApiError):
+            keys.tenant(b"Bearer old")
+
+    def test_with_a_secret_alone_no_key_is_needed(self) -> None:
+        assert Keys([], secret=ClusterSecret("token")).tenant(b"") == Tenant()
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -63,6 +86,8 @@ class TestKeyFile:
             ("- {key: one, min_priority: -101}", "0.min_priority: Input should be greater than or equal to -100"),
             ("- {key: one}\n- {key: one, admin: true}", "has a key twice"),
             ("[]", "has no key"),
+            ("- {key: one, name: _a}", "0.name: String should match"),
+            ("- {key: one, name: a}\n- {key: two, name: a, admin: true}", "has different rights for the keys of a"),
             ("- {key: one", "is not valid YAML"),
             ("- key: \x00", "is not valid YAML"),
         ],

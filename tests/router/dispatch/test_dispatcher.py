@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from cpd.common.blocks import extend_hashes, hash_root, unpack_tokens
 from cpd.common.policy_settings import PolicySettings
+from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import dispatcher
 from router.placement.cost_policy import CostPolicy
@@ -92,8 +93,8 @@ class TestQueueing:
         router = await start_router(await start_worker(says(REPLY)), api_key=["secret-key"])
         await _text(await router.http.post("/v1/chat/completions", json=CHAT))
         metrics = (await router.http.get("/metrics")).text
-        assert re.search(r'cpd_queue_seconds_count\{tenant="[0-9a-f]{16}"\} 1.0', metrics)
-        assert re.search(r'cpd_tenant_prompt_tokens_total\{tenant="[0-9a-f]{16}"\} \d', metrics)
+        assert re.search(r'cpd_queue_seconds_count\{tenant="key-[0-9a-f]{16}"\} 1.0', metrics)
+        assert re.search(r'cpd_tenant_prompt_tokens_total\{tenant="key-[0-9a-f]{16}"\} \d', metrics)
         assert "secret-key" not in metrics
 
 
@@ -589,3 +590,63 @@ class FailsLater:
             raise ZeroDivisionError
         self._placed = True
         return self._policy.place(replace(seen, combined=[one for one in seen.combined if one.worker_id == "a"]))
+
+
+class TestWaiting:
+    async def test_a_request_that_would_wait_too_long_is_refused_before_it_is_sent(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        profile = Profile.load("h200-qwen3-8b").model_dump_json(by_alias=True).encode()
+        worker = await start_worker(says(REPLY), hello={"profile": profile})
+        router = await start_router(worker, max_wait_s=5.0)
+        worker.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_READY, running=9, waiting=9, prefill_ms=42_000)))
+
+        async def is_refused() -> bool:
+            response = await router.http.post("/v1/chat/completions", json=CHAT)
+            if response.status_code == 200:
+                return False  # the report has not come yet
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "wait_too_long")
+            assert 21 <= int(response.headers["retry-after"]) <= 84
+            return True
+
+        await eventually(is_refused)
+
+    async def test_a_request_that_has_waited_too_long_is_given_up(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        worker = await start_worker()
+        router = await start_router(worker, max_wait_s=0.1)
+        response = await router.http.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "wait_too_long")
+        assert int(response.headers["retry-after"]) >= 1
+        await eventually(lambda: _is(lambda: len(worker.aborts) == 1))
+
+    async def test_a_request_that_has_begun_is_not_given_up(
+        self, start_router: StartRouter, start_worker: StartWorker, says: Says
+    ) -> None:
+        opened, gate = _gate(1)
+        worker = await start_worker(says(REPLY, after=gate))
+        router = await start_router(worker, max_wait_s=0.1)
+        call = asyncio.create_task(router.http.post("/v1/chat/completions", json=CHAT))
+        given_up = await router.http.post("/v1/chat/completions", json=CHAT | {"model": MODEL, "max_tokens": 1})
+        assert given_up.status_code == 200
+        await asyncio.sleep(0.3)  # three times as long as it may wait
+        opened.set()
+        assert await _text(await call) == REPLY
+
+    async def test_a_client_says_how_long_a_first_token_is_of_use(
+        self, start_router: StartRouter, start_worker: StartWorker
+    ) -> None:
+        worker = await start_worker()
+        router = await start_router(worker)
+        response = await router.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-timeout-ms": "100"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "wait_too_long")
+        assert 1 <= worker.submits[0].deadline_ms <= 100
+        await eventually(lambda: _is(lambda: len(worker.aborts) == 1))
+
+    @pytest.mark.parametrize("sent", ["", "0", "-1", "1.5", "1e3", "9999999999", "soon"])
+    async def test_a_deadline_that_is_no_number_is_refused(self, start_router: StartRouter, sent: str) -> None:
+        router = await start_router()
+        response = await router.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-timeout-ms": sent})
+        assert response.status_code == 400
+        assert "x-request-timeout-ms" in response.json()["error"]["message"]

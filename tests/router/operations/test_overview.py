@@ -259,3 +259,21 @@ async def test_a_router_that_is_not_ready_leaves_the_port_to_one_that_is(
 
         await eventually(both_serve)
         assert (await admin.get("/readyz")).status_code == 200
+
+
+async def test_usage_is_the_sum_over_all_routers(pair: tuple[Router, Router]) -> None:
+    for router, requests in zip(pair, (1, 2), strict=True):
+        for _ in range(requests):
+            used = (await router.http.post("/v1/completions", json=TEXT)).json()["usage"]
+    for router in pair:
+        usage = (await router.http.get("/usage")).json()
+        assert usage["missing"] == {}
+        assert sorted(usage["since"]) == ["router-a", "router-b"]
+        assert usage["tenants"] == {
+            "": {
+                "requests": 3,
+                "prompt_tokens": 3 * used["prompt_tokens"],
+                "cached_tokens": 0,
+                "completion_tokens": 3 * used["completion_tokens"],
+            }
+        }

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cpd.common.errors import CheckpointError
 from router.errors import ApiError
+from router.text import template
 from router.text.template import ChatTemplate, read_template
 
 TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
@@ -134,6 +135,33 @@ def test_a_broken_template_is_a_broken_checkpoint() -> None:
 def test_an_error_in_a_template_refuses_the_messages() -> None:
     with pytest.raises(ApiError, match="refuses"):
         ChatTemplate("{{ 1 + messages[0].content }}", {}).render([{"role": "user", "content": "x"}])
+
+
+TEN = "{% for i in range(10) %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
+        TEN * 12 + "x" + "{% endfor %}" * 12,
+    ],
+)
+def test_a_template_that_takes_too_long_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = ChatTemplate("{% if messages|length > 1 %}" + source + "{% endif %}", SPECIAL)
+    monkeypatch.setattr(template, "RENDER_S", 0.05)
+    with pytest.raises(ApiError, match=r"takes longer than 0\.05 s"):
+        ours.render(CHATS["turns"])
+    assert ours.render(CHATS["empty"]) == ""
+
+
+def test_a_template_that_calls_itself_for_ever_is_refused() -> None:
+    ours = ChatTemplate("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", SPECIAL)
+    with pytest.raises(ApiError, match="recursion"):
+        ours.render(CHATS["empty"])
 
 
 class TestReadTemplate:

@@ -43,9 +43,9 @@ class TestChats:
         encoded: list[str] = []
         encode = Tokenizer._encode
 
-        async def record(self: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[bytes]:
+        async def record(self: Tokenizer, texts: Sequence[str], owner: bytes, *, special_tokens: bool) -> list[bytes]:
             encoded.extend(texts)
-            return await encode(self, texts, special_tokens=special_tokens)
+            return await encode(self, texts, owner, special_tokens=special_tokens)
 
         monkeypatch.setattr(Tokenizer, "_encode", record)
         return encoded

@@ -69,7 +69,7 @@ def _backend(splitter: pre_tokenizers.PreTokenizer) -> Tokenizer:
 
 
 def _cache(backend: Tokenizer) -> WordCache:
-    async def encode(texts: Sequence[str]) -> list[list[int]]:
+    async def encode(texts: Sequence[str], owner: bytes) -> list[list[int]]:
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     return WordCache(encode)
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_the_whole_text(splitter: pre_tokenizers.PreTokenize
 async def test_a_word_is_encoded_once_unless_it_is_long() -> None:
     encoded: list[str] = []
 
-    async def encode(texts: Sequence[str]) -> list[list[int]]:
+    async def encode(texts: Sequence[str], owner: bytes) -> list[list[int]]:
         encoded.extend(texts)
         return [[len(text)] for text in texts]
 

@@ -1,0 +1,150 @@
+"""The key file is read again while requests run."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from router.api import key_file
+from router.api.key_file import KeyFile
+from router.api.tenants import Keys
+from router.errors import ApiError
+from tests.router.conftest import Says, StartRouter, StartWorker, eventually
+
+TEXT = {"model": "small-model", "prompt": "Hello?", "max_tokens": 3}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A key file with one key."""
+    _replace(tmp_path / "keys.yaml", "[{key: old, name: a}]")
+    return tmp_path / "keys.yaml"
+
+
+def _replace(file: Path, text: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
+def _remove(file: Path) -> None:
+    file.unlink()
+
+
+def _is_valid(keys: Keys, key: str) -> bool:
+    try:
+        keys.tenant(f"Bearer {key}".encode())
+    except ApiError:
+        return False
+    return True
+
+
+async def _until(keys: Keys, valid: str) -> None:
+    async def is_valid() -> bool:
+        return _is_valid(keys, valid)
+
+    await eventually(is_valid)
+
+
+class TestFollow:
+    @pytest.fixture
+    async def reread(self) -> asyncio.Event:
+        """Asks for a look at the file."""
+        return asyncio.Event()
+
+    @pytest.fixture
+    async def keys(self, file: Path, reread: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Keys]:
+        """The keys of the file, which is followed."""
+        monkeypatch.setattr(key_file, "POLL_S", 0.01)
+        read = KeyFile(file)
+        keys = Keys([], read.entries)
+        following = asyncio.create_task(read.follow(keys, reread))
+        yield keys
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    async def test_a_changed_file_is_read(self, file: Path, keys: Keys) -> None:
+        _replace(file, "[{key: old, name: a}, {key: new, name: a}]")
+        await _until(keys, "new")
+        assert _is_valid(keys, "old")
+        _replace(file, "[{key: new, name: a}]")
+        await eventually(lambda: asyncio.sleep(0, not _is_valid(keys, "old")))
+
+    async def test_a_broken_or_missing_file_keeps_the_keys_and_is_logged_once(
+        self, file: Path, keys: Keys, reread: asyncio.Event, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def errors() -> list[str]:
+            return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+        _replace(file, "[{key: secret-key, nmae: a}]")
+        await eventually(lambda: asyncio.sleep(0, len(errors()) == 1))
+        assert "Extra inputs" in errors()[0]
+        assert "secret-key" not in caplog.text
+        _remove(file)
+        await eventually(lambda: asyncio.sleep(0, len(errors()) == 2))
+        assert _is_valid(keys, "old")
+        _replace(file, "[{key: new}]")
+        await _until(keys, "new")
+        assert len(errors()) == 2
+
+    async def test_it_is_read_when_told_to(
+        self, file: Path, keys: Keys, reread: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(KeyFile, "_look", lambda self: (0, 0, 0))  # as after a change that shows nowhere
+        await asyncio.sleep(0)
+        _replace(file, "[{key: new}]")
+        reread.set()
+        await _until(keys, "new")
+
+
+async def test_a_key_is_replaced_under_load_without_a_failed_request(
+    start_router: StartRouter, start_worker: StartWorker, says: Says, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_file, "POLL_S", 0.01)
+    router = await start_router(await start_worker(says("the fox")), api_key=["operator"], api_key_file=file)
+    statuses: list[int] = []
+
+    async def post(key: str) -> int:
+        response = await router.http.post("/v1/completions", json=TEXT, headers={"authorization": f"Bearer {key}"})
+        return response.status_code
+
+    async def load() -> None:
+        while True:
+            statuses.append(await post(key))
+
+    key = "old"
+    loads = [asyncio.create_task(load()) for _ in range(4)]
+    try:
+        _replace(file, "[{key: old, name: a}, {key: new, name: a}]")
+
+        async def new_is_valid() -> bool:
+            return await post("new") == 200
+
+        await eventually(new_is_valid)
+        key, before = "new", len(statuses)
+        await eventually(lambda: asyncio.sleep(0, len(statuses) > before + 20))
+        _replace(file, "[{key: new, name: a}]")
+
+        async def old_is_refused() -> bool:
+            return await post("old") == 401
+
+        await eventually(old_is_refused)
+        before = len(statuses)
+        await eventually(lambda: asyncio.sleep(0, len(statuses) > before + 20))
+    finally:
+        for task in loads:
+            task.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+    assert set(statuses) == {200}
+    usage = (await router.http.get("/usage")).raise_for_status().json()
+    assert list(usage["tenants"]) == ["a"]
+    assert usage["tenants"]["a"]["completion_tokens"] >= 3 * len(statuses)
+    assert (
+        await post("new"),
+        (await router.http.get("/usage", headers={"authorization": "Bearer new"})).status_code,
+    ) == (
+        200,
+        403,
+    )
