@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -108,7 +109,8 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     member_host = settings.advertise_host or listener.getsockname()[0]
     peers = PeerRouters(router_id, lambda: workers.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
-    server = _server(create_app(service, keys, hosts, peers))
+    tls = server_context(settings.tls_cert, settings.tls_key)
+    server = _server(create_app(service, keys, hosts, peers), tls)
     admin = _server(create_app(service, keys, hosts, None))
     ended = asyncio.Event()
     exit_code = 0
@@ -155,22 +157,45 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
     return exit_code
 
 
-def _server(app: ASGIApp) -> "_Server":
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=2048,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
+def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Returns the context that serves with a certificate; None without one.
+
+    Raises:
+        ConfigError: The files can't be used.
+    """
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise ConfigError("--tls-cert and --tls-key belong together: give both or none")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # else OpenSSL would ask on the terminal
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--tls-cert {cert} and --tls-key {key} can't be used: {error.reason or 'no PEM files without password'}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--tls-cert {cert} and --tls-key {key} can't be read: {error.strerror}") from None
+    return context
+
+
+def _server(app: ASGIApp, tls: ssl.SSLContext | None = None) -> "_Server":
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=2048,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
     )
+    config.load()
+    config.ssl = tls  # uvicorn's own setting would read the files again, and ask for passwords
+    return _Server(config)
 
 
 class _Server(uvicorn.Server):

@@ -34,7 +34,8 @@ from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
-from cpd.common.trust import cluster_secret
+from cpd.common.tls import make_certificate
+from cpd.common.trust import cluster_secret, is_loopback
 from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
@@ -206,12 +207,15 @@ class Worker:
         await self._server.start()
         self._streams = StreamServer(pb.RouterMessage, HELLO_BYTES, self._sessions.serve)
         self._down.push_async_callback(self._stop_serving)
+        certificate = None if is_loopback(self._settings.host) else make_certificate()
         try:
-            port = await self._streams.start(self._settings.host, self._settings.session_port)
+            port = await self._streams.start(self._settings.host, self._settings.session_port, certificate)
         except OSError as error:
             message = f"cannot listen on {self._settings.host}:{self._settings.session_port}: {error.strerror}"
             raise ConfigError(message) from None
         self.session_address = f"{host}:{port}"
+        if certificate is not None:
+            self.session_address = certificate.named_in(self.session_address)
 
     async def _take_lease(self, host: str) -> None:
         self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")

@@ -86,7 +86,8 @@ class Member:
         incarnation: Time when it first reached Redis, by Redis's clock, in µs; 0 until then. Of two processes with the
             same id, the one with the higher incarnation is the newer.
         admin: `host:port` where a router answers only for itself; empty for workers.
-        session: `host:port` where a worker takes sessions and prefill requests; empty for routers.
+        session: `host:port` where a worker takes sessions and prefill requests, with TLS `host:port#fingerprint`
+            (`cpd/common/tls.py`); empty for routers.
     """
 
     id: str

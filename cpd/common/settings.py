@@ -216,6 +216,12 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         None,
         description="YAML file with a list of more keys: key, admin (default false), min_priority (default 0).",
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="PEM file with the HTTP endpoint's certificate, and those that lead to its authority. Default: "
+        "no TLS.",
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the key of --tls-cert.")
     allowed_hosts: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
         description="Host names that clients may use in the server's URL, besides localhost, 127.0.0.1, [::1] and "

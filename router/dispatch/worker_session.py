@@ -28,6 +28,7 @@ from cpd.common.blocks import Tier
 from cpd.common.errors import CPDError
 from cpd.common.membership import Member
 from cpd.common.stream import MAX_MESSAGE_BYTES, BrokenError, Stream, StreamError, connect
+from cpd.common.tls import without_fingerprint
 from cpd.common.trust import ClusterSecret
 from cpd.protocol.handshake import Caller, HandshakeError, open_as
 from cpd.protocol.version import UnknownMessages
@@ -266,7 +267,9 @@ class WorkerSession:
             self._stream = stream
             self._set_state(state)
             self.reason, self.settled = "", True
-            log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.session)
+            log.info(
+                "session with %s worker %s at %s is up", self.role, self.id, without_fingerprint(self.member.session)
+            )
             listener.ready(self)
             while not self.failed and (message := await stream.receive()) is not None:
                 await self._handle(message, listener)
