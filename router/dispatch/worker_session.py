@@ -213,7 +213,8 @@ class WorkerSession:
                 reason = describe(error)
             reason = one_line(reason)
             if self.connected or reason != self.reason:
-                log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
+                address = without_fingerprint(self.member.address)
+                log.warning("no session with worker %s at %s: %s", self.id, address, reason)
             if loop.time() - began > LONGEST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             if closed and self.connected:

@@ -54,10 +54,13 @@ def test_workers_on_the_first_node_can_be_reached_from_nodes_that_join_later(ray
             body = {"model": model, "prompt": "long " * 1000, "max_tokens": 4}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
             status = subprocess.run([*PROGRAM, "status", "--json"], capture_output=True, env=environment, check=True)
+            trace = subprocess.run([*PROGRAM, "trace"], capture_output=True, env=environment, check=True)
         finally:
             up.terminate()
     for worker in orjson.loads(status.stdout)["workers"]:
         assert worker["state"] == "ready"
         assert not worker["address"].startswith("127.")
         assert "#" in worker["session"], "the session has no TLS"
+        assert "#" in worker["address"], "gRPC has no TLS"
+    assert b"prefill_tokens" in trace.stdout  # over gRPC with TLS
     assert answer.headers["x-cpd-route"] == "remote"  # from worker to worker with TLS, too
