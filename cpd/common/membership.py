@@ -174,7 +174,8 @@ async def lease(
         if holder is None:
             return None
         try:
-            _read(secret, cluster, member.id.encode(), holder)
+            if _read(secret, cluster, member.id.encode(), holder).incarnation <= member.incarnation:
+                raise _UnreadableError("its incarnation was changed")
         except _UnreadableError as error:  # no process of the cluster wrote it
             if forged != str(error):
                 forged = str(error)

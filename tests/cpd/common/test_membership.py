@@ -268,13 +268,30 @@ async def test_a_signed_lease_is_no_lease_of_another_id_or_cluster(redis: Redis)
         assert await members(redis, "d", SECRET) == []
 
 
-async def test_a_forged_newer_process_ends_nobody(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("forged", "reason"),
+    [
+        (lambda own: orjson.dumps(asdict(MEMBER) | {"address": "203.0.113.1:1"}), "it is not signed"),
+        (lambda own: own.split(b" ", 2)[2], "its incarnation was changed"),
+    ],
+    ids=["another address", "its own lease, as a newer one's"],
+)
+async def test_a_forged_newer_process_ends_nobody(
+    redis: Redis, forged: Callable[[bytes], bytes], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with held(redis, ttl_s=2, secret=SECRET) as superseded:
-        forged = orjson.dumps(asdict(MEMBER) | {"address": "203.0.113.1:1"})
-        await redis.hset(KEY, MEMBER.id, b"%d %d %b" % (9 * 10**12, 9 * 10**15, forged))
+        own = await redis.hget(KEY, MEMBER.id)
+        assert isinstance(own, bytes)
+        placed = b"%d %d %b" % (9 * 10**12, 9 * 10**15, forged(own))
+        await redis.hset(KEY, MEMBER.id, placed)
+
+        async def restored() -> bool:
+            return bool(await redis.hget(KEY, MEMBER.id) != placed)
+
+        await eventually(restored)
         await eventually(lambda: _lists(redis, MEMBER, SECRET))
         assert not superseded.is_set()
-    assert caplog.text.count("the lease of combined-0 was overwritten and is restored: it is not signed") == 1
+    assert caplog.text.count(f"the lease of combined-0 was overwritten and is restored: {reason}") == 1
 
 
 async def test_a_lease_that_cannot_be_read_expires(redis: Redis) -> None:
