@@ -36,10 +36,11 @@ def pick_port(host: str, port: int) -> int:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
     """Returns the URL at which this machine reaches a server that listens on `host`."""
     name = LOOPBACK if host in WILDCARDS else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
 def read_cluster(url: str, admin_key: str) -> dict[str, Any]:

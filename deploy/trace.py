@@ -12,11 +12,12 @@ import grpc
 import orjson
 
 from cpd.common.errors import CPDError
+from cpd.common.tls import without_fingerprint
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.endpoint import read_cluster
 from deploy.remote import running_cluster
-from worker.grpc_options import CLIENT_OPTIONS, admin_metadata
+from worker.grpc_options import admin_channel, admin_metadata
 
 _TIMEOUT_S = 10.0
 _LANES = {pb.LANE_FULL: "full", pb.LANE_PREFILL: "prefill", pb.LANE_DECODE: "decode"}
@@ -79,13 +80,15 @@ def chrome_trace(steps: Iterable[Step]) -> dict[str, Any]:
 
 
 def _read(worker: str, address: str, admin_key: str, seconds: float) -> Iterator[Step]:
-    with grpc.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
-        try:
+    try:
+        with admin_channel(address, _TIMEOUT_S) as channel:
             reply: pb.TraceReply = rpc.AdminStub(channel).Trace(
                 pb.TraceRequest(seconds=seconds), metadata=admin_metadata(admin_key), timeout=_TIMEOUT_S
             )
-        except grpc.RpcError as error:
-            raise CPDError(f"worker {worker} at {address} does not answer: {error.details()}") from None
+    except (grpc.RpcError, OSError) as error:
+        reason = error.details() if isinstance(error, grpc.RpcError) else error
+        place = without_fingerprint(address)
+        raise CPDError(f"worker {worker} at {place} does not answer: {reason}") from None
     for step in reply.steps:
         yield {
             "worker": worker,

@@ -39,6 +39,7 @@ from deploy.state import ClusterDir, ClusterState
 from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
 from router.placement.policies import make_policy
+from router.server import server_context
 from simulated_workers.simulation import NOTICE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -71,7 +72,7 @@ def _run(settings: ClusterSettings, console: Console) -> None:
         state = ClusterState(
             cluster=settings.cluster,
             pid=os.getpid(),
-            url=url_of(settings.host, settings.port),
+            url=url_of(settings.host, settings.port, tls=settings.tls_cert is not None),
             ray_dir="" if settings.ray_address else make_ray_dir(),
             admin_key=secret.admin_key,
         )
@@ -110,6 +111,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     make_policy(settings.policy)
     if settings.api_key_file:
         read_keys(settings.api_key_file)
+    server_context(settings.tls_cert, settings.tls_key)
     with console.status(f"Checking {directory}"):
         device = check_model(directory, settings)
     if settings.simulate:
@@ -124,6 +126,8 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
             "model": settings.model if is_id and settings.ray_address else str(directory),
             "profile": absolute_profile(settings.profile),
             "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
+            "tls_cert": settings.tls_cert and settings.tls_cert.resolve(),
+            "tls_key": settings.tls_key and settings.tls_key.resolve(),
             "simulate": absolute_profile(settings.simulate),
             "device": device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
@@ -219,7 +223,11 @@ def _wait_until_ready(
                 raise CPDError(f"Ray's {name} died while the cluster started")
             if not waiting:
                 hosts = {member.host for member in leases if member.kind == "router"}
-                url = state.url if socket.gethostname() in hosts else url_of(min(hosts), settings.port)
+                url = (
+                    state.url
+                    if socket.gethostname() in hosts
+                    else url_of(min(hosts), settings.port, tls=settings.tls_cert is not None)
+                )
                 workers = {name: pids[name] for spec in cluster.specs if spec.is_worker for name in spec.members}
                 routers = [spec.name for spec in cluster.specs if not spec.is_worker]
                 if has_workers(url, state.admin_key, workers, routers):

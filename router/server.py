@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
@@ -122,7 +123,8 @@ async def serve(
     peers = PeerRouters(router_id, lambda: workers.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
-    server = _server(create_app(service, keys, hosts, clients, peers), clients)
+    tls = server_context(settings.tls_cert, settings.tls_key)
+    server = _server(create_app(service, keys, hosts, clients, peers), clients, tls)
     unlimited = ClientLimit(0)
     admin = _server(create_app(service, keys, hosts, unlimited, None), unlimited)
     ended = asyncio.Event()
@@ -173,22 +175,45 @@ async def serve(
     return exit_code
 
 
-def _server(app: ASGIApp, clients: ClientLimit) -> "_Server":
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=cast("type[asyncio.Protocol]", partial(Connection, clients=clients)),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=2048,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
+def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Returns the context that serves with a certificate; None without one.
+
+    Raises:
+        ConfigError: The files can't be used.
+    """
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise ConfigError("--tls-cert and --tls-key belong together: give both or none")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # else OpenSSL would ask on the terminal
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--tls-cert {cert} and --tls-key {key} can't be used: {error.reason or 'no PEM files without password'}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--tls-cert {cert} and --tls-key {key} can't be read: {error.strerror}") from None
+    return context
+
+
+def _server(app: ASGIApp, clients: ClientLimit, tls: ssl.SSLContext | None = None) -> "_Server":
+    config = uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", partial(Connection, clients=clients)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=2048,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
     )
+    config.load()
+    config.ssl = tls  # uvicorn's own setting would read the files again, and ask for passwords
+    return _Server(config)
 
 
 class _Server(uvicorn.Server):

@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 
+from cpd.common.tls import SERVER_NAME, fetch_certificate, split_address, without_fingerprint
+
 HEADER = "authorization"
 HEALTH_SERVICE = "/grpc.health.v1.Health/"
 
@@ -34,6 +36,20 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.so_reuseport", 0),
 )
+
+
+def admin_channel(address: str, timeout_s: float) -> grpc.Channel:
+    """Opens a channel to a worker, with TLS if its address names a certificate. Blocks.
+
+    Raises:
+        OSError: It can't be reached, or has another certificate.
+    """
+    host, port, fingerprint = split_address(address)
+    if not fingerprint:
+        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(fetch_certificate(host, port, fingerprint, timeout_s))
+    options = (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
+    return grpc.secure_channel(without_fingerprint(address), credentials, options=options)
 
 
 def admin_metadata(admin_key: str) -> tuple[tuple[str, str], ...]:

@@ -34,7 +34,8 @@ from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
-from cpd.common.trust import cluster_secret
+from cpd.common.tls import make_certificate, without_fingerprint
+from cpd.common.trust import cluster_secret, is_loopback
 from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
@@ -184,7 +185,7 @@ class Worker:
         self._watch("a chunk on the prefill lane", lambda: loaded.engine.prefill_lane_chunk_number, lambda: 0)
         await self._listen(host)
         await self._take_lease(host)
-        log.info("%s worker %s listens on %s", self._role, self.id, self.address)
+        log.info("%s worker %s listens on %s", self._role, self.id, without_fingerprint(self.address))
 
     def _build(self) -> Engine:
         self._loaded = self._build_engine(self._settings)
@@ -198,8 +199,13 @@ class Worker:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         endpoint = f"{self._settings.host}:{self._settings.port}"
+        certificate = None if is_loopback(self._settings.host) else make_certificate()
         try:
-            port = self._server.add_insecure_port(endpoint)
+            if certificate is None:
+                port = self._server.add_insecure_port(endpoint)
+            else:
+                credentials = grpc.ssl_server_credentials([(certificate.key_pem, certificate.pem)])
+                port = self._server.add_secure_port(endpoint, credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {endpoint}: {error}") from None
         self.address = f"{host}:{port}"
@@ -207,11 +213,13 @@ class Worker:
         self._streams = StreamServer(pb.RouterMessage, HELLO_BYTES, self._sessions.serve)
         self._down.push_async_callback(self._stop_serving)
         try:
-            port = await self._streams.start(self._settings.host, self._settings.session_port)
+            port = await self._streams.start(self._settings.host, self._settings.session_port, certificate)
         except OSError as error:
             message = f"cannot listen on {self._settings.host}:{self._settings.session_port}: {error.strerror}"
             raise ConfigError(message) from None
         self.session_address = f"{host}:{port}"
+        if certificate is not None:
+            self.address, self.session_address = map(certificate.named_in, (self.address, self.session_address))
 
     async def _take_lease(self, host: str) -> None:
         self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")

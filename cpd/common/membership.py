@@ -80,13 +80,14 @@ class Member:
     Attributes:
         id: Unique name.
         kind: Its role.
-        address: `host:port` of its gRPC server (of its HTTP server for a router).
+        address: `host:port` of its gRPC server (of its HTTP server for a router); with TLS, a worker's is
+            `host:port#fingerprint` (`cpd/common/tls.py`).
         host: Name of its machine.
         pid: Its process id on that machine.
         incarnation: Time when it first reached Redis, by Redis's clock, in µs; 0 until then. Of two processes with the
             same id, the one with the higher incarnation is the newer.
         admin: `host:port` where a router answers only for itself; empty for workers.
-        session: `host:port` where a worker takes sessions and prefill requests; empty for routers.
+        session: Where a worker takes sessions and prefill requests, like `address`; empty for routers.
     """
 
     id: str
@@ -173,7 +174,8 @@ async def lease(
         if holder is None:
             return None
         try:
-            _read(secret, cluster, member.id.encode(), holder)
+            if _read(secret, cluster, member.id.encode(), holder).incarnation <= member.incarnation:
+                raise _UnreadableError("its incarnation was changed")
         except _UnreadableError as error:  # no process of the cluster wrote it
             if forged != str(error):
                 forged = str(error)

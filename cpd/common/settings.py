@@ -225,6 +225,12 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
         description="YAML file with a list of more keys: key, name, admin, min_priority, max_requests, "
         "max_tokens_per_minute, max_body_memory. It is read again when it changes.",
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="PEM file with the HTTP endpoint's certificate, and those that lead to its authority. Default: "
+        "no TLS.",
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the key of --tls-cert.")
     allowed_hosts: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
         description="Host names that clients may use in the server's URL, besides localhost, 127.0.0.1, [::1] and "

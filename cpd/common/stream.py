@@ -1,8 +1,8 @@
-"""Messages in both directions over one TCP connection.
+"""Messages in both directions over one TCP connection, with TLS where other machines reach it (`cpd/common/tls.py`).
 
-Each message is preceded by its length (4 bytes, little-endian). The largest possible length stands alone: it is a
-heartbeat. Nothing else is on the wire: the caller's name and the reason of an end are messages, too. A stream ends when
-one side closes it.
+Each message is preceded by its length (4 bytes, little-endian). The two largest lengths stand alone: a heartbeat, and
+the end of one side's messages. Nothing else is on the wire: the caller's name and the reason of an end are messages,
+too. A stream ends when one side closes it.
 
 A stopped peer, or one with a broken machine, is noticed within LOST_TICKS * TICK_S.
 """
@@ -15,6 +15,7 @@ from typing import Generic, Protocol, Self, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from cpd.common.errors import CPDError
+from cpd.common.tls import Certificate, client_context, fingerprint_of, split_address
 
 TICK_S = 1.0
 """Longest time between two things sent."""
@@ -30,11 +31,15 @@ itself reads first."""
 UNREAD_BYTES = 4 << 20
 """Reading pauses while more than this waits to be received."""
 
+TLS_S = 10.0
+"""Time limit for a client's TLS handshake."""
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Size limit of a message from an authenticated peer. A prompt of a million tokens with its hashes is about 4 MiB."""
 
 _HEAD_BYTES = 4
-_ALIVE = b"\xff" * _HEAD_BYTES
+_ALIVE = b"\xff\xff\xff\xff"
+_FINISHED = b"\xfe\xff\xff\xff"
 
 
 class StreamError(CPDError):
@@ -66,14 +71,23 @@ class Stream(asyncio.Protocol, Generic[M]):
         kind: Type of the peer's messages.
         max_bytes: Size limit of a message from the peer.
         opened: Called when the connection is made.
+        certificate: Fingerprint of the server's certificate; empty without TLS.
 
     Attributes:
+        certificate: As above.
         max_bytes: As above; it may be changed.
         heard_at: Loop time at which the peer's last data arrived, heartbeats included.
     """
 
-    def __init__(self, kind: type[M], max_bytes: int, opened: "Callable[[Stream[M]], None] | None" = None) -> None:
+    def __init__(
+        self,
+        kind: type[M],
+        max_bytes: int,
+        opened: "Callable[[Stream[M]], None] | None" = None,
+        certificate: bytes = b"",
+    ) -> None:
         self.max_bytes = max_bytes
+        self.certificate = certificate
         self._kind = kind
         self._opened = opened
         self._loop = asyncio.get_running_loop()
@@ -144,12 +158,9 @@ class Stream(asyncio.Protocol, Generic[M]):
 
         Use it instead of `close` where the peer may be sending: `close` could then discard what it has not read yet.
         """
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not (self._finished or self._transport.is_closing()):
             self._finished = True
-            try:
-                self._transport.write_eof()
-            except OSError:  # the peer has reset the connection, and the event loop has not noticed yet
-                self.abort()
+            self._transport.write(_FINISHED)
 
     def close(self) -> None:
         """Closes the stream when everything has been sent."""
@@ -187,6 +198,10 @@ class Stream(asyncio.Protocol, Generic[M]):
             if head == _ALIVE:
                 start = begin
                 continue
+            if head == _FINISHED:
+                self._end(None)
+                self.close()
+                return
             length = int.from_bytes(head, "little")
             if length > self.max_bytes:
                 self._fail(BadMessageError(f"it sent a message of {length} bytes; the limit is {self.max_bytes}"))
@@ -255,15 +270,21 @@ class Stream(asyncio.Protocol, Generic[M]):
 
 
 async def connect(address: str, kind: type[M], max_bytes: int) -> Stream[M]:
-    """Connects to the server at `host:port`.
+    """Connects to the server at `host:port`, or with TLS at `host:port#fingerprint`.
 
     Raises:
-        OSError: It can't be reached.
+        OSError: It can't be reached, or has another certificate.
     """
-    host, _, port = address.rpartition(":")
-    loop, stream = asyncio.get_running_loop(), Stream(kind, max_bytes)
+    host, port, fingerprint = split_address(address)
+    loop, stream = asyncio.get_running_loop(), Stream(kind, max_bytes, certificate=fingerprint)
     try:
-        await loop.create_connection(lambda: stream, host.strip("[]"), int(port))
+        if fingerprint:
+            transport, _ = await loop.create_connection(lambda: stream, host, port, ssl=client_context())
+            if fingerprint_of(transport.get_extra_info("ssl_object")) != fingerprint:
+                stream.abort()
+                raise OSError("it has another certificate than its lease says")
+        else:
+            await loop.create_connection(lambda: stream, host, port)
     except BaseException:
         # uvloop does not call this here, even if it has already called connection_made
         stream.connection_lost(None)
@@ -288,15 +309,20 @@ class StreamServer(Generic[M]):
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens and returns the port; port 0 takes a free one.
+    async def start(self, host: str, port: int, certificate: Certificate | None = None) -> int:
+        """Listens and returns the port; port 0 takes a free one. With a certificate, it listens with TLS.
 
         Raises:
             OSError: The address can't be used.
         """
         loop = asyncio.get_running_loop()
+        fingerprint = certificate.fingerprint if certificate is not None else b""
         self._server = await loop.create_server(
-            lambda: Stream(self._kind, self._max_bytes, self._opened), host.strip("[]"), port
+            lambda: Stream(self._kind, self._max_bytes, self._opened, fingerprint),
+            host.strip("[]"),
+            port,
+            ssl=certificate.context if certificate is not None else None,
+            ssl_handshake_timeout=TLS_S if certificate is not None else None,
         )
         number: int = self._server.sockets[0].getsockname()[1]
         return number

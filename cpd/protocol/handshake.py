@@ -1,11 +1,12 @@
 """The opening of every stream between processes: both ends prove the cluster's secret to each other.
 
     caller -> RouterHello: version, its name, a nonce
-    worker -> Challenge:   version, its name, a nonce, HMAC("worker", both names, both nonces, …)
+    worker -> Challenge:   version, its name, a nonce, HMAC("worker", both names, both nonces, certificate, …)
     caller -> Proof:       HMAC("caller", the same)
 
 The secret is never sent. Each end's nonce is new, so a recorded handshake is worth nothing. The two codes have keys of
-their own, and both contain both names, so neither can be reflected, or obtained from another worker. A caller says
+their own, and both contain both names, so neither can be reflected, or obtained from another worker. Both contain the
+worker's certificate as the two ends see it, so nobody can relay the messages between two TLS connections. A caller says
 nothing more before the worker has proved itself, nor a worker before the caller has.
 """
 
@@ -67,7 +68,7 @@ async def open_as(caller: Caller, stream: Stream[pb.WorkerMessage], worker_id: s
         raise HandshakeError(reason)
     if challenge.worker_id != worker_id:
         raise HandshakeError(f"the worker there is {challenge.worker_id!r}, not {worker_id!r}")
-    parts = _transcript(hello, challenge)
+    parts = _transcript(stream.certificate, hello, challenge)
     if not secret.verify(challenge.proof, _WORKER, *parts):
         raise HandshakeError(f"worker {worker_id} does not prove the cluster's secret: {_doubt(challenge.proof)}")
     stream.send(pb.RouterMessage(proof=pb.Proof(proof=secret.sign(_CALLER, *parts))))
@@ -91,7 +92,7 @@ async def answer_as(worker_id: str, stream: Stream[pb.RouterMessage], secret: Cl
     challenge = pb.Challenge(
         worker_id=worker_id, version=own_version(), capabilities=CAPABILITIES, nonce=os.urandom(NONCE_BYTES)
     )
-    parts = _transcript(hello, challenge)
+    parts = _transcript(stream.certificate, hello, challenge)
     challenge.proof = secret.sign(_WORKER, *parts)
     stream.send(pb.WorkerMessage(challenge=challenge))
     try:
@@ -121,10 +122,11 @@ def _doubt(proof: bytes) -> str:
     return "it has another one, or repeats what somebody else has said"
 
 
-def _transcript(hello: pb.RouterHello, challenge: pb.Challenge) -> list[bytes]:
+def _transcript(certificate: bytes, hello: pb.RouterHello, challenge: pb.Challenge) -> list[bytes]:
     """Returns what both codes cover. Both ends make it from the same two messages."""
     versions = (hello.version.major, hello.version.minor, challenge.version.major, challenge.version.minor)
     return [
+        certificate,
         hello.router_id.encode(),
         hello.worker_id.encode(),
         challenge.worker_id.encode(),

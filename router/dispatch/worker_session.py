@@ -28,6 +28,7 @@ from cpd.common.blocks import Tier
 from cpd.common.errors import CPDError
 from cpd.common.membership import Member
 from cpd.common.stream import MAX_MESSAGE_BYTES, BrokenError, Stream, StreamError, connect
+from cpd.common.tls import without_fingerprint
 from cpd.common.trust import ClusterSecret
 from cpd.protocol.handshake import Caller, HandshakeError, open_as
 from cpd.protocol.version import UnknownMessages
@@ -212,7 +213,8 @@ class WorkerSession:
                 reason = describe(error)
             reason = one_line(reason)
             if self.connected or reason != self.reason:
-                log.warning("no session with worker %s at %s: %s", self.id, self.member.address, reason)
+                address = without_fingerprint(self.member.address)
+                log.warning("no session with worker %s at %s: %s", self.id, address, reason)
             if loop.time() - began > LONGEST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             if closed and self.connected:
@@ -266,7 +268,9 @@ class WorkerSession:
             self._stream = stream
             self._set_state(state)
             self.reason, self.settled = "", True
-            log.info("session with %s worker %s at %s is up", self.role, self.id, self.member.session)
+            log.info(
+                "session with %s worker %s at %s is up", self.role, self.id, without_fingerprint(self.member.session)
+            )
             listener.ready(self)
             while not self.failed and (message := await stream.receive()) is not None:
                 await self._handle(message, listener)

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.membership import Member, members
+from cpd.common.tls import without_fingerprint
 from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch.worker_session import Listener, RefusedError, WorkerSession
@@ -208,7 +209,9 @@ class Workers:
     def _admit(self, member: Member, hello: pb.Hello) -> None:
         """Raises RefusedError if a worker does not fit this cluster or the workers that are connected."""
         if hello.worker_id != member.id:
-            raise RefusedError(f"the worker at {member.address} is {hello.worker_id!r}, not {member.id!r}")
+            raise RefusedError(
+                f"the worker at {without_fingerprint(member.address)} is {hello.worker_id!r}, not {member.id!r}"
+            )
         if hello.role != _ROLES[member.kind]:
             role = pb.Role.Name(hello.role) if hello.role in pb.Role.values() else hello.role
             raise RefusedError(f"its lease has the role {member.kind!r}, but its Hello {role}")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import orjson
 import pytest
 
@@ -41,16 +42,25 @@ def ray_address() -> Iterator[str]:
 
 def test_workers_on_the_first_node_can_be_reached_from_nodes_that_join_later(ray_address: str, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    flags = ["--port=0", "--host=0.0.0.0", "--simulate=instant", "--prefill=0", "--log-level=warning"]
+    flags = ["--port=0", "--host=0.0.0.0", "--simulate=instant", "--prefill=1", "--log-level=warning"]
+    flags += ["--long-prefill-tokens=64"]
     with subprocess.Popen(
         [*PROGRAM, "up", "--ray-address", ray_address, *flags], stdout=subprocess.PIPE, env=environment, text=True
     ) as up:
         assert up.stdout is not None
         try:
-            assert up.stdout.readline().startswith("Serving")
+            serving = up.stdout.readline()
+            _, model, _, url = serving.split()[:4]
+            body = {"model": model, "prompt": "long " * 1000, "max_tokens": 4}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
             status = subprocess.run([*PROGRAM, "status", "--json"], capture_output=True, env=environment, check=True)
+            trace = subprocess.run([*PROGRAM, "trace"], capture_output=True, env=environment, check=True)
         finally:
             up.terminate()
-    (worker,) = orjson.loads(status.stdout)["workers"]
-    assert worker["state"] == "ready"
-    assert not worker["address"].startswith("127.")
+    for worker in orjson.loads(status.stdout)["workers"]:
+        assert worker["state"] == "ready"
+        assert not worker["address"].startswith("127.")
+        assert "#" in worker["session"], "the session has no TLS"
+        assert "#" in worker["address"], "gRPC has no TLS"
+    assert b"prefill_tokens" in trace.stdout  # over gRPC with TLS
+    assert answer.headers["x-cpd-route"] == "remote"  # from worker to worker with TLS, too

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,7 +17,8 @@ import pytest
 from cpd.common.errors import ConfigError
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
-from router.server import listen, serve
+from router.server import listen, serve, server_context
+from tests.certificates import certificate_files
 from tests.router.conftest import Says, StartWorker, eventually
 from tests.secret import secret_file
 
@@ -63,6 +65,49 @@ async def _is_ready(url: str) -> bool:
             return (await client.get(f"{url}/readyz")).status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_with_a_certificate_it_serves_https(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, port: int, tmp_path: Path
+) -> None:
+    cert, key = certificate_files(tmp_path)
+    await start_worker(says("the fox"))
+    await start_process("--port", str(port), "--tls-cert", str(cert), "--tls-key", str(key))
+    trusting = ssl.create_default_context(cafile=str(cert))
+    async with httpx.AsyncClient(base_url=f"https://localhost:{port}", verify=trusting, timeout=START_S) as client:
+
+        async def is_ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return (await client.get("/readyz")).status_code == 200
+            return False
+
+        await eventually(is_ready, START_S)
+        body = {"model": "small-model", "messages": [{"role": "user", "content": "Hi"}]}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.json()["choices"][0]["message"]["content"] == "the fox"
+        streamed = await client.post("/v1/chat/completions", json={**body, "stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        long = await client.post("/v1/chat/completions", json={**body, "user": "x" * 1_000_000})
+        assert long.status_code == 200
+    async with httpx.AsyncClient(timeout=START_S) as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get(f"http://127.0.0.1:{port}/readyz")
+
+
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    cert, key = certificate_files(tmp_path)
+    (tmp_path / "other").mkdir()
+    other_cert, _ = certificate_files(tmp_path / "other")
+    assert server_context(None, None) is None
+    assert server_context(cert, key) is not None
+    for one, two, reason in (
+        (cert, None, "belong together"),
+        (cert, tmp_path / "none.pem", "can't be read: No such file"),
+        (key, key, "can't be used"),
+        (other_cert, key, "can't be used"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            server_context(one, two)
 
 
 async def test_without_a_secret_it_listens_on_loopback_only(model_dir: Path, redis_url: str) -> None:

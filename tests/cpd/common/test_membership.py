@@ -5,13 +5,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, cast
 
 import orjson
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoPermissionError
 
 from cpd.common.membership import Member, lease, members
+from cpd.common.tls import make_certificate
 from cpd.common.trust import ClusterSecret
 from deploy.redis import EmbeddedRedis, embedded_redis
 from tests.waiting import DEADLINE_S
@@ -265,19 +268,66 @@ async def test_a_signed_lease_is_no_lease_of_another_id_or_cluster(redis: Redis)
         assert await members(redis, "d", SECRET) == []
 
 
-async def test_a_forged_newer_process_ends_nobody(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("forged", "reason"),
+    [
+        (lambda own: orjson.dumps(asdict(MEMBER) | {"address": "203.0.113.1:1"}), "it is not signed"),
+        (lambda own: own.split(b" ", 2)[2], "its incarnation was changed"),
+    ],
+    ids=["another address", "its own lease, as a newer one's"],
+)
+async def test_a_forged_newer_process_ends_nobody(
+    redis: Redis, forged: Callable[[bytes], bytes], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with held(redis, ttl_s=2, secret=SECRET) as superseded:
-        forged = orjson.dumps(asdict(MEMBER) | {"address": "203.0.113.1:1"})
-        await redis.hset(KEY, MEMBER.id, b"%d %d %b" % (9 * 10**12, 9 * 10**15, forged))
+        own = await redis.hget(KEY, MEMBER.id)
+        assert isinstance(own, bytes)
+        placed = b"%d %d %b" % (9 * 10**12, 9 * 10**15, forged(own))
+        await redis.hset(KEY, MEMBER.id, placed)
+
+        async def restored() -> bool:
+            return bool(await redis.hget(KEY, MEMBER.id) != placed)
+
+        await eventually(restored)
         await eventually(lambda: _lists(redis, MEMBER, SECRET))
         assert not superseded.is_set()
-    assert caplog.text.count("the lease of combined-0 was overwritten and is restored: it is not signed") == 1
+    assert caplog.text.count(f"the lease of combined-0 was overwritten and is restored: {reason}") == 1
 
 
 async def test_a_lease_that_cannot_be_read_expires(redis: Redis) -> None:
     await put(redis, "bad", b"{", expires_ms=1)
     assert await members(redis, "c", NO_SECRET) == []
     assert not await redis.exists(KEY)
+
+
+async def test_the_documented_rights_in_redis_are_enough(server: EmbeddedRedis, redis: Redis) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    rule = re.findall(r"^ACL SETUSER (.*)$", text, re.MULTILINE)[0]
+    await cast(Any, redis).execute_command("ACL", "SETUSER", *rule.replace("PASSWORD", "sesame").split())
+    async with Redis(unix_socket_path=server.url.removeprefix("unix://"), username="cpd", password="sesame") as client:
+        async with held(client, secret=SECRET):
+            assert [member.id for member in await members(client, "c", SECRET)] == [MEMBER.id]
+            for forbidden in (client.get("other"), client.keys("*"), client.config_get("dir")):
+                with pytest.raises(NoPermissionError):
+                    await forbidden
+        assert await members(client, "c", SECRET) == []
+
+
+async def test_redis_may_be_reached_with_tls(server: EmbeddedRedis) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to = await asyncio.open_unix_connection(server.url.removeprefix("unix://"))
+
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                target.write(data)
+            target.close()
+
+        await asyncio.gather(pump(reader, to[1]), pump(to[0], writer), return_exceptions=True)
+
+    proxy = await asyncio.start_server(forward, "127.0.0.1", 0, ssl=make_certificate().context)
+    url = f"rediss://127.0.0.1:{proxy.sockets[0].getsockname()[1]}?ssl_cert_reqs=none"
+    async with proxy, Redis.from_url(url) as client, held(client, secret=SECRET):
+        assert [member.id for member in await members(client, "c", SECRET)] == [MEMBER.id]
 
 
 async def _die_with_lease(server: EmbeddedRedis) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import socket
 import struct
+import sys
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import uvloop
 
 from cpd.common import stream
 from cpd.common.stream import BadMessageError, Stream, StreamError, StreamServer, connect
+from cpd.common.tls import Certificate, make_certificate
 from cpd.rpc import cpd_pb2 as pb
 
 MOST = 1 << 20
@@ -23,6 +25,16 @@ Wire = Stream[pb.RouterMessage]
 
 def hello(name: str) -> pb.RouterMessage:
     return pb.RouterMessage(hello=pb.RouterHello(router_id=name))
+
+
+CERTIFICATE: Certificate | None = None
+
+
+@pytest.fixture(params=["tcp", "tls"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test with and without TLS."""
+    if request.param == "tls":
+        monkeypatch.setattr(sys.modules[__name__], "CERTIFICATE", make_certificate())
 
 
 @asynccontextmanager
@@ -35,8 +47,8 @@ async def both() -> AsyncIterator[tuple[Wire, Wire]]:
         await wire.closed()
 
     server = StreamServer(pb.RouterMessage, MOST, handle)
-    port = await server.start("127.0.0.1", 0)
-    here = await connect(f"127.0.0.1:{port}", pb.RouterMessage, MOST)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0, CERTIFICATE)}"
+    here = await connect(CERTIFICATE.named_in(address) if CERTIFICATE else address, pb.RouterMessage, MOST)
     try:
         yield here, await asyncio.wait_for(there, 20)
     finally:
@@ -54,6 +66,7 @@ async def received(wire: Wire) -> str:
     return "end" if message is None else message.hello.router_id
 
 
+@pytest.mark.usefixtures("way")
 async def test_messages_of_any_length_come_in_order_and_the_end_after_them() -> None:
     names = ["a", "", "b" * (MOST - 100), "c" * 70_000, "d"]
     async with both() as (here, there):
@@ -64,6 +77,7 @@ async def test_messages_of_any_length_come_in_order_and_the_end_after_them() -> 
         assert await received(there) == "end"
 
 
+@pytest.mark.usefixtures("way")
 async def test_an_empty_message_is_received() -> None:
     async with both() as (here, there):
         here.send(pb.RouterMessage())
@@ -91,6 +105,7 @@ async def test_a_message_in_many_reads_is_copied_a_few_times_and_not_at_each_rea
     assert allocated < 6 * len(data)
 
 
+@pytest.mark.usefixtures("way")
 async def test_messages_sent_before_a_break_are_received_before_its_error() -> None:
     async with both() as (here, there):
         there.send(hello("a"))
@@ -106,6 +121,7 @@ async def test_messages_sent_before_a_break_are_received_before_its_error() -> N
 @pytest.mark.parametrize(
     ("data", "reason"), [((MOST + 1).to_bytes(4, "little"), "the limit is"), (b"\x02\0\0\0\xff\xff", "not a message")]
 )
+@pytest.mark.usefixtures("way")
 async def test_invalid_data_breaks_the_stream(data: bytes, reason: str) -> None:
     async with both() as (here, there):
         cast(asyncio.Transport, here._transport).write(data)
@@ -113,6 +129,7 @@ async def test_invalid_data_breaks_the_stream(data: bytes, reason: str) -> None:
             await received(there)
 
 
+@pytest.mark.usefixtures("way")
 async def test_drained_waits_for_a_peer_that_does_not_read() -> None:
     async with both() as (here, there):
         cast(asyncio.Transport, there._transport).pause_reading()
@@ -130,6 +147,7 @@ async def test_drained_waits_for_a_peer_that_does_not_read() -> None:
         await asyncio.wait_for(drained, 20)
 
 
+@pytest.mark.usefixtures("way")
 async def test_reading_pauses_while_messages_are_not_received(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "UNREAD_BYTES", 200_000)
     async with both() as (here, there):
@@ -143,6 +161,7 @@ async def test_reading_pauses_while_messages_are_not_received(monkeypatch: pytes
             pass
 
 
+@pytest.mark.usefixtures("way")
 async def test_a_silent_peer_is_lost_and_an_idle_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,6 +175,7 @@ async def test_a_silent_peer_is_lost_and_an_idle_one_is_not(
             await received(there)
 
 
+@pytest.mark.usefixtures("way")
 async def test_connecting_to_an_unused_address_fails() -> None:
     async with both() as (here, _):
         host, port = cast(asyncio.Transport, here._transport).get_extra_info("peername")
@@ -163,6 +183,7 @@ async def test_connecting_to_an_unused_address_fails() -> None:
         await connect(f"{host}:{port}", pb.RouterMessage, MOST)
 
 
+@pytest.mark.usefixtures("way")
 async def test_finish_lets_a_peer_that_still_sends_read_everything() -> None:
     async with both() as (here, there):
         for number in range(1000):

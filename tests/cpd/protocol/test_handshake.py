@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cpd.common.stream import Stream, StreamError, StreamServer, connect
+from cpd.common.tls import make_certificate
 from cpd.common.trust import ClusterSecret
 from cpd.protocol import handshake
 from cpd.protocol.handshake import Caller, HandshakeError, answer_as, open_as
@@ -153,6 +154,36 @@ async def test_a_callers_own_nonce_and_code_cannot_be_reflected() -> None:
     async with opened(reflect) as stream:
         with pytest.raises(HandshakeError, match="worker w does not prove the cluster's secret"):
             await open_as(Caller("worker", "victim"), stream, "w", SECRET)
+
+
+async def test_a_relay_between_two_tls_connections_is_refused() -> None:
+    """The relay has an own certificate, which the caller was made to accept, and passes all messages on."""
+    worker, certificate, own = Worker(), make_certificate(), make_certificate()
+    server = StreamServer(pb.RouterMessage, MOST, worker.serve)
+    address = certificate.named_in(f"127.0.0.1:{await server.start('127.0.0.1', 0, certificate)}")
+
+    async def relay(stream: Incoming) -> None:
+        there = await connect(address, pb.WorkerMessage, MOST)
+        while (message := await stream.receive()) is not None:
+            there.send(message)
+            if (answer := await there.receive()) is not None:
+                stream.send(answer)
+        there.abort()
+
+    relays = StreamServer(pb.RouterMessage, MOST, relay)
+    false_address = own.named_in(f"127.0.0.1:{await relays.start('127.0.0.1', 0, own)}")
+    async with asyncio.timeout(20):
+        stream = await connect(address, pb.WorkerMessage, MOST)
+        await open_as(ROUTER, stream, "w", SECRET)
+        assert await worker.result() == ROUTER
+        stream.abort()
+        relayed = await connect(false_address, pb.WorkerMessage, MOST)
+        with pytest.raises(HandshakeError, match="worker w does not prove the cluster's secret"):
+            await open_as(ROUTER, relayed, "w", SECRET)
+        relayed.abort()
+        assert "did not answer the challenge" in str(await worker.result())
+    await relays.close()
+    await server.close()
 
 
 async def test_a_worker_can_not_pass_for_another_one() -> None:
