@@ -10,7 +10,7 @@ import typer
 import uvloop
 
 from cpd.common.options import command
-from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging
+from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging, switch_threads_often
 from cpd.common.settings import RouterSettings
 from router.server import listen, serve
 
@@ -21,6 +21,7 @@ def run(settings: RouterSettings) -> None:
     setup_logging(settings.log_level, router_id)
     end_with_supervisor()
     collect_garbage_rarely()
+    switch_threads_often()  # the event loop waits for threads that render and parse
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a connection is an open file
     sys.exit(uvloop.run(_until_signalled(settings, router_id)))

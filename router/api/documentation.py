@@ -32,9 +32,9 @@ _ERRORS = {
     413: "The body is larger than `--max-body`.",
     415: "The body is not `application/json`, or is compressed.",
     421: "The `Host` header is not one that this server allows (`--allowed-hosts`).",
-    429: "This API key's share of all workers' queues is used up; `Retry-After` says when to try again.",
+    429: "A limit of this tenant or client is reached; `Retry-After` says when to try again.",
     500: "A worker failed the request.",
-    503: "No worker is ready, or all queues are full; `Retry-After` says when to try again.",
+    503: "No worker is ready, or it would take too long; `Retry-After` says when to try again.",
 }
 
 _REF = "#/components/schemas/{model}"
@@ -53,6 +53,13 @@ _REQUEST_ID = {
     "in": "header",
     "description": "An id for this request, up to 128 characters (letters, digits and `._:/+=-`).",
 } | _TEXT
+_TIMEOUT = {
+    "name": "x-request-timeout-ms",
+    "in": "header",
+    "description": "Time from the request's arrival for which a first token is of use, in ms. If it comes later, as "
+    "predicted or in fact, the response is a 503.",
+    "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+}
 _UNDECLARED: list[Any] = [ChatRequest, CompletionRequest, ChatCompletionChunk, TextCompletionChunk]
 
 
@@ -79,7 +86,7 @@ def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[
         "headers": _HEADERS,
     }
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
-    return {"responses": responses, "openapi_extra": {"requestBody": body, "parameters": [_REQUEST_ID]}}
+    return {"responses": responses, "openapi_extra": {"requestBody": body, "parameters": [_REQUEST_ID, _TIMEOUT]}}
 
 
 def complete(app: FastAPI, *, needs_key: bool) -> None:

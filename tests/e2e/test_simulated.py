@@ -4,6 +4,7 @@ import asyncio
 import random
 from typing import Any
 
+import httpx
 import pytest
 
 from models import tiny
@@ -96,3 +97,31 @@ async def ask(url: str, **fields: Any) -> list[Answer]:
         ]
     assert [answer.text for answer in streamed] == [answer.text for answer in answers]
     return answers
+
+
+def test_what_would_wait_too_long_is_refused_and_the_rest_is_served() -> None:
+    def body(seed: int) -> dict[str, Any]:
+        rng = random.Random(seed)
+        return {"model": MODEL, "prompt": [rng.randrange(5, 2000) for _ in range(6000)], "max_tokens": 2}
+
+    async def flood(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=START_S) as http:
+            return await asyncio.gather(*(http.post("/v1/completions", json=body(seed)) for seed in range(60)))
+
+    with Cluster(
+        model=str(tiny.CHECKPOINT),
+        served_model_name=MODEL,
+        simulate="h200-qwen3-8b",
+        prefill=0,
+        combined=1,
+        kv_memory="16GiB",
+        max_wait_s=0.5,
+    ) as cluster:
+        responses = asyncio.run(flood(cluster.url))
+        refused = [response for response in responses if response.status_code != 200]
+        assert 0 < len(refused) < len(responses)
+        assert {response.status_code for response in refused} == {503}
+        assert {response.json()["error"]["code"] for response in refused} <= {"wait_too_long", "queue_full"}
+        assert all(1 <= int(response.headers["retry-after"]) <= 10 for response in refused)
+        cluster.wait_until_idle()
+        assert httpx.post(f"{cluster.url}/v1/completions", json=body(99), timeout=START_S).status_code == 200

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -694,3 +695,18 @@ async def test_a_very_long_prompt_is_hashed_without_blocking_other_requests(
     (submit,) = worker.submits
     assert submit.block_hashes == b"".join(extend_hashes(submit.hash_root, prompt))
     assert max(longest) <= 8_192
+
+
+async def test_logs_never_show_prompts_or_answers(
+    start_router: StartRouter, start_worker: StartWorker, says: Says, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    router = await start_router(await start_worker(says("the lazy fox")))
+    prompt = "quick brown dog"
+    for change in ({}, {"stream": True}, {"temperature": "hot"}, {"n": 99}, {"messages": [{"role": prompt}]}):
+        body = CHAT | {"messages": [{"role": "user", "content": prompt}]} | change
+        await router.http.post("/v1/chat/completions", json=body)
+    await router.http.post("/v1/completions", content=f'{{"prompt": "{prompt}"', headers=JSON)
+    assert caplog.records
+    for text in (prompt, "lazy fox"):
+        assert text not in caplog.text

@@ -153,7 +153,7 @@ def test_every_field_of_a_request_is_listed(
     assert listed["tools"]["enum"] == [[], None]
     assert "anyOf" in listed["priority"]
     assert "Extension" in listed["priority"]["description"]
-    assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id"}
+    assert {parameter["name"] for parameter in operation["parameters"]} == {"x-request-id", "x-request-timeout-ms"}
 
 
 def test_the_schema_of_requests_accepts_the_same_as_the_router(document: dict[str, Any]) -> None:
