@@ -8,8 +8,9 @@ import sys
 import typer
 import uvloop
 
+from cpd.common.logs import setup_logging
 from cpd.common.options import command
-from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging
+from cpd.common.process import collect_garbage_rarely, end_with_supervisor
 from cpd.common.settings import RouterSettings
 from router.server import listen, serve
 
@@ -17,7 +18,7 @@ from router.server import listen, serve
 def run(settings: RouterSettings) -> None:
     """Serve the OpenAI-compatible HTTP API for the workers of a cluster."""
     router_id = settings.router_id or f"router-{secrets.token_hex(4)}"
-    setup_logging(settings.log_level, router_id)
+    setup_logging(settings.log_level, settings.log_format, router_id)
     end_with_supervisor()
     collect_garbage_rarely()
     sys.exit(uvloop.run(_until_signalled(settings, router_id)))

@@ -7,6 +7,8 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.activity import Activity
+
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 
@@ -14,10 +16,13 @@ _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 class RequestMetrics:
     """The metrics of one router process, in a registry of its own, to which `WorkerMetrics` is added.
 
+    `activity` is what the log's summary shows of the last seconds.
+
     A metric with labels is a cached function of their values, since finding one in the library takes microseconds.
     """
 
     def __init__(self) -> None:
+        self.activity = Activity()
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:

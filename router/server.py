@@ -26,6 +26,7 @@ from router.api.sampling import default_sampling
 from router.api.tenants import Keys, read_keys
 from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerRouters
+from router.operations.summary import summarize
 from router.operations.worker_metrics import WorkerMetrics
 from router.placement.learning import Learning
 from router.request_metrics import RequestMetrics
@@ -137,6 +138,7 @@ async def serve(settings: RouterSettings, router_id: str, listener: socket.socke
             asyncio.TaskGroup() as group,
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
+            group.create_task(summarize(metrics.activity, workers, ended))
             group.create_task(admin.serve(sockets=[admin_listener]))
             ending = group.create_task(end())
             await serve_public(member)

@@ -337,4 +337,4 @@ async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STOP_
     try:
         await asyncio.wait_for(close(), timeout_s)
     except TimeoutError:
-        log.warning("gave up waiting for %s to end", what)
+        log.info("gave up waiting for %s to end", what)

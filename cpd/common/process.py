@@ -1,7 +1,6 @@
 """What each process of a cluster sets up at start."""
 
 import gc
-import logging
 import os
 import signal
 import sys
@@ -33,13 +32,6 @@ def collect_garbage_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-
-
-def setup_logging(level: str, name: str) -> None:
-    """Logs to stderr, with the process's name (such as `combined-0`) in each line."""
-    logging.basicConfig(
-        level=level.upper(), format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s", force=True
-    )
 
 
 def end_with_supervisor() -> None:

@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from cpd.common.errors import ConfigError
+from cpd.common.logs import LogFormat
 from cpd.common.policy_settings import PolicySettings
 
 Role = Literal["prefill", "combined"]
@@ -148,6 +149,7 @@ class SharedSettings(Settings):
         5.0, gt=0, description="A process that does not renew its lease in Redis for this long is gone, in seconds."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
+    log_format: LogFormat = Field("text", description="Log lines as text, or as JSON for a log store.")
 
 
 class AllWorkersSettings(SharedSettings, EngineSettings):

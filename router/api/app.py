@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from router.api.access_log import AccessLog
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import read_body
 from router.api.completions import Caller, CompletionService
@@ -74,7 +75,7 @@ def create_app(service: CompletionService, keys: Keys, hosts: AllowedHosts, peer
     generating = _add_api(app, service) if peers is not None else {}
     _add_operations(app, service, peers)
     complete(app, needs_key=keys.any)
-    return Gate(app, generating, keys, hosts, refuse)
+    return Gate(app, generating, keys, hosts, refuse, AccessLog(service.text_files.name, service.metrics))
 
 
 def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:

@@ -4,15 +4,18 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.access_log import AccessLog
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import ClientGoneError
 from router.api.completions import Caller
 from router.api.connection import connection_of
+from router.api.respond import CompletionResponse
 from router.api.tenants import Keys, Tenant
 from router.errors import ApiError, failed
 
@@ -35,6 +38,7 @@ class Gate:
         keys: The valid API keys.
         hosts: The allowed hosts.
         refuse: Creates the response for an error.
+        access: Gets each call of a generating route when it has ended.
     """
 
     def __init__(
@@ -44,12 +48,14 @@ class Gate:
         keys: Keys,
         hosts: AllowedHosts,
         refuse: Callable[[ApiError], Response],
+        access: AccessLog,
     ) -> None:
         self._app = app
         self._generating = generating
         self._keys = keys
         self._hosts = hosts
         self._refuse = refuse
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,42 +64,49 @@ class Gate:
         headers = dict(scope["headers"])
         sent_id = headers.get(b"x-request-id", b"")
         request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
-        started = False
+        status = 0
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 if scope["method"] == "POST":  # a body follows
                     connection_of(scope).hold()
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
+        caller = Caller(Tenant(), request_id.decode(), asyncio.get_running_loop().time())
+        endpoint = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
+        response: Response | None = None
+        outcome, code = "error", ""
         try:
-            tenant = Tenant()
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
-                tenant = self._keys.tenant(headers.get(b"authorization", b""))
-            scope["state"] = {
-                **scope.get("state", {}),
-                "caller": Caller(tenant, request_id.decode(), asyncio.get_running_loop().time()),
-            }
+                caller = replace(caller, tenant=self._keys.tenant(headers.get(b"authorization", b"")))
+            scope["state"] = {**scope.get("state", {}), "caller": caller}
             if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
                 scope = {**scope, "method": "GET"}
-            endpoint = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
             if endpoint is None:
                 await self._app(scope, receive, send_with_id)
             else:
                 response = await endpoint(Request(scope, receive))
                 await response(scope, receive, send_with_id)
         except ApiError as error:
+            code = error.code
             await self._refuse(error)(scope, receive, send_with_id)
         except ClientGoneError:
-            return
+            outcome = "client_gone"
         except Exception:
-            if not started:
+            code = internal_error().code
+            if not status:
                 await self._refuse(internal_error())(scope, receive, send_with_id)
             raise  # to the HTTP server, which logs it
+        finally:
+            if endpoint is not None:
+                call = response if isinstance(response, CompletionResponse) else None
+                if call is not None:
+                    outcome, code = call.outcome, call.error.code if call.error is not None else code
+                self._access.add(scope["path"], caller, status=status, outcome=outcome, code=code, response=call)
 
 
 def internal_error() -> ApiError:

@@ -13,12 +13,14 @@ def state(*lines: str, pid: int | None = 1) -> ProcessState:
     return ProcessState("here", pid, starts=1, error=None, exit_code=None, lines=list(lines), next_line=len(lines))
 
 
-def test_log_lines_of_our_processes_are_understood() -> None:
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_log_lines_of_our_processes_are_understood(form: str) -> None:
     program = (
-        "import logging; from cpd.common.process import setup_logging; setup_logging('info', 'combined-0');"
+        "import logging; from cpd.common.logs import setup_logging; setup_logging('info', 'FORM', 'combined-0');"
         "log = logging.getLogger('worker.loading'); log.info('weights: %d %%', 40); log.warning('slow')"
     )
-    output = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True).stderr
+    command = [sys.executable, "-c", program.replace("FORM", form)]
+    output = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
     info, warning = output.splitlines()
     assert (message_of(info), is_severe(info)) == ("weights: 40 %", False)
     assert (message_of(warning), is_severe(warning)) == ("slow", True)

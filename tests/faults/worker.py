@@ -84,7 +84,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
         async with server:
             return await worker.run()
 
-    run_process(settings.worker_id, settings.log_level, serve)
+    run_process(settings.worker_id, settings, serve)
 
 
 def main() -> None:

@@ -1,0 +1,54 @@
+"""One log line for each call of a route that generates text, however it ended. It has no prompts and no answers."""
+
+import asyncio
+import logging
+
+from cpd.common.logs import fields
+from router.api.completions import Caller
+from router.api.respond import CompletionResponse
+from router.request_metrics import RequestMetrics
+
+log = logging.getLogger("router.access")
+
+
+class AccessLog:
+    """Writes the lines and counts the calls.
+
+    Args:
+        model: Name of the model in the API.
+    """
+
+    def __init__(self, model: str, metrics: RequestMetrics) -> None:
+        self._model = model
+        self._activity = metrics.activity
+
+    def add(
+        self, path: str, caller: Caller, *, status: int, outcome: str, code: str, response: CompletionResponse | None
+    ) -> None:
+        """Adds a call that has ended.
+
+        Args:
+            status: HTTP status; 0 if the client hung up before it got one.
+            outcome: `completed`, `error` or `client_gone`.
+            code: Code of the error.
+            response: None if no request was started.
+        """
+        self._activity.calls += 1
+        self._activity.errors += outcome == "error"
+        if not log.isEnabledFor(logging.INFO):
+            return
+        about: dict[str, object] = {
+            "path": path,
+            "request_id": caller.request_id,
+            "tenant": caller.tenant.name,
+            "model": self._model,
+            "outcome": outcome,
+        }
+        if status:
+            about["status"] = status
+        if code:
+            about["code"] = code
+        if response is not None:
+            about.update(response.report())
+        about["duration_ms"] = round((asyncio.get_running_loop().time() - caller.started) * 1e3, 1)
+        log.info("call", extra=fields(**about))
