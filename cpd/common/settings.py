@@ -155,10 +155,10 @@ class SharedSettings(Settings):
 class AllWorkersSettings(SharedSettings, EngineSettings):
     """Settings that all workers of a cluster share."""
 
-    transport: Literal["auto", "nixl", "ucx"] | None = Field(
-        None,
-        description="How KV pages move between workers. Default: ucx; with GPUs nixl, the only one for GPU memory. "
-        "auto: nixl if it works, else ucx.",
+    transport: Literal["auto", "nixl", "ucx"] = Field(
+        "auto",
+        description="How KV pages move between workers: nixl writes into memory on one machine, and goes by RDMA or "
+        "TCP between machines; ucx writes over TCP. auto: nixl if it works, else ucx.",
     )
     kv_checksum: bool = Field(
         False,

@@ -52,7 +52,7 @@ def loader(role: Role, points: InjectionPoints) -> Callable[[WorkerSettings], Lo
 def opener(points: InjectionPoints) -> Callable[..., Any]:
     """Opens the real transport, with injection points."""
 
-    async def open_transport(name: str | None, memory: PoolMemory, **arguments: Any) -> Transport:
+    async def open_transport(name: str, memory: PoolMemory, **arguments: Any) -> Transport:
         return FaultyTransport(await kvtransfer.create(name, memory, **arguments), memory, points)
 
     return open_transport
