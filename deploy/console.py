@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cpd.common.logs import parse_line
+from cpd.common.logs import ACCESS_LOGGER, parse_line
 from deploy.process import ProcessState
 
 _STATUS_WIDTH = 60
@@ -57,9 +57,11 @@ class StartProgress:
                 print_log(self._progress.console, line)
 
 
-def print_log(console: Console, line: str) -> None:
-    """Prints log lines of a process unchanged."""
-    console.out(line, style="dim", highlight=False)
+def print_log(console: Console, lines: str) -> None:
+    """Prints log lines of a process unchanged. A terminal gets no access lines: a busy cluster would flood it."""
+    shown = [line for line in lines.split("\n") if not (console.is_terminal and _is_access(line))]
+    if shown:
+        console.out("\n".join(shown), style="dim", highlight=False)
 
 
 def usage_hint(url: str, model: str, needs_key: bool) -> str:
@@ -74,3 +76,8 @@ Serving {model} at {url}
 
 Python: OpenAI(base_url="{url}/v1", api_key="{key}")    Stop: Ctrl-C or `cpd down`
 """
+
+
+def _is_access(line: str) -> bool:
+    parsed = parse_line(line)
+    return parsed is not None and parsed.logger == ACCESS_LOGGER

@@ -7,6 +7,7 @@ A record may have fields, which both formats show: `log.info("the worker is lost
      "message": "the worker is lost", "request_id": "r1"}
 """
 
+import json
 import logging
 import re
 import time
@@ -18,7 +19,10 @@ import orjson
 
 LogFormat = Literal["text", "json"]
 
-_TEXT_LINE = re.compile(r"^\S+ \S+ (?P<level>[DIWEC]) \S+ \S+: (?P<message>.*)$")
+ACCESS_LOGGER = "router.access"
+"""The logger of the access lines, of which there is one for each call."""
+
+_TEXT_LINE = re.compile(r"^\S+ \S+ (?P<level>[DIWEC]) \S+ (?P<logger>\S+): (?P<message>.*)$")
 _PLAIN = re.compile(r"[^\s\"=]+")
 
 
@@ -42,7 +46,8 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
         line = super().formatMessage(record)
-        return " ".join([line, *(f"{name}={_shown(value)}" for name, value in _fields(record).items() if value != "")])
+        shown = [f"{name}={_shown(value)}" for name, value in _fields(record).items() if value != ""]
+        return _printable(" ".join([line, *shown]))
 
 
 class JsonFormatter(logging.Formatter):
@@ -64,7 +69,11 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+        try:
+            text = orjson.dumps(line, default=str).decode()
+        except TypeError:  # an integer of more than 64 bits, or text that is not valid Unicode
+            text = json.dumps(line, default=str, ensure_ascii=False).encode(errors="replace").decode()
+        return text if text.isprintable() else json.dumps(json.loads(text))  # escapes all but ASCII
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +81,11 @@ class LogLine:
     """A line that a process of the cluster has logged.
 
     Attributes:
+        logger: Name of the logger.
         severe: True for warnings and errors.
     """
 
+    logger: str
     message: str
     severe: bool
 
@@ -82,10 +93,11 @@ class LogLine:
 def parse_line(line: str) -> LogLine | None:
     """Reads a line in either format. None if it is in neither, such as a line of a traceback."""
     if match := _TEXT_LINE.match(line):
-        return LogLine(match["message"], match["level"] in "WEC")
+        return LogLine(match["logger"], match["message"], match["level"] in "WEC")
     try:
         found = orjson.loads(line)
-        return LogLine(str(found["message"]), found["level"] in ("warning", "error", "critical"))
+        severe = found["level"] in ("warning", "error", "critical")
+        return LogLine(str(found["logger"]), str(found["message"]), severe)
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
 
@@ -98,4 +110,11 @@ def _shown(value: object) -> str:
     if isinstance(value, int | float):
         return str(value)
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else orjson.dumps(text).decode()
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+def _printable(text: str) -> str:
+    """Escapes control characters, which could forge lines or control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 
-from cpd.common.logs import fields
+from cpd.common.logs import ACCESS_LOGGER, fields
 from router.api.completions import Caller
 from router.api.respond import CompletionResponse
 from router.request_metrics import RequestMetrics
 
-log = logging.getLogger("router.access")
+log = logging.getLogger(ACCESS_LOGGER)
 
 
 class AccessLog:

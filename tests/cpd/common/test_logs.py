@@ -44,8 +44,31 @@ def test_a_traceback_is_part_of_the_json_line() -> None:
 
 @pytest.mark.parametrize("formatter", [TextFormatter("a"), JsonFormatter("a")])
 def test_lines_of_both_formats_can_be_read_again(formatter: logging.Formatter) -> None:
-    assert parse_line(formatter.format(record("loading 40 %"))) == LogLine("loading 40 %", severe=False)
-    assert parse_line(formatter.format(record("slow", logging.WARNING))) == LogLine("slow", severe=True)
+    for level, severe in ((logging.INFO, False), (logging.WARNING, True)):
+        line = formatter.format(record("loading: 40 %", level))
+        assert parse_line(line) == LogLine("router.access", "loading: 40 %", severe)
+
+
+@pytest.mark.parametrize("odd", ["\x1b[2J", "a\nb", "\x9b2J", "\u202e", "\udcff"])
+@pytest.mark.parametrize("formatter", [TextFormatter("a"), JsonFormatter("a")])
+def test_no_text_breaks_a_line_or_controls_a_terminal(formatter: logging.Formatter, odd: str) -> None:
+    line = formatter.format(record(f"refused: {odd}", reason=odd))
+    assert len(line.splitlines()) == 1
+    assert not set(line) & set("\x1b\x9b\udcff")
+    assert line.encode()
+    parsed = parse_line(line)
+    assert parsed is not None
+    assert parsed.message.startswith("refused: ")
+
+
+def test_text_shows_control_characters_escaped() -> None:
+    line = TextFormatter("a").format(record("refused \x1b[2J", reason="\u202e"))
+    assert line.endswith(r"refused \x1b[2J reason=\u202e")
+
+
+def test_json_shows_what_its_library_refuses() -> None:
+    line = json.loads(JsonFormatter("a").format(record("odd", number=1 << 70, text="\udcff", other={1})))
+    assert (line["number"], line["text"], line["other"]) == (1 << 70, "?", "{1}")
 
 
 @pytest.mark.parametrize("line", ["Traceback (most recent call last):", "{", "{}", "[1]", "7"])
