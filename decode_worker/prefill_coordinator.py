@@ -126,7 +126,7 @@ class _Coordination:
         except (QueueFullError, EngineDiedError, ValueError) as error:
             self._request.refuse_for(error)
         except Exception:
-            log.exception("request %s failed unexpectedly", self._request.trace_id)
+            log.exception("the request failed unexpectedly", extra=self._request.log_fields)
             self._request.refuse(pb.Refusal.KIND_FAILED, "the worker failed to place the request")
 
     async def _run(self) -> None:
@@ -145,10 +145,9 @@ class _Coordination:
             outcome = await self._prefill_by(candidate, report)
             if outcome.status is not Status.FAILED:
                 return
-            level = logging.DEBUG if outcome.failure is Failure.QUEUE_FULL else logging.WARNING
-            log.log(
-                level, "prefill of %s by %s failed: %s", self._request.trace_id, candidate.worker_id, outcome.reason
-            )
+            level = logging.DEBUG if outcome.failure is Failure.QUEUE_FULL else logging.INFO
+            about = self._request.log_fields
+            log.log(level, "the prefill by %s failed: %s", candidate.worker_id, outcome.reason, extra=about)
             self._failures[candidate.worker_id] = outcome.reason
             self._continue_after(outcome.first)
         if (await self._take_or_report()).verdict is _Verdict.TOO_LONG:
@@ -204,7 +203,7 @@ class _Coordination:
         if outcome.status is Status.COMPLETE:
             self._request.prefix_worker = source.worker_id
         elif not self._request.ended.done():
-            log.warning("no prefix of %s from %s: %s", self._request.trace_id, source.worker_id, outcome.reason)
+            log.info("no prefix from %s: %s", source.worker_id, outcome.reason, extra=self._request.log_fields)
 
     async def _prefill_by(self, candidate: pb.PrefillCandidate, report: _CacheReport) -> Outcome:
         outcome = await self._run_prefill(self._make(RemotePrefill, candidate, report), report)

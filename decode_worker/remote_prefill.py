@@ -368,9 +368,7 @@ class RemotePrefill:
     async def _until_unwritten(self, reservation: Reservation) -> None:
         """Waits until nothing can write into the quarantined pages, and frees them."""
         assert self._landing is not None
-        log.warning(
-            "%d pages stay quarantined until %s releases them", len(reservation.pages), self._candidate.worker_id
-        )
+        log.debug("%d pages stay quarantined until %s releases them", len(reservation.pages), self._candidate.worker_id)
         self._send(pb.PrefillRequest(cancel=pb.PrefillCancel()))
         self._watchers.append(asyncio.create_task(self._watch_peer(self._landing)))
         while True:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from cpd.common.errors import QueueFullError
+from cpd.common.logs import fields
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Output, Request
 from worker.async_engine import EngineDiedError
@@ -22,6 +23,7 @@ class RouterRequest:
 
     Attributes:
         request: The submitted request.
+        log_fields: Names it in a log line.
         closed: Choices that are not open any more. The engine thread reads it, too.
         ended: Set when no choice is open.
         engine_ids: The names that the engine has, or may get, for it.
@@ -32,7 +34,7 @@ class RouterRequest:
         self.session = session
         self.request = request
         self.key: Key = (session.number, message.request, message.attempt)
-        self.trace_id = message.trace_id
+        self.log_fields = fields(request_id=message.trace_id, tenant=message.tenant)
         self.closed: set[int] = set()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine_ids = [request.id]

@@ -1,27 +1,26 @@
 """The terminal output of `cpd up`."""
 
-import re
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from cpd.common.logs import ACCESS_LOGGER, parse_line
 from deploy.process import ProcessState
 
-_LOG_LINE = re.compile(r"^\S+ \S+ (?P<level>[DIWEC]) \S+ \S+: (?P<message>.*)$")
 _STATUS_WIDTH = 60
 
 
 def message_of(line: str) -> str:
-    """Returns the message of a log line (see `setup_logging`), or the line itself if it has another form."""
-    match = _LOG_LINE.match(line)
-    return match["message"] if match else line
+    """Returns the message of a log line (see `cpd.common.logs`), or the line itself if it has another form."""
+    parsed = parse_line(line)
+    return parsed.message if parsed else line
 
 
 def is_severe(line: str) -> bool:
     """True for warnings, errors, and lines of another form, such as a traceback."""
-    match = _LOG_LINE.match(line)
-    return match is None or match["level"] in "WEC"
+    parsed = parse_line(line)
+    return parsed is None or parsed.severe
 
 
 class StartProgress:
@@ -58,9 +57,11 @@ class StartProgress:
                 print_log(self._progress.console, line)
 
 
-def print_log(console: Console, line: str) -> None:
-    """Prints a log line of a process unchanged."""
-    console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+def print_log(console: Console, lines: str) -> None:
+    """Prints log lines of a process unchanged. A terminal gets no access lines: a busy cluster would flood it."""
+    shown = [line for line in lines.split("\n") if not (console.is_terminal and _is_access(line))]
+    if shown:
+        console.out("\n".join(shown), style="dim", highlight=False)
 
 
 def usage_hint(url: str, model: str, needs_key: bool) -> str:
@@ -75,3 +76,8 @@ Serving {model} at {url}
 
 Python: OpenAI(base_url="{url}/v1", api_key="{key}")    Stop: Ctrl-C or `cpd down`
 """
+
+
+def _is_access(line: str) -> bool:
+    parsed = parse_line(line)
+    return parsed is not None and parsed.logger == ACCESS_LOGGER

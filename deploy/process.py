@@ -24,7 +24,7 @@ from cpd.common.process import EXIT_SUPERSEDED
 
 log = logging.getLogger(__name__)
 
-MAX_LOG_LINES = 1000
+MAX_LOG_LINES = 10_000
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0

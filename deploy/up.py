@@ -247,8 +247,8 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
         for index, state in enumerate(cluster.states()):
             if state is None:
                 continue
-            for line in state.lines:
-                print_log(console, line)
+            if state.lines:
+                print_log(console, "\n".join(state.lines))
             if state.starts > starts[index]:
                 console.print(f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was restarted")
             starts[index] = state.starts

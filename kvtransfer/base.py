@@ -158,14 +158,12 @@ class Transport(Protocol):
     Attributes:
         name: Kind of transport. Only transports of the same kind can connect.
         reason: Why this kind was chosen; empty if it was asked for.
-        cost: Predicted cost of a transfer, if it was measured when this kind was chosen.
         address: Given to `connect` by other transports.
         epoch: Epoch of the pool.
     """
 
     name: str
     reason: str
-    cost: Cost | None
     address: bytes
     epoch: int
 

@@ -3,21 +3,21 @@
 import logging
 
 from cpd.common.errors import ConfigError, TransferError
-from kvtransfer.addresses import resolve
-from kvtransfer.base import Cost, PoolMemory, Transport
+from kvtransfer.addresses import rdma_ports, resolve
+from kvtransfer.base import PoolMemory, Transport
 from kvtransfer.probe import probe
 
 log = logging.getLogger(__name__)
 
 
 async def create(
-    name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "", same_host: bool = True
+    name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str = "", same_host: bool = True
 ) -> Transport:
     """Opens a pool's transport.
 
     Args:
-        name: `ucx`, `nixl`, or `auto` for nixl if it works here, else ucx (the transport's `reason` says why). None
-            for the default, ucx. A pool in GPU memory uses nixl for both auto and None.
+        name: `ucx`, `nixl`, or `auto` for nixl if it works here, else ucx (the transport's `reason` says why). A pool
+            in GPU memory uses nixl for auto.
         memory: The pool.
         epoch: Epoch of the pool, a new one each time a pool is created.
         host: Interface to listen on, as an IPv4 address or host name; 0.0.0.0 for all.
@@ -28,7 +28,7 @@ async def create(
         ConfigError: The name is unknown, ucx was asked to move GPU memory, or peers could not connect to the address.
         TransferError: The transport cannot be set up here.
     """
-    if name not in (None, "auto", "nixl", "ucx"):
+    if name not in ("auto", "nixl", "ucx"):
         raise ConfigError(f"transport: {name!r} is unknown; give auto, nixl or ucx")
     if memory.device is not None and name == "ucx":
         raise ConfigError("transport: ucx moves pages of host memory only; those of a GPU need nixl")
@@ -39,11 +39,9 @@ async def create(
     except TransferError as error:
         raise ConfigError(f"host: {error}") from None
     advertise_host = advertise_host or ip
-    reason, cost = "", None
-    if memory.device is not None and name != "nixl":
-        name, reason = "nixl", "pages are in a GPU's memory"
-    elif name == "auto":
-        name, reason, cost = await _choose()
+    reason = ""
+    if name == "auto":
+        name, reason = ("nixl", "pages are in a GPU's memory") if memory.device is not None else await _choose(ip)
     transport: Transport
     if name == "nixl":
         from kvtransfer.nixl.transport import NixlTransport
@@ -55,17 +53,17 @@ async def create(
         from kvtransfer.ucx.transport import UcxTransport
 
         transport = await UcxTransport.open(memory, epoch=epoch, host=ip, advertise_host=advertise_host)
-    transport.reason, transport.cost = reason, cost
+    transport.reason = reason
     return transport
 
 
-async def _choose() -> tuple[str, str, Cost | None]:
-    """Name, reason and cost. Loads neither library: a process with both of their UCX versions crashes."""
-    log.info("trying nixl between two processes")
+async def _choose(host: str) -> tuple[str, str]:
+    """Name and reason. Loads neither library: a process with both of their UCX versions crashes."""
     try:
-        reason, cost = await probe("127.0.0.1")
+        await probe(host)
     except TransferError as error:
         log.warning("pages move over ucx, because nixl does not work here: %s", error)
-        return "ucx", f"nixl does not work here: {error}", None
-    log.info("pages move over nixl: %s", reason)
-    return "nixl", reason, cost
+        return "ucx", f"nixl does not work here: {error}"
+    ports = rdma_ports()
+    network = f"RDMA ({', '.join(ports)})" if ports else "TCP (no RDMA port has a link)"
+    return "nixl", f"pages go through memory between processes of one machine, over {network} between machines"

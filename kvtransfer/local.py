@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from cpd.common.errors import TransferError
-from kvtransfer.base import Cost, PoolMemory, Route, Segment, Ticket
+from kvtransfer.base import PoolMemory, Route, Segment, Ticket
 from kvtransfer.landings import LandingEntry, LandingTable
 from kvtransfer.pushes import PushedTransfer, prepare_push
 from kvtransfer.segments import resolve_runs
@@ -45,7 +45,6 @@ class LocalTransport:
     """Implements `kvtransfer.base.Transport`. Created by `LocalNetwork.create`."""
 
     reason = ""
-    cost: Cost | None = None
 
     def __init__(self, network: LocalNetwork, address: bytes, memory: PoolMemory, epoch: int) -> None:
         self.name = network.name

@@ -1,51 +1,59 @@
-"""Finds out whether `auto` should take nixl, in separate processes: see `kvtransfer/bench/trial.py`."""
+"""Finds out whether NIXL works here. Only yes or no, so that a busy machine gives the same answer as an idle one.
+
+In a process of its own (`python -m kvtransfer.probe HOST`), because NIXL may crash, and a process that loads both NIXL
+and ucxx does sooner or later.
+"""
 
 import asyncio
-import json
+import ctypes
 import sys
 
-from cpd.common.errors import TransferError
-from kvtransfer.addresses import rdma_ports
-from kvtransfer.base import Cost
+from cpd.common.errors import CPDError, TransferError
+from kvtransfer.base import PoolMemory
+from kvtransfer.nixl.agent import Agent, options
 
-_TIMEOUT_S = 120.0  # detects a hang, not a slow start: other workers of the machine may probe at the same time
+_TIMEOUT_S = 120.0
+"""Detects a hang, not a slow start: other workers of the machine may probe at the same time."""
 
 
-async def probe(host: str) -> tuple[str, Cost]:
-    """Measures nixl in two or three seconds, most of which NIXL takes to initialise.
+async def probe(host: str) -> None:
+    """Returns if a NIXL agent can be set up, which takes a quarter of a second of CPU time.
 
     Args:
-        host: IPv4 address to listen on, or a name of one.
-
-    Returns:
-        How pages would travel, in words, and the cost of a transfer between processes of this machine.
+        host: IPv4 address to listen on.
 
     Raises:
-        TransferError: nixl does not work; the message says why.
+        TransferError: It can't; the message says why.
     """
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "kvtransfer.bench.trial", host]
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    command = [sys.executable, "-m", "kvtransfer.probe", host]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, stderr=pipe)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            out, errors = await process.communicate()
+            _, errors = await process.communicate()
     except TimeoutError:
-        raise TransferError(f"pages took more than {_TIMEOUT_S:g} s between two processes") from None
+        raise TransferError(f"a process that tried it hung for {_TIMEOUT_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+    last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+    if process.returncode == 1 and last.startswith("error: "):
+        raise TransferError(last.removeprefix("error: "))
     if process.returncode != 0:
-        last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise TransferError(f"a process that tried it ended with code {process.returncode}: {last}")
-    answer = json.loads(out)
-    if "error" in answer:
-        raise TransferError(answer["error"])
-    ports = rdma_ports()
-    network = f"RDMA ({', '.join(ports)})" if ports else "TCP (no RDMA port has a link)"
-    if "memory" not in answer:
-        reason = f"pages go over {network}; the kernel lets no process write into another one's memory"
-        return reason, Cost(**answer["network"])
-    cost = Cost(**answer["memory"])
-    speed = f"{cost.bytes_per_ms / 1e6:.1f} GB/s"
-    return f"pages go through memory between processes of one machine ({speed}), over {network} between machines", cost
+
+
+def _try(host: str) -> None:
+    data = ctypes.create_string_buffer(1 << 16)
+    memory = PoolMemory(ctypes.addressof(data), num_pages=16, page_bytes=1 << 12)
+    agent = Agent(memory, options(host), progress=True)
+    agent.metadata()
+    agent.close()
+
+
+if __name__ == "__main__":
+    try:
+        _try(sys.argv[1])
+    except CPDError as error:
+        sys.exit(f"error: {error}")

@@ -9,8 +9,9 @@ import sys
 import typer
 import uvloop
 
+from cpd.common.logs import setup_logging
 from cpd.common.options import command
-from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging, switch_threads_often
+from cpd.common.process import collect_garbage_rarely, end_with_supervisor, switch_threads_often
 from cpd.common.settings import RouterSettings
 from router.server import listen, serve
 
@@ -18,7 +19,7 @@ from router.server import listen, serve
 def run(settings: RouterSettings) -> None:
     """Serve the OpenAI-compatible HTTP API for the workers of a cluster."""
     router_id = settings.router_id or f"router-{secrets.token_hex(4)}"
-    setup_logging(settings.log_level, router_id)
+    setup_logging(settings.log_level, settings.log_format, router_id)
     end_with_supervisor()
     collect_garbage_rarely()
     switch_threads_often()  # the event loop waits for threads that render and parse

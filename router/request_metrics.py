@@ -7,6 +7,7 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.activity import Activity
 from router.usage import Usage
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
@@ -16,6 +17,8 @@ _GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 class RequestMetrics:
     """The metrics of one router process, in a registry of its own, to which `WorkerMetrics` is added.
 
+    `activity` is what the log's summary shows of the last seconds.
+
     A metric with labels is a cached function of their values, since finding one in the library takes microseconds.
 
     Attributes:
@@ -23,6 +26,7 @@ class RequestMetrics:
     """
 
     def __init__(self) -> None:
+        self.activity = Activity()
         self.registry = registry = CollectorRegistry()
 
         self.usage = Usage()

@@ -33,6 +33,7 @@ from router.api.sampling import default_sampling
 from router.api.tenants import Keys, Limits
 from router.dispatch.workers import Workers
 from router.operations.peer_routers import PeerRouters
+from router.operations.summary import summarize
 from router.operations.worker_metrics import WorkerMetrics
 from router.placement.learning import Learning
 from router.request_metrics import RequestMetrics
@@ -163,6 +164,7 @@ async def serve(
             asyncio.TaskGroup() as group,
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
+            group.create_task(summarize(metrics.activity, workers, ended))
             group.create_task(admin.serve(sockets=[admin_listener]))
             helpers = [group.create_task(end())]
             if key_file is not None:

@@ -14,7 +14,7 @@ def run(settings: SimulatedSettings) -> None:
     from simulated_workers import host
     from worker.process import run_process
 
-    run_process("simulated", settings.log_level, lambda: host.serve(settings))
+    run_process("simulated", settings, lambda: host.serve(settings))
 
 
 if __name__ == "__main__":

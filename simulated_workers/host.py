@@ -116,9 +116,7 @@ class Host:
                 await asyncio.wait_for(self._stopping.wait(), RESTART_S)
         return 0
 
-    async def _open(
-        self, name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
-    ) -> Transport:
+    async def _open(self, name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str) -> Transport:
         """Opens a transport on the simulated network, as `worker.worker.Worker` asks for it."""
         return self._network.create(memory, epoch=epoch)
 

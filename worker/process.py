@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging, switch_threads_often
-from cpd.common.settings import Role, WorkerSettings
+from cpd.common.logs import setup_logging
+from cpd.common.process import collect_garbage_rarely, end_with_supervisor, switch_threads_often
+from cpd.common.settings import Role, SharedSettings, WorkerSettings
 from worker.context import EXIT_RESTART
 from worker.service import MakeService
 from worker.worker import Worker
@@ -34,17 +35,17 @@ def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None
         on_failed_threads(worker.lifecycle.stop)
         return await worker.run()
 
-    run_process(settings.worker_id or role, settings.log_level, serve)
+    run_process(settings.worker_id or role, settings, serve)
 
 
-def run_process(name: str, log_level: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+def run_process(name: str, settings: SharedSettings, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     """Runs `serve` and ends the process with the exit code that it returns.
 
     Raises:
         CPDError: Raised by `serve`.
     """
     switch_threads_often()
-    setup_logging(log_level, name)
+    setup_logging(settings.log_level, settings.log_format, name)
     end_with_supervisor()
     collect_garbage_rarely()
     code = uvloop.run(serve())

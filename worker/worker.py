@@ -36,7 +36,6 @@ from cpd.common.settings import Role, WorkerSettings
 from cpd.common.stream import StreamServer
 from cpd.common.tls import make_certificate, without_fingerprint
 from cpd.common.trust import cluster_secret, is_loopback
-from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.engine import Engine
@@ -70,7 +69,7 @@ class OpenTransport(Protocol):
     """The signature of `kvtransfer.create`."""
 
     def __call__(
-        self, name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
+        self, name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
     ) -> Awaitable[Transport]: ...
 
 
@@ -281,20 +280,11 @@ class Worker:
             device=self._loaded.device,
             transport=self._transport.name,
             transport_reason=self._transport.reason,
-            profile=self._profile().model_dump_json(by_alias=True).encode(),
+            profile=self._loaded.profile.model_dump_json(by_alias=True).encode(),
             token_budget=self._loaded.token_budget,
             colocate=colocation.mode,
             decode_shares=[split.decode for split in colocation.splits],
         )
-
-    def _profile(self) -> Profile:
-        """Returns the profile for routers, with the transfer cost measured at start-up if the file has none."""
-        profile, cost = self._loaded.profile, self._transport.cost
-        has_measured_cost = profile.transfer != TransferProfile()
-        if cost is None or has_measured_cost:
-            return profile
-        transfer = TransferProfile(fixed_ms=cost.fixed_ms, bytes_per_ms=cost.bytes_per_ms)
-        return profile.model_copy(update={"transfer": transfer})
 
     def _watch(self, what: str, running: Callable[[], int], progress: Callable[[], float]) -> None:
         async def watch() -> None:
@@ -352,4 +342,4 @@ async def _bounded(close: Callable[[], Any], what: str, timeout_s: float = STOP_
     try:
         await asyncio.wait_for(close(), timeout_s)
     except TimeoutError:
-        log.warning("gave up waiting for %s to end", what)
+        log.info("gave up waiting for %s to end", what)

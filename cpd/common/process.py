@@ -1,14 +1,11 @@
 """What each process of a cluster sets up at start."""
 
 import gc
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-
-from cpd.common.log_floods import FloodFilter
 
 GRACE_S = 5.0
 """Time that a process has to end in order once its supervisor is gone."""
@@ -35,15 +32,6 @@ def collect_garbage_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-
-
-def setup_logging(level: str, name: str) -> None:
-    """Logs to stderr, with the process's name (such as `combined-0`) in each line."""
-    logging.basicConfig(
-        level=level.upper(), format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s", force=True
-    )
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(FloodFilter(handler.handle))
 
 
 def end_with_supervisor() -> None:

@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from cpd.common.errors import ConfigError
+from cpd.common.logs import LogFormat
 from cpd.common.policy_settings import PolicySettings
 
 Role = Literal["prefill", "combined"]
@@ -160,15 +161,16 @@ class SharedSettings(Settings):
         5.0, gt=0, description="A process that does not renew its lease in Redis for this long is gone, in seconds."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
+    log_format: LogFormat = Field("text", description="Log lines as text, or as JSON for a log store.")
 
 
 class AllWorkersSettings(SharedSettings, EngineSettings):
     """Settings that all workers of a cluster share."""
 
-    transport: Literal["auto", "nixl", "ucx"] | None = Field(
-        None,
-        description="How KV pages move between workers. Default: ucx; with GPUs nixl, the only one for GPU memory. "
-        "auto: nixl if it works, else ucx.",
+    transport: Literal["auto", "nixl", "ucx"] = Field(
+        "auto",
+        description="How KV pages move between workers: nixl writes into memory on one machine, and goes by RDMA or "
+        "TCP between machines; ucx writes over TCP. auto: nixl if it works, else ucx.",
     )
     kv_checksum: bool = Field(
         False,

@@ -5,5 +5,4 @@ measure.py    the sender, which pushes and takes the time
 receiver.py   the receiver, a separate process on this or another host
 perftest.py   UCX's `ucx_perftest` between the same two hosts
 result.py     the figures
-trial.py      a short measurement, by which `--transport auto` decides
 """

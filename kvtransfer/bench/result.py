@@ -79,14 +79,10 @@ class TransferResult(_Part):
     ceiling: str = Field(description="The ucx_perftest command, or why it did not run.")
     cells: tuple[Cell, ...]
 
-    def cost(self, *, best: bool = False) -> Cost:
-        """The cost of a transfer: the line with the least relative errors through the medians.
-
-        Args:
-            best: Fit the best pushes instead, for when other processes disturb the measurement.
-        """
+    def cost(self) -> Cost:
+        """The cost of a transfer: the line with the least relative errors through the medians."""
         sizes = np.array([cell.num_bytes for cell in self.cells], np.float64)
-        times = np.array([cell.best_ms if best else cell.median_ms for cell in self.cells], np.float64)
+        times = np.array([cell.median_ms for cell in self.cells], np.float64)
         if len(set(sizes)) < 2:
             return Cost(0.0, float((sizes / times).max()))
         design = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]

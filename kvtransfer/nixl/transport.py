@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cpd.common.errors import ConfigError, TransferError
 from cpd.common.stream import stop_listening
 from kvtransfer.addresses import KEY_BYTES, resolve
-from kvtransfer.base import Cost, PoolMemory, Route, Segment, Ticket
+from kvtransfer.base import PoolMemory, Route, Segment, Ticket
 from kvtransfer.landings import LandingEntry, LandingTable
 from kvtransfer.nixl.close_notice import give_close_notice
 from kvtransfer.nixl.connection import Connection
@@ -58,7 +58,6 @@ class NixlTransport:
 
     name = "nixl"
     reason = ""
-    cost: Cost | None = None
 
     def __init__(self, memory: PoolMemory, *, epoch: int, host: str, same_host: bool) -> None:
         self.epoch = epoch

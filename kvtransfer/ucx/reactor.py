@@ -182,7 +182,7 @@ class Reactor:
         self.worker.progress()
         while left := [request for request in requests if not request.completed]:
             if time.monotonic() > deadline:
-                log.warning("UCX still holds %d requests of a closed endpoint", len(left))
+                log.debug("UCX still holds %d requests of a closed endpoint", len(left))
                 self._undrained += left  # UCX may still complete them: they must stay alive
                 return
             self.worker.progress()

@@ -10,7 +10,7 @@ from typing import Any
 from cpd.common.errors import TransferError
 from kvtransfer import addresses
 from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
-from kvtransfer.base import Cost, PoolMemory, Route, Segment, Ticket
+from kvtransfer.base import PoolMemory, Route, Segment, Ticket
 from kvtransfer.landings import LandingEntry, LandingTable
 from kvtransfer.pushes import PushedTransfer, prepare_push
 from kvtransfer.ucx.incoming import Incoming
@@ -63,7 +63,6 @@ class UcxTransport:
 
     name = "ucx"
     reason = ""
-    cost: Cost | None = None
 
     def __init__(self, memory: PoolMemory, *, epoch: int, host: str) -> None:
         self.epoch = epoch

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from router.api.access_log import AccessLog
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import read_body
 from router.api.client_limit import ClientLimit
@@ -80,7 +81,8 @@ def create_app(
     _add_operations(app, service, peers)
     complete(app, needs_key=keys.any)
     limits = TenantLimits(lambda: len(service.workers.routers))
-    return Gate(app, generating, keys, hosts, limits, clients, refuse)
+    access = AccessLog(service.text_files.name, service.metrics)
+    return Gate(app, generating, keys, hosts, limits, clients, refuse, access)
 
 
 def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:

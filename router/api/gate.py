@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.access_log import AccessLog, CallStart
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import ClientGoneError
 from router.api.client_limit import ClientLimit
 from router.api.completions import Caller
 from router.api.connection import connection_of
+from router.api.respond import CompletionResponse
 from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Keys, Tenant
 from router.errors import ApiError, failed, invalid
@@ -45,6 +47,7 @@ class Gate:
         limits: Counts what tenants use of their limits.
         clients: Counts the connections of each client.
         refuse: Creates the response for an error.
+        access: Gets each call of a generating route when it has ended.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Gate:
         limits: TenantLimits,
         clients: ClientLimit,
         refuse: Callable[[ApiError], Response],
+        access: AccessLog,
     ) -> None:
         self._app = app
         self._generating = generating
@@ -64,6 +68,7 @@ class Gate:
         self._limits = limits
         self._clients = clients
         self._refuse = refuse
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,19 +78,22 @@ class Gate:
         sent_id = headers.get(b"x-request-id", b"")
         request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else f"req_{secrets.token_hex(16)}".encode()
         loop = asyncio.get_running_loop()
-        started, tenant, admission, client = False, Tenant(), None, None
+        now = loop.time()
+        status, tenant, admission, client = 0, Tenant(), None, None
         generates = scope["method"] == "POST" and scope["path"] in self._generating
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 if scope["method"] == "POST":  # a body follows
                     connection_of(scope).hold()
                 limits = self._limits.headers(tenant, loop.time()) if generates else ()
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id), *limits]
             await send(message)
 
+        response: Response | None = None
+        outcome, code = "error", ""
         try:
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
@@ -93,7 +101,6 @@ class Gate:
             if scope["client"] and (named := self._clients.forwarded_client(scope["client"][0], headers)) is not None:
                 self._clients.open(named)
                 client = named
-            now = loop.time()
             scope["state"] = {**scope.get("state", {}), "tenant": tenant}
             if scope["method"] == "HEAD":  # handled as GET; the HTTP server leaves the body out
                 scope = {**scope, "method": "GET"}
@@ -107,11 +114,13 @@ class Gate:
             admission.release_body()
             await response(scope, receive, send_with_id)
         except ApiError as error:
+            code = error.code
             await self._refuse(error)(scope, receive, send_with_id)
         except ClientGoneError:
-            return
+            outcome = "client_gone"
         except Exception:
-            if not started:
+            code = internal_error().code
+            if not status:
                 await self._refuse(internal_error())(scope, receive, send_with_id)
             raise  # to the HTTP server, which logs it
         finally:
@@ -119,6 +128,12 @@ class Gate:
                 admission.end(loop.time())
             if client is not None:
                 self._clients.close(client)
+            if generates:
+                call = response if isinstance(response, CompletionResponse) else None
+                if call is not None:
+                    outcome, code = call.outcome, call.error.code if call.error is not None else code
+                about = CallStart(scope["path"], request_id.decode(), tenant.name, now)
+                self._access.add(about, status=status, outcome=outcome, code=code, response=call)
 
 
 def _timeout_s(headers: Mapping[bytes, bytes]) -> float:

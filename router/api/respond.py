@@ -5,7 +5,7 @@ that keeps up gets each token at once. Status and headers are sent with the firs
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -37,6 +37,9 @@ class CompletionResponse(Response):
     Attributes:
         requests: One request per prompt, set before the first one is dispatched.
         gone: The client hung up.
+        outcome: `completed`, `error` or `client_gone`, once the response has ended.
+        error: Why the call failed.
+        report: Route, times and tokens of the call for the access log, once the response has ended.
     """
 
     def __init__(
@@ -52,6 +55,9 @@ class CompletionResponse(Response):
     ) -> None:
         self.requests: Sequence[RoutedRequest] = ()
         self.gone = False
+        self.outcome = "error"
+        self.error: ApiError | None = None
+        self.report: Mapping[str, object] = {}
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._request = request
@@ -61,7 +67,7 @@ class CompletionResponse(Response):
         self._charge = charge
         self._loop = asyncio.get_running_loop()
         self._route: RequestRoute | None = None
-        self._error: ApiError | None = None
+        self._ttft_s: float | None = None
         self._cached_tokens = 0
         self._running = len(choices)
         self._updated: dict[int, Choice] = {}
@@ -73,15 +79,15 @@ class CompletionResponse(Response):
         Raises:
             ApiError: The call failed before anything was sent.
         """
-        outcome = "error"
         try:
             with connection_of(scope).on_hang_up(self._hang_up):
                 await (self._send_stream(send) if self._request.stream else self._send_whole(send))
-            if self._error is None:
-                outcome = "client_gone" if self._running else "completed"
+            if self.error is None:
+                self.outcome = "client_gone" if self._running else "completed"
         finally:
             self.cancel()
-            self._count(outcome)
+            self._count(self.outcome)
+            self.report = self._report()
             self.forget()
 
     def cancel(self) -> None:
@@ -102,8 +108,8 @@ class CompletionResponse(Response):
             self._route = route
             if self._request.stream:
                 self._wake()
-            ttft = self._metrics.ttft(route.kind)
-            self._loop.call_soon(ttft.observe, self._loop.time() - self._received)  # after the token is on its way
+            self._ttft_s = self._loop.time() - self._received
+            self._loop.call_soon(self._count_first, route, self._ttft_s)  # after the token is on its way
 
     def updated(self, choice: Choice) -> None:
         """A choice has new text, or has ended."""
@@ -114,7 +120,7 @@ class CompletionResponse(Response):
 
     def failed(self, error: ApiError) -> None:
         """The request for a prompt has failed, and with it the call."""
-        self._error = self._error or error
+        self.error = self.error or error
         self._wake()
 
     # ---- sending ----
@@ -122,13 +128,13 @@ class CompletionResponse(Response):
     @property
     def _over(self) -> bool:
         """Nothing more will come."""
-        return not self._running or self.gone or self._error is not None
+        return not self._running or self.gone or self.error is not None
 
     async def _send_whole(self, send: Send) -> None:
         while not self._over:
             await self._wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self.gone:
             return
         body = self._format.whole(self._choices, [request.tokens for request in self.requests], self._usage())
@@ -139,8 +145,8 @@ class CompletionResponse(Response):
     async def _send_stream(self, send: Send) -> None:
         while self._route is None and not self._over:
             await self._wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         headers = [*self._start_headers(b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         chunks = [self._opening(choice) for choice in self._choices]
@@ -169,8 +175,8 @@ class CompletionResponse(Response):
             yield self._format.final(choice.index, choice.finish, delta)
 
     def _closing(self) -> Iterator[bytes]:
-        if self._error is not None:
-            yield error_event(self._error)
+        if self.error is not None:
+            yield error_event(self.error)
             return
         if self._request.include_usage:
             yield self._format.usage(self._usage())
@@ -185,6 +191,21 @@ class CompletionResponse(Response):
             "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
+
+    def _report(self) -> dict[str, object]:
+        usage, route = self._usage(), self._route
+        report: dict[str, object] = {}
+        if route is not None:
+            report |= {"route": route.kind, "decode_worker": route.decode_worker}
+            if route.prefill_worker:
+                report["prefill_worker"] = route.prefill_worker
+            report["queue_ms"] = round(route.queue_ms, 1)
+        if self._ttft_s is not None:
+            report["ttft_ms"] = round(self._ttft_s * 1e3, 1)
+        report["prompt_tokens"] = usage["prompt_tokens"]
+        report["cached_tokens"] = self._cached_tokens
+        report["output_tokens"] = usage["completion_tokens"]
+        return report
 
     def _start_headers(self, content_type: bytes) -> Headers:
         headers, route = [(b"content-type", content_type)], self._route
@@ -208,6 +229,10 @@ class CompletionResponse(Response):
         self.gone = True
         self.cancel()
         self._wake()
+
+    def _count_first(self, route: RequestRoute, ttft_s: float) -> None:
+        self._metrics.ttft(route.kind).observe(ttft_s)
+        self._metrics.activity.ttfts_ms.append(ttft_s * 1e3)
 
     def _count(self, outcome: str) -> None:
         """Adds the call to the metrics."""

@@ -13,6 +13,7 @@ from math import inf
 from typing import Protocol
 
 from cpd.common.blocks import BLOCK_SIZE, TOKEN_BYTES, extend_hashes, pack_tokens
+from cpd.common.logs import fields
 from cpd.performance.model import MAX_MS
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
@@ -35,11 +36,13 @@ class RequestRoute:
     Attributes:
         prefill_worker: Empty if the decode worker computed the prompt itself.
         cached_tokens: Prompt tokens taken from a cache.
+        queue_ms: Time in the queue of the worker that computed the prompt.
     """
 
     decode_worker: str
     prefill_worker: str
     cached_tokens: int
+    queue_ms: float
 
     @property
     def kind(self) -> str:
@@ -101,6 +104,11 @@ class RoutedRequest:
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def log_fields(self) -> dict[str, dict[str, object]]:
+        """Names the request in a log line."""
+        return fields(request_id=self.trace_id, tenant=self.tenant)
 
     @property
     def digest(self) -> bytes:

@@ -173,13 +173,13 @@ class Dispatcher:
             else:
                 self._fail(attempt.request, _queues_full(attempt.queue_full, retry_after_s))
         elif refusal.kind == pb.Refusal.KIND_REROUTE:
-            log.warning("request %s is rerouted: %s", attempt.request.trace_id, message)
+            log.info("the request is rerouted: %s", message, extra=attempt.request.log_fields)
             attempt.reroutes += 1
             attempt.failed_prefill.update(refusal.failed_prefill_workers)
             # the same worker may take it at once, unless it keeps rerouting: such a worker is probably draining
             self._retry(attempt, 0 if attempt.reroutes <= IMMEDIATE_REROUTES else retry_after_s)
         else:
-            log.error("worker %s failed request %s: %s", session.id, attempt.request.trace_id, message)
+            log.error("worker %s failed the request: %s", session.id, message, extra=attempt.request.log_fields)
             attempt.failures += 1
             if attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
@@ -203,7 +203,7 @@ class Dispatcher:
             if attempt.losses > MAX_LOSSES:
                 self._fail(attempt.request, failed(f"{attempt.losses} workers were lost while running this request."))
                 continue
-            log.warning("request %s is replayed: worker %s is lost", attempt.request.trace_id, session.id)
+            log.info("the request is replayed: worker %s is lost", session.id, extra=attempt.request.log_fields)
             attempt.refused_by.clear()
             self._retry(attempt, RETRY_S)
 
@@ -219,7 +219,7 @@ class Dispatcher:
         if len(suspected) == 1:
             (request,) = suspected
             crashes = max((attempt.crashes for attempt in present if attempt.request is request), key=len)
-            log.warning("request %s is given up: it crashed workers %s", request.trace_id, ", ".join(crashes))
+            log.warning("the request is given up: it crashed workers %s", ", ".join(crashes), extra=request.log_fields)
             self._metrics.convictions.inc()
             self._convictions.add(request.digest, now)
             message = f"{len(crashes)} workers crashed while running this request, so it is not tried again."
@@ -242,7 +242,7 @@ class Dispatcher:
         except ProtocolError as error:
             session.fail(error)
         except Exception:
-            log.exception("the output of request %s could not be processed", attempt.request.trace_id)
+            log.exception("the output of the request could not be processed", extra=attempt.request.log_fields)
             self._fail(attempt.request, failed("The output could not be processed."))
 
     def _accept(self, attempt: Attempt, session: WorkerSession, output: pb.Output) -> None:
@@ -254,6 +254,7 @@ class Dispatcher:
         if attempt.crashes:
             self._end_probation(attempt, len(token_ids))
         request.outputs[index].extend(token_ids)
+        self._metrics.activity.tokens += len(token_ids)
         if choice.num_tokens:
             self._metrics.itl.observe(now - choice.last_at)
         choice.last_at = now
@@ -263,7 +264,9 @@ class Dispatcher:
         if not request.started:
             request.started = True
             _end_expiry(request)
-            request.consumer.started(RequestRoute(session.id, prefilled.prefill_worker, prefilled.cached_tokens))
+            request.consumer.started(
+                RequestRoute(session.id, prefilled.prefill_worker, prefilled.cached_tokens, prefilled.queue_ms)
+            )
             loop.call_soon(self._count_first, request, prefilled)  # after the tokens are on their way
         if output.finish != pb.FINISH_NONE:
             self._choice_done(attempt, index)
@@ -329,7 +332,7 @@ class Dispatcher:
         try:
             placement = self._policy.place(situation)
         except Exception:
-            log.exception("the placement policy failed for request %s", request.trace_id)
+            log.exception("the placement policy failed", extra=request.log_fields)
             raise failed("The placement policy failed.") from None
         if attempt.number < 0:
             self._check_wait(request, placement, situation)

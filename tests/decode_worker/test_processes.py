@@ -14,7 +14,6 @@ import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
 from cpd.common.settings import Role
-from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request, SamplingParams
 from tests.conftest import MakeCheckpoint
@@ -106,15 +105,12 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
         await eventually(lambda: c.router.load.remote_prefills == {"completed": len(requests)})
 
 
-async def test_workers_that_choose_their_transport_take_nixl_and_say_why_and_what_it_costs(
-    model: Path, redis_url: str, tmp_path: Path
-) -> None:
-    flags = {"transport": "auto", "dtype": "float32", "prefill_progress_s": 60}
+async def test_workers_take_nixl_by_default_and_say_why(model: Path, redis_url: str, tmp_path: Path) -> None:
+    flags = {"dtype": "float32", "prefill_progress_s": 60}
     async with cluster(model, redis_url, tmp_path, **flags) as c:
         for hello in (c.router.hello, c.prefill_view.hello):
             assert hello.transport == "nixl", hello.transport_reason
             assert "through memory between processes of one machine" in hello.transport_reason
-            assert Profile.model_validate_json(hello.profile).transfer != TransferProfile()
         wanted = request("r", 900)
         there = await c.submit(wanted, 1)
         here = await c.router.submit(with_own_cache(wanted), 2)

@@ -72,7 +72,7 @@ async def complete(
 
 async def _stream(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None) -> Answer:
     answer = Answer()
-    done = False
+    end = error = ""
     async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         if response.is_error:
             _check(response, (await response.aread()).decode())
@@ -81,13 +81,18 @@ async def _stream(http: httpx.AsyncClient, body: dict[str, Any], headers: Mappin
             if not line:
                 continue
             assert line.startswith("data: "), line
+            assert not end, f"after {end}: {line}"
             if line == "data: [DONE]":
-                done = True
+                end = line
                 continue
-            assert not done, f"after [DONE]: {line}"
-            _append(answer, json.loads(line.removeprefix("data: ")))
-    if not done:
-        raise httpx.RemoteProtocolError("the stream ended without [DONE]")
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                end = error = str(chunk["error"])
+            else:
+                _append(answer, chunk)
+    assert end, f"a whole response ends with [DONE] or an error: {answer}"
+    if error:
+        raise httpx.RemoteProtocolError(error)
     return answer
 
 
@@ -103,8 +108,6 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 
 
 def _append(answer: Answer, chunk: dict[str, Any]) -> None:
-    if "error" in chunk:
-        raise httpx.RemoteProtocolError(str(chunk["error"]))
     if chunk.get("usage"):
         answer.cached_tokens = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert chunk["usage"]["completion_tokens"] == len(answer.token_ids)

@@ -161,6 +161,7 @@ class FaultCluster:
             print(f"--- {name}", process.log_tail(), sep="\n")
 
     def _add(self, name: str, core: int) -> None:
+        """Adds a process, which has the same addresses whenever it is started."""
         host = self.network.add(name) if self.network is not None else "127.0.0.1"
         port = free_port()
         flags: dict[str, Any] = {
@@ -174,11 +175,12 @@ class FaultCluster:
         if name.startswith("router"):
             program, arguments = "router.__main__", []
             flags |= {"router-id": name, "served-model-name": MODEL, "long-prefill-tokens": 64}
+            flags["admin-port"] = free_port()
             self.urls[name] = f"http://{host}:{port}"
         else:
             role, _, _ = name.partition("-")
             program, arguments = "tests.faults.worker", [role, str(self._socket(name)), "--kv-checksum"]
-            flags |= {"worker-id": name, **self._worker_flags}
+            flags |= {"worker-id": name, "session-port": free_port(), **self._worker_flags}
         for flag, value in {**flags, "secret-file": secret_file()}.items():
             arguments += [f"--{flag}", str(value)]
         log = self.directory / f"{name}.log"

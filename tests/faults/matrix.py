@@ -52,7 +52,7 @@ class Fault(Enum):
                a process or Redis                            the network
     KILLED     SIGKILL, started again after the request      all links cut for LONG_CUT_S
     STOPPED    SIGSTOP, SIGCONT later                        all links cut for SHORT_CUT_S
-    RESTARTED  SIGKILL, started again at once                all links cut and reconnected at once
+    RESTARTED  SIGKILL, at once again on the same address    all links cut and reconnected at once
     CUT_OFF    its link (Redis: its proxy) passes nothing    the prefill and the decode worker can't reach each other
     SLOW       runs a fifth of the time (Redis: late data)   the links of both workers are slow
     """
@@ -131,6 +131,22 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
             await _check_other_requests(oracle, other_http, other_prompts)
     await cluster.wait_until_idle()
     return outcome
+
+
+async def run_abort_cell(cluster: FaultCluster, oracle: Oracle, phase: Phase) -> None:
+    """A client hangs up while its request is held in the phase.
+
+    Raises:
+        AssertionError: Its pages are not all free or cached soon after the step or transfer in progress has ended.
+    """
+    await cluster.disarm()
+    (prompt,) = oracle.prompts([PROMPT_TOKENS], random.randrange(1 << 30))
+    async with client(cluster.urls["router-0"]) as http:
+        request, _ = await _hold(cluster, http, prompt, phase)
+        request.cancel()
+        await asyncio.wait([request])
+    await cluster.disarm()
+    await cluster.wait_until_idle()
 
 
 async def _hold(

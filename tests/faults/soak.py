@@ -182,7 +182,7 @@ async def soak(model: Path, minutes: float, seed: int, transport: str) -> None:
 def main(
     minutes: Annotated[float, typer.Option(help="How long to run.")] = 20.0,
     seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
-    transport: Annotated[str, typer.Option(help="ucx or nixl.")] = "ucx",
+    transport: Annotated[str, typer.Option(help="auto, nixl or ucx.")] = "auto",
 ) -> None:
     """Random faults under load; exit code 1 if anything is wrong, hangs or leaks."""
     with tempfile.TemporaryDirectory(prefix="cpd-soak-") as directory:

@@ -4,17 +4,20 @@ Every test run includes a few cells; `pytest -m faults tests/faults` and `make a
 quarter of an hour. Only a fault of the request's router may fail the request.
 """
 
+import random
 from collections.abc import AsyncIterator
 from itertools import product
 
 import pytest
 import pytest_asyncio
 
+from cpd.common.blocks import BLOCK_SIZE
 from tests.conftest import MakeCheckpoint
+from tests.e2e.client import client, complete
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import FaultCluster
 from tests.faults.fetch_matrix import FetchPhase, Side, run_fetch_cell
-from tests.faults.matrix import Fault, Phase, Subject, run_cell
+from tests.faults.matrix import MAX_TOKENS, PROMPT_TOKENS, Fault, Phase, Subject, run_abort_cell, run_cell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -80,6 +83,37 @@ async def test_requests_end_correctly_and_nothing_leaks(
         raise
     if subject is not Subject.ROUTER:  # the client's connection ends with its router
         assert outcome == "right"
+
+
+@pytest.mark.parametrize(
+    ("transport", "phase"), [pytest.param("ucx", phase, id=f"ucx-{phase.value}") for phase in Phase], scope="module"
+)
+async def test_a_client_that_hangs_up_leaves_no_page_behind(
+    transport: str, cluster: FaultCluster, oracle: Oracle, phase: Phase
+) -> None:
+    try:
+        await run_abort_cell(cluster, oracle, phase)
+    except BaseException:
+        cluster.print_logs()
+        raise
+
+
+@pytest.mark.parametrize("transport", ["ucx"], scope="module")
+async def test_a_restarted_router_knows_the_cached_blocks_again(
+    transport: str, cluster: FaultCluster, oracle: Oracle
+) -> None:
+    """Once it is ready: no request is routed before."""
+    (prompt,) = oracle.prompts([PROMPT_TOKENS], random.randrange(1 << 30))
+    async with client(cluster.urls["router-0"]) as http:
+        await complete(http, prompt, max_tokens=MAX_TOKENS)
+    process = cluster.processes["router-0"]
+    process.kill()
+    process.start()
+    await cluster.wait_until_healthy()
+    async with client(cluster.urls["router-0"]) as http:
+        answer = await complete(http, prompt, max_tokens=MAX_TOKENS)
+    assert answer.cached_tokens == PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+    oracle.check(prompt, answer.token_ids)
 
 
 @pytest.mark.parametrize(("transport", "side", "fault", "phase"), FETCH_CELLS, scope="module")

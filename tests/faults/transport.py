@@ -20,7 +20,6 @@ class FaultyTransport:
     def __init__(self, transport: Transport, memory: PoolMemory, points: InjectionPoints) -> None:
         self.name = transport.name
         self.reason = transport.reason
-        self.cost = transport.cost
         self.address = transport.address
         self.epoch = transport.epoch
         self._transport = transport

@@ -52,7 +52,7 @@ def loader(role: Role, points: InjectionPoints) -> Callable[[WorkerSettings], Lo
 def opener(points: InjectionPoints) -> Callable[..., Any]:
     """Opens the real transport, with injection points."""
 
-    async def open_transport(name: str | None, memory: PoolMemory, **arguments: Any) -> Transport:
+    async def open_transport(name: str, memory: PoolMemory, **arguments: Any) -> Transport:
         return FaultyTransport(await kvtransfer.create(name, memory, **arguments), memory, points)
 
     return open_transport
@@ -84,7 +84,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
         async with server:
             return await worker.run()
 
-    run_process(settings.worker_id, settings.log_level, serve)
+    run_process(settings.worker_id, settings, serve)
 
 
 def main() -> None:

@@ -28,9 +28,7 @@ _names = itertools.count()
 def opener(network: LocalNetwork | None, gate: asyncio.Event | None) -> OpenTransport:
     """Transports of `network`, or real ones; their pushes begin only while `gate` is set."""
 
-    async def open_transport(
-        name: str | None, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str
-    ) -> Transport:
+    async def open_transport(name: str, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str) -> Transport:
         transport = (
             network.create(memory, epoch=epoch)
             if network

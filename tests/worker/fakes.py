@@ -170,7 +170,6 @@ class GatedTransport:
         self._gate = gate
         self.name = transport.name
         self.reason = transport.reason
-        self.cost = transport.cost
         self.address = transport.address
         self.epoch = transport.epoch
 

@@ -2,12 +2,12 @@
 
 import logging
 
-from cpd.common.process import setup_logging
+from cpd.common.logs import setup_logging
 from engine.ops.kernels import KernelsUnavailableError
 from engine.ops.kernels.build import build
 
 if __name__ == "__main__":
-    setup_logging("info", "kernels")
+    setup_logging("info", "text", "kernels")
     try:
         build()
     except KernelsUnavailableError as error:

@@ -127,7 +127,7 @@ async def test_a_client_that_keeps_up_gets_every_token_at_once(tokenizer: Tokeni
     exchange = Exchange(tokenizer, stream=True)
     await asyncio.sleep(0)
     assert exchange.sent == []
-    exchange.response.started(RequestRoute("d", "", 0))
+    exchange.response.started(RequestRoute("d", "", 0, 0.0))
     for count, token_id in enumerate(tokenizer.encode("the quick brown fox").ids):
         exchange.output([token_id])
         await exchange.wrote(count + 3)  # the start, the opening chunk, and one more each time
@@ -144,7 +144,7 @@ async def test_a_client_that_keeps_up_gets_every_token_at_once(tokenizer: Tokeni
 
 async def test_a_slow_client_gets_several_tokens_in_one_write(tokenizer: Tokenizer) -> None:
     exchange = Exchange(tokenizer, stream=True)
-    exchange.response.started(RequestRoute("d", "", 0))
+    exchange.response.started(RequestRoute("d", "", 0, 0.0))
     ids = tokenizer.encode("the quick brown fox jumps").ids
     exchange.output(ids[:1])
     await exchange.wrote(3)
@@ -182,7 +182,7 @@ async def test_a_client_that_hangs_up_ends_the_response(tokenizer: Tokenizer, st
 
 async def test_without_a_stream_the_response_waits_for_the_end(tokenizer: Tokenizer) -> None:
     exchange = Exchange(tokenizer, stream=False)
-    exchange.response.started(RequestRoute("d", "p", 2))
+    exchange.response.started(RequestRoute("d", "p", 2, 0.0))
     exchange.output(tokenizer.encode("the fox").ids)
     await asyncio.sleep(0)
     assert exchange.sent == []

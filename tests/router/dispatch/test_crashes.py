@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from cpd.common import stream
+from cpd.common.logs import TextFormatter
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import dispatcher
 from router.dispatch.attempts import PROBATION_TOKENS
@@ -130,7 +131,8 @@ class TestConviction:
         assert response.headers["x-should-retry"] == "false"
         assert workers.tries == 2
         assert await _metric(router, "cpd_convictions_total") == 1
-        (line,) = [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
+        (record,) = [record for record in caplog.records if "given up" in record.getMessage()]
+        line = TextFormatter("router").format(record)
         crashed = [worker.id for worker in workers.all if worker.submits]
         assert response.headers["x-request-id"] in line
         assert [worker.id for worker in workers.all if worker.id in line] == crashed
