@@ -63,8 +63,8 @@ def print_log(console: Console, line: str) -> None:
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def usage_hint(url: str, model: str, needs_key: bool) -> str:
-    """Returns how to use the cluster: its URL, a curl line and the Python client."""
+def usage_hint(url: str, model: str, needs_key: bool, stop: str) -> str:
+    """Returns how to use the cluster: its URL, a curl line, the Python client, and how to stop it."""
     header = " -H 'authorization: Bearer YOUR-KEY'" if needs_key else ""
     key = "YOUR-KEY" if needs_key else "none"
     return f"""\
@@ -73,5 +73,5 @@ Serving {model} at {url}
   curl {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
 
-Python: OpenAI(base_url="{url}/v1", api_key="{key}")    Stop: Ctrl-C or `cpd down`
+Python: OpenAI(base_url="{url}/v1", api_key="{key}")    {stop}
 """

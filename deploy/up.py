@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -29,14 +31,16 @@ from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
+from deploy.detach import Detached, detach
 from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
+from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
 from deploy.placement import bundles, gpu_share, local_resources
 from deploy.processes import processes
-from deploy.raydir import clear_ray_dir, make_ray_dir
+from deploy.raydir import clear_ray_dir, make_ray_dir, protected
 from deploy.redis import EmbeddedRedis, embedded_redis
 from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
-from deploy.state import ClusterDir, ClusterState
+from deploy.state import LAUNCH_MARK, ClusterDir, ClusterState
 from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
 from router.placement.policies import make_policy
@@ -51,19 +55,21 @@ _SUPERVISOR_S = 60.0
 
 
 def up(settings: ClusterSettings) -> None:
-    """Starts a cluster and runs it until Ctrl-C."""
+    """Starts a cluster and runs it until Ctrl-C; with `detach` it goes on in the background when this has returned."""
+    detached = detach() if settings.detach else None
     _interrupt_on_signals()
     console = Console(stderr=True)
     try:
-        _run(settings, console)
+        _run(settings, console, detached)
     except KeyboardInterrupt:
         console.print("Stopped.")
 
 
-def _run(settings: ClusterSettings, console: Console) -> None:
+def _run(settings: ClusterSettings, console: Console, detached: Detached | None) -> None:
     directory = ClusterDir(settings.cluster)
     with contextlib.ExitStack() as stack:
         stack.enter_context(directory.hold())
+        output = stack.enter_context(_Output(settings.cluster, console))
         settings = _checked(settings, console)
         state = ClusterState(
             cluster=settings.cluster,
@@ -71,9 +77,11 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             url=url_of(settings.host, settings.port),
             ray_dir="" if settings.ray_address else make_ray_dir(),
             cluster_token=settings.cluster_token.get_secret_value(),
+            launch=secrets.token_hex(16),
         )
         if state.ray_dir:
             stack.callback(clear_ray_dir, state.ray_dir)
+            stack.enter_context(protected(state.ray_dir))
         directory.write(state)
 
         redis = None
@@ -82,14 +90,56 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             settings = settings.model_copy(update={"redis_url": redis.url})
         _leases(settings)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
-            cluster = _launch(settings, state.ray_dir, stack, console, embedded=redis is not None)
-        state = replace(state, url=_wait_until_ready(cluster, settings, state, console))
+            cluster = _launch(settings, state, stack, console, embedded=redis is not None)
+        state = replace(state, url=_wait_until_ready(cluster, settings, state, output))
         directory.write(state)
-        sys.stdout.write(
-            usage_hint(state.url, settings.served_model_name, bool(settings.api_key or settings.api_key_file))
-        )
-        sys.stdout.flush()
-        _watch(cluster, redis, console)
+        name = "" if settings.cluster == "default" else f" --cluster {settings.cluster}"
+        stop = f"Logs: `cpd logs -f{name}`    Stop: {'' if detached else 'Ctrl-C or '}`cpd down{name}`"
+        hint = usage_hint(state.url, settings.served_model_name, bool(settings.api_key or settings.api_key_file), stop)
+        if detached:
+            detached.ready(hint)
+        else:
+            sys.stdout.write(hint)
+            sys.stdout.flush()
+        _watch(cluster, redis, output)
+
+
+class _Output:
+    """The lines of all processes and of `cpd up`, in the terminal and in the cluster's log."""
+
+    def __init__(self, cluster: str, console: Console) -> None:
+        self.console = console
+        self._log = ClusterLog(cluster)
+
+    def __enter__(self) -> "_Output":
+        self._log.write(LAUNCHER, [f"cpd up starts as process {os.getpid()}"])
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt):
+            self._log.write(LAUNCHER, ["stopped"])
+        elif isinstance(error, CPDError):
+            self._log.write(LAUNCHER, [f"error: {error}"])
+        else:
+            self._log.write(LAUNCHER, "".join(traceback.format_exception(error)).splitlines())
+        self._log.close()
+
+    def log(self, name: str, lines: Sequence[str]) -> None:
+        """Writes lines to the log only."""
+        self._log.write(name, lines)
+
+    def show(self, name: str, lines: Sequence[str]) -> None:
+        """Writes lines of a process unchanged."""
+        self._log.write(name, lines)
+        with contextlib.suppress(OSError):  # its terminal is closed
+            for line in lines:
+                print_log(self.console, line)
+
+    def say(self, text: str) -> None:
+        """Writes a sentence of `cpd up`."""
+        self._log.write(LAUNCHER, [text])
+        with contextlib.suppress(OSError):
+            self.console.print(text, markup=False)
 
 
 def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
@@ -128,13 +178,13 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
 
 
 def _launch(
-    settings: ClusterSettings, ray_dir: str, stack: contextlib.ExitStack, console: Console, embedded: bool
+    settings: ClusterSettings, state: ClusterState, stack: contextlib.ExitStack, console: Console, embedded: bool
 ) -> Cluster:
     """Starts or joins Ray and starts the processes there; `stack` ends them."""
     namespace = f"cpd-{settings.cluster}"
-    if ray_dir:
+    if state.ray_dir:
         resources = local_resources(processes(settings, LOOPBACK))
-        session = stack.enter_context(local_ray(namespace, f"{ray_dir}/ray", resources))
+        session = stack.enter_context(local_ray(namespace, f"{state.ray_dir}/ray", resources))
     else:
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
         _check_hosts(session.hosts, settings.host, embedded)
@@ -152,8 +202,10 @@ def _launch(
         update={"device": "cuda" if share else "cpu", "gpu_memory": settings.gpu_memory * (share or 1)}
     )
     # Hosts may join a Ray of your own later; their processes must reach the workers here.
-    worker_host = LOOPBACK if ray_dir or settings.host not in WILDCARDS else settings.host
-    specs = processes(settings, worker_host)
+    worker_host = LOOPBACK if state.ray_dir or settings.host not in WILDCARDS else settings.host
+    specs = [
+        replace(spec, secrets={**spec.secrets, LAUNCH_MARK: state.launch}) for spec in processes(settings, worker_host)
+    ]
     demands = bundles(specs, session.resources, share)
     return stack.enter_context(launched(specs, demands, cores_apart=not share))
 
@@ -169,7 +221,7 @@ def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
         )
 
 
-def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: ClusterState, console: Console) -> str:
+def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: ClusterState, output: _Output) -> str:
     """Shows progress until all processes run and the endpoint uses all workers.
 
     Returns:
@@ -180,7 +232,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
     """
     names = [spec.name for spec in cluster.specs]
     last_seen = dict.fromkeys(names, time.monotonic())
-    with StartProgress(console, names) as progress:
+    with StartProgress(output.console, names) as progress:
         while True:
             leases = _leases(settings)
             pids = {member.id: member.pid for member in leases}
@@ -188,6 +240,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
             for spec, process in zip(cluster.specs, cluster.states(), strict=True):
                 if process:
                     last_seen[spec.name] = time.monotonic()
+                    output.log(spec.name, process.lines)
                 elif time.monotonic() - last_seen[spec.name] > _SUPERVISOR_S:
                     raise CPDError(f"Ray has not started the supervisor of {spec.name} within {_SUPERVISOR_S:.0f} s")
                 if process and process.error:
@@ -212,7 +265,7 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
             time.sleep(_STARTING_POLL_S)
 
 
-def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> NoReturn:
+def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> NoReturn:
     """Prints the processes' logs, and restarts Redis if it dies.
 
     Raises:
@@ -224,26 +277,26 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
         for index, state in enumerate(cluster.states()):
             if state is None:
                 continue
-            for line in state.lines:
-                print_log(console, line)
+            name = cluster.specs[index].name
+            output.show(name, state.lines)
             if state.starts > starts[index]:
-                console.print(f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was restarted")
+                output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[index] = state.starts
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")
         if dead == GCS and not warned:
             warned = True
-            console.print(
+            output.say(
                 "Ray's gcs_server died. The cluster goes on, but a supervisor that dies is no longer restarted: end the"
                 " cluster with Ctrl-C when it suits, and start it again"
             )
         if redis and not redis.running:
-            console.print("Redis died; restarting it")
+            output.say("Redis died; restarting it")
             try:
                 redis.start()
             except CPDError as error:  # the cluster goes on without Redis; the next iteration tries again
-                console.print(str(error), markup=False)
+                output.say(str(error))
         time.sleep(_RUNNING_POLL_S)
 
 
@@ -266,7 +319,10 @@ def _leases(settings: ClusterSettings) -> list[Member]:
 
 
 def _interrupt_on_signals() -> None:
-    """Makes SIGTERM and a closed terminal end the cluster as Ctrl-C does. Later signals are ignored."""
+    """Makes SIGTERM and a closed terminal end the cluster as Ctrl-C does. Later signals are ignored.
+
+    A SIGHUP that is ignored already, by `nohup` or a detached start, stays ignored.
+    """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
         for name in _SIGNALS:
@@ -274,4 +330,5 @@ def _interrupt_on_signals() -> None:
         raise KeyboardInterrupt
 
     for name in _SIGNALS:
-        signal.signal(name, interrupt)
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
+            signal.signal(name, interrupt)

@@ -28,7 +28,7 @@ def cpd() -> None:
 
 
 def _up(settings: ClusterSettings) -> None:
-    """Start a cluster and run it until Ctrl-C."""
+    """Start a cluster and run it until Ctrl-C; with --detach, in the background until `cpd down`."""
     from deploy.up import up
     from models import tiny
 
@@ -54,6 +54,19 @@ def status(
 
 
 @app.command()
+def logs(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these processes.")] = None,
+    cluster: ClusterName = "default",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the cluster ends.")] = False,
+) -> None:
+    """Print the log lines of all processes, on all hosts, also of a cluster that has ended."""
+    from deploy.logs import print_logs
+
+    with clean_exit():
+        print_logs(cluster, names or [], follow)
+
+
+@app.command()
 def trace(
     cluster: ClusterName = "default",
     worker: Annotated[str, typer.Option("--worker", help="Name of one worker; default: all workers.")] = "",
@@ -71,7 +84,7 @@ def trace(
 
 @app.command()
 def down(cluster: ClusterName = "default") -> None:
-    """Stop the running cluster."""
+    """Stop the running cluster, or remove what is left of one whose `cpd up` was killed."""
     from deploy.remote import down as stop
 
     with clean_exit():

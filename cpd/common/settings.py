@@ -270,6 +270,9 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
     model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
     ray_address: str = Field("", description="Ray cluster to join, host:port or auto; empty starts a local one.")
+    detach: bool = Field(
+        False, description="Return when the cluster is ready; it goes on in the background until `cpd down`."
+    )
 
 
 def _with_sections(settings: type[Settings], values: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,12 @@ class Command:
     def __init__(self, directory: Path) -> None:
         self._mark = f"STARTED_BY_TEST={uuid4().hex}"
         name, value = self._mark.split("=")
-        self._environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), name: value}
+        self._environment = {
+            **os.environ,
+            "CPD_RUNTIME_DIR": str(directory / "cpd"),
+            "XDG_STATE_HOME": str(directory / "state"),
+            name: value,
+        }
         self._errors = directory / "errors"
         self._before = _shared_files()
 
@@ -57,6 +62,15 @@ class Command:
             [*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=UP_S
         )
         return done.returncode, done.stdout + done.stderr
+
+    def open(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts a `cpd` command whose output is read while it runs."""
+        return subprocess.Popen([*PROGRAM, *arguments], env=self._environment, stdout=subprocess.PIPE, text=True)
+
+    def launcher(self) -> int:
+        """Process id of the running `cpd up`."""
+        pid: int = json.loads((self._errors.parent / "cpd/default/state.json").read_bytes())["pid"]
+        return pid
 
     def errors(self) -> str:
         """Standard error of `cpd up`."""
@@ -194,6 +208,33 @@ def test_up_with_simulated_workers_says_so_and_ends_with_its_terminal(command: C
     assert up.wait(DOWN_S) == 0
     up.stdout.close()
     command.assert_nothing_is_left(int(url.split(":")[-1]))
+
+
+def test_a_detached_cluster_outlives_its_terminal_and_is_cleaned_up_after_kill_9(command: Command) -> None:
+    flags = ("--detach", "--port", "0", "--simulate", "instant", "--prefill", "0")
+    code, output = command.run("up", "--model", str(tiny.CHECKPOINT), *flags)
+    assert code == 0, output
+    assert "Serving" in output
+    assert "Stop: `cpd down`" in output
+    launcher = command.launcher()
+    os.kill(launcher, signal.SIGHUP)
+    code, output = command.run("status")
+    assert (code, "combined-0" in output) == (0, True), output
+    code, output = command.run("status", "--cluster", "other")
+    assert (code, "'other' is running on this machine; there are: default" in output) == (1, True)
+    code, output = command.run("logs", "router-0")
+    assert code == 0
+    assert {line.split()[3] for line in output.splitlines()} == {"router-0"}, output
+    with command.open("logs", "-f") as follower:
+        assert follower.stdout is not None
+        assert "cpd up starts" in follower.stdout.readline()
+        os.kill(launcher, signal.SIGKILL)
+        assert "router-0" in follower.stdout.read()  # to the end, which comes with the cluster's
+    code, output = command.run("down")
+    assert (code, "had been killed" in output) == (0, True), output
+    assert not command.processes()
+    command.assert_nothing_is_left()
+    assert "router-0" in command.run("logs")[1]
 
 
 def test_requests_are_served_after_rays_gcs_dies_and_up_ends_when_its_raylet_dies(command: Command) -> None:
