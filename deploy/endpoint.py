@@ -3,6 +3,7 @@
 import errno
 import socket
 from collections.abc import Collection, Mapping
+from ipaddress import ip_address
 from typing import Any
 
 import httpx2
@@ -34,6 +35,14 @@ def pick_port(host: str, port: int) -> int:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from None
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """True for names and addresses at which only this machine reaches itself."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 def url_of(host: str, port: int) -> str:

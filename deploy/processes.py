@@ -65,29 +65,37 @@ class ProcessSpec:
 
 
 def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:
-    """Returns all processes of the cluster: combined workers, prefill workers, routers.
+    """Returns all processes with which a cluster starts: combined workers, prefill workers, routers.
 
     Args:
         settings: With `redis_url`, `cluster_token` and `port` filled in.
         worker_host: Interface that workers listen on.
     """
-    counts: list[tuple[Kind, int]] = [("combined", settings.combined), ("prefill", settings.prefill)]
-    workers: list[tuple[Kind, str]] = [(kind, f"{kind}-{index}") for kind, count in counts for index in range(count)]
+    kinds = worker_counts(settings)
     if settings.simulate:
         flags, secrets = _given(settings, WorkersSettings)
-        names = tuple(name for _, name in workers)
+        names = tuple(f"{kind}-{index}" for kind, count in kinds.items() for index in range(count))
         specs = [ProcessSpec("simulated", "simulated", settings.model, names, {**flags, "host": worker_host}, secrets)]
     else:
+        specs = [process(settings, worker_host, kind, index) for kind, count in kinds.items() for index in range(count)]
+    return specs + [process(settings, worker_host, "router", index) for index in range(settings.routers)]
+
+
+def worker_counts(settings: ClusterSettings) -> dict[Kind, int]:
+    """Returns how many workers of each role a cluster starts with."""
+    return {"combined": settings.combined, "prefill": settings.prefill}
+
+
+def process(settings: ClusterSettings, worker_host: str, kind: Kind, index: int) -> ProcessSpec:
+    """Returns a worker or router. Arguments as in `processes`."""
+    name = f"{kind}-{index}"
+    if kind == "router":
+        flags, secrets = _given(settings, AllRoutersSettings)
+        flags = {"router_id": name, **flags}
+    else:
         flags, secrets = _given(settings, AllWorkersSettings)
-        specs = [
-            ProcessSpec(name, kind, settings.model, (name,), {"worker_id": name, **flags, "host": worker_host}, secrets)
-            for kind, name in workers
-        ]
-    flags, secrets = _given(settings, AllRoutersSettings)
-    for index in range(settings.routers):
-        name = f"router-{index}"
-        specs.append(ProcessSpec(name, "router", settings.model, (name,), {"router_id": name, **flags}, secrets))
-    return specs
+        flags = {"worker_id": name, **flags, "host": worker_host}
+    return ProcessSpec(name, kind, settings.model, (name,), flags, secrets)
 
 
 def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""`cpd status` and `cpd down`, for a cluster that runs in the background or in another terminal."""
+"""`cpd status`, `down`, `scale` and `restart`, for a cluster that runs in the background or in another terminal."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cpd.common.errors import CPDError
+from deploy.control import ask
 from deploy.endpoint import read_cluster
 from deploy.state import ClusterDir, ClusterState, running_clusters
 from simulated_workers.simulation import NOTICE, SIMULATED
@@ -44,6 +46,22 @@ def down(cluster: str) -> None:
         time.sleep(0.1)
     directory.clean_up()  # it may have been killed meanwhile
     sys.stdout.write(f"Cluster '{cluster}' is down.\n")
+
+
+def change(cluster: str, name: str, arguments: Mapping[str, Any]) -> None:
+    """Asks for a change of the cluster, and prints its steps.
+
+    Raises:
+        CPDError: No cluster of this name is running, or the change fails.
+    """
+    running_cluster(cluster)
+    console = Console(stderr=True)
+    ask(
+        ClusterDir(cluster).control_socket,
+        name,
+        arguments,
+        lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+    )
 
 
 def status(cluster: str, as_json: bool) -> None:

@@ -3,6 +3,7 @@
     <root>/<cluster>/lock        held (flock) by the running `cpd up`, and so released when it dies
     <root>/<cluster>/state.json  `ClusterState`
     <root>/<cluster>/redis.sock  socket of the embedded Redis
+    <root>/<cluster>/control.sock  `deploy/control.py`
 
 The root is `$CPD_RUNTIME_DIR` or `/tmp/cpd-<uid>`; only its owner can read it. It is not below `$XDG_RUNTIME_DIR`,
 which is removed when its user logs out, while a detached cluster goes on.
@@ -66,6 +67,11 @@ class ClusterDir:
             )
         self.cluster = cluster
         self.path = _root() / cluster
+
+    @property
+    def control_socket(self) -> Path:
+        """Socket by which `cpd scale` and `cpd restart` reach the launcher."""
+        return self.path / "control.sock"
 
     @property
     def redis_socket(self) -> Path:

@@ -4,10 +4,7 @@ The process is a plain `python -m decode_worker …` outside Ray. If the actor d
 restarts the actor, on another node if necessary.
 """
 
-from collections.abc import Sequence
-
-import ray
-from ray.util import placement_group_table
+from dataclasses import dataclass
 
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import WILDCARDS
@@ -16,16 +13,28 @@ from deploy.process import ProcessState, Supervised
 from deploy.processes import ProcessSpec
 
 
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """A worker's part of its machine's cores: part `index` of `parts` equal ones."""
+
+    index: int
+    parts: int
+
+    def cores(self) -> frozenset[int]:
+        """Returns the cores on this machine."""
+        return split_cores(usable_cores(), self.parts)[self.index]
+
+
 class Supervisor:
-    """Starts and supervises `specs[index]`.
+    """Starts and supervises one process.
 
     Args:
-        specs: The processes of the cluster, in the order of the placement group's bundles.
-        cores_apart: Give the workers of a node disjoint cores.
+        cores: The cores that it may use; None: all.
     """
 
-    def __init__(self, specs: Sequence[ProcessSpec], index: int, cores_apart: bool) -> None:
-        spec = specs[index]
+    def __init__(self, spec: ProcessSpec, cores: CoreShare | None) -> None:
+        import ray
+
         flags = {}
         if spec.flags.get("host") in WILDCARDS:
             flags["advertise_host"] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -33,12 +42,18 @@ class Supervisor:
             spec.name,
             lambda: spec.command(str(resolve_model(spec.model)), **flags),
             {**spec.environment(), **_gpus()},
-            _cores(specs, index) if cores_apart and spec.is_worker else frozenset(),
+            cores.cores() if cores else frozenset(),
         )
 
-    def state(self, from_line: int) -> ProcessState:
-        """See `Supervised.state`."""
+    def state(self, from_line: int, cores: CoreShare | None) -> ProcessState:
+        """Moves the process to other cores if they have changed, and reports. See `Supervised.state`."""
+        if cores:
+            self._process.use_cores(cores.cores())
         return self._process.state(from_line)
+
+    def drain(self) -> None:
+        """Lets the process end its requests; returns when it is gone."""
+        self._process.drain()
 
     def stop(self) -> None:
         """Ends the process; returns when it is gone."""
@@ -51,12 +66,7 @@ def _gpus() -> dict[str, str]:
     Ray does not set it if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set, as on some shared clusters; then all
     workers of a machine would use its first GPU.
     """
+    import ray
+
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
-
-
-def _cores(specs: Sequence[ProcessSpec], index: int) -> frozenset[int]:
-    """Returns the cores of worker `index`, disjoint from those of the other workers on its node."""
-    node_of: dict[int, str] = placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
-    here = [other for other, spec in enumerate(specs) if spec.is_worker and node_of[other] == node_of[index]]
-    return split_cores(usable_cores(), len(here))[here.index(index)]

@@ -29,18 +29,20 @@ from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
+from deploy.changes import Changes, Plan, start_error
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
+from deploy.control import control_socket
 from deploy.detach import Detached, detach
 from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
 from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
-from deploy.placement import bundles, gpu_share, local_resources
+from deploy.placement import check_places, demand_of, gpu_share, local_resources
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected
 from deploy.redis import EmbeddedRedis, embedded_redis
-from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
-from deploy.state import LAUNCH_MARK, ClusterDir, ClusterState
+from deploy.session import GCS, RAYLET, check_hosts, dead_process, joined_ray, local_ray
+from deploy.state import ClusterDir, ClusterState
 from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
 from router.placement.policies import make_policy
@@ -48,8 +50,6 @@ from simulated_workers.simulation import NOTICE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STARTING_POLL_S, _RUNNING_POLL_S = 0.25, 1.0
-_STARTS = 3
-"""`cpd up` gives up when a process has died this often before it was ready."""
 _SUPERVISOR_S = 60.0
 """Time limit for Ray to start an actor."""
 
@@ -70,6 +70,7 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(directory.hold())
         output = stack.enter_context(_Output(settings.cluster, console))
+        given = settings.reload()
         settings = _checked(settings, console)
         state = ClusterState(
             cluster=settings.cluster,
@@ -90,7 +91,7 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
             settings = settings.model_copy(update={"redis_url": redis.url})
         _leases(settings)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
-            cluster = _launch(settings, state, stack, console, embedded=redis is not None)
+            cluster, plan = _launch(given, settings, state, stack, output, embedded=redis is not None)
         state = replace(state, url=_wait_until_ready(cluster, settings, state, output))
         directory.write(state)
         name = "" if settings.cluster == "default" else f" --cluster {settings.cluster}"
@@ -101,6 +102,9 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         else:
             sys.stdout.write(hint)
             sys.stdout.flush()
+        changes = Changes(cluster, plan, state, lambda: _leases(settings), prepared)
+        named = {"scale": changes.scale, "restart": changes.restart}
+        stack.enter_context(control_socket(directory.control_socket, named, output.say))
         _watch(cluster, redis, output)
 
 
@@ -150,11 +154,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     """
     port = pick_port(settings.host, settings.port)
     directory = resolve_model(settings.model)
-    for profile in filter(None, (settings.profile, settings.simulate)):
-        Profile.load(profile)
-    make_policy(settings.policy)
-    if settings.api_key_file:
-        read_keys(settings.api_key_file)
+    settings = prepared(settings)
     with console.status(f"Checking {directory}"):
         device = check_model(directory, settings)
     if settings.simulate:
@@ -167,9 +167,6 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
         update={
             "port": port,
             "model": settings.model if is_id and settings.ray_address else str(directory),
-            "profile": absolute_profile(settings.profile),
-            "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
-            "simulate": absolute_profile(settings.simulate),
             "device": device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
             "cluster_token": settings.cluster_token if settings.cluster_token else SecretStr(secrets.token_urlsafe(32)),
@@ -177,22 +174,46 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     )
 
 
+def prepared(settings: ClusterSettings) -> ClusterSettings:
+    """Checks the files and the policy that the settings name, and makes paths absolute.
+
+    Raises:
+        ConfigError: One of them is missing or wrong.
+    """
+    for profile in filter(None, (settings.profile, settings.simulate)):
+        Profile.load(profile)
+    make_policy(settings.policy)
+    if settings.api_key_file:
+        read_keys(settings.api_key_file)
+    return settings.model_copy(
+        update={
+            "profile": absolute_profile(settings.profile),
+            "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
+            "simulate": absolute_profile(settings.simulate),
+        }
+    )
+
+
 def _launch(
-    settings: ClusterSettings, state: ClusterState, stack: contextlib.ExitStack, console: Console, embedded: bool
-) -> Cluster:
+    given: ClusterSettings,
+    settings: ClusterSettings,
+    state: ClusterState,
+    stack: contextlib.ExitStack,
+    output: _Output,
+    embedded: bool,
+) -> tuple[Cluster, Plan]:
     """Starts or joins Ray and starts the processes there; `stack` ends them."""
     namespace = f"cpd-{settings.cluster}"
     if state.ray_dir:
-        resources = local_resources(processes(settings, LOOPBACK))
-        session = stack.enter_context(local_ray(namespace, f"{state.ray_dir}/ray", resources))
+        session = stack.enter_context(local_ray(namespace, f"{state.ray_dir}/ray", local_resources()))
     else:
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
-        _check_hosts(session.hosts, settings.host, embedded)
+        check_hosts(session, settings, embedded)
     _interrupt_on_signals()  # Ray has set its own handlers
     workers = settings.combined + settings.prefill
     share = gpu_share(settings.device, workers, session.gpus)
     if 0 < share < 1:
-        console.print(
+        output.console.print(
             f"{workers} workers share {session.gpus:g} GPUs, each with its own copy of the weights; for one worker per"
             f" GPU use --prefill 0 --combined {session.gpus:g}",
             soft_wrap=True,
@@ -203,22 +224,13 @@ def _launch(
     )
     # Hosts may join a Ray of your own later; their processes must reach the workers here.
     worker_host = LOOPBACK if state.ray_dir or settings.host not in WILDCARDS else settings.host
-    specs = [
-        replace(spec, secrets={**spec.secrets, LAUNCH_MARK: state.launch}) for spec in processes(settings, worker_host)
-    ]
-    demands = bundles(specs, session.resources, share)
-    return stack.enter_context(launched(specs, demands, cores_apart=not share))
-
-
-def _check_hosts(hosts: int, host: str, embedded: bool) -> None:
-    if hosts > 1 and embedded:
-        raise ConfigError(
-            f"the Ray cluster has {hosts} hosts, which can't share an embedded Redis: start one and pass --redis-url"
-        )
-    if hosts > 1 and host not in WILDCARDS:
-        raise ConfigError(
-            f"the Ray cluster has {hosts} hosts: pass --host 0.0.0.0, so that their processes reach each other"
-        )
+    plan = Plan(given, settings, worker_host, session.resources, share, state.launch)
+    specs = [plan.marked(spec) for spec in processes(settings, worker_host)]
+    check_places(specs, session.resources)
+    cluster = stack.enter_context(
+        launched(specs, lambda spec: demand_of(spec, session.resources, share), not share, output.say)
+    )
+    return cluster, plan
 
 
 def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: ClusterState, output: _Output) -> str:
@@ -230,36 +242,34 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
     Raises:
         CPDError: A process refuses to start, or keeps dying.
     """
-    names = [spec.name for spec in cluster.specs]
+    specs = cluster.specs
+    names = [spec.name for spec in specs]
     last_seen = dict.fromkeys(names, time.monotonic())
     with StartProgress(output.console, names) as progress:
         while True:
             leases = _leases(settings)
             pids = {member.id: member.pid for member in leases}
             waiting = 0
-            for spec, process in zip(cluster.specs, cluster.states(), strict=True):
+            states = cluster.states()
+            for spec in specs:
+                process = states.get(spec.name)
                 if process:
                     last_seen[spec.name] = time.monotonic()
                     output.log(spec.name, process.lines)
                 elif time.monotonic() - last_seen[spec.name] > _SUPERVISOR_S:
                     raise CPDError(f"Ray has not started the supervisor of {spec.name} within {_SUPERVISOR_S:.0f} s")
-                if process and process.error:
-                    raise CPDError(f"{spec.name} on {process.host}: {process.error}")
+                if error := start_error(spec, process):
+                    raise CPDError(error)
                 ready = process is not None and spec.has_leases(process.pid, pids)
                 waiting += not ready
                 progress.show(spec.name, process, ready)
-                if process and process.pid is None and process.starts >= _STARTS:
-                    raise CPDError(
-                        f"{spec.name} has died {process.starts} times while starting, last with exit code"
-                        f" {process.exit_code}; its last log lines are above"
-                    )
             if name := dead_process():
                 raise CPDError(f"Ray's {name} died while the cluster started")
             if not waiting:
                 hosts = {member.host for member in leases if member.kind == "router"}
                 url = state.url if socket.gethostname() in hosts else url_of(min(hosts), settings.port)
-                workers = {name: pids[name] for spec in cluster.specs if spec.is_worker for name in spec.members}
-                routers = [spec.name for spec in cluster.specs if not spec.is_worker]
+                workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
+                routers = [spec.name for spec in specs if not spec.is_worker]
                 if has_workers(url, state.cluster_token, workers, routers):
                     return url
             time.sleep(_STARTING_POLL_S)
@@ -271,17 +281,19 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
     Raises:
         CPDError: Ray has ended, and with it all processes.
     """
-    starts = [1] * len(cluster.specs)
+    starts: dict[str, int] = {}
     warned = False
     while True:
-        for index, state in enumerate(cluster.states()):
+        states = cluster.states()
+        for name, lines in cluster.last_lines():
+            output.show(name, lines)
+        for name, state in states.items():
             if state is None:
                 continue
-            name = cluster.specs[index].name
             output.show(name, state.lines)
-            if state.starts > starts[index]:
+            if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
-            starts[index] = state.starts
+            starts[name] = state.starts
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")

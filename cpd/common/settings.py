@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
-from pydantic import BaseModel, ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, Field, PrivateAttr, SecretStr, ValidationError, field_validator
 from pydantic_core import PydanticCustomError, from_json
 from pydantic_settings import (
     BaseSettings,
@@ -38,6 +38,15 @@ class Settings(BaseSettings):
     """Base of all settings."""
 
     model_config = SettingsConfigDict(env_prefix="CPD_", extra="forbid", frozen=True)
+    _source: tuple[dict[str, Any], Path | None] = PrivateAttr(default_factory=lambda: ({}, None))
+
+    def reload(self) -> Self:
+        """Returns the settings that the same flags, the environment and the YAML file give now.
+
+        Raises:
+            ConfigError: As `load`.
+        """
+        return self.load(*self._source)
 
     @classmethod
     def load(cls, flags: dict[str, Any], config: Path | None = None) -> Self:
@@ -66,7 +75,9 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
         # Instances of a local class cannot be pickled.
-        return cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
+        loaded = cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
+        loaded._source = (flags, config and config.absolute())
+        return loaded
 
 
 class ModelSettings(Settings):

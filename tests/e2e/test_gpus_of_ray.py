@@ -16,7 +16,7 @@ PROGRAM = """
 import json, sys, time
 from deploy import session
 from deploy.cluster import launched
-from deploy.placement import bundles, gpu_share, local_resources
+from deploy.placement import demand_of, gpu_share, local_resources
 from deploy.processes import ProcessSpec
 
 WORKERS, GPUS = 4, 2
@@ -30,12 +30,14 @@ connected = session._connected
 session._connected = lambda namespace, **options: connected(namespace, num_gpus=GPUS, **options)
 workers = [Reporting(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
 specs = [*workers, Reporting("router-0", "router", ".", ())]
-with session.local_ray("gpus", sys.argv[1], local_resources(specs)) as here:
-    demands = bundles(specs, here.resources, gpu_share("cuda", WORKERS, here.gpus))
-    with launched(specs, demands, cores_apart=False) as cluster:
+with session.local_ray("gpus", sys.argv[1], local_resources()) as here:
+    share = gpu_share("cuda", WORKERS, here.gpus)
+    with launched(specs, lambda spec: demand_of(spec, here.resources, share), False, print) as cluster:
         reported = [None] * len(specs)
         while not all(reported):
-            lines = [state.lines[0] if state and state.lines else None for state in cluster.states()]
+            states = cluster.states()
+            lines = [states[spec.name].lines if states.get(spec.name) else None for spec in specs]
+            lines = [line and line[0] for line in lines]
             reported = [line or seen for line, seen in zip(lines, reported)]
             time.sleep(0.05)
         print(json.dumps(reported))
