@@ -20,7 +20,7 @@ from deploy.model import check_model, resolve_model
 from deploy.placement import check_places
 from deploy.process import ProcessState
 from deploy.processes import Kind, ProcessSpec, process, processes
-from deploy.state import LAUNCH_MARK, ClusterState
+from deploy.state import ClusterState
 
 STARTS = 3
 """A process that has died this often before it was ready does not start."""
@@ -47,7 +47,7 @@ class Plan:
         worker_host: Interface that workers listen on.
         resources: Total resources of Ray.
         gpus_per_worker: Share of a GPU that each worker takes.
-        mark: Value of LAUNCH_MARK.
+        mark: See `ProcessSpec.mark`.
     """
 
     given: ClusterSettings
@@ -59,7 +59,7 @@ class Plan:
 
     def marked(self, spec: ProcessSpec) -> ProcessSpec:
         """Returns the process with the mark of this cluster."""
-        return replace(spec, secrets={**spec.secrets, LAUNCH_MARK: self.mark})
+        return replace(spec, mark=self.mark)
 
     def process(self, kind: Kind, index: int) -> ProcessSpec:
         """Returns a worker or router, or the process of all simulated workers."""
@@ -244,9 +244,15 @@ class Changes:
         tell(f"{name} has ended")
 
     def _wait(self, specs: Collection[ProcessSpec]) -> None:
-        """Waits until the processes are ready and all routers use all workers."""
+        """Waits until the processes are ready and all routers use all workers.
+
+        Raises:
+            CPDError: One of them does not start, or the cluster is stopping.
+        """
         started: float | None = None
         while True:
+            if self._cluster.closed:
+                raise CPDError("the cluster is stopping")
             with contextlib.suppress(ConfigError):  # Redis is away: go on when it is back
                 pids = {member.id: member.pid for member in self._leases()}
                 states = {spec.name: self._cluster.state(spec.name) for spec in specs}

@@ -57,6 +57,11 @@ class Cluster:
         self._closed = False
 
     @property
+    def closed(self) -> bool:
+        """True once its processes are being ended."""
+        return self._closed
+
+    @property
     def specs(self) -> list[ProcessSpec]:
         """All processes, in the order of their start."""
         with self._lock:
@@ -202,7 +207,6 @@ class Cluster:
         return (
             ray.remote(Supervisor)
             .options(
-                name=process.spec.name,
                 num_cpus=demand.get("CPU", 0),
                 num_gpus=demand.get("GPU", 0),
                 resources={name: amount for name, amount in demand.items() if name not in ("CPU", "GPU")},

@@ -18,6 +18,9 @@ _MODULES: dict[Kind, str] = {
     "simulated": "simulated_workers",
     "router": "router",
 }
+LAUNCH_MARK = "CPD_LAUNCH"
+"""Environment variable of a cluster's processes, by which they are found after their `cpd up` was killed."""
+
 _DROPPED = ("CPD_", "RAY_", "OMP_NUM_THREADS")
 """Variables that a child does not inherit: its settings are arguments, and Ray sets OMP_NUM_THREADS."""
 
@@ -32,6 +35,7 @@ class ProcessSpec:
         members: Its ids in Redis and `/cluster`: its name, or the names of all workers that it simulates.
         flags: Settings by name, without the model; an empty value is a switch.
         secrets: Environment variables with secrets, which other users can't read there.
+        mark: Value of the environment variable LAUNCH_MARK.
     """
 
     name: str
@@ -40,6 +44,7 @@ class ProcessSpec:
     members: tuple[str, ...]
     flags: dict[str, str] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    mark: str = ""
 
     @property
     def is_worker(self) -> bool:
@@ -61,7 +66,7 @@ class ProcessSpec:
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Returns the child's environment."""
         kept = {name: value for name, value in inherited.items() if not name.startswith(_DROPPED)}
-        return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONFAULTHANDLER": "1", **self.secrets}
+        return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONFAULTHANDLER": "1", LAUNCH_MARK: self.mark, **self.secrets}
 
 
 def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:

@@ -27,10 +27,8 @@ import orjson
 
 from cpd.common.errors import ConfigError
 from cpd.common.process import GRACE_S
+from deploy.processes import LAUNCH_MARK
 from deploy.raydir import clear_ray_dir, protected
-
-LAUNCH_MARK = "CPD_LAUNCH"
-"""Environment variable of a cluster's processes, by which they are found after their `cpd up` was killed."""
 
 
 @dataclass(frozen=True, slots=True)

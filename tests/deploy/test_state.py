@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from cpd.common.errors import ConfigError, CPDError
+from deploy.processes import LAUNCH_MARK
 from deploy.remote import running_cluster
-from deploy.state import LAUNCH_MARK, ClusterDir, ClusterState, running_clusters
+from deploy.state import ClusterDir, ClusterState, running_clusters
 from tests.deploy.test_process import wait_for
 from tests.waiting import DEADLINE_S
 

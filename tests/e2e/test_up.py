@@ -301,7 +301,10 @@ def test_processes_are_added_removed_and_restarted_while_the_cluster_runs(comman
     assert (code, "dtype can't change while the cluster runs" in output) == (1, True), output
     code, output = command.run("restart", "nobody")
     assert (code, "has started no nobody; it has started combined-0, router-0" in output) == (1, True), output
-    assert command.run("down") == (0, "Cluster 'default' is down.\n")
+    with command.open("scale", "--combined", "2") as scale:  # the end of the cluster cuts it short
+        eventually(lambda: "Starting combined-1" in command.run("logs", "cpd-up")[1], "it starts")
+        assert command.run("down") == (0, "Cluster 'default' is down.\n")
+        assert scale.wait(DOWN_S) == 1
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 
 
