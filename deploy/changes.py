@@ -24,6 +24,8 @@ from deploy.state import ClusterState
 
 STARTS = 3
 """A process that has died this often before it was ready does not start."""
+SUPERVISOR_S = 60.0
+"""Time limit for Ray to start an actor."""
 _POLL_S = 0.25
 _ROOM_S = 5.0
 _SEEN_S = 60.0
@@ -78,6 +80,11 @@ def start_error(spec: ProcessSpec, state: ProcessState | None) -> str:
             " `cpd logs` shows why"
         )
     return ""
+
+
+def no_supervisor(spec: ProcessSpec) -> str:
+    """Returns what to say about a process of which Ray has started no supervisor."""
+    return f"Ray has not started the supervisor of {spec.name} within {SUPERVISOR_S:.0f} s"
 
 
 class Changes:
@@ -250,6 +257,7 @@ class Changes:
             CPDError: One of them does not start, or the cluster is stopping.
         """
         started: float | None = None
+        last_seen = dict.fromkeys((spec.name for spec in specs), time.monotonic())
         while True:
             if self._cluster.closed:
                 raise CPDError("the cluster is stopping")
@@ -259,6 +267,10 @@ class Changes:
                 for spec in specs:
                     if error := start_error(spec, states[spec.name]):
                         raise CPDError(error)
+                    if states[spec.name]:
+                        last_seen[spec.name] = time.monotonic()
+                    elif time.monotonic() - last_seen[spec.name] > SUPERVISOR_S:
+                        raise CPDError(no_supervisor(spec))
                 if all((state := states[spec.name]) is not None and spec.has_leases(state.pid, pids) for spec in specs):
                     started = started or time.monotonic()
                     routers = [spec.name for spec in self._cluster.specs if not spec.is_worker]

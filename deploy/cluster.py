@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cpd.common.errors import ConfigError, CPDError
@@ -78,14 +78,14 @@ class Cluster:
 
         with self._lock:
             asked = [(process, process.actor) for process in self._processes.values() if process.actor]
-        answers = [actor.state.remote(process.next_line, process.cores) for process, actor in asked]
+        answers = [actor.state.remote(process.next_line, _fields(process.cores)) for process, actor in asked]
         if answers:
             ray.wait(answers, num_returns=len(answers), timeout=1.0)
         states: dict[str, ProcessState | None] = {}
         for (process, actor), answer in zip(asked, answers, strict=True):
             state: ProcessState | None = None
             with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                state = ray.get(answer, timeout=0)
+                state = _report(ray.get(answer, timeout=0))
             with self._lock:
                 if process.actor is not actor:  # stopped meanwhile
                     continue
@@ -214,7 +214,7 @@ class Cluster:
                 max_concurrency=4,  # it reports while it stops its process
                 scheduling_strategy=PlacementGroupSchedulingStrategy(process.group, placement_group_bundle_index=0),
             )
-            .remote(process.spec, process.cores)
+            .remote(asdict(process.spec), _fields(process.cores))
         )
 
     def _end(self, name: str) -> _Process:
@@ -233,7 +233,7 @@ class Cluster:
         with self._lock:
             process.actor = None
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            last: ProcessState = ray.get(actor.state.remote(process.next_line, None), timeout=STOP_S)
+            last = _report(ray.get(actor.state.remote(process.next_line, None), timeout=STOP_S))
             with self._lock:
                 self._last_lines.append((name, last.lines))
         ray.kill(actor)
@@ -270,6 +270,15 @@ def launched(
         yield cluster
     finally:
         cluster.close()
+
+
+def _fields(cores: CoreShare | None) -> dict[str, int] | None:
+    return asdict(cores) if cores else None
+
+
+def _report(sent: Mapping[str, Any]) -> ProcessState:
+    """Returns a supervisor's report; a newer supervisor may have sent more fields."""
+    return ProcessState(**{field.name: sent[field.name] for field in fields(ProcessState)})
 
 
 def _node(group: Any) -> str:

@@ -2,14 +2,19 @@
 
 The process is a plain `python -m decode_worker …` outside Ray. If the actor dies, the process ends with it, and Ray
 restarts the actor, on another node if necessary.
+
+After an upgrade, `cpd restart` makes a launcher start supervisors that are newer than itself. So the two exchange plain
+values: a newer supervisor has defaults for fields that it does not get, and may send more than the launcher reads.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import WILDCARDS
 from deploy.model import resolve_model
-from deploy.process import ProcessState, Supervised
+from deploy.process import Supervised
 from deploy.processes import ProcessSpec
 
 
@@ -29,27 +34,29 @@ class Supervisor:
     """Starts and supervises one process.
 
     Args:
-        cores: The cores that it may use; None: all.
+        spec: The fields of a `ProcessSpec`.
+        cores: The fields of the `CoreShare` that it may use; None: all cores.
     """
 
-    def __init__(self, spec: ProcessSpec, cores: CoreShare | None) -> None:
+    def __init__(self, spec: Mapping[str, Any], cores: Mapping[str, int] | None) -> None:
         import ray
 
+        process = ProcessSpec(**spec)
         flags = {}
-        if spec.flags.get("host") in WILDCARDS:
+        if process.flags.get("host") in WILDCARDS:
             flags["advertise_host"] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._process = Supervised(
-            spec.name,
-            lambda: spec.command(str(resolve_model(spec.model)), **flags),
-            {**spec.environment(), **_gpus()},
-            cores.cores() if cores else frozenset(),
+            process.name,
+            lambda: process.command(str(resolve_model(process.model)), **flags),
+            {**process.environment(), **_gpus()},
+            CoreShare(**cores).cores() if cores else frozenset(),
         )
 
-    def state(self, from_line: int, cores: CoreShare | None) -> ProcessState:
-        """Moves the process to other cores if they have changed, and reports. See `Supervised.state`."""
+    def state(self, from_line: int, cores: Mapping[str, int] | None) -> dict[str, Any]:
+        """Moves the process to other cores if they have changed; returns the fields of `Supervised.state`."""
         if cores:
-            self._process.use_cores(cores.cores())
-        return self._process.state(from_line)
+            self._process.use_cores(CoreShare(**cores).cores())
+        return asdict(self._process.state(from_line))
 
     def drain(self) -> None:
         """Lets the process end its requests; returns when it is gone."""

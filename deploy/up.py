@@ -29,7 +29,7 @@ from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
-from deploy.changes import Changes, Plan, start_error
+from deploy.changes import SUPERVISOR_S, Changes, Plan, no_supervisor, start_error
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
 from deploy.control import control_socket
@@ -50,8 +50,6 @@ from simulated_workers.simulation import NOTICE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STARTING_POLL_S, _RUNNING_POLL_S = 0.25, 1.0
-_SUPERVISOR_S = 60.0
-"""Time limit for Ray to start an actor."""
 
 
 def up(settings: ClusterSettings) -> None:
@@ -256,8 +254,8 @@ def _wait_until_ready(cluster: Cluster, settings: ClusterSettings, state: Cluste
                 if process:
                     last_seen[spec.name] = time.monotonic()
                     output.log(spec.name, process.lines)
-                elif time.monotonic() - last_seen[spec.name] > _SUPERVISOR_S:
-                    raise CPDError(f"Ray has not started the supervisor of {spec.name} within {_SUPERVISOR_S:.0f} s")
+                elif time.monotonic() - last_seen[spec.name] > SUPERVISOR_S:
+                    raise CPDError(no_supervisor(spec))
                 if error := start_error(spec, process):
                     raise CPDError(error)
                 ready = process is not None and spec.has_leases(process.pid, pids)

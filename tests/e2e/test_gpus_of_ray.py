@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from deploy.raydir import clear_ray_dir, make_ray_dir
 
 pytestmark = pytest.mark.e2e
+
+REPORT = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr, flush=True); sys.stdin.read()"
+"""What runs instead of a worker or router."""
 
 PROGRAM = """
 import json, sys, time
@@ -20,16 +24,10 @@ from deploy.placement import demand_of, gpu_share, local_resources
 from deploy.processes import ProcessSpec
 
 WORKERS, GPUS = 4, 2
-REPORT = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr, flush=True); sys.stdin.read()"
-
-class Reporting(ProcessSpec):
-    def command(self, model, **flags):
-        return [sys.executable, "-c", REPORT]
-
 connected = session._connected
 session._connected = lambda namespace, **options: connected(namespace, num_gpus=GPUS, **options)
-workers = [Reporting(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
-specs = [*workers, Reporting("router-0", "router", ".", ())]
+workers = [ProcessSpec(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
+specs = [*workers, ProcessSpec("router-0", "router", ".", ())]
 with session.local_ray("gpus", sys.argv[1], local_resources()) as here:
     share = gpu_share("cuda", WORKERS, here.gpus)
     with launched(specs, lambda spec: demand_of(spec, here.resources, share), False, print) as cluster:
@@ -51,9 +49,15 @@ def ray_dir() -> Iterator[str]:
     clear_ray_dir(directory)
 
 
-def test_workers_share_gpus_evenly_and_see_only_their_own(ray_dir: str) -> None:
+def test_workers_share_gpus_evenly_and_see_only_their_own(ray_dir: str, tmp_path: Path) -> None:
     """Even if the environment tells Ray not to set CUDA_VISIBLE_DEVICES."""
-    environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2,5"}
+    for module in ("decode_worker", "router"):
+        (tmp_path / f"{module}.py").write_text(REPORT)
+    environment = {
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_VISIBLE_DEVICES": "2,5",
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+    }
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, ray_dir],
         env={**os.environ, **environment},

@@ -26,7 +26,7 @@ from tests.ports import free_port
 pytestmark = pytest.mark.e2e
 
 PROGRAM = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
-UP_S, DOWN_S = 100.0, 60.0
+UP_S, DOWN_S, CHANGE_S = 100.0, 60.0, 300.0
 
 
 class Command:
@@ -56,10 +56,10 @@ class Command:
                 start_new_session=True,  # a process group of its own, as in a terminal
             )
 
-    def run(self, *arguments: str) -> tuple[int, str]:
+    def run(self, *arguments: str, seconds: float = UP_S) -> tuple[int, str]:
         """Runs a `cpd` command; returns its exit code and output."""
         done = subprocess.run(
-            [*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=UP_S
+            [*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=seconds
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -251,7 +251,7 @@ def test_processes_are_added_removed_and_restarted_while_the_cluster_runs(comman
     url = output[output.index("http") :].split()[0]
 
     def change(*arguments: str) -> str:
-        code, output = command.run(*arguments)
+        code, output = command.run(*arguments, seconds=CHANGE_S)
         assert code == 0, output + command.run("logs")[1]
         return output
 
