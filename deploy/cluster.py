@@ -1,102 +1,296 @@
-"""The processes of a cluster under Ray: one placement group, and a supervising actor for each process."""
+"""The processes of a cluster under Ray: each has a placement group and a supervising actor of its own.
+
+    placed ──▶ started ──▶ stopped (the group is kept for a restart, or removed)
+
+Processes come and go while the cluster runs. The launcher's main thread reads their states; another thread may start
+and stop some meanwhile.
+"""
 
 import contextlib
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cpd.common.errors import ConfigError
+from cpd.common.errors import ConfigError, CPDError
 from deploy.process import ProcessState
 from deploy.processes import ProcessSpec
 from deploy.session import dead_process
+from deploy.supervisor import CoreShare, Supervisor
 
 PLACEMENT_S = 60.0
+"""A Ray that scales itself has this long to make room."""
 STOP_S = 6.0
+_AT_ONCE_S = 2.0
+
+Tell = Callable[[str], None]
+"""Shows a sentence to the user."""
+
+
+@dataclass(slots=True)
+class _Process:
+    spec: ProcessSpec
+    group: Any
+    node: str
+    actor: Any = None
+    state: ProcessState | None = None
+    next_line: int = 0
+    cores: CoreShare | None = None
 
 
 class Cluster:
-    """The supervised processes, in the order of `specs`."""
+    """The supervised processes.
 
-    def __init__(self, specs: Sequence[ProcessSpec], actors: Sequence[Any]) -> None:
-        self.specs = specs
-        self._actors = actors
-        self._next_line = [0] * len(specs)
+    Args:
+        demand: Returns the resources that a process requests from Ray.
+        cores_apart: Give the workers of a node disjoint cores.
+    """
 
-    def states(self) -> list[ProcessState | None]:
+    def __init__(self, demand: Callable[[ProcessSpec], Mapping[str, float]], cores_apart: bool) -> None:
+        self._demand = demand
+        self._cores_apart = cores_apart
+        self._lock = threading.Lock()  # guards everything below
+        self._processes: dict[str, _Process] = {}
+        self._last_lines: list[tuple[str, list[str]]] = []
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """True once its processes are being ended."""
+        return self._closed
+
+    @property
+    def specs(self) -> list[ProcessSpec]:
+        """All processes, in the order of their start."""
+        with self._lock:
+            return [process.spec for process in self._processes.values() if process.actor]
+
+    def state(self, name: str) -> ProcessState | None:
+        """Returns the report that the last `states` got of a process."""
+        with self._lock:
+            return self._processes[name].state if name in self._processes else None
+
+    def states(self) -> dict[str, ProcessState | None]:
         """Returns each supervisor's report with the log lines since the last call; None while Ray (re)starts it."""
         import ray
 
-        asked = [actor.state.remote(line) for actor, line in zip(self._actors, self._next_line, strict=True)]
-        ray.wait(asked, num_returns=len(asked), timeout=1.0)
-        states: list[ProcessState | None] = []
-        for index, answer in enumerate(asked):
+        with self._lock:
+            asked = [(process, process.actor) for process in self._processes.values() if process.actor]
+        answers = [actor.state.remote(process.next_line, _fields(process.cores)) for process, actor in asked]
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=1.0)
+        states: dict[str, ProcessState | None] = {}
+        for (process, actor), answer in zip(asked, answers, strict=True):
             state: ProcessState | None = None
             with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                state = ray.get(answer, timeout=0)
-            if state:
-                # A new supervisor counts its lines from 0.
-                self._next_line[index] = state.next_line
-            states.append(state)
+                state = _report(ray.get(answer, timeout=0))
+            with self._lock:
+                if process.actor is not actor:  # stopped meanwhile
+                    continue
+                if state:
+                    # A new supervisor counts its lines from 0.
+                    process.next_line = state.next_line
+                    if process.state and process.state.host != state.host:
+                        process.node = _node(process.group)
+                        self._share_cores()
+                    process.state = state
+                states[process.spec.name] = state
         return states
 
-    def stop(self) -> None:
+    def last_lines(self) -> list[tuple[str, list[str]]]:
+        """Returns the last log lines of processes that were stopped or restarted since the last call, by name."""
+        with self._lock:
+            lines, self._last_lines = self._last_lines, []
+        return lines
+
+    def start(self, specs: Sequence[ProcessSpec], tell: Tell, within_s: float = PLACEMENT_S) -> None:
+        """Places and starts processes.
+
+        Args:
+            tell: Is told at once if there is no room yet.
+            within_s: Longest wait for room.
+
+        Raises:
+            ConfigError: Ray has no room for them.
+        """
+        groups: list[Any] = []
+        try:
+            placed = self._place(specs, groups, tell, within_s)
+        except BaseException:
+            _remove(groups)
+            raise
+        with self._lock:
+            if self._closed:
+                _remove(groups)
+                raise CPDError("the cluster is stopping")
+            self._processes.update({process.spec.name: process for process in placed})
+            self._share_cores()
+            for process in placed:
+                process.actor = self._actor(process)
+
+    def restart(self, name: str, spec: ProcessSpec) -> None:
+        """Drains a process, waits until it is gone, and starts `spec`, of the same name, in its place."""
+        process = self._end(name)
+        with self._lock:
+            if self._closed:
+                raise CPDError("the cluster is stopping")
+            process.spec, process.state, process.next_line = spec, None, 0
+            process.actor = self._actor(process)
+
+    def stop(self, name: str) -> None:
+        """Drains a process, waits until it is gone, and gives its resources back."""
+        process = self._end(name)
+        with self._lock:
+            self._processes.pop(name, None)
+            self._share_cores()
+        _remove([process.group])
+
+    def close(self) -> None:
         """Ends all processes."""
         import ray
 
-        ray.wait([actor.stop.remote() for actor in self._actors], num_returns=len(self._actors), timeout=STOP_S)
+        with self._lock:
+            self._closed = True
+            processes = list(self._processes.values())
+        actors = [process.actor for process in processes if process.actor]
+        if actors:
+            ray.wait([actor.stop.remote() for actor in actors], num_returns=len(actors), timeout=STOP_S)
+        if not dead_process():
+            for actor in actors:
+                ray.kill(actor)
+        _remove([process.group for process in processes])
 
+    def _place(self, specs: Sequence[ProcessSpec], groups: list[Any], tell: Tell, within_s: float) -> list[_Process]:
+        import ray
+        from ray.util.placement_group import placement_group
 
-@contextlib.contextmanager
-def launched(
-    specs: Sequence[ProcessSpec], demands: Sequence[Mapping[str, float]], cores_apart: bool
-) -> Iterator[Cluster]:
-    """Places and starts the processes; the end of the context ends them.
+        # GPU workers exchange pages faster within a machine; CPU workers would compete for its cores.
+        demands = [dict(self._demand(spec)) for spec in specs]
+        deadline = time.monotonic() + within_s
+        told = False
+        placed: list[_Process] = []
+        near = next((process.node for process in self._processes.values() if process.spec.is_worker), None)
+        for spec, demand in zip(specs, demands, strict=True):
+            if "GPU" in demand:
+                group = placement_group([demand], strategy="STRICT_PACK", _soft_target_node_id=near)
+            else:
+                group = placement_group([demand], strategy="SPREAD")
+            groups.append(group)
+            while not group.wait(min(_AT_ONCE_S, max(0.0, deadline - time.monotonic()))):
+                wanted = Counter[str]()
+                for one in demands[len(placed) :]:
+                    wanted.update(one)
+                free = ray.available_resources()  # type: ignore[no-untyped-call]
+                room = (
+                    f"no room for {', '.join(one.name for one in specs[len(placed) :])}, which need "
+                    + ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
+                    + "; free are "
+                    + ", ".join(f"{free.get(name, 0):g} {name}" for name in wanted)
+                )
+                if time.monotonic() >= deadline:
+                    raise ConfigError(f"the Ray cluster has {room}")
+                if not told:
+                    told = True
+                    tell(f"The Ray cluster has {room}. Waiting {within_s:.0f} s for it")
+            node = _node(group)
+            near = near or node
+            placed.append(_Process(spec, group, node))
+        return placed
 
-    Args:
-        demands: Resources of each process.
-        cores_apart: Give the workers of a node disjoint cores.
+    def _actor(self, process: _Process) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    Raises:
-        ConfigError: Ray has no room for them.
-    """
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    from deploy.supervisor import Supervisor
-
-    # GPU workers exchange pages faster within a machine; CPU workers would compete for its cores.
-    strategy = "PACK" if any("GPU" in demand for demand in demands) else "SPREAD"
-    group = placement_group([dict(demand) for demand in demands], strategy=strategy)
-    try:
-        if not group.wait(PLACEMENT_S):
-            demand = Counter[str]()
-            for one in demands:
-                demand.update(one)
-            raise ConfigError(
-                f"the Ray cluster has no room for {', '.join(spec.name for spec in specs)}, which need "
-                + ", ".join(f"{amount:g} {name}" for name, amount in demand.items())
-            )
-        actor_class = ray.remote(Supervisor)
-        actors = [
-            actor_class.options(
-                name=spec.name,
+        demand = self._demand(process.spec)
+        return (
+            ray.remote(Supervisor)
+            .options(
                 num_cpus=demand.get("CPU", 0),
                 num_gpus=demand.get("GPU", 0),
                 resources={name: amount for name, amount in demand.items() if name not in ("CPU", "GPU")},
                 max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            ).remote(specs, index, cores_apart)
-            for index, (spec, demand) in enumerate(zip(specs, demands, strict=True))
-        ]
-        cluster = Cluster(specs, actors)
-        try:
-            yield cluster
-        finally:
-            cluster.stop()
-            if not dead_process():
-                for actor in actors:
-                    ray.kill(actor)  # type: ignore[arg-type]
+                max_concurrency=4,  # it reports while it stops its process
+                scheduling_strategy=PlacementGroupSchedulingStrategy(process.group, placement_group_bundle_index=0),
+            )
+            .remote(asdict(process.spec), _fields(process.cores))
+        )
+
+    def _end(self, name: str) -> _Process:
+        """Drains a process, and ends its supervisor."""
+        import ray
+
+        with self._lock:
+            process = self._processes[name]
+            actor = process.actor
+        if actor is None:  # ended already, and not started again since
+            return process
+        drained = actor.drain.remote()
+        while not ray.wait([drained], timeout=1.0)[0]:
+            if dead := dead_process():
+                raise CPDError(f"Ray's {dead} died")
+        with self._lock:
+            process.actor = None
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            last = _report(ray.get(actor.state.remote(process.next_line, None), timeout=STOP_S))
+            with self._lock:
+                self._last_lines.append((name, last.lines))
+        ray.kill(actor)
+        return process
+
+    def _share_cores(self) -> None:
+        """Gives each worker its part of its node's cores; its supervisor is told with the next `states`."""
+        if not self._cores_apart:
+            return
+        workers: dict[str, list[_Process]] = {}
+        for process in self._processes.values():
+            if process.spec.is_worker:
+                workers.setdefault(process.node, []).append(process)
+        for here in workers.values():
+            for index, process in enumerate(here):
+                process.cores = CoreShare(index, len(here))
+
+
+@contextlib.contextmanager
+def launched(
+    specs: Sequence[ProcessSpec],
+    demand: Callable[[ProcessSpec], Mapping[str, float]],
+    cores_apart: bool,
+    tell: Tell,
+) -> Iterator[Cluster]:
+    """Places and starts the processes; the end of the context ends all that run then.
+
+    Raises:
+        ConfigError: Ray has no room for them.
+    """
+    cluster = Cluster(demand, cores_apart)
+    try:
+        cluster.start(specs, tell)
+        yield cluster
     finally:
-        if not dead_process():
+        cluster.close()
+
+
+def _fields(cores: CoreShare | None) -> dict[str, int] | None:
+    return asdict(cores) if cores else None
+
+
+def _report(sent: Mapping[str, Any]) -> ProcessState:
+    """Returns a supervisor's report; a newer supervisor may have sent more fields."""
+    return ProcessState(**{field.name: sent[field.name] for field in fields(ProcessState)})
+
+
+def _node(group: Any) -> str:
+    from ray.util.placement_group import placement_group_table
+
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return nodes[0]
+
+
+def _remove(groups: Sequence[Any]) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    if not dead_process():
+        for group in groups:
             remove_placement_group(group)

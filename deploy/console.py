@@ -64,8 +64,8 @@ def print_log(console: Console, lines: str) -> None:
         console.out("\n".join(shown), style="dim", highlight=False)
 
 
-def usage_hint(url: str, model: str, needs_key: bool) -> str:
-    """Returns how to use the cluster: its URL, a curl line and the Python client."""
+def usage_hint(url: str, model: str, needs_key: bool, stop: str) -> str:
+    """Returns how to use the cluster: its URL, a curl line, the Python client, and how to stop it."""
     header = " -H 'authorization: Bearer YOUR-KEY'" if needs_key else ""
     key = "YOUR-KEY" if needs_key else "none"
     return f"""\
@@ -74,7 +74,7 @@ Serving {model} at {url}
   curl {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 64}}'
 
-Python: OpenAI(base_url="{url}/v1", api_key="{key}")    Stop: Ctrl-C or `cpd down`
+Python: OpenAI(base_url="{url}/v1", api_key="{key}")    {stop}
 """
 
 

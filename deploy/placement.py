@@ -1,15 +1,17 @@
 """The resources that each process requests from Ray.
 
 A role runs only on nodes that declare its custom resource (`ray start --resources '{"cpd_prefill": 2}'`). If no node
-does, a worker takes one CPU and a router almost nothing. A local Ray declares what the cluster needs.
+does, a worker takes one CPU and a router almost nothing. A local Ray declares more than any cluster needs.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from cpd.common.errors import ConfigError
 from deploy.processes import Kind, ProcessSpec
 
+LOCAL_PLACES = 1000.0
 _ROUTER_CPU = 0.01
 
 
@@ -18,9 +20,12 @@ def role_resource(kind: Kind) -> str:
     return f"cpd_{kind}"
 
 
-def local_resources(specs: Sequence[ProcessSpec]) -> dict[str, float]:
-    """Returns the custom resources that a local Ray declares."""
-    return {role_resource(kind): float(count) for kind, count in Counter(spec.kind for spec in specs).items()}
+def local_resources() -> dict[str, float]:
+    """Returns the custom resources that a local Ray declares: room for any number of processes of each role.
+
+    What a machine can really hold, its memory and GPUs say. Ray can't declare more resources later.
+    """
+    return {role_resource(kind): LOCAL_PLACES for kind in get_args(Kind)}
 
 
 def gpu_share(device: str, workers: int, gpus: float) -> float:
@@ -43,26 +48,25 @@ def sharing(workers: int, gpus: int) -> int:
     return -(-workers // gpus)
 
 
-def bundles(
-    specs: Sequence[ProcessSpec], cluster_resources: Mapping[str, float], gpus_per_worker: float
-) -> list[dict[str, float]]:
-    """Returns the resources of each process, as bundles of a placement group.
+def check_places(specs: Sequence[ProcessSpec], cluster_resources: Mapping[str, float]) -> None:
+    """Checks that no more processes are wanted than there are places of their role.
 
     Raises:
         ConfigError: The cluster declares a role's resource, but too little of it.
     """
-    wanted = local_resources(specs)
-    for name, count in wanted.items():
+    for kind, count in Counter(spec.kind for spec in specs).items():
+        name = role_resource(kind)
         if 0 < cluster_resources.get(name, 0) < count:
             raise ConfigError(
                 f"the Ray cluster has {cluster_resources[name]:g} of the resource {name}, and {count:g} are needed:"
                 " start fewer processes or declare more"
             )
-    result = []
-    for spec in specs:
-        role = role_resource(spec.kind)
-        demand = {role: 1.0} if cluster_resources.get(role) else {"CPU": 1.0 if spec.is_worker else _ROUTER_CPU}
-        if spec.is_worker and gpus_per_worker:
-            demand["GPU"] = gpus_per_worker
-        result.append(demand)
-    return result
+
+
+def demand_of(spec: ProcessSpec, cluster_resources: Mapping[str, float], gpus_per_worker: float) -> dict[str, float]:
+    """Returns the resources of a process."""
+    role = role_resource(spec.kind)
+    demand = {role: 1.0} if cluster_resources.get(role) else {"CPU": 1.0 if spec.is_worker else _ROUTER_CPU}
+    if spec.is_worker and gpus_per_worker:
+        demand["GPU"] = gpus_per_worker
+    return demand

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpd.common.errors import CPDError
 from cpd.common.process import EXIT_SUPERSEDED
@@ -76,8 +77,8 @@ class Supervised:
         self.name = name
         self._command = command
         self._environment = {**environment, "CPD_SUPERVISED": "1"}
-        self._cores = cores
         self._lock = threading.Lock()  # guards everything below
+        self._cores = cores
         self._child: subprocess.Popen[str] | None = None
         self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._lines_seen = 0
@@ -103,6 +104,26 @@ class Supervised:
                 lines=list(self._lines)[max(0, from_line - first_line) :],
                 next_line=self._lines_seen,
             )
+
+    def use_cores(self, cores: frozenset[int]) -> None:
+        """Moves the child to these CPUs now; it keeps its number of threads until it is started again."""
+        with self._lock:
+            if cores == self._cores:
+                return
+            self._cores = cores
+            threads = Path(f"/proc/{self._child.pid}/task").glob("*") if self._child else ()
+        for thread in (self._thread.native_id, *(int(path.name) for path in threads)):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(thread or 0, cores)
+
+    def drain(self) -> None:
+        """Sends SIGTERM once, and returns when the child has ended its requests and is gone; `stop` cuts it short."""
+        self._stopping.set()
+        with self._lock:
+            child = self._child
+        if child:
+            child.terminate()
+        self._thread.join()
 
     def stop(self) -> None:
         """Ends the child, by force after STOP_S, and returns when it is gone. Idempotent."""

@@ -21,6 +21,9 @@ _MODULES: dict[Kind, str] = {
     "simulated": "simulated_workers",
     "router": "router",
 }
+LAUNCH_MARK = "CPD_LAUNCH"
+"""Environment variable of a cluster's processes, by which they are found after their `cpd up` was killed."""
+
 _DROPPED = ("CPD_", "RAY_", "OMP_NUM_THREADS")
 """Variables that a child does not inherit: its settings are arguments, and Ray sets OMP_NUM_THREADS."""
 
@@ -35,6 +38,7 @@ class ProcessSpec:
         members: Its ids in Redis and `/cluster`: its name, or the names of all workers that it simulates.
         flags: Settings by name, without the model; an empty value is a switch.
         sealed: Environment variables with secrets, where other users can't read them; encrypted (`deploy/sealed.py`).
+        mark: Value of the environment variable LAUNCH_MARK.
     """
 
     name: str
@@ -43,6 +47,7 @@ class ProcessSpec:
     members: tuple[str, ...]
     flags: dict[str, str] = field(default_factory=dict)
     sealed: bytes = field(default=b"", repr=False)
+    mark: str = ""
 
     @property
     def is_worker(self) -> bool:
@@ -69,33 +74,41 @@ class ProcessSpec:
         """
         kept = {name: value for name, value in inherited.items() if not name.startswith(_DROPPED)}
         secrets = unseal(read_secret(Path(self.flags["secret_file"])), self.sealed)
-        return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONFAULTHANDLER": "1", **secrets}
+        return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONFAULTHANDLER": "1", LAUNCH_MARK: self.mark, **secrets}
 
 
 def processes(settings: ClusterSettings, worker_host: str) -> list[ProcessSpec]:
-    """Returns all processes of the cluster: combined workers, prefill workers, routers.
+    """Returns all processes with which a cluster starts: combined workers, prefill workers, routers.
 
     Args:
         settings: With `redis_url`, `secret_file` and `port` filled in.
         worker_host: Interface that workers listen on.
     """
-    counts: list[tuple[Kind, int]] = [("combined", settings.combined), ("prefill", settings.prefill)]
-    workers: list[tuple[Kind, str]] = [(kind, f"{kind}-{index}") for kind, count in counts for index in range(count)]
+    kinds = worker_counts(settings)
     if settings.simulate:
         flags, sealed = _given(settings, WorkersSettings)
-        names = tuple(name for _, name in workers)
+        names = tuple(f"{kind}-{index}" for kind, count in kinds.items() for index in range(count))
         specs = [ProcessSpec("simulated", "simulated", settings.model, names, {**flags, "host": worker_host}, sealed)]
     else:
+        specs = [process(settings, worker_host, kind, index) for kind, count in kinds.items() for index in range(count)]
+    return specs + [process(settings, worker_host, "router", index) for index in range(settings.routers)]
+
+
+def worker_counts(settings: ClusterSettings) -> dict[Kind, int]:
+    """Returns how many workers of each role a cluster starts with."""
+    return {"combined": settings.combined, "prefill": settings.prefill}
+
+
+def process(settings: ClusterSettings, worker_host: str, kind: Kind, index: int) -> ProcessSpec:
+    """Returns a worker or router. Arguments as in `processes`."""
+    name = f"{kind}-{index}"
+    if kind == "router":
+        flags, sealed = _given(settings, AllRoutersSettings)
+        flags = {"router_id": name, **flags}
+    else:
         flags, sealed = _given(settings, AllWorkersSettings)
-        specs = [
-            ProcessSpec(name, kind, settings.model, (name,), {"worker_id": name, **flags, "host": worker_host}, sealed)
-            for kind, name in workers
-        ]
-    flags, sealed = _given(settings, AllRoutersSettings)
-    for index in range(settings.routers):
-        name = f"router-{index}"
-        specs.append(ProcessSpec(name, "router", settings.model, (name,), {"router_id": name, **flags}, sealed))
-    return specs
+        flags = {"worker_id": name, **flags, "host": worker_host}
+    return ProcessSpec(name, kind, settings.model, (name,), flags, sealed)
 
 
 def _given(settings: ClusterSettings, wanted: type[Settings]) -> tuple[dict[str, str], bytes]:

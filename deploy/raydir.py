@@ -1,19 +1,32 @@
 """The temporary directory of a local Ray, and its clean-up."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _ENDING_S = 3.0
 
 
 def make_ray_dir() -> str:
-    """Makes a private directory. Its name is short: below XDG_RUNTIME_DIR, socket paths may become too long."""
+    """Makes a private directory. Its name is short, because socket paths must be."""
     return tempfile.mkdtemp(prefix="cpd-ray-", dir="/tmp")
+
+
+@contextlib.contextmanager
+def protected(directory: str | Path) -> Iterator[None]:
+    """Keeps old files there: systemd-tmpfiles removes them from /tmp after some days, but skips locked directories."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def clear_ray_dir(directory: str) -> None:

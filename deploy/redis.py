@@ -55,7 +55,7 @@ class EmbeddedRedis:
             CPDError: The server does not start.
         """
         if len(os.fsencode(self._socket)) > _LONGEST_SOCKET:
-            raise CPDError(f"the socket path {self._socket} is too long: set XDG_RUNTIME_DIR to a shorter path")
+            raise CPDError(f"the socket path {self._socket} is too long: set CPD_RUNTIME_DIR to a shorter path")
         log = self._socket.with_suffix(".log")
         libc = ctypes.CDLL(None)
 

@@ -1,4 +1,4 @@
-"""`cpd status` and `cpd down`, for a cluster that runs in another terminal."""
+"""`cpd status`, `down`, `scale` and `restart`, for a cluster that runs in the background or in another terminal."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -14,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cpd.common.errors import CPDError
+from deploy.control import ask
 from deploy.endpoint import read_cluster
-from deploy.state import ClusterDir, ClusterState
+from deploy.state import ClusterDir, ClusterState, running_clusters
 from simulated_workers.simulation import NOTICE, SIMULATED
 
 _DOWN_S = 20.0
@@ -27,18 +29,39 @@ def down(cluster: str) -> None:
     Raises:
         CPDError: No cluster of this name is running, or it does not end.
     """
+    directory = ClusterDir(cluster)
+    if directory.read() is None and directory.clean_up():
+        sys.stdout.write(f"Cluster '{cluster}' is down. Its `cpd up` had been killed; what was left is removed.\n")
+        return
     state = running_cluster(cluster)
     deadline = time.monotonic() + _DOWN_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(state.pid, signal.SIGTERM)
-    while ClusterDir(cluster).read() == state:
+    while directory.read() == state:
         if time.monotonic() > deadline:
             raise CPDError(
                 f"`cpd up` (process {state.pid}) has not ended after {_DOWN_S:.0f} s. `kill -9 {state.pid}` ends it and"
-                " its processes; the next `cpd up` removes the files that are left"
+                " its processes; `cpd down` then removes the files that are left"
             )
         time.sleep(0.1)
+    directory.clean_up()  # it may have been killed meanwhile
     sys.stdout.write(f"Cluster '{cluster}' is down.\n")
+
+
+def change(cluster: str, name: str, arguments: Mapping[str, Any]) -> None:
+    """Asks for a change of the cluster, and prints its steps.
+
+    Raises:
+        CPDError: No cluster of this name is running, or the change fails.
+    """
+    running_cluster(cluster)
+    console = Console(stderr=True)
+    ask(
+        ClusterDir(cluster).control_socket,
+        name,
+        arguments,
+        lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+    )
 
 
 def status(cluster: str, as_json: bool) -> None:
@@ -71,7 +94,9 @@ def running_cluster(cluster: str) -> ClusterState:
     """
     state = ClusterDir(cluster).read()
     if state is None:
-        raise CPDError(f"no cluster '{cluster}' is running on this machine; start one with `cpd up`")
+        others = running_clusters()
+        hint = f"there are: {', '.join(others)} (choose with --cluster)" if others else "start one with `cpd up`"
+        raise CPDError(f"no cluster '{cluster}' is running on this machine; {hint}")
     return state
 
 

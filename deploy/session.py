@@ -15,8 +15,12 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from cpd.common.errors import ConfigError
+from cpd.common.settings import ClusterSettings
+from cpd.common.trust import HOW_TO_MAKE_ONE, is_loopback
+from deploy.endpoint import LOOPBACK, WILDCARDS
 
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's ports are open to all users of the machine, and run any code
@@ -26,7 +30,7 @@ _LOCAL_ENVIRONMENT = {
 }
 _CONNECT_S = 5.0
 GCS, RAYLET = "gcs_server", "raylet"
-_OBJECT_STORE_BYTES = 80 << 20
+OBJECT_STORE_BYTES = 80 << 20
 """The minimum that Ray accepts; we store no objects in it."""
 
 
@@ -35,12 +39,17 @@ class RaySession:
     """A connection to Ray.
 
     Attributes:
-        hosts: Number of live nodes.
+        addresses: IP address of each live node.
         resources: Total resources of all nodes.
     """
 
-    hosts: int
+    addresses: tuple[str, ...]
     resources: Mapping[str, float]
+
+    @property
+    def hosts(self) -> int:
+        """Number of live nodes."""
+        return len(self.addresses)
 
     @property
     def gpus(self) -> float:
@@ -63,7 +72,7 @@ def local_ray(namespace: str, temp_dir: str, resources: Mapping[str, float]) -> 
         num_cpus=0,
         resources=dict(resources),
         include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
+        object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=temp_dir,
     ) as session:
         yield session
@@ -77,7 +86,7 @@ def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
         ConfigError: There is no such cluster.
     """
     if address != "auto":
-        _check_reachable(address)
+        check_reachable(address)
     with contextlib.ExitStack() as stack:
         try:
             session = stack.enter_context(_connected(namespace, address=address))
@@ -85,6 +94,36 @@ def joined_ray(namespace: str, address: str) -> Iterator[RaySession]:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"--ray-address {address}: cannot join a Ray cluster there: {reason}") from None
         yield session
+
+
+def check_hosts(session: RaySession, settings: ClusterSettings, *, embedded: bool, has_own_secret: bool) -> None:
+    """Checks that the processes of several hosts can reach each other and Redis.
+
+    Args:
+        embedded: Redis is the embedded one.
+        has_own_secret: The cluster's secret is in a file that the settings name.
+
+    Raises:
+        ConfigError: They can't; the message says what to pass.
+    """
+    if session.hosts == 1:
+        return
+    cluster = f"the Ray cluster has {session.hosts} hosts"
+    if not has_own_secret:
+        raise ConfigError(f"{cluster}, which need a common secret: {HOW_TO_MAKE_ONE}")
+    if embedded:
+        raise ConfigError(f"{cluster}, which can't share an embedded Redis: start one and pass --redis-url")
+    if is_loopback(urlsplit(settings.redis_url).hostname or LOOPBACK):  # a Unix socket has no host
+        raise ConfigError(
+            f"{cluster}, and --redis-url is an address of this one only: pass one that all hosts can reach"
+        )
+    if settings.host not in WILDCARDS:
+        raise ConfigError(f"{cluster}: pass --host 0.0.0.0, so that their processes reach each other")
+    if local := [address for address in session.addresses if is_loopback(address)]:
+        raise ConfigError(
+            f"{cluster}, and one has the address {local[0]}, at which the others can't reach it. It has no default"
+            " route: run `ray start` there with --node-ip-address and its address"
+        )
 
 
 def dead_process() -> str:
@@ -112,7 +151,7 @@ def _processes_apart() -> Iterator[None]:
         services.ConsolePopen = popen  # type: ignore[misc]
 
 
-def _check_reachable(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raises ConfigError if nothing listens there: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
@@ -132,8 +171,9 @@ def _connected(namespace: str, **options: object) -> Iterator[RaySession]:
     try:
         with _processes_apart():
             ray.init(namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)  # type: ignore[arg-type]
-        hosts = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
-        yield RaySession(hosts, ray.cluster_resources())  # type: ignore[no-untyped-call]
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        addresses = tuple(node["NodeManagerAddress"] for node in nodes if node["Alive"])
+        yield RaySession(addresses, ray.cluster_resources())  # type: ignore[no-untyped-call]
     finally:
         if dead_process():
             atexit.unregister(ray.shutdown)

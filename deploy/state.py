@@ -4,8 +4,12 @@
     <root>/<cluster>/state.json  `ClusterState`
     <root>/<cluster>/redis.sock  socket of the embedded Redis
     <root>/<cluster>/secret      the cluster's secret, unless --secret-file names another file
+    <root>/<cluster>/control.sock  `deploy/control.py`
 
-The root is `$XDG_RUNTIME_DIR/cpd` or `/tmp/cpd-<uid>`; only its owner can read it.
+The root is `$CPD_RUNTIME_DIR` or `/tmp/cpd-<uid>`; only its owner can read it. It is not below `$XDG_RUNTIME_DIR`,
+which is removed when its user logs out, while a detached cluster goes on.
+
+After `kill -9` of `cpd up`, its processes end within seconds, and the files stay until `cpd down` or the next `cpd up`.
 """
 
 import contextlib
@@ -14,7 +18,9 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +28,9 @@ from pathlib import Path
 import orjson
 
 from cpd.common.errors import ConfigError
-from deploy.raydir import clear_ray_dir
+from cpd.common.process import GRACE_S
+from deploy.processes import LAUNCH_MARK
+from deploy.raydir import clear_ray_dir, protected
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,7 @@ class ClusterState:
         url: URL of its HTTP endpoint, from this machine.
         ray_dir: Temporary directory of the local Ray; empty if there is none.
         admin_key: The cluster's key of administration, for workers and routers.
+        launch: Random mark of this start, in the environment of the processes (`LAUNCH_MARK`).
     """
 
     cluster: str
@@ -41,6 +50,7 @@ class ClusterState:
     url: str
     ray_dir: str
     admin_key: str
+    launch: str
 
 
 class ClusterDir:
@@ -57,6 +67,11 @@ class ClusterDir:
             )
         self.cluster = cluster
         self.path = _root() / cluster
+
+    @property
+    def control_socket(self) -> Path:
+        """Socket by which `cpd scale` and `cpd restart` reach the launcher."""
+        return self.path / "control.sock"
 
     @property
     def redis_socket(self) -> Path:
@@ -78,12 +93,21 @@ class ClusterDir:
             )
         try:
             self._clear()
-            yield
+            with protected(self.path):
+                yield
         finally:
-            shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.path.parent.rmdir()
-            os.close(lock)
+            self._remove(lock)
+
+    def clean_up(self) -> bool:
+        """Ends and removes what a killed `cpd up` has left; returns whether there was something."""
+        if not self.path.exists() or (lock := self._lock()) is None:
+            return False
+        try:
+            left = (self.path / "state.json").exists()
+            self._clear()
+        finally:
+            self._remove(lock)
+        return left
 
     def make_secret(self) -> Path:
         """Makes a secret; returns its file. Only for the holder."""
@@ -109,6 +133,12 @@ class ClusterDir:
             return None
         return self._state()
 
+    def _remove(self, lock: int) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()
+        os.close(lock)
+
     def _state(self) -> ClusterState | None:
         try:
             return ClusterState(**orjson.loads((self.path / "state.json").read_bytes()))
@@ -123,9 +153,10 @@ class ClusterDir:
     def _clear(self) -> None:
         """Removes what a killed `cpd up` has left."""
         with contextlib.suppress(ConfigError):
-            stale = self._state()
-            if stale and stale.ray_dir:
-                clear_ray_dir(stale.ray_dir)
+            if stale := self._state():
+                if stale.ray_dir:
+                    clear_ray_dir(stale.ray_dir)
+                _end_processes(stale.launch)
         for file in self.path.iterdir():
             if file.name != "lock":
                 file.unlink()
@@ -151,10 +182,40 @@ class ClusterDir:
             os.close(lock)
 
 
+def running_clusters() -> list[str]:
+    """Returns the names of this user's running clusters on this machine."""
+    names = []
+    for path in _root().glob("*"):
+        with contextlib.suppress(ConfigError):
+            if ClusterDir(path.name).read():
+                names.append(path.name)
+    return sorted(names)
+
+
 def _root() -> Path:
     """Returns the directory of all clusters of this user."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "cpd" if base and os.access(base, os.W_OK) else Path(f"/tmp/cpd-{os.getuid()}")
+    return Path(os.environ.get("CPD_RUNTIME_DIR") or f"/tmp/cpd-{os.getuid()}")
+
+
+def _end_processes(launch: str) -> None:
+    """Waits until the processes with this mark have ended, as they do without their supervisors; kills the slow."""
+    mark = f"{LAUNCH_MARK}={launch}".encode()
+    deadline = time.monotonic() + GRACE_S + 1
+    while marked := _marked(mark):
+        if time.monotonic() > deadline:
+            for pid in marked:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
 
 
 def _make_private(directory: Path) -> None:

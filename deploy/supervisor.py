@@ -2,55 +2,77 @@
 
 The process is a plain `python -m decode_worker …` outside Ray. If the actor dies, the process ends with it, and Ray
 restarts the actor, on another node if necessary.
+
+After an upgrade, `cpd restart` makes a launcher start supervisors that are newer than itself. So the two exchange plain
+values: a newer supervisor has defaults for fields that it does not get, and may send more than the launcher reads.
 """
 
-from collections.abc import Sequence
-
-import ray
-from ray.util import placement_group_table
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from cpd.common.errors import ConfigError
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import WILDCARDS
 from deploy.model import resolve_model
-from deploy.process import ProcessState, Supervised
+from deploy.process import Supervised
 from deploy.processes import ProcessSpec
 
 
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """A worker's part of its machine's cores: part `index` of `parts` equal ones."""
+
+    index: int
+    parts: int
+
+    def cores(self) -> frozenset[int]:
+        """Returns the cores on this machine."""
+        return split_cores(usable_cores(), self.parts)[self.index]
+
+
 class Supervisor:
-    """Starts and supervises `specs[index]`.
+    """Starts and supervises one process.
 
     Args:
-        specs: The processes of the cluster, in the order of the placement group's bundles.
-        cores_apart: Give the workers of a node disjoint cores.
+        spec: The fields of a `ProcessSpec`.
+        cores: The fields of the `CoreShare` that it may use; None: all cores.
     """
 
-    def __init__(self, specs: Sequence[ProcessSpec], index: int, cores_apart: bool) -> None:
-        spec = specs[index]
+    def __init__(self, spec: Mapping[str, Any], cores: Mapping[str, int] | None) -> None:
+        import ray
+
+        process = ProcessSpec(**spec)
         flags = {}
-        if spec.flags.get("host") in WILDCARDS:
+        if process.flags.get("host") in WILDCARDS:
             flags["advertise_host"] = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         environment, refusal = {}, None
         try:
-            environment = {**spec.environment(), **_gpus()}
+            environment = {**process.environment(), **_gpus()}
         except ConfigError as error:
             refusal = error
 
         def command() -> list[str]:
             if refusal is not None:
                 raise refusal
-            return spec.command(str(resolve_model(spec.model)), **flags)
+            return process.command(str(resolve_model(process.model)), **flags)
 
         self._process = Supervised(
-            spec.name,
+            process.name,
             command,
             environment,
-            _cores(specs, index) if cores_apart and spec.is_worker else frozenset(),
+            CoreShare(**cores).cores() if cores else frozenset(),
         )
 
-    def state(self, from_line: int) -> ProcessState:
-        """See `Supervised.state`."""
-        return self._process.state(from_line)
+    def state(self, from_line: int, cores: Mapping[str, int] | None) -> dict[str, Any]:
+        """Moves the process to other cores if they have changed; returns the fields of `Supervised.state`."""
+        if cores:
+            self._process.use_cores(CoreShare(**cores).cores())
+        return asdict(self._process.state(from_line))
+
+    def drain(self) -> None:
+        """Lets the process end its requests; returns when it is gone."""
+        self._process.drain()
 
     def stop(self) -> None:
         """Ends the process; returns when it is gone."""
@@ -63,12 +85,7 @@ def _gpus() -> dict[str, str]:
     Ray does not set it if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set, as on some shared clusters; then all
     workers of a machine would use its first GPU.
     """
+    import ray
+
     ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
-
-
-def _cores(specs: Sequence[ProcessSpec], index: int) -> frozenset[int]:
-    """Returns the cores of worker `index`, disjoint from those of the other workers on its node."""
-    node_of: dict[int, str] = placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
-    here = [other for other, spec in enumerate(specs) if spec.is_worker and node_of[other] == node_of[index]]
-    return split_cores(usable_cores(), len(here))[here.index(index)]

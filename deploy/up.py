@@ -7,10 +7,13 @@ Starts in this order, and stops in the reverse:
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -23,18 +26,22 @@ from rich.console import Console
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
-from cpd.common.trust import HOW_TO_MAKE_ONE, ClusterSecret, cluster_secret
+from cpd.common.trust import ClusterSecret, cluster_secret
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
+from deploy.changes import SUPERVISOR_S, Changes, Plan, no_supervisor, start_error
 from deploy.cluster import Cluster, launched
 from deploy.console import StartProgress, print_log, usage_hint
+from deploy.control import control_socket
+from deploy.detach import Detached, detach
 from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
+from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
-from deploy.placement import bundles, gpu_share, local_resources
+from deploy.placement import check_places, demand_of, gpu_share, local_resources
 from deploy.processes import processes
-from deploy.raydir import clear_ray_dir, make_ray_dir
+from deploy.raydir import clear_ray_dir, make_ray_dir, protected
 from deploy.redis import EmbeddedRedis, embedded_redis
-from deploy.session import GCS, RAYLET, dead_process, joined_ray, local_ray
+from deploy.session import GCS, RAYLET, check_hosts, dead_process, joined_ray, local_ray
 from deploy.state import ClusterDir, ClusterState
 from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
@@ -44,26 +51,25 @@ from simulated_workers.simulation import NOTICE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STARTING_POLL_S, _RUNNING_POLL_S = 0.25, 1.0
-_STARTS = 3
-"""`cpd up` gives up when a process has died this often before it was ready."""
-_SUPERVISOR_S = 60.0
-"""Time limit for Ray to start an actor."""
 
 
 def up(settings: ClusterSettings) -> None:
-    """Starts a cluster and runs it until Ctrl-C."""
+    """Starts a cluster and runs it until Ctrl-C; with `detach` it goes on in the background when this has returned."""
+    detached = detach() if settings.detach else None
     _interrupt_on_signals()
     console = Console(stderr=True)
     try:
-        _run(settings, console)
+        _run(settings, console, detached)
     except KeyboardInterrupt:
         console.print("Stopped.")
 
 
-def _run(settings: ClusterSettings, console: Console) -> None:
+def _run(settings: ClusterSettings, console: Console, detached: Detached | None) -> None:
     directory = ClusterDir(settings.cluster)
     with contextlib.ExitStack() as stack:
         stack.enter_context(directory.hold())
+        output = stack.enter_context(_Output(settings.cluster, console))
+        given = settings.reload()
         settings = _checked(settings, console)
         has_own_secret = settings.secret_file is not None
         if settings.secret_file is None:
@@ -75,9 +81,11 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             url=url_of(settings.host, settings.port, tls=settings.tls_cert is not None),
             ray_dir="" if settings.ray_address else make_ray_dir(),
             admin_key=secret.admin_key,
+            launch=secrets.token_hex(16),
         )
         if state.ray_dir:
             stack.callback(clear_ray_dir, state.ray_dir)
+            stack.enter_context(protected(state.ray_dir))
         directory.write(state)
 
         redis = None
@@ -86,16 +94,61 @@ def _run(settings: ClusterSettings, console: Console) -> None:
             settings = settings.model_copy(update={"redis_url": redis.url})
         _leases(settings, secret)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
-            cluster = _launch(
-                settings, state.ray_dir, stack, console, embedded=redis is not None, has_own_secret=has_own_secret
+            cluster, plan = _launch(
+                given, settings, state, stack, output, embedded=redis is not None, has_own_secret=has_own_secret
             )
-        state = replace(state, url=_wait_until_ready(cluster, settings, secret, state, console))
+        state = replace(state, url=_wait_until_ready(cluster, settings, secret, state, output))
         directory.write(state)
-        sys.stdout.write(
-            usage_hint(state.url, settings.served_model_name, bool(settings.api_key or settings.api_key_file))
-        )
-        sys.stdout.flush()
-        _watch(cluster, redis, console)
+        name = "" if settings.cluster == "default" else f" --cluster {settings.cluster}"
+        stop = f"Logs: `cpd logs -f{name}`    Stop: {'' if detached else 'Ctrl-C or '}`cpd down{name}`"
+        hint = usage_hint(state.url, settings.served_model_name, bool(settings.api_key or settings.api_key_file), stop)
+        if detached:
+            detached.ready(hint)
+        else:
+            sys.stdout.write(hint)
+            sys.stdout.flush()
+        changes = Changes(cluster, plan, state, lambda: _leases(settings, secret), prepared)
+        named = {"scale": changes.scale, "restart": changes.restart}
+        stack.enter_context(control_socket(directory.control_socket, named, output.say))
+        _watch(cluster, redis, output)
+
+
+class _Output:
+    """The lines of all processes and of `cpd up`, in the terminal and in the cluster's log."""
+
+    def __init__(self, cluster: str, console: Console) -> None:
+        self.console = console
+        self._log = ClusterLog(cluster)
+
+    def __enter__(self) -> "_Output":
+        self._log.write(LAUNCHER, [f"cpd up starts as process {os.getpid()}"])
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt):
+            self._log.write(LAUNCHER, ["stopped"])
+        elif isinstance(error, CPDError):
+            self._log.write(LAUNCHER, [f"error: {error}"])
+        else:
+            self._log.write(LAUNCHER, "".join(traceback.format_exception(error)).splitlines())
+        self._log.close()
+
+    def log(self, name: str, lines: Sequence[str]) -> None:
+        """Writes lines to the log only."""
+        self._log.write(name, lines)
+
+    def show(self, name: str, lines: Sequence[str]) -> None:
+        """Writes lines of a process unchanged."""
+        self._log.write(name, lines)
+        with contextlib.suppress(OSError):  # its terminal is closed
+            if lines:
+                print_log(self.console, "\n".join(lines))
+
+    def say(self, text: str) -> None:
+        """Writes a sentence of `cpd up`."""
+        self._log.write(LAUNCHER, [text])
+        with contextlib.suppress(OSError):
+            self.console.print(text, markup=False)
 
 
 def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
@@ -106,12 +159,7 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     """
     port = pick_port(settings.host, settings.port)
     directory = resolve_model(settings.model)
-    for profile in filter(None, (settings.profile, settings.simulate)):
-        Profile.load(profile)
-    make_policy(settings.policy)
-    if settings.api_key_file:
-        read_keys(settings.api_key_file)
-    server_context(settings.tls_cert, settings.tls_key)
+    settings = prepared(settings)
     with console.status(f"Checking {directory}"):
         device = check_model(directory, settings)
     if settings.simulate:
@@ -124,11 +172,6 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
         update={
             "port": port,
             "model": settings.model if is_id and settings.ray_address else str(directory),
-            "profile": absolute_profile(settings.profile),
-            "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
-            "tls_cert": settings.tls_cert and settings.tls_cert.resolve(),
-            "tls_key": settings.tls_key and settings.tls_key.resolve(),
-            "simulate": absolute_profile(settings.simulate),
             "device": device,
             "served_model_name": settings.served_model_name or (settings.model if is_id else directory.name),
             "secret_file": settings.secret_file and settings.secret_file.resolve(),
@@ -136,28 +179,51 @@ def _checked(settings: ClusterSettings, console: Console) -> ClusterSettings:
     )
 
 
+def prepared(settings: ClusterSettings) -> ClusterSettings:
+    """Checks the files and the policy that the settings name, and makes paths absolute.
+
+    Raises:
+        ConfigError: One of them is missing or wrong.
+    """
+    for profile in filter(None, (settings.profile, settings.simulate)):
+        Profile.load(profile)
+    make_policy(settings.policy)
+    if settings.api_key_file:
+        read_keys(settings.api_key_file)
+    server_context(settings.tls_cert, settings.tls_key)
+    return settings.model_copy(
+        update={
+            "profile": absolute_profile(settings.profile),
+            "api_key_file": settings.api_key_file and settings.api_key_file.resolve(),
+            "tls_cert": settings.tls_cert and settings.tls_cert.resolve(),
+            "tls_key": settings.tls_key and settings.tls_key.resolve(),
+            "simulate": absolute_profile(settings.simulate),
+        }
+    )
+
+
 def _launch(
+    given: ClusterSettings,
     settings: ClusterSettings,
-    ray_dir: str,
+    state: ClusterState,
     stack: contextlib.ExitStack,
-    console: Console,
+    output: _Output,
     *,
     embedded: bool,
     has_own_secret: bool,
-) -> Cluster:
+) -> tuple[Cluster, Plan]:
     """Starts or joins Ray and starts the processes there; `stack` ends them."""
     namespace = f"cpd-{settings.cluster}"
-    if ray_dir:
-        resources = local_resources(processes(settings, LOOPBACK))
-        session = stack.enter_context(local_ray(namespace, f"{ray_dir}/ray", resources))
+    if state.ray_dir:
+        session = stack.enter_context(local_ray(namespace, f"{state.ray_dir}/ray", local_resources()))
     else:
         session = stack.enter_context(joined_ray(namespace, settings.ray_address))
-        _check_hosts(session.hosts, settings.host, embedded=embedded, has_own_secret=has_own_secret)
+        check_hosts(session, settings, embedded=embedded, has_own_secret=has_own_secret)
     _interrupt_on_signals()  # Ray has set its own handlers
     workers = settings.combined + settings.prefill
     share = gpu_share(settings.device, workers, session.gpus)
     if 0 < share < 1:
-        console.print(
+        output.console.print(
             f"{workers} workers share {session.gpus:g} GPUs, each with its own copy of the weights; for one worker per"
             f" GPU use --prefill 0 --combined {session.gpus:g}",
             soft_wrap=True,
@@ -167,27 +233,18 @@ def _launch(
         update={"device": "cuda" if share else "cpu", "gpu_memory": settings.gpu_memory * (share or 1)}
     )
     # Hosts may join a Ray of your own later; their processes must reach the workers here.
-    worker_host = LOOPBACK if ray_dir or settings.host not in WILDCARDS else settings.host
-    specs = processes(settings, worker_host)
-    demands = bundles(specs, session.resources, share)
-    return stack.enter_context(launched(specs, demands, cores_apart=not share))
-
-
-def _check_hosts(hosts: int, host: str, *, embedded: bool, has_own_secret: bool) -> None:
-    if hosts > 1 and not has_own_secret:
-        raise ConfigError(f"the Ray cluster has {hosts} hosts, which need a common secret: {HOW_TO_MAKE_ONE}")
-    if hosts > 1 and embedded:
-        raise ConfigError(
-            f"the Ray cluster has {hosts} hosts, which can't share an embedded Redis: start one and pass --redis-url"
-        )
-    if hosts > 1 and host not in WILDCARDS:
-        raise ConfigError(
-            f"the Ray cluster has {hosts} hosts: pass --host 0.0.0.0, so that their processes reach each other"
-        )
+    worker_host = LOOPBACK if state.ray_dir or settings.host not in WILDCARDS else settings.host
+    plan = Plan(given, settings, worker_host, session.resources, share, state.launch)
+    specs = [plan.marked(spec) for spec in processes(settings, worker_host)]
+    check_places(specs, session.resources)
+    cluster = stack.enter_context(
+        launched(specs, lambda spec: demand_of(spec, session.resources, share), not share, output.say)
+    )
+    return cluster, plan
 
 
 def _wait_until_ready(
-    cluster: Cluster, settings: ClusterSettings, secret: ClusterSecret, state: ClusterState, console: Console
+    cluster: Cluster, settings: ClusterSettings, secret: ClusterSecret, state: ClusterState, output: _Output
 ) -> str:
     """Shows progress until all processes run and the endpoint uses all workers.
 
@@ -197,28 +254,27 @@ def _wait_until_ready(
     Raises:
         CPDError: A process refuses to start, or keeps dying.
     """
-    names = [spec.name for spec in cluster.specs]
+    specs = cluster.specs
+    names = [spec.name for spec in specs]
     last_seen = dict.fromkeys(names, time.monotonic())
-    with StartProgress(console, names) as progress:
+    with StartProgress(output.console, names) as progress:
         while True:
             leases = _leases(settings, secret)
             pids = {member.id: member.pid for member in leases}
             waiting = 0
-            for spec, process in zip(cluster.specs, cluster.states(), strict=True):
+            states = cluster.states()
+            for spec in specs:
+                process = states.get(spec.name)
                 if process:
                     last_seen[spec.name] = time.monotonic()
-                elif time.monotonic() - last_seen[spec.name] > _SUPERVISOR_S:
-                    raise CPDError(f"Ray has not started the supervisor of {spec.name} within {_SUPERVISOR_S:.0f} s")
-                if process and process.error:
-                    raise CPDError(f"{spec.name} on {process.host}: {process.error}")
+                    output.log(spec.name, process.lines)
+                elif time.monotonic() - last_seen[spec.name] > SUPERVISOR_S:
+                    raise CPDError(no_supervisor(spec))
+                if error := start_error(spec, process):
+                    raise CPDError(error)
                 ready = process is not None and spec.has_leases(process.pid, pids)
                 waiting += not ready
                 progress.show(spec.name, process, ready)
-                if process and process.pid is None and process.starts >= _STARTS:
-                    raise CPDError(
-                        f"{spec.name} has died {process.starts} times while starting, last with exit code"
-                        f" {process.exit_code}; its last log lines are above"
-                    )
             if name := dead_process():
                 raise CPDError(f"Ray's {name} died while the cluster started")
             if not waiting:
@@ -228,45 +284,47 @@ def _wait_until_ready(
                     if socket.gethostname() in hosts
                     else url_of(min(hosts), settings.port, tls=settings.tls_cert is not None)
                 )
-                workers = {name: pids[name] for spec in cluster.specs if spec.is_worker for name in spec.members}
-                routers = [spec.name for spec in cluster.specs if not spec.is_worker]
+                workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
+                routers = [spec.name for spec in specs if not spec.is_worker]
                 if has_workers(url, state.admin_key, workers, routers):
                     return url
             time.sleep(_STARTING_POLL_S)
 
 
-def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> NoReturn:
+def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> NoReturn:
     """Prints the processes' logs, and restarts Redis if it dies.
 
     Raises:
         CPDError: Ray has ended, and with it all processes.
     """
-    starts = [1] * len(cluster.specs)
+    starts: dict[str, int] = {}
     warned = False
     while True:
-        for index, state in enumerate(cluster.states()):
+        states = cluster.states()
+        for name, lines in cluster.last_lines():
+            output.show(name, lines)
+        for name, state in states.items():
             if state is None:
                 continue
-            if state.lines:
-                print_log(console, "\n".join(state.lines))
-            if state.starts > starts[index]:
-                console.print(f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was restarted")
-            starts[index] = state.starts
+            output.show(name, state.lines)
+            if state.starts > starts.get(name, 1):
+                output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
+            starts[name] = state.starts
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")
         if dead == GCS and not warned:
             warned = True
-            console.print(
+            output.say(
                 "Ray's gcs_server died. The cluster goes on, but a supervisor that dies is no longer restarted: end the"
                 " cluster with Ctrl-C when it suits, and start it again"
             )
         if redis and not redis.running:
-            console.print("Redis died; restarting it")
+            output.say("Redis died; restarting it")
             try:
                 redis.start()
             except CPDError as error:  # the cluster goes on without Redis; the next iteration tries again
-                console.print(str(error), markup=False)
+                output.say(str(error))
         time.sleep(_RUNNING_POLL_S)
 
 
@@ -289,7 +347,10 @@ def _leases(settings: ClusterSettings, secret: ClusterSecret) -> list[Member]:
 
 
 def _interrupt_on_signals() -> None:
-    """Makes SIGTERM and a closed terminal end the cluster as Ctrl-C does. Later signals are ignored."""
+    """Makes SIGTERM and a closed terminal end the cluster as Ctrl-C does. Later signals are ignored.
+
+    A SIGHUP that is ignored already, by `nohup` or a detached start, stays ignored.
+    """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
         for name in _SIGNALS:
@@ -297,4 +358,5 @@ def _interrupt_on_signals() -> None:
         raise KeyboardInterrupt
 
     for name in _SIGNALS:
-        signal.signal(name, interrupt)
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
+            signal.signal(name, interrupt)

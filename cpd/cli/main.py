@@ -7,6 +7,7 @@ import typer
 from bench.app import app as bench_app
 from cpd.cli.profile import app as profile_app
 from cpd.cli.transfer import bench_transfer
+from cpd.common.errors import ConfigError
 from cpd.common.options import clean_exit, command
 from cpd.common.settings import ClusterSettings
 from kvtransfer.bench.settings import TransferBenchSettings
@@ -27,18 +28,32 @@ def cpd() -> None:
     """Serve large language models from a cluster of combined and prefill workers."""
 
 
-def _up(settings: ClusterSettings) -> None:
-    """Start a cluster and run it until Ctrl-C."""
-    from deploy.up import up
+def _with_model(settings: ClusterSettings) -> ClusterSettings:
+    """Returns the settings with the bundled model, if they name none."""
     from models import tiny
 
-    if not settings.model:
-        name = settings.served_model_name or tiny.NAME
-        settings = settings.model_copy(update={"model": str(tiny.CHECKPOINT), "served_model_name": name})
-    up(settings)
+    if settings.model:
+        return settings
+    name = settings.served_model_name or tiny.NAME
+    return settings.model_copy(update={"model": str(tiny.CHECKPOINT), "served_model_name": name})
+
+
+def _up(settings: ClusterSettings) -> None:
+    """Start a cluster and run it until Ctrl-C; with --detach, in the background until `cpd down`."""
+    from deploy.up import up
+
+    up(_with_model(settings))
+
+
+def _doctor(settings: ClusterSettings) -> None:
+    """Check whether a cluster with these settings can start here: one line a check; code 1 if it can't."""
+    from deploy.doctor import doctor
+
+    doctor(_with_model(settings))
 
 
 app.command("up")(command(ClusterSettings, _up))
+app.command("doctor")(command(ClusterSettings, _doctor))
 
 
 @app.command()
@@ -51,6 +66,19 @@ def status(
 
     with clean_exit():
         show_status(cluster, as_json)
+
+
+@app.command()
+def logs(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these processes.")] = None,
+    cluster: ClusterName = "default",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the cluster ends.")] = False,
+) -> None:
+    """Print the log lines of all processes, on all hosts, also of a cluster that has ended."""
+    from deploy.logs import print_logs
+
+    with clean_exit():
+        print_logs(cluster, names or [], follow)
 
 
 @app.command()
@@ -70,8 +98,36 @@ def trace(
 
 
 @app.command()
+def scale(
+    cluster: ClusterName = "default",
+    combined: Annotated[int | None, typer.Option("--combined", min=1, help="Number of combined workers.")] = None,
+    prefill: Annotated[int | None, typer.Option("--prefill", min=0, help="Number of prefill workers.")] = None,
+    routers: Annotated[int | None, typer.Option("--routers", min=1, help="Number of routers.")] = None,
+) -> None:
+    """Change the numbers of workers and routers while the cluster runs. What goes ends its requests first."""
+    from deploy.remote import change
+
+    with clean_exit():
+        if combined is prefill is routers is None:
+            raise ConfigError("say how many there shall be: --combined, --prefill, --routers")
+        change(cluster, "scale", {"combined": combined, "prefill": prefill, "router": routers})
+
+
+@app.command()
+def restart(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these processes.")] = None,
+    cluster: ClusterName = "default",
+) -> None:
+    """Restart workers and routers one after the other, with the config file as it is now, without failing requests."""
+    from deploy.remote import change
+
+    with clean_exit():
+        change(cluster, "restart", {"names": names or []})
+
+
+@app.command()
 def down(cluster: ClusterName = "default") -> None:
-    """Stop the running cluster."""
+    """Stop the running cluster, or remove what is left of one whose `cpd up` was killed."""
     from deploy.remote import down as stop
 
     with clean_exit():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
-from pydantic import BaseModel, ByteSize, Field, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, Field, PrivateAttr, ValidationError, field_validator
 from pydantic_core import PydanticCustomError, from_json
 from pydantic_settings import (
     BaseSettings,
@@ -40,6 +40,15 @@ class Settings(BaseSettings):
     """Base of all settings."""
 
     model_config = SettingsConfigDict(env_prefix="CPD_", extra="forbid", frozen=True)
+    _source: tuple[dict[str, Any], Path | None] = PrivateAttr(default_factory=lambda: ({}, None))
+
+    def reload(self) -> Self:
+        """Returns the settings that the same flags, the environment and the YAML file give now.
+
+        Raises:
+            ConfigError: As `load`.
+        """
+        return self.load(*self._source)
 
     @classmethod
     def load(cls, flags: dict[str, Any], config: Path | None = None) -> Self:
@@ -68,7 +77,9 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
         # Instances of a local class cannot be pickled.
-        return cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
+        loaded = cast(Self, cls.model_construct(**{name: getattr(merged, name) for name in cls.model_fields}))
+        loaded._source = (flags, config and config.absolute())
+        return loaded
 
 
 class ModelSettings(Settings):
@@ -324,6 +335,9 @@ class ClusterSettings(AllRoutersSettings, WorkersSettings):
     model: str = Field("", description="Checkpoint directory or Hugging Face id; empty serves the bundled tiny model.")
     routers: int = Field(1, ge=1, description="Router processes on the one port.")
     ray_address: str = Field("", description="Ray cluster to join, host:port or auto; empty starts a local one.")
+    detach: bool = Field(
+        False, description="Return when the cluster is ready; it goes on in the background until `cpd down`."
+    )
 
 
 def _with_sections(settings: type[Settings], values: dict[str, Any]) -> dict[str, Any]:

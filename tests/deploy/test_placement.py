@@ -1,36 +1,38 @@
+from collections.abc import Mapping
+
 import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.common.settings import ClusterSettings
-from deploy.placement import bundles, gpu_share, local_resources
+from deploy.placement import check_places, demand_of, gpu_share, local_resources
 from deploy.processes import processes
 from tests.secret import secret_file
 
 SPECS = processes(ClusterSettings(model="m", prefill=2, combined=1, routers=1, secret_file=secret_file()), "127.0.0.1")
 
 
-def test_a_local_ray_has_exactly_what_the_cluster_takes() -> None:
-    resources = local_resources(SPECS)
-    assert resources == {"cpd_combined": 1, "cpd_prefill": 2, "cpd_router": 1}
-    assert bundles(SPECS, resources, 0) == [
-        {"cpd_combined": 1},
-        {"cpd_prefill": 1},
-        {"cpd_prefill": 1},
-        {"cpd_router": 1},
-    ]
+def demands(resources: Mapping[str, float], gpus_per_worker: float = 0) -> list[dict[str, float]]:
+    return [demand_of(spec, resources, gpus_per_worker) for spec in SPECS]
+
+
+def test_a_local_ray_has_room_for_more_processes_than_it_starts_with() -> None:
+    resources = local_resources()
+    check_places(SPECS * 100, resources)
+    assert demands(resources) == [{"cpd_combined": 1}, {"cpd_prefill": 1}, {"cpd_prefill": 1}, {"cpd_router": 1}]
 
 
 def test_without_declared_roles_workers_take_a_cpu_each() -> None:
-    assert bundles(SPECS, {"CPU": 8}, 0) == [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 0.01}]
+    assert demands({"CPU": 8}) == [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 0.01}]
 
 
 def test_only_workers_take_gpus() -> None:
-    assert [demand.get("GPU") for demand in bundles(SPECS, {"CPU": 8, "GPU": 3}, 1.0)] == [1, 1, 1, None]
+    assert [demand.get("GPU") for demand in demands({"CPU": 8, "GPU": 3}, 1.0)] == [1, 1, 1, None]
 
 
 def test_a_role_with_too_few_places_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 of the resource cpd_prefill, and 2 are needed"):
-        bundles(SPECS, {"CPU": 8, "cpd_prefill": 1}, 0)
+        check_places(SPECS, {"CPU": 8, "cpd_prefill": 1})
+    check_places(SPECS, {"CPU": 8})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -186,6 +187,37 @@ def test_the_child_runs_on_its_cores(supervise: Callable[..., Supervised]) -> No
     wait_for(lambda: bool(child.state().lines), "started")
     assert child.state().lines == [str({core})]
     assert os.sched_getaffinity(0) != {core} or os.cpu_count() == 1
+
+
+def test_a_drained_child_gets_one_sigterm_and_takes_its_time(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(
+        "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('up', file=sys.stderr)\n"
+        "signal.sigwait([signal.SIGTERM]); print('draining', file=sys.stderr, flush=True); sys.stdin.readline()"
+    )
+    wait_for(lambda: child.state().lines == ["up"], "started")
+    drain = threading.Thread(target=child.drain)
+    drain.start()
+    wait_for(lambda: child.state().lines == ["up", "draining"], "draining")
+    assert child.state().pid is not None
+    child.stop()  # cuts it short
+    drain.join()
+    assert child.state().starts == 1
+    assert child.state().pid is None
+
+
+def test_a_running_child_is_moved_to_other_cores_with_all_its_threads(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(
+        "import sys, threading; threading.Thread(target=sys.stdin.read).start(); print('up', file=sys.stderr)"
+    )
+    wait_for(lambda: bool(child.state().lines), "started")
+    core = frozenset({max(os.sched_getaffinity(0))})
+    child.use_cores(core)
+    threads = [int(path.name) for path in Path(f"/proc/{child.state().pid}/task").iterdir()]
+    assert len(threads) == 2
+    assert all(os.sched_getaffinity(thread) == core for thread in threads)
+    os.kill(child.state().pid or 0, signal.SIGKILL)
+    wait_for(lambda: child.state().starts == 2 and child.state().pid is not None, "restarted")
+    assert os.sched_getaffinity(child.state().pid or 0) == core
 
 
 def test_the_child_dies_with_a_killed_supervisor() -> None:

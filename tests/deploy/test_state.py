@@ -5,21 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from cpd.common.errors import ConfigError
+from cpd.common.errors import ConfigError, CPDError
 from cpd.common.trust import read_secret
-from deploy.state import ClusterDir, ClusterState
+from deploy.processes import LAUNCH_MARK
+from deploy.remote import running_cluster
+from deploy.state import ClusterDir, ClusterState, running_clusters
 from tests.deploy.test_process import wait_for
 from tests.waiting import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)
 def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("CPD_RUNTIME_DIR", str(tmp_path / "cpd"))
     return tmp_path
 
 
 def state(cluster: str = "c") -> ClusterState:
-    return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", ray_dir="", admin_key="")
+    return ClusterState(cluster, os.getpid(), "http://127.0.0.1:8000", ray_dir="", admin_key="", launch="1")
 
 
 def test_a_held_cluster_can_be_found_and_is_gone_afterwards(runtime_dir: Path) -> None:
@@ -52,7 +54,7 @@ def test_files_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
         "import os, signal; from deploy.state import ClusterDir, ClusterState\n"
         "cluster = ClusterDir('c')\n"
         "with cluster.hold():\n"
-        f"    cluster.write(ClusterState('c', os.getpid(), 'http://x', {str(ray_dir)!r}, ''))\n"
+        f"    cluster.write(ClusterState('c', os.getpid(), 'http://x', {str(ray_dir)!r}, '', '1'))\n"
         "    cluster.redis_socket.touch()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -69,6 +71,41 @@ def test_files_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
             assert not ray_dir.exists()
             assert not cluster.redis_socket.exists()
             assert cluster.read() is None
+
+
+def test_processes_of_a_killed_owner_are_ended_and_those_of_others_are_not() -> None:
+    owner = (
+        "import os, signal; from deploy.state import ClusterDir, ClusterState\n"
+        "with ClusterDir('c').hold():\n"
+        "    ClusterDir('c').write(ClusterState('c', os.getpid(), 'http://x', '', '', 'mine'))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", owner]).returncode == -9
+    sleeper = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
+    mine, other = (
+        subprocess.Popen(sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, LAUNCH_MARK: mark})
+        for mark in ("mine", "others")
+    )
+    with mine, other:
+        for process in (mine, other):
+            assert process.stdout is not None
+            assert process.stdout.readline()
+        assert ClusterDir("c").clean_up()
+        assert mine.wait(DEADLINE_S) == -9
+        assert other.poll() is None
+        other.kill()
+    assert not ClusterDir("c").path.exists()
+    assert not ClusterDir("c").clean_up()
+
+
+def test_running_clusters_are_listed() -> None:
+    assert running_clusters() == []
+    with ClusterDir("b").hold(), ClusterDir("a").hold(), ClusterDir("starting").hold():
+        ClusterDir("b").write(state("b"))
+        ClusterDir("a").write(state("a"))
+        assert running_clusters() == ["a", "b"]
+        with pytest.raises(CPDError, match=r"no cluster 'c' is running on this machine; there are: a, b"):
+            running_cluster("c")
 
 
 def test_state_of_another_version_is_an_error_while_it_runs_and_removed_after() -> None:

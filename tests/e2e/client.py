@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +39,13 @@ async def complete(
     *,
     stream: bool = False,
     headers: Mapping[str, str] | None = None,
+    on_event: Callable[[], None] = lambda: None,
     **fields: Any,
 ) -> Answer:
     """Requests a completion of `prompt`, greedy and without stop tokens unless `fields` override it.
+
+    Args:
+        on_event: Called for each event of a stream.
 
     Raises:
         httpx.HTTPError: The request failed.
@@ -56,7 +60,9 @@ async def complete(
         **fields,
     }
     if stream:
-        return await _stream(http, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers)
+        return await _stream(
+            http, {**body, "stream": True, "stream_options": {"include_usage": True}}, headers, on_event
+        )
     response = await http.post("/v1/completions", json=body, headers=headers)
     _check(response, response.text)
     whole = response.json()
@@ -70,7 +76,9 @@ async def complete(
     )
 
 
-async def _stream(http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None) -> Answer:
+async def _stream(
+    http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None, on_event: Callable[[], None]
+) -> Answer:
     answer = Answer()
     end = error = ""
     async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
@@ -82,6 +90,7 @@ async def _stream(http: httpx.AsyncClient, body: dict[str, Any], headers: Mappin
                 continue
             assert line.startswith("data: "), line
             assert not end, f"after {end}: {line}"
+            on_event()
             if line == "data: [DONE]":
                 end = line
                 continue

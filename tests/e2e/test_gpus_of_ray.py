@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,30 +13,29 @@ from deploy.raydir import clear_ray_dir, make_ray_dir
 
 pytestmark = pytest.mark.e2e
 
+REPORT = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr, flush=True); sys.stdin.read()"
+"""What runs instead of a worker or router."""
+
 PROGRAM = """
 import json, sys, time
 from deploy import session
 from deploy.cluster import launched
-from deploy.placement import bundles, gpu_share, local_resources
+from deploy.placement import demand_of, gpu_share, local_resources
 from deploy.processes import ProcessSpec
 
 WORKERS, GPUS = 4, 2
-REPORT = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr, flush=True); sys.stdin.read()"
-
-class Reporting(ProcessSpec):
-    def command(self, model, **flags):
-        return [sys.executable, "-c", REPORT]
-
 connected = session._connected
 session._connected = lambda namespace, **options: connected(namespace, num_gpus=GPUS, **options)
-workers = [Reporting(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
-specs = [*workers, Reporting("router-0", "router", ".", ())]
-with session.local_ray("gpus", sys.argv[1], local_resources(specs)) as here:
-    demands = bundles(specs, here.resources, gpu_share("cuda", WORKERS, here.gpus))
-    with launched(specs, demands, cores_apart=False) as cluster:
+workers = [ProcessSpec(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
+specs = [*workers, ProcessSpec("router-0", "router", ".", ())]
+with session.local_ray("gpus", sys.argv[1], local_resources()) as here:
+    share = gpu_share("cuda", WORKERS, here.gpus)
+    with launched(specs, lambda spec: demand_of(spec, here.resources, share), False, print) as cluster:
         reported = [None] * len(specs)
         while not all(reported):
-            lines = [state.lines[0] if state and state.lines else None for state in cluster.states()]
+            states = cluster.states()
+            lines = [states[spec.name].lines if states.get(spec.name) else None for spec in specs]
+            lines = [line and line[0] for line in lines]
             reported = [line or seen for line, seen in zip(lines, reported)]
             time.sleep(0.05)
         print(json.dumps(reported))
@@ -49,9 +49,15 @@ def ray_dir() -> Iterator[str]:
     clear_ray_dir(directory)
 
 
-def test_workers_share_gpus_evenly_and_see_only_their_own(ray_dir: str) -> None:
+def test_workers_share_gpus_evenly_and_see_only_their_own(ray_dir: str, tmp_path: Path) -> None:
     """Even if the environment tells Ray not to set CUDA_VISIBLE_DEVICES."""
-    environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "2,5"}
+    for module in ("decode_worker", "router"):
+        (tmp_path / f"{module}.py").write_text(REPORT)
+    environment = {
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_VISIBLE_DEVICES": "2,5",
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+    }
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, ray_dir],
         env={**os.environ, **environment},

@@ -41,7 +41,7 @@ def ray_address() -> Iterator[str]:
 
 
 def test_workers_on_the_first_node_can_be_reached_from_nodes_that_join_later(ray_address: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    environment = {**os.environ, "CPD_RUNTIME_DIR": str(tmp_path / "run"), "XDG_STATE_HOME": str(tmp_path)}
     flags = ["--port=0", "--host=0.0.0.0", "--simulate=instant", "--prefill=1", "--log-level=warning"]
     flags += ["--long-prefill-tokens=64"]
     with subprocess.Popen(

@@ -26,7 +26,7 @@ from tests.ports import free_port
 pytestmark = pytest.mark.e2e
 
 PROGRAM = [sys.executable, "-c", "from cpd.cli.main import main; main()"]
-UP_S, DOWN_S = 100.0, 60.0
+UP_S, DOWN_S, CHANGE_S = 100.0, 60.0, 300.0
 
 
 class Command:
@@ -35,7 +35,12 @@ class Command:
     def __init__(self, directory: Path) -> None:
         self._mark = f"STARTED_BY_TEST={uuid4().hex}"
         name, value = self._mark.split("=")
-        self._environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), name: value}
+        self._environment = {
+            **os.environ,
+            "CPD_RUNTIME_DIR": str(directory / "cpd"),
+            "XDG_STATE_HOME": str(directory / "state"),
+            name: value,
+        }
         self._errors = directory / "errors"
         self._before = _shared_files()
 
@@ -51,12 +56,26 @@ class Command:
                 start_new_session=True,  # a process group of its own, as in a terminal
             )
 
-    def run(self, *arguments: str) -> tuple[int, str]:
+    def run(self, *arguments: str, seconds: float = UP_S) -> tuple[int, str]:
         """Runs a `cpd` command; returns its exit code and output."""
         done = subprocess.run(
-            [*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=UP_S
+            [*PROGRAM, *arguments], env=self._environment, capture_output=True, text=True, timeout=seconds
         )
         return done.returncode, done.stdout + done.stderr
+
+    def open(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts a `cpd` command whose output is read while it runs."""
+        return subprocess.Popen([*PROGRAM, *arguments], env=self._environment, stdout=subprocess.PIPE, text=True)
+
+    def find_worker(self, name: str) -> int:
+        """Process id of a worker."""
+        (pid,) = (pid for pid, line in self.processes().items() if f"--worker-id {name} " in line)
+        return pid
+
+    def launcher(self) -> int:
+        """Process id of the running `cpd up`."""
+        pid: int = json.loads((self._errors.parent / "cpd/default/state.json").read_bytes())["pid"]
+        return pid
 
     def errors(self) -> str:
         """Standard error of `cpd up`."""
@@ -193,6 +212,99 @@ def test_up_with_simulated_workers_says_so_and_ends_with_its_terminal(command: C
     os.killpg(up.pid, signal.SIGHUP)  # to the group, as a closed terminal and some service managers do
     assert up.wait(DOWN_S) == 0
     up.stdout.close()
+    command.assert_nothing_is_left(int(url.split(":")[-1]))
+
+
+def test_a_detached_cluster_outlives_its_terminal_and_is_cleaned_up_after_kill_9(command: Command) -> None:
+    flags = ("--detach", "--port", "0", "--simulate", "instant", "--prefill", "0")
+    code, output = command.run("up", "--model", str(tiny.CHECKPOINT), *flags)
+    assert code == 0, output
+    assert "Serving" in output
+    assert "Stop: `cpd down`" in output
+    launcher = command.launcher()
+    os.kill(launcher, signal.SIGHUP)
+    code, output = command.run("status")
+    assert (code, "combined-0" in output) == (0, True), output
+    code, output = command.run("status", "--cluster", "other")
+    assert (code, "'other' is running on this machine; there are: default" in output) == (1, True)
+    code, output = command.run("logs", "router-0")
+    assert code == 0
+    assert {line.split()[3] for line in output.splitlines()} == {"router-0"}, output
+    with command.open("logs", "-f") as follower:
+        assert follower.stdout is not None
+        assert "cpd up starts" in follower.stdout.readline()
+        os.kill(launcher, signal.SIGKILL)
+        assert "router-0" in follower.stdout.read()  # to the end, which comes with the cluster's
+    code, output = command.run("down")
+    assert (code, "had been killed" in output) == (0, True), output
+    assert not command.processes()
+    command.assert_nothing_is_left()
+    assert "router-0" in command.run("logs")[1]
+
+
+def test_processes_are_added_removed_and_restarted_while_the_cluster_runs(command: Command, tmp_path: Path) -> None:
+    config = tmp_path / "cpd.yaml"
+    config.write_text("prefill: 0\nmax-num-seqs: 32\nkv-memory: 64MiB\n")
+    model = ("--model", str(tiny.CHECKPOINT), "--config", str(config), "--log-level", "warning")
+    code, output = command.run("up", "--detach", "--port", "0", *model)
+    assert code == 0, output
+    url = output[output.index("http") :].split()[0]
+
+    def change(*arguments: str) -> str:
+        code, output = command.run(*arguments, seconds=CHANGE_S)
+        assert code == 0, output + command.run("logs")[1]
+        return output
+
+    def workers() -> list[str]:
+        code, output = command.run("status", "--json")
+        assert code == 0, output
+        return [worker["id"] for worker in json.loads(output)["workers"] if worker["state"] == "ready"]
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        name = client.models.list().data[0].id
+
+        def ask() -> str:
+            return client.completions.create(model=name, prompt="fox " * 9, max_tokens=8, temperature=0).choices[0].text
+
+        answer = ask()
+        output = change("scale", "--combined", "2", "--prefill", "1", "--routers", "2")
+        assert "The cluster has 2 combined, 1 prefill, 2 router" in output
+        assert workers() == ["combined-0", "combined-1", "prefill-0"]
+        cores = [os.sched_getaffinity(command.find_worker(worker)) for worker in workers()]
+        assert set.union(*cores) == os.sched_getaffinity(0)
+        if len(os.sched_getaffinity(0)) >= len(cores):
+            assert sum(map(len, cores)) == len(set.union(*cores))
+        assert ask() == answer
+        output = change("scale", "--combined", "1", "--prefill", "0", "--routers", "1")
+        assert "combined-1 has ended" in output
+        assert workers() == ["combined-0"]
+        assert os.sched_getaffinity(command.find_worker("combined-0")) == os.sched_getaffinity(0)
+        assert ask() == answer
+
+        before = command.find_worker("combined-0")
+        config.write_text("prefill: 0\nmax-num-seqs: 16\nkv-memory: 64MiB\n")
+        output = change("restart", "combined-0")
+        assert "Changed settings: max-num-seqs" in output
+        assert "combined-1 is ready to stand in" in output
+        after = command.find_worker("combined-0")
+        assert after != before
+        assert b"--max-num-seqs\x0016\x00" in Path(f"/proc/{after}/cmdline").read_bytes()
+        assert workers() == ["combined-0"]
+        assert ask() == answer
+
+    config.write_text("prefill: 0\nmax-num-seqs: 16\nkv-memory: 1KiB\n")
+    code, output = command.run("restart", "combined-0", "router-0")
+    assert (code, "1024 is too small for this model" in output, "ends" in output) == (1, True, False), output
+    assert command.find_worker("combined-0") == after  # nothing was touched
+    config.write_text("prefill: 0\nmax-num-seqs: 16\nkv-memory: 64MiB\ndtype: bfloat16\n")
+    code, output = command.run("restart")
+    assert (code, "dtype can't change while the cluster runs" in output) == (1, True), output
+    code, output = command.run("restart", "nobody")
+    assert (code, "has started no nobody; it has started combined-0, router-0" in output) == (1, True), output
+    with command.open("scale", "--combined", "2") as scale:  # the end of the cluster cuts it short
+        eventually(lambda: "Starting combined-1" in command.run("logs", "cpd-up")[1], "it starts")
+        assert command.run("down") == (0, "Cluster 'default' is down.\n")
+        assert scale.wait(DOWN_S) == 1
     command.assert_nothing_is_left(int(url.split(":")[-1]))
 
 

@@ -8,8 +8,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "run").mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("CPD_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "run"
 
 
@@ -47,15 +47,16 @@ def test_up_refuses_a_broken_checkpoint_before_it_starts_anything(tmp_path: Path
     assert code == 1
     assert output.splitlines()[-1].startswith("error: ")
     assert "has no tokenizer.json" in output
-    assert not (runtime_dir / "cpd").exists()
+    assert not runtime_dir.exists()
 
 
-def test_up_refuses_a_port_in_use() -> None:
+@pytest.mark.parametrize("flags", [(), ("--detach",)])
+def test_up_refuses_a_port_in_use(flags: tuple[str, ...]) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        code, output = cpd("up", "--port", str(port))
+        code, output = cpd("up", "--port", str(port), *flags)
     assert (code, output) == (1, f"error: port {port} on 127.0.0.1 is in use; choose another with --port\n")
 
 
@@ -77,3 +78,8 @@ def test_profiles_are_found_by_name_in_any_directory(tmp_path: Path) -> None:
     assert code == 0, output
     assert "NVIDIA H200" in output
     assert cpd("profile", "show", "h200-qwen3-4b", cwd=tmp_path)[0] == 0
+
+
+def test_logs_of_a_cluster_that_never_ran() -> None:
+    code, output = cpd("logs", "--cluster", "never")
+    assert (code, output.startswith("error: cluster 'never' has no log: there is no ")) == (1, True)

@@ -24,6 +24,20 @@ def test_flag_wins_over_environment_over_file_over_default(yaml_file: Path, monk
     assert settings.api_key == ["one", "two"]
 
 
+def test_reloaded_settings_have_the_same_flags_and_the_file_as_it_is_now(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(yaml_file.parent)
+    settings = ClusterSettings.load({"token_budget": 256}, Path(yaml_file.name)).model_copy(update={"model": "m"})
+    monkeypatch.chdir("/")
+    yaml_file.write_text("token-budget: 1\nmax_num_seqs: 9\n")
+    again = settings.reload().reload()
+    assert (again.token_budget, again.max_num_seqs, again.kv_memory) == (256, 9, None)
+    yaml_file.write_text("colour: red\n")
+    with pytest.raises(ConfigError, match="no setting 'colour'"):
+        settings.reload()
+
+
 def test_several_keys_come_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RouterSettings.load({"api_key": ["one", "two,three"]}).api_key == ["one", "two", "three"]
     monkeypatch.setenv("CPD_API_KEY", "four,five")

@@ -1,0 +1,299 @@
+"""Changes to a running cluster: `cpd scale` and `cpd restart`, as the launcher carries them out.
+
+A process that goes gets SIGTERM and ends its requests first. New processes are ready, and known to all routers, before
+old ones go. What a change has started is ended again if it fails.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cpd.common.errors import CheckpointError, ConfigError, CPDError
+from cpd.common.membership import Member
+from cpd.common.settings import ClusterSettings
+from deploy.cluster import Cluster, Tell
+from deploy.endpoint import has_workers
+from deploy.model import check_model, resolve_model
+from deploy.placement import check_places
+from deploy.process import ProcessState
+from deploy.processes import Kind, ProcessSpec, process, processes
+from deploy.state import ClusterState
+
+STARTS = 3
+"""A process that has died this often before it was ready does not start."""
+SUPERVISOR_S = 60.0
+"""Time limit for Ray to start an actor."""
+_POLL_S = 0.25
+_ROOM_S = 5.0
+_SEEN_S = 60.0
+_KINDS: tuple[Kind, ...] = ("combined", "prefill", "router")
+_ORDER: tuple[Kind, ...] = ("simulated", *_KINDS)
+_COUNTS = ("combined", "prefill", "routers")
+FIXED = {
+    *("model", "dtype", "device", "max_model_len", "transport", "simulate", "served_model_name"),
+    *("cluster", "host", "port", "redis_url", "ray_address", "secret_file", "detach"),
+    *("tls_cert", "tls_key", "log_format"),
+}
+"""Settings on which all processes must agree, or that belong to the launcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the processes of a cluster are started.
+
+    Attributes:
+        given: The settings as they were given by flags, environment and config file.
+        settings: All values, with what the launcher has filled in.
+        worker_host: Interface that workers listen on.
+        resources: Total resources of Ray.
+        gpus_per_worker: Share of a GPU that each worker takes.
+        mark: See `ProcessSpec.mark`.
+    """
+
+    given: ClusterSettings
+    settings: ClusterSettings
+    worker_host: str
+    resources: Mapping[str, float]
+    gpus_per_worker: float
+    mark: str
+
+    def marked(self, spec: ProcessSpec) -> ProcessSpec:
+        """Returns the process with the mark of this cluster."""
+        return replace(spec, mark=self.mark)
+
+    def process(self, kind: Kind, index: int) -> ProcessSpec:
+        """Returns a worker or router, or the process of all simulated workers."""
+        if kind == "simulated":
+            return self.marked(processes(self.settings, self.worker_host)[0])
+        return self.marked(process(self.settings, self.worker_host, kind, index))
+
+
+def start_error(spec: ProcessSpec, state: ProcessState | None) -> str:
+    """Returns why a process does not start; empty: it may yet."""
+    if state and state.error:
+        return f"{spec.name} on {state.host}: {state.error}"
+    if state and state.pid is None and state.starts >= STARTS:
+        return (
+            f"{spec.name} has died {state.starts} times while starting, last with exit code {state.exit_code};"
+            " `cpd logs` shows why"
+        )
+    return ""
+
+
+def no_supervisor(spec: ProcessSpec) -> str:
+    """Returns what to say about a process of which Ray has started no supervisor."""
+    return f"Ray has not started the supervisor of {spec.name} within {SUPERVISOR_S:.0f} s"
+
+
+class Changes:
+    """Makes the changes, one at a time; the launcher's main thread calls `Cluster.states` meanwhile.
+
+    Args:
+        leases: Reads the leases of all members.
+        prepare: Checks changed settings and fills in their paths.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        plan: Plan,
+        state: ClusterState,
+        leases: Callable[[], list[Member]],
+        prepare: Callable[[ClusterSettings], ClusterSettings],
+    ) -> None:
+        self._cluster = cluster
+        self._plan = plan
+        self._state = state
+        self._leases = leases
+        self._prepare = prepare
+
+    def scale(self, arguments: Mapping[str, Any], tell: Tell) -> None:
+        """Starts or ends processes until there are as many as wanted.
+
+        Args:
+            arguments: Numbers of `combined`, `prefill` and `router`; a role that is left out does not change.
+
+        Raises:
+            CPDError: There is no room, or a new process does not start.
+        """
+        wanted: dict[Kind, int] = {kind: arguments[kind] for kind in _KINDS if arguments.get(kind) is not None}
+        if any(spec.kind == "simulated" for spec in self._cluster.specs) and wanted.keys() - {"router"}:
+            raise ConfigError(
+                "all simulated workers run in one process: their number can't change while it runs; start the cluster"
+                " again with other --combined and --prefill"
+            )
+        new: list[ProcessSpec] = []
+        leaving: list[str] = []
+        for kind, count in wanted.items():
+            here = self._indices(kind)
+            free = (index for index in range(len(here) + count) if index not in here)
+            new += [self._plan.process(kind, next(free)) for _ in range(count - len(here))]
+            leaving += [f"{kind}-{index}" for index in here[count:]][::-1]
+        if new:
+            check_places([*self._cluster.specs, *new], self._plan.resources)
+            self._check_memory(sum(spec.is_worker for spec in new))
+            tell(f"Starting {', '.join(spec.name for spec in new)}")
+            self._add(new, tell)
+        for name in leaving:
+            self._remove(name, tell)
+        numbers = {kind: len(self._indices(kind)) for kind in _KINDS}
+        simulated = any(spec.kind == "simulated" for spec in self._cluster.specs)
+        shown = [f"{number} {kind}" for kind, number in numbers.items() if kind == "router" or not simulated]
+        tell(f"The cluster has {', '.join(shown)}")
+
+    def restart(self, arguments: Mapping[str, Any], tell: Tell) -> None:
+        """Restarts processes one after the other, with the settings that the config file has now.
+
+        Args:
+            arguments: `names` of the processes; none: all.
+
+        Raises:
+            CPDError: A changed setting can't change while the cluster runs, or a process does not start with the
+                settings; it then runs with the old ones again.
+        """
+        specs = {spec.name: spec for spec in self._cluster.specs}
+        if unknown := sorted(set(arguments["names"]) - specs.keys()):
+            raise ConfigError(
+                f"`cpd up` has started no {', '.join(unknown)}; it has started {', '.join(sorted(specs))}"
+            )
+        before, self._plan = self._plan, self._changed(tell)
+        chosen = [spec for name, spec in specs.items() if name in arguments["names"] or not arguments["names"]]
+        try:
+            for kind in _ORDER:
+                if of_kind := [spec for spec in chosen if spec.kind == kind]:
+                    self._roll(kind, of_kind, tell)
+        except BaseException:
+            self._plan = before
+            raise
+        tell(f"Restarted {', '.join(spec.name for spec in chosen)}")
+
+    def _changed(self, tell: Tell) -> Plan:
+        """Returns the plan with the settings of the config file as it is now."""
+        old = self._plan.given
+        fresh = old.reload()
+        changed = {name for name in type(old).model_fields if getattr(fresh, name) != getattr(old, name)}
+        if fixed := sorted(changed & FIXED):
+            names = ", ".join(name.replace("_", "-") for name in fixed)
+            raise ConfigError(
+                f"{names} can't change while the cluster runs: set it back, or stop the cluster and start it again"
+            )
+        if counts := sorted(changed & set(_COUNTS)):
+            tell(f"{', '.join(counts)} in the config file: not changed by a restart; use `cpd scale`")
+        changed -= set(_COUNTS)
+        if not changed:
+            return self._plan
+        tell(f"Changed settings: {', '.join(sorted(name.replace('_', '-') for name in changed))}")
+        update = {name: getattr(fresh, name) for name in changed}
+        if "gpu_memory" in update:
+            update["gpu_memory"] *= self._plan.gpus_per_worker or 1
+        settings = self._prepare(self._plan.settings.model_copy(update=update))
+        # Without this machine's free memory, which the running workers have: as for workers of other machines.
+        elsewhere = settings.model_copy(update={"ray_address": settings.ray_address or "auto"})
+        check_model(resolve_model(settings.model), elsewhere)
+        return replace(self._plan, given=fresh, settings=settings)
+
+    def _roll(self, kind: Kind, specs: Sequence[ProcessSpec], tell: Tell) -> None:
+        """Restarts processes of one role, with an additional one meanwhile if there is room."""
+        surge = None
+        if kind == "simulated":
+            tell("The simulated workers run in one process: requests wait while it restarts")
+        else:
+            surge = self._surge(kind, tell)
+        try:
+            for old in specs:
+                new = self._plan.process(kind, 0 if kind == "simulated" else _index(old))
+                tell(f"{old.name} ends its requests")
+                self._cluster.restart(old.name, new)
+                try:
+                    self._wait([new])
+                except CPDError:
+                    if new != old:
+                        tell(f"{old.name} does not start with the changed settings; it gets the old ones again")
+                        self._cluster.restart(old.name, old)
+                    raise
+                tell(f"{old.name} is ready again")
+        finally:
+            if surge:
+                self._remove(surge, tell)
+
+    def _surge(self, kind: Kind, tell: Tell) -> str | None:
+        """Starts one more process of a role; returns its name, or None if there is no room."""
+        here = self._indices(kind)
+        spec = self._plan.process(kind, next(index for index in range(len(here) + 1) if index not in here))
+        try:
+            check_places([*self._cluster.specs, spec], self._plan.resources)
+            self._check_memory(int(spec.is_worker))
+            self._add([spec], lambda _: None, _ROOM_S)
+        except (ConfigError, CheckpointError) as error:
+            tell(f"No room for one more {kind} meanwhile: {error}")
+            return None
+        tell(f"{spec.name} is ready to stand in")
+        return spec.name
+
+    def _add(self, specs: Sequence[ProcessSpec], tell: Tell, room_s: float | None = None) -> None:
+        if room_s is None:
+            self._cluster.start(specs, tell)
+        else:
+            self._cluster.start(specs, tell, room_s)
+        try:
+            self._wait(specs)
+        except BaseException:
+            for spec in specs:
+                with contextlib.suppress(CPDError):
+                    self._cluster.stop(spec.name)
+            raise
+
+    def _remove(self, name: str, tell: Tell) -> None:
+        tell(f"{name} ends its requests")
+        self._cluster.stop(name)
+        tell(f"{name} has ended")
+
+    def _wait(self, specs: Collection[ProcessSpec]) -> None:
+        """Waits until the processes are ready and all routers use all workers.
+
+        Raises:
+            CPDError: One of them does not start, or the cluster is stopping.
+        """
+        started: float | None = None
+        last_seen = dict.fromkeys((spec.name for spec in specs), time.monotonic())
+        while True:
+            if self._cluster.closed:
+                raise CPDError("the cluster is stopping")
+            with contextlib.suppress(ConfigError):  # Redis is away: go on when it is back
+                pids = {member.id: member.pid for member in self._leases()}
+                states = {spec.name: self._cluster.state(spec.name) for spec in specs}
+                for spec in specs:
+                    if error := start_error(spec, states[spec.name]):
+                        raise CPDError(error)
+                    if states[spec.name]:
+                        last_seen[spec.name] = time.monotonic()
+                    elif time.monotonic() - last_seen[spec.name] > SUPERVISOR_S:
+                        raise CPDError(no_supervisor(spec))
+                if all((state := states[spec.name]) is not None and spec.has_leases(state.pid, pids) for spec in specs):
+                    started = started or time.monotonic()
+                    routers = [spec.name for spec in self._cluster.specs if not spec.is_worker]
+                    workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
+                    if has_workers(self._state.url, self._state.admin_key, workers, routers):
+                        return
+                    if time.monotonic() - started > _SEEN_S:
+                        raise CPDError(
+                            f"{', '.join(spec.name for spec in specs)} run, but the routers do not all use them after"
+                            f" {_SEEN_S:.0f} s; `cpd status` shows why"
+                        )
+            time.sleep(_POLL_S)
+
+    def _check_memory(self, workers: int) -> None:
+        """Raises CheckpointError if this machine has no memory for more workers."""
+        settings = self._plan.settings
+        if workers and settings.device == "cpu" and not settings.ray_address and not settings.simulate:
+            check_model(Path(settings.model), settings.model_copy(update={"combined": workers, "prefill": 0}))
+
+    def _indices(self, kind: Kind) -> list[int]:
+        return sorted(_index(spec) for spec in self._cluster.specs if spec.kind == kind)
+
+
+def _index(spec: ProcessSpec) -> int:
+    return int(spec.name.rpartition("-")[2])
