@@ -4,8 +4,9 @@ from cpd.common.settings import ClusterSettings
 from deploy.changes import FIXED, STARTS, Plan, start_error
 from deploy.process import ProcessState
 from deploy.processes import LAUNCH_MARK
+from tests.secret import secret_file
 
-SETTINGS = ClusterSettings(model="m", combined=2)
+SETTINGS = ClusterSettings(model="m", combined=2, secret_file=secret_file())
 PLAN = Plan(SETTINGS, SETTINGS, "127.0.0.1", {}, 0.0, "mark")
 
 
