@@ -10,10 +10,12 @@ A record may have fields, which both formats show: `log.info("the worker is lost
 import json
 import logging
 import re
+import select
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import orjson
 
@@ -30,7 +32,7 @@ _PLAIN = re.compile(r"[^\s\"=]+")
 
 def setup_logging(level: str, form: LogFormat, name: str) -> None:
     """Logs to stderr, with the process's name (such as `combined-0`) in each line."""
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(JsonFormatter(name) if form == "json" else TextFormatter(name))
     handler.addFilter(FloodFilter(handler.handle))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -39,6 +41,26 @@ def setup_logging(level: str, form: LogFormat, name: str) -> None:
 def fields(**values: object) -> dict[str, dict[str, object]]:
     """What a log line is about, as its `extra`. Never prompts or answers."""
     return {"fields": values}
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Drops lines, and then says how many, if their reader does not keep up. Waiting would stop the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._lost = 0
+        self._room = select.poll()
+        self._room.register(sys.stderr.fileno(), select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._room.poll(0):
+            self._lost += 1
+            return
+        if self._lost:
+            message = f"{self._lost} lines are lost: standard error was full"
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, message, (), None))
+            self._lost = 0
+        super().emit(record)
 
 
 class TextFormatter(logging.Formatter):

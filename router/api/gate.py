@@ -122,6 +122,8 @@ class Gate:
             code = internal_error().code
             if not status:
                 await self._refuse(internal_error())(scope, receive, send_with_id)
+            elif isinstance(response, CompletionResponse):
+                await response.break_off(internal_error(), send)
             raise  # to the HTTP server, which logs it
         finally:
             if admission is not None:

@@ -90,6 +90,11 @@ class CompletionResponse(Response):
             self.report = self._report()
             self.forget()
 
+    async def break_off(self, error: ApiError, send: Send) -> None:
+        """Ends a stream that has begun with an error."""
+        if self._request.stream:
+            await send({"type": "http.response.body", "body": error_event(error), "more_body": False})
+
     def cancel(self) -> None:
         """Cancels what still runs, on the workers too."""
         for request in self.requests:

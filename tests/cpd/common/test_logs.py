@@ -1,5 +1,7 @@
 import json
 import logging
+import select
+import subprocess
 import sys
 
 import pytest
@@ -74,3 +76,38 @@ def test_json_shows_what_its_library_refuses() -> None:
 @pytest.mark.parametrize("line", ["Traceback (most recent call last):", "{", "{}", "[1]", "7"])
 def test_other_lines_are_none_of_ours(line: str) -> None:
     assert parse_line(line) is None
+
+
+def test_a_reader_that_stalls_stops_nobody_and_learns_what_it_missed() -> None:
+    program = """
+import logging, sys
+from cpd.common.logs import setup_logging
+setup_logging("info", "text", "router-0")
+log = logging.getLogger("router.access")
+for number in range(2000):
+    log.info("%d %s", number, "x" * 200)
+print("done", flush=True)
+sys.stdin.readline()
+log.info("again")
+"""
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            ready, _, _ = select.select([process.stdout], [], [], 30)
+            assert ready, "the process waits for the reader of its log"
+            assert process.stdout.readline() == "done\n"
+            first = process.stderr.readline()
+            numbers = [int(first.split()[5])]
+            process.stdin.write("\n")
+            process.stdin.flush()
+            *rest, lost, again = process.stderr.read().splitlines()
+            numbers += [int(line.split()[5]) for line in rest]
+        finally:
+            process.kill()
+    assert numbers == list(range(len(numbers)))
+    assert f" W router-0 cpd.common.logs: {2000 - len(numbers)} lines are lost" in lost
+    assert again.endswith("again")

@@ -584,6 +584,16 @@ class TestErrors:
         assert (response.status_code, _error(response)["code"]) == (500, "internal_error")
         assert "x-request-id" in response.headers
 
+    async def test_a_bug_within_a_stream_is_its_last_event(
+        self, router: Router, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("router.api.openai.CompletionFormat.final", lambda *_: 1 / 0)
+        response = await router.http.post("/v1/completions", json=TEXT | {"stream": True})
+        *_, last, rest = response.text.split("\n\n")
+        assert (response.status_code, rest) == (200, "")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
+        assert "[DONE]" not in response.text
+
 
 class TestKeys:
     ROUTES = (
