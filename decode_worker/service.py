@@ -118,6 +118,12 @@ class DecodeService:
         """Serves another worker's prefix fetches."""
         await self._prefill_server.serve(stream)
 
+    def hand_over(self) -> None:
+        """Sends every request back to its router, which replays it elsewhere."""
+        for request in list(self._requests.values()):
+            request.refuse(pb.Refusal.KIND_REROUTE, "this worker drains")
+            self._abort(request, [])
+
     async def stop(self) -> None:
         """Sends every request back to its router, and ends the prefix fetches of other workers.
 

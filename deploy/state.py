@@ -2,6 +2,7 @@
 
     <root>/<cluster>/lock        held (flock) by the running `cpd up`, and so released when it dies
     <root>/<cluster>/state.json  `ClusterState`
+    <root>/<cluster>/drained     names of processes that `cpd drain` has ended, one a line
     <root>/<cluster>/redis.sock  socket of the embedded Redis
 
 The root is `$XDG_RUNTIME_DIR/cpd` or `/tmp/cpd-<uid>`; only its owner can read it.
@@ -82,6 +83,18 @@ class ClusterDir:
             with contextlib.suppress(OSError):
                 self.path.parent.rmdir()
             os.close(lock)
+
+    def add_drained(self, name: str) -> None:
+        """Notes that `cpd drain` has ended this process."""
+        with contextlib.suppress(FileNotFoundError), (self.path / "drained").open("a") as file:  # the cluster has ended
+            file.write(f"{name}\n")
+
+    def drained(self) -> list[str]:
+        """Names of the processes that `cpd drain` has ended; some may have been started again."""
+        try:
+            return list(dict.fromkeys((self.path / "drained").read_text().split()))
+        except FileNotFoundError:
+            return []
 
     def write(self, state: ClusterState) -> None:
         """Writes the description; only for the holder."""

@@ -11,6 +11,7 @@ from ray.util import placement_group_table
 
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import WILDCARDS
+from deploy.listener import SharedListener
 from deploy.model import resolve_model
 from deploy.process import ProcessState, Supervised
 from deploy.processes import ProcessSpec
@@ -34,6 +35,7 @@ class Supervisor:
             lambda: spec.command(str(resolve_model(spec.model)), **flags),
             {**spec.environment(), **_gpus()},
             _cores(specs, index) if cores_apart and spec.is_worker else frozenset(),
+            None if spec.is_worker else SharedListener(*spec.listens_on),
         )
 
     def state(self, from_line: int) -> ProcessState:

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
+from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
@@ -219,6 +220,7 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
         CPDError: Ray has ended, and with it all processes.
     """
     starts = [1] * len(cluster.specs)
+    drained = [False] * len(cluster.specs)
     warned = False
     while True:
         for index, state in enumerate(cluster.states()):
@@ -226,6 +228,9 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, console: Console) -> N
                 continue
             for line in state.lines:
                 print_log(console, line)
+            if state.exit_code == EXIT_DRAINED and not drained[index]:
+                console.print(f"{cluster.specs[index].name} was drained and has ended")
+            drained[index] = state.exit_code == EXIT_DRAINED
             if state.starts > starts[index]:
                 console.print(f"{cluster.specs[index].name} ended with exit code {state.exit_code} and was restarted")
             starts[index] = state.starts

@@ -116,6 +116,11 @@ class PrefillService:
         """Computes prompts for a decode worker."""
         await self._server.serve(stream)
 
+    def hand_over(self) -> None:
+        """Ends every job; its caller takes the next prefill worker."""
+        for job in list(self._jobs.values()):
+            job.stop("this worker drains")
+
     async def stop(self) -> None:
         """Ends every job and waits until nothing is in flight."""
         await self._server.stop()

@@ -1,17 +1,17 @@
 """`python -m router` runs one router."""
 
-import asyncio
 import secrets
-import signal
 import sys
 
 import typer
 import uvloop
 
+from cpd.common.lifecycle import Lifecycle, on_stop_signals
 from cpd.common.options import command
 from cpd.common.process import collect_garbage_rarely, end_with_supervisor, setup_logging
 from cpd.common.settings import RouterSettings
-from router.server import listen, serve
+from router.listener import inherited, listen
+from router.server import serve
 
 
 def run(settings: RouterSettings) -> None:
@@ -24,11 +24,11 @@ def run(settings: RouterSettings) -> None:
 
 
 async def _until_signalled(settings: RouterSettings, router_id: str) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    with listen(settings.host, settings.port) as listener:
-        return await serve(settings, router_id, listener, stop)
+    lifecycle = Lifecycle(settings.drain_s)
+    on_stop_signals(lifecycle)
+    passed = inherited()
+    with passed or listen(settings.host, settings.port) as listener:
+        return await serve(settings, router_id, listener, lifecycle, others_accept=passed is not None)
 
 
 def main() -> None:

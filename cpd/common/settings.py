@@ -21,6 +21,7 @@ from pydantic_settings import (
 )
 
 from cpd.common.errors import ConfigError
+from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.policy_settings import PolicySettings
 
 Role = Literal["prefill", "combined"]
@@ -146,6 +147,13 @@ class SharedSettings(Settings):
     cluster_token: SecretStr = Field(SecretStr(""), description="Secret that internal calls must carry.")
     lease_s: float = Field(
         5.0, gt=0, description="A process that does not renew its lease in Redis for this long is gone, in seconds."
+    )
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        le=MAX_DRAIN_S,
+        description="Time that running requests have to end by themselves when a worker or router gets SIGTERM or "
+        "`cpd drain`, in seconds. Then a worker's requests move to another worker, and a router's fail.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
 

@@ -93,12 +93,23 @@ class Keys:
     """
 
     def __init__(self, keys: Sequence[str], entries: Sequence[KeyEntry] = (), cluster_token: str = "") -> None:
+        self._cluster_token = cluster_token.encode()
         self._tenants = [(_digest(key), _tenant(key)) for key in keys]
         for entry in entries:
             key = entry.key.get_secret_value()
             self._tenants.append((_digest(key), _tenant(key, entry.admin, entry.min_priority)))
         if self._tenants and cluster_token:
             self._tenants.append((_digest(cluster_token), _tenant(cluster_token)))
+
+    def check_operator(self, authorization: bytes) -> None:
+        """Raises ApiError unless the caller proves to be an operator: with the cluster token, or an admin's key.
+
+        Without any keys, too: a web page must not be able to call a route that changes something.
+        """
+        if not hmac.compare_digest(authorization, b"Bearer " + self._cluster_token):
+            if not self.any:
+                raise _unauthorized("This route needs the cluster token: `authorization: Bearer <cluster token>`.")
+            self.tenant(authorization).check_admin()
 
     @property
     def any(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import Role
 from cpd.performance.model import Profile, TransferProfile
 from cpd.rpc import cpd_pb2 as pb
@@ -243,8 +244,8 @@ async def test_sigterm_ends_both_at_once_and_live_requests_go_elsewhere(
     async with cluster(model, redis_url, tmp_path) as c:
         answer = await c.submit(request("a", 600, n=8, max_tokens=1000), 1)
         await eventually(lambda: answer.started)
-        c.decode.signal(signal.SIGTERM)
-        c.prefill.signal(signal.SIGTERM)
+        c.decode.signal(signal.SIGINT)
+        c.prefill.signal(signal.SIGINT)
         assert (await c.decode.ended(), await c.prefill.ended()) == (0, 0)
         await c.router.done(answer)
         assert answer.refusal is not None
@@ -258,7 +259,7 @@ async def test_a_draining_process_ends_when_its_work_is_done(model: Path, redis_
         await c.router.drain()
         await c.router.done(answer)
         assert len(answer.tokens[0]) == 200
-        assert await c.decode.ended() == 0
+        assert await c.decode.ended() == EXIT_DRAINED
 
 
 def test_a_worker_that_cannot_start_says_why_in_one_sentence(model: Path, redis_url: str) -> None:

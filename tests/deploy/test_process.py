@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from cpd.common.errors import CheckpointError
-from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
 from deploy.process import ProcessState, Supervised
 from tests.waiting import DEADLINE_S
 
@@ -47,6 +47,17 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+DRAINS = """
+import signal, sys
+terms = []
+signal.signal(signal.SIGTERM, lambda *_: terms.append(1) or (len(terms) > 1 and sys.exit(0)))
+print("runs", file=sys.stderr, flush=True)
+while True:
+    signal.pause()
+"""
+"""Drains for ever at the first SIGTERM, and ends at the second one."""
 
 
 @pytest.fixture
@@ -107,6 +118,22 @@ def test_a_child_whose_id_a_newer_process_has_is_not_restarted(supervise: Callab
     state = child.state()
     assert (state.starts, state.pid, state.exit_code) == (1, None, EXIT_SUPERSEDED)
     assert state.error == "a newer process has its id; its last log line names it"
+
+
+def test_a_child_that_was_drained_on_request_is_not_restarted(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(f"import sys; sys.exit({EXIT_DRAINED})")
+    wait_for(lambda: child.state().error is not None, "it has ended")
+    state = child.state()
+    assert (state.starts, state.pid, state.exit_code) == (1, None, EXIT_DRAINED)
+    assert state.error == "it was drained on request"
+    wait_for(lambda: all(thread.name != "supervise-child" for thread in threading.enumerate()), "supervision ends")
+
+
+def test_stop_does_not_wait_for_a_child_that_drains(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(DRAINS)
+    wait_for(lambda: bool(child.state().lines), "started")
+    child.stop()
+    assert child.state().exit_code == 0
 
 
 def test_stop_ends_the_child_without_a_restart(supervise: Callable[..., Supervised]) -> None:

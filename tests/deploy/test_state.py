@@ -98,6 +98,17 @@ def test_clusters_that_start_at_once_run_one_after_the_other() -> None:
     wait_for(lambda: ClusterDir("c").read() is None, "free")
 
 
+def test_what_was_drained_is_forgotten_with_the_cluster() -> None:
+    cluster = ClusterDir("c")
+    cluster.add_drained("combined-0")  # it has ended meanwhile
+    with cluster.hold():
+        for name in ("router-0", "combined-1", "router-0"):
+            cluster.add_drained(name)
+        assert cluster.drained() == ["router-0", "combined-1"]
+    with cluster.hold():
+        assert cluster.drained() == []
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "a" * 33, "-x", "a b"])
 def test_a_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--cluster"):

@@ -21,6 +21,7 @@ from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import has_workers, read_cluster, url_of
+from deploy.listener import SharedListener
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
@@ -107,6 +108,14 @@ class Cluster:
         assert pid is not None, f"{name} is not running"
         return pid
 
+    def starts(self, name: str) -> int:
+        """Number of starts of the named process."""
+        return self._supervised[name].state().starts
+
+    def exit_code(self, name: str) -> int | None:
+        """Exit code with which the named process ended last."""
+        return self._supervised[name].state().exit_code
+
     def send(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to the named process."""
         os.kill(self.pid(name), number)
@@ -142,7 +151,8 @@ class Cluster:
         return self.state()
 
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
-        return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores)
+        listener = None if spec.is_worker else SharedListener(*spec.listens_on)
+        return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores, listener)
 
     def _is_healthy(self) -> bool:
         states = {name: supervised.state() for name, supervised in self._supervised.items()}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for, pack_tokens
+from cpd.common.process import EXIT_DRAINED
 from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, connect
 from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
@@ -578,4 +579,4 @@ async def test_a_draining_worker_finishes_its_jobs_and_accepts_no_new_ones(redis
         await call.expect("first_tokens")
         await call.expect("released")
         await landing.done()
-        assert await asyncio.wait_for(s.worker.task, 20) == 0
+        assert await asyncio.wait_for(s.worker.task, 20) == EXIT_DRAINED

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from cpd.common.errors import ConfigError
-from cpd.common.process import EXIT_SUPERSEDED
-from router.server import listen
+from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
+from cpd.rpc import cpd_pb2 as pb
+from router.listener import listen
+from router.server import GRACE_S, SHUTDOWN_S
 from tests.router.conftest import Says, StartWorker, eventually
+from tests.router.fake_worker import outputs
 
 START_S = 60.0
 
@@ -85,8 +89,73 @@ async def test_it_serves_and_shuts_down_on_a_signal(
     assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
+async def test_a_router_that_gets_sigterm_serves_what_it_has(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, tokenizer: Tokenizer, port: int
+) -> None:
+    worker = await start_worker(None)
+    end = asyncio.Event()
+
+    async def slow(submit: pb.Submit) -> AsyncIterator[pb.Output | pb.Refusal]:
+        first, *others = outputs(submit, [tokenizer.encode("the fox").ids])
+        yield first
+        await end.wait()
+        for output in others:
+            yield output
+
+    url = f"http://127.0.0.1:{port}"
+    process = await start_process("--port", str(port))
+    await eventually(lambda: _is_ready(url), START_S)
+    # as many tokens as there are
+    body = {"model": "small-model", "prompt": "x", "max_tokens": len(tokenizer.encode("the fox").ids)}
+    async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
+        worker.script = slow
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.terminate()
+
+            async def drains() -> bool:
+                answer = await client.get("/readyz")
+                return answer.status_code == 503 and answer.headers.get("connection") == "close"
+
+            await eventually(drains, START_S)
+            worker.script = says("the fox")
+            answer = await client.post("/v1/completions", json=body)  # of a client that has not heard of it
+            assert answer.json()["choices"][0]["text"] == "the fox"
+            with pytest.raises(TimeoutError):  # a router that stops would cut its streams after GRACE_S
+                await asyncio.wait_for(process.wait(), GRACE_S + SHUTDOWN_S)
+            end.set()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+    assert await asyncio.wait_for(process.wait(), START_S) == 0
+
+
+async def test_only_an_operator_drains_a_router(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, port: int
+) -> None:
+    await start_worker(says("the fox"))
+    url = f"http://127.0.0.1:{port}"
+    process = await start_process("--port", str(port))
+    await eventually(lambda: _is_ready(url), START_S)
+    async with httpx.AsyncClient(timeout=START_S) as client:
+
+        async def routers() -> list[dict[str, str]]:
+            return list((await client.get(f"{url}/cluster")).json()["routers"])
+
+        async def is_known() -> bool:
+            return bool(await routers())
+
+        await eventually(is_known)
+        (router,) = await routers()
+        assert (await client.post(f"{url}/drain")).status_code == 404
+        drain = f"http://{router['admin']}/drain"
+        assert (await client.post(drain)).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert (await client.post(drain, headers=headers)).json() == {"status": "draining"}
+    assert await asyncio.wait_for(process.wait(), START_S) == EXIT_DRAINED
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_running_request_fails_when_the_router_shuts_down(
+async def test_a_running_request_fails_at_a_second_signal(
     start_process: StartProcess, start_worker: StartWorker, stream: bool, port: int
 ) -> None:
     worker = await start_worker()
@@ -101,6 +170,12 @@ async def test_a_running_request_fails_when_the_router_shuts_down(
             return bool(worker.submits)
 
         await eventually(submitted)
+        process.terminate()
+
+        async def drains() -> bool:
+            return not await _is_ready(url)
+
+        await eventually(drains, START_S)
         process.terminate()
         response = await call
         assert response.status_code == 503

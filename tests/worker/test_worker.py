@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.membership import members
-from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
 from cpd.common.settings import WorkerSettings
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
@@ -143,7 +143,7 @@ async def test_administration_needs_the_token(redis_url: str) -> None:
             await admin.Drain(pb.DrainRequest(), timeout=20)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         await admin.Drain(pb.DrainRequest(), metadata=token_metadata("secret"), timeout=20)
-        assert await asyncio.wait_for(w.task, 20) == 0
+        assert await asyncio.wait_for(w.task, 20) == EXIT_DRAINED
 
 
 async def test_the_trace_describes_each_step(redis_url: str) -> None:
