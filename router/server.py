@@ -41,6 +41,9 @@ PEERS_POLL_S = 0.1
 GRACE_S = 1.0
 """Time for running responses to end after the router was told to stop at once, in seconds; then they fail."""
 
+READY_S = 10.0
+"""Time that a router has to become ready before it accepts connections that could also wait, in seconds."""
+
 ACCEPT_S = 10.0
 """Time for which a router that drains accepts connections if no other router can take them, in seconds."""
 
@@ -73,8 +76,8 @@ async def serve(
     connection. It accepts connections for ACCEPT_S more; none if `others_accept` and a ready router does. When the time
     of the drain is over, or it is stopped, running responses have GRACE_S to end.
 
-    This router accepts no connections while it is not ready and a peer serves the same port. It stops by itself when a
-    newer router has taken its id.
+    This router accepts no connections while it is not ready and a peer serves the same port. With `others_accept` it
+    gives itself READY_S to become ready: connections can wait. It stops by itself when a newer router has taken its id.
 
     Args:
         others_accept: Whether other routers of this machine accept from the same socket, and the next process does.
@@ -107,7 +110,10 @@ async def serve(
 
     async def serve_public(member: Member) -> None:
         await workers.polled.wait()
-        while not (lifecycle.draining.is_set() or workers.ready) and await peers.serve_at(member):  # noqa: ASYNC110 - nothing tells
+        waits_until = asyncio.get_running_loop().time() + (READY_S if others_accept else 0)
+        while not (lifecycle.draining.is_set() or workers.ready):
+            if asyncio.get_running_loop().time() >= waits_until and not await peers.serve_at(member):
+                break
             await asyncio.sleep(PEERS_POLL_S)
         if not lifecycle.draining.is_set():
             await server.serve(sockets=[listener])

@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
-from router.api.connection import HEAD_BYTES, Connection, connection_of
+from router.api.connection import HEAD_BYTES, Connection, ConnectionsState, connection_of
 
 Ask = Callable[[str], Awaitable[list[bytes]]]
 
@@ -84,7 +83,7 @@ async def waiting() -> Waiting:
 async def port(waiting: Waiting) -> AsyncIterator[int]:
     """The port of a server of `app`."""
     config = uvicorn.Config(app, lifespan="off", log_config=None)
-    loop, state = asyncio.get_running_loop(), ServerState()
+    loop, state = asyncio.get_running_loop(), ConnectionsState()
     server = await loop.create_server(lambda: Connection(config, state, {"waiting": waiting}), "127.0.0.1", 0)
     yield server.sockets[0].getsockname()[1]
     server.close()
