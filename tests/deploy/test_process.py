@@ -22,11 +22,10 @@ print("ready", file=sys.stderr, flush=True)
 import signal
 signal.sigwait([signal.SIGINT])
 """
-SUPERVISOR = f"""
+SUPERVISOR = """
 import sys, os, signal, time
-from cpd.common.errors import CheckpointError
 from deploy.process import Supervised
-child = Supervised("child", lambda: [sys.executable, "-c", {CHILD!r}], dict(os.environ))
+child = Supervised("child", lambda: [sys.executable, "-c", sys.argv[1]], dict(os.environ))
 while not child.state().lines:
     time.sleep(0.02)
 print(child.state().pid, flush=True)
@@ -51,6 +50,8 @@ def alive(pid: int) -> bool:
 
 DRAINS = """
 import signal, sys
+from cpd.common.process import end_with_supervisor
+end_with_supervisor()
 terms = []
 signal.signal(signal.SIGTERM, lambda *_: terms.append(1) or (len(terms) > 1 and sys.exit(0)))
 print("runs", file=sys.stderr, flush=True)
@@ -215,8 +216,9 @@ def test_the_child_runs_on_its_cores(supervise: Callable[..., Supervised]) -> No
     assert os.sched_getaffinity(0) != {core} or os.cpu_count() == 1
 
 
-def test_the_child_dies_with_a_killed_supervisor() -> None:
-    with subprocess.Popen([sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, text=True) as supervisor:
+@pytest.mark.parametrize("code", [CHILD, DRAINS], ids=["child", "a-child-that-can-drain"])
+def test_the_child_dies_with_a_killed_supervisor(code: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, code], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         child = int(supervisor.stdout.readline())
         assert alive(child)

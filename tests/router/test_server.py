@@ -154,13 +154,13 @@ async def test_only_an_operator_drains_a_router(
     assert await asyncio.wait_for(process.wait(), START_S) == EXIT_DRAINED
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_running_request_fails_at_a_second_signal(
-    start_process: StartProcess, start_worker: StartWorker, stream: bool, port: int
+@pytest.mark.parametrize(("stream", "drain_s"), [(False, "30"), (True, "30"), (True, "0")])
+async def test_a_running_request_fails_at_a_second_signal_or_when_the_time_is_over(
+    start_process: StartProcess, start_worker: StartWorker, stream: bool, drain_s: str, port: int
 ) -> None:
     worker = await start_worker()
     url = f"http://127.0.0.1:{port}"
-    process = await start_process("--port", str(port))
+    process = await start_process("--port", str(port), "--drain-s", drain_s)
     await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "prompt": "x", "stream": stream}
     async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
@@ -175,8 +175,9 @@ async def test_a_running_request_fails_at_a_second_signal(
         async def drains() -> bool:
             return not await _is_ready(url)
 
-        await eventually(drains, START_S)
-        process.terminate()
+        if drain_s != "0":
+            await eventually(drains, START_S)
+            process.terminate()
         response = await call
         assert response.status_code == 503
         assert "shutting down" in response.json()["error"]["message"]

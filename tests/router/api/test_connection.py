@@ -80,10 +80,15 @@ async def waiting() -> Waiting:
 
 
 @pytest.fixture
-async def port(waiting: Waiting) -> AsyncIterator[int]:
+async def state() -> ConnectionsState:
+    return ConnectionsState()
+
+
+@pytest.fixture
+async def port(waiting: Waiting, state: ConnectionsState) -> AsyncIterator[int]:
     """The port of a server of `app`."""
     config = uvicorn.Config(app, lifespan="off", log_config=None)
-    loop, state = asyncio.get_running_loop(), ConnectionsState()
+    loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(config, state, {"waiting": waiting}), "127.0.0.1", 0)
     yield server.sockets[0].getsockname()[1]
     server.close()
@@ -115,6 +120,23 @@ async def test_a_held_head_is_sent_with_the_start_of_the_body(ask: Ask) -> None:
 async def test_a_held_head_without_a_body_is_sent_before_the_connection_is_closed(ask: Ask) -> None:
     pieces = await ask("/breaks")
     assert b"".join(pieces).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_an_idle_connection_can_be_closed_with_its_next_response(port: int, state: ConnectionsState) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(10):
+        for last in (False, True):
+            if last:
+                for connection in state.connections:
+                    assert isinstance(connection, Connection)
+                    connection.close_after_response()
+            writer.write(request("/stays"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readuntil(b"0\r\n\r\n")
+            assert (b"connection: close" in head) == last
+        assert await reader.read() == b""
+    assert state.posts == 2
+    writer.close()
 
 
 def request(path: str, body: bytes = b"") -> bytes:
