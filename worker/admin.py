@@ -33,7 +33,8 @@ class AdminServicer(rpc.AdminServicer):
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DrainReply:
         """Starts to drain the worker."""
-        self._lifecycle.drain("asked to")
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else None
+        self._lifecycle.drain("asked to", timeout_s=timeout_s)
         return pb.DrainReply()
 
     async def Trace(  # noqa: N802

@@ -3,12 +3,16 @@
 Life cycle:
     READY ──drain()──▶ DRAINING ──nothing left to do──▶ STOPPING
       └───────────────────stop()──────────────────────────▲
+
+A draining worker takes nothing new. What runs may end by itself until the drain's time is over; then it is handed over
+to other workers (`Service.hand_over`).
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from cpd.common.settings import WorkerSettings
 from cpd.performance.colocation import Colocation
@@ -26,6 +30,10 @@ EXIT_RESTART = 75
 """Exit code of a worker that must be restarted."""
 
 
+DRAIN_S = 30.0
+"""Time of a drain unless another one is given, in seconds."""
+
+
 class Lifecycle:
     """A worker's state and exit code.
 
@@ -38,14 +46,25 @@ class Lifecycle:
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
+        self._deadline = inf
         self.failed = False
         self.state: pb.State.ValueType = pb.STATE_READY
         self.draining = asyncio.Event()
         self.stopping = asyncio.Event()
         self.exit_code = 0
 
-    def drain(self, reason: str, exit_code: int = 0) -> None:
-        """Accepts no new requests, and stops when the running ones are done."""
+    @property
+    def time_is_over(self) -> bool:
+        """True if the time of a drain is over."""
+        return asyncio.get_running_loop().time() >= self._deadline
+
+    def drain(self, reason: str, exit_code: int = 0, timeout_s: float | None = None) -> None:
+        """Accepts no new requests, and stops when the running ones are done. Of several times the last one counts.
+
+        Args:
+            timeout_s: Time for the running requests to end by themselves; None takes DRAIN_S.
+        """
+        self._deadline = asyncio.get_running_loop().time() + (DRAIN_S if timeout_s is None else timeout_s)
         if not self.draining.is_set():
             log.info("draining: %s", reason)
             self.exit_code = exit_code

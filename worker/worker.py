@@ -228,6 +228,8 @@ class Worker:
         await self.lifecycle.draining.wait()
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         while not self.lifecycle.stopping.is_set() and self._service.busy:
+            if self.lifecycle.time_is_over:
+                self._service.hand_over()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.lifecycle.stopping.wait(), DRAIN_POLL_S)
         self.lifecycle.stop("drained")
