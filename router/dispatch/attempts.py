@@ -167,6 +167,7 @@ class Attempt:
         deadline: Loop time until which it may wait for a worker; None if it did not wait since its last token.
         timer: Retries it while it waits; None otherwise.
         park_asked: Its worker was asked to park it, since that worker's last load report.
+        stays_until: Loop time before which it is not moved again, because no other worker took it.
         parked: The worker that keeps its pages until it has a token from another one; None if it does not move.
     """
 
@@ -190,6 +191,7 @@ class Attempt:
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
     park_asked: bool = False
+    stays_until: float = 0.0
     parked: Parked | None = None
 
     @property

@@ -68,6 +68,12 @@ RETRY_S = 1.0
 MAX_MOVES = 4
 """Number of attempts that move away from a draining worker at a time, so that each stands still only briefly."""
 
+MOVE_S = 5.0
+"""Time for an attempt that moves to get a token from its new worker, in seconds. Then it goes on elsewhere, or back."""
+
+STAY_S = 10.0
+"""An attempt that no other worker took is not moved again for this long, in seconds: each try makes it stand still."""
+
 MAX_RETRY_S = 600.0
 """Upper bound on the retry time that a worker suggests, in seconds."""
 
@@ -302,7 +308,8 @@ class Dispatcher:
 
     def _move(self, session: WorkerSession) -> None:
         """Asks a draining worker to park the next attempts for which there is another worker."""
-        here = [one for one in self._attempts.values() if one.session is session]
+        now = asyncio.get_running_loop().time()
+        here = [one for one in self._attempts.values() if one.session is session and now >= one.stays_until]
         away = sum(one.parked is not None and one.parked.session is session for one in self._attempts.values())
         asked = sum(one.park_asked for one in here)
         for attempt in here:
@@ -322,6 +329,17 @@ class Dispatcher:
         for part in self._split(attempt):
             part.parked = parked
             self._place_or_wait(part, RETRY_S)
+
+    def _end_slow_move(self, attempt: Attempt, number: int) -> None:
+        """Takes an attempt from a worker that was given it MOVE_S ago, if it still has no token from there."""
+        session = attempt.session
+        if attempt.id not in self._attempts or attempt.number != number or attempt.parked is None or session is None:
+            return
+        log.warning("request %s leaves worker %s, which is slow to start it", attempt.request.trace_id, session.id)
+        session.abort(pb.Abort(request=attempt.id, attempt=attempt.number))
+        attempt.detach("slow to start")
+        attempt.refused_by.add(session.id)
+        self._place_or_wait(attempt, RETRY_S)
 
     def _moved(self, attempt: Attempt) -> None:
         """Frees the pages that a draining worker keeps for an attempt, which goes on elsewhere, and moves the next."""
@@ -395,11 +413,13 @@ class Dispatcher:
         submit = attempt.submit(placement, tokens, hashes, deadline_ms)
         if parked is not None and returns:
             submit.resumes.CopyFrom(parked.name)
-            attempt.parked = None
+            attempt.parked, attempt.stays_until = None, now + STAY_S
             self._metrics.moves("returned").inc()
         decode.submit(submit)
         self.decisions.add(attempt.attach(placement, decode, prefill, now))
         self._metrics.placements(placement.route, "yes" if placement.replicates_prefix else "no").inc()
+        if attempt.parked is not None:
+            asyncio.get_running_loop().call_later(MOVE_S, self._end_slow_move, attempt, attempt.number)
         return True
 
     def _check(self, request: RoutedRequest) -> None:

@@ -185,6 +185,36 @@ async def test_when_the_target_dies_before_its_first_token_it_goes_on_where_it_i
     assert d.source.submits[1].resumes == d.name
 
 
+async def test_a_target_that_is_slow_to_start_counts_as_one_that_refused(
+    start: Start, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "MOVE_S", 0.1)
+    d = await start(None)
+    d.source.script = says(REPLY)
+    _drain(d.source)
+    assert await _texts(d.call) == [REPLY]
+    assert d.source.submits[1].resumes == d.name
+    (submit,) = d.target.submits
+    await _holds(lambda: len(d.target.aborts) == 1)
+    assert d.target.aborts == [pb.Abort(request=submit.request, attempt=submit.attempt)]
+
+
+async def test_one_that_came_back_stays_for_a_while(start: Start, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "STAY_S", 0.5)
+    d = await start(_refuses(pb.Refusal.KIND_QUEUE_FULL))
+    _drain(d.source)
+    await _holds(lambda: len(d.source.submits) == 2)
+    returned = asyncio.get_running_loop().time()
+    d.target.script = says(REPLY)
+    while not d.call.done():
+        _drain(d.source)
+        await asyncio.sleep(0.01)
+    assert await _texts(d.call) == [REPLY]
+    assert asyncio.get_running_loop().time() - returned >= 0.4
+    assert len(d.source.parks) == 2
+    assert d.source.parks[1].attempt == d.source.submits[1].attempt
+
+
 async def test_when_the_draining_worker_dies_the_target_goes_on(start: Start, says: Says) -> None:
     opened = asyncio.Event()
 
