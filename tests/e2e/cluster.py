@@ -6,8 +6,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from deploy.listener import SharedListener
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
+from deploy.state import ClusterDir, ClusterState
 from tests.ports import free_port
 
 START_S = 120.0
@@ -149,6 +151,14 @@ class Cluster:
         """Waits until no request is left and every page is free or cached; returns `/cluster`."""
         eventually(self._is_idle, "every page is free or cached")
         return self.state()
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Lets commands find the cluster under the name `default`, as if `cpd up` had started it."""
+        directory = ClusterDir("default")
+        with directory.hold():
+            directory.write(ClusterState("default", 1, self.url, "", TOKEN))
+            yield
 
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
         listener = None if spec.is_worker else SharedListener(*spec.listens_on)

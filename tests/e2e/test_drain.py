@@ -14,10 +14,10 @@ import pytest
 from cpd.common.errors import CPDError
 from cpd.common.process import EXIT_DRAINED
 from deploy.drain import drain
-from deploy.state import ClusterDir, ClusterState
+from deploy.state import ClusterDir
 from models import tiny
 from tests.e2e.client import MODEL, client, complete
-from tests.e2e.cluster import START_S, TOKEN, Cluster, eventually
+from tests.e2e.cluster import START_S, Cluster, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -133,9 +133,7 @@ def test_sigterm_to_the_only_router_cuts_no_stream_and_the_next_one_takes_what_w
 def known(two_routers: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Lets commands find the cluster, as if `cpd up` had started it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    directory = ClusterDir("default")
-    with directory.hold():
-        directory.write(ClusterState("default", 1, two_routers.url, "", TOKEN))
+    with two_routers.known():
         yield
 
 
