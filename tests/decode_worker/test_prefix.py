@@ -218,7 +218,7 @@ class TestWithoutPrefixFetch:
             assert dict(d.here.router.load.prefix_fetches) == {"failed": 1}
             await d.balanced()
 
-    async def test_the_other_worker_drains(self, redis_url: str) -> None:
+    async def test_a_worker_that_drains_still_provides_its_cache(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with duo(redis_url) as d:
             await _hold_in_decoding(d)
@@ -226,7 +226,7 @@ class TestWithoutPrefixFetch:
             answer = await d.submit(request, 1)
             await d.here.router.done(answer)
             assert_right(request, answer)
-            assert answer.prefilled[0] == pb.Prefilled()
+            assert answer.prefilled[0].prefix_worker == d.source.worker.worker.id
             d.source.gate.open()
 
     async def test_a_draining_worker_finishes_fetches_under_way(self, redis_url: str) -> None:
