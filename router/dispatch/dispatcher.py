@@ -373,7 +373,8 @@ class Dispatcher:
         # workers lost while running it get it again only if there are no others
         combined = workers.candidates("combined", longest, exclude=attempt.lost_by | refused_by)
         combined = combined or workers.candidates("combined", longest, exclude=refused_by)
-        returns = not combined and parked is not None  # no other worker takes it: it goes on where it is parked
+        # no other worker takes it: it goes on where it is parked, unless it is a suspect and others are there
+        returns = not combined and parked is not None and parked.session.id not in refused_by
         if parked is not None and returns and parked.session.worker_load is not None:
             combined = [parked.session.worker_load.candidate]
         if not combined:

@@ -142,7 +142,7 @@ async def _hold(
     for worker in candidates:
         await cluster.arm(worker, point, Action.HOLD, k)
     request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=MAX_TOKENS))
-    request.add_done_callback(_retrieve_error)
+    request.add_done_callback(retrieve_error)
     async with asyncio.timeout(DEADLINE_S):
         while not (holding := [worker for worker in candidates if await cluster.triggered(worker)]):
             assert not request.done(), f"the request ended before it was held: {request}"
@@ -155,7 +155,7 @@ async def _hold(
     return request, Handlers(prefill[0], decode[0])
 
 
-def _retrieve_error(request: asyncio.Task[Answer]) -> None:
+def retrieve_error(request: asyncio.Task[Answer]) -> None:
     """Keeps asyncio from logging the error of a request whose cell failed earlier.
 
     That log can break pytest's report in Python 3.11 (gh-106905).

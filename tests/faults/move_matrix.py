@@ -15,7 +15,7 @@ import httpx
 from tests.e2e.client import Answer, client, complete
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import TELL_S, FaultCluster
-from tests.faults.matrix import DEADLINE_S, PROMPT_TOKENS, Fault, Handlers, Subject, inject
+from tests.faults.matrix import DEADLINE_S, PROMPT_TOKENS, Fault, Handlers, Subject, inject, retrieve_error
 from tests.faults.points import Action, Point
 
 COMBINED = ("combined-0", "combined-1")
@@ -84,10 +84,11 @@ async def _hold(
 ) -> tuple[list[int], asyncio.Task[Answer], str, str] | None:
     """Sends a request, and drains its worker. Returns prompt, request, source and target when it is held in the phase.
 
-    Returns None if the request ended before.
+    Returns None if the request ended without being held, for example because the workers' pools were connected already.
     """
     (prompt,) = oracle.prompts([PROMPT_TOKENS], random.randrange(1 << 30))
     request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=OUTPUT_TOKENS))
+    request.add_done_callback(retrieve_error)
     while not (busy := await cluster.busy_workers("combined")):
         assert not request.done(), f"the request ended before its worker reported it: {request}"
     (source,) = busy
@@ -96,11 +97,19 @@ async def _hold(
     holds = source if side is MoveSide.SOURCE else target
     await cluster.arm(holds, point, Action.HOLD, k)
     cluster.processes[source].signal(signal.SIGTERM)
-    while not await cluster.triggered(holds):
+    while not await _triggered(cluster, holds):
         if request.done():
             request.result()
             return None
     return prompt, request, source, target
+
+
+async def _triggered(cluster: FaultCluster, worker: str) -> bool:
+    try:
+        return await cluster.triggered(worker)
+    except OSError:  # its drain is complete
+        await asyncio.sleep(0.05)
+        return False
 
 
 def _check(oracle: Oracle, prompt: list[int], request: asyncio.Task[Answer]) -> str:
