@@ -1,5 +1,11 @@
 """One request of a router: what is still sent for it, and how it ends.
 
+    OPEN ──Park──▶ PARKING ──the engine has let go of it──▶ PARKED (its blocks are pinned)
+     │                │                                         │
+     └────────────────┴─────────────────────────────────────────┴──▶ ENDED
+     last outputs,        aborted                  aborted, because they go on elsewhere, or resumed here
+     aborted, refused                              by a new request
+
 A choice is open until its last output was sent, it was aborted, or the whole request was refused. Nothing is sent for a
 closed choice, so each (request, attempt, choice) gets exactly one last message.
 """
@@ -28,6 +34,9 @@ class RouterRequest:
         ended: Set when no choice is open.
         engine_ids: The names that the engine has, or may get, for it.
         prefix_worker: The worker that its first blocks were fetched from; empty if none.
+        parking: The engine was told to park it, and nothing more is sent for it. Its choices stay open until they are
+            aborted or resumed.
+        pinned: While it is parked, the pins of its pages.
     """
 
     def __init__(self, session: RouterSession, message: pb.Submit, request: Request) -> None:
@@ -39,6 +48,8 @@ class RouterRequest:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine_ids = [request.id]
         self.prefix_worker = ""
+        self.parking = False
+        self.pinned: list[int] = []
         self._open = set(range(request.first_choice, request.first_choice + request.n))
         self._prefilled_sent: set[int] = set()
 
@@ -46,6 +57,11 @@ class RouterRequest:
     def open(self) -> Collection[int]:
         """Choices that the router expects more of."""
         return self._open
+
+    @property
+    def started(self) -> bool:
+        """True if the router has got a token."""
+        return bool(self._prefilled_sent)
 
     def send(self, outputs: Sequence[Output], prefilled: pb.Prefilled | None = None) -> None:
         """Sends new tokens, or the end, of open choices.
@@ -95,6 +111,14 @@ class RouterRequest:
             )
         )
         self.close(self._open)
+
+    def parked(self, pinned: list[int]) -> None:
+        """Tells the router that the request is parked."""
+        self.pinned = pinned
+        _, request, attempt = self.key
+        kind = pb.Refusal.KIND_PARKED
+        message = "this worker drains"
+        self.session.refuse(pb.Refusal(request=request, attempt=attempt, kind=kind, message=message))
 
     def refuse_for(self, error: BaseException) -> None:
         """Ends all open choices because the engine raised `error`."""

@@ -74,6 +74,7 @@ class DecodeService:
         if served := self._prefill_server.outcomes["completed"]:
             load.prefix_fetches["served"] = served
         load.transfer_failures.update(self._coordinator.failures)
+        load.moving = self._context.lifecycle.time_is_over
 
     # ---- from routers ----
 
@@ -84,7 +85,11 @@ class DecodeService:
             log.warning("router %s sent request %d twice", session.router_id, message.request)
             return
         refuse = partial(_refuse, session, message)
-        if self._context.lifecycle.draining.is_set():
+        parked = self._parked_request(session, message) if message.HasField("resumes") else None
+        if message.HasField("resumes") and parked is None:
+            refuse(pb.Refusal.KIND_REROUTE, "the request is not parked here")
+            return
+        if parked is None and self._context.lifecycle.draining.is_set():
             refuse(pb.Refusal.KIND_REROUTE, "this worker drains")
             return
         name = f"request-{next(self._numbers)}"
@@ -97,7 +102,11 @@ class DecodeService:
         self._requests[key] = request
         self._by_engine_id[engine_request.id] = request
         request.ended.add_done_callback(lambda _: self._forget(request))
-        if message.prefill_candidates or message.HasField("prefix_source"):
+        if parked is not None:
+            added = self._context.engine.call(lambda engine: engine.add(engine_request, resumed=True))
+            added.add_done_callback(partial(_refuse_if_failed, request))
+            parked.close(range(message.choice, message.choice + message.n))
+        elif message.prefill_candidates or message.HasField("prefix_source"):
             self._coordinator.start(request, message)
         else:
             added = self._context.engine.call(lambda engine: engine.add(engine_request))
@@ -109,6 +118,20 @@ class DecodeService:
         if request is not None:
             self._abort(request, message.choices or list(request.open))
 
+    def park(self, session: RouterSession, message: pb.Park) -> None:
+        """Parks a request, so that it can continue on another worker."""
+        request = self._requests.get((session.number, message.request, message.attempt))
+        if request is None or request.parking or not self._context.lifecycle.draining.is_set():
+            return
+        if not request.started:
+            request.refuse(pb.Refusal.KIND_REROUTE, "this worker drains")
+            self._abort(request, [])
+            return
+        request.parking = True
+        engine_ids = list(request.engine_ids)
+        parked = self._context.engine.call(lambda engine: _park_all(engine, engine_ids))
+        parked.add_done_callback(partial(self._parked, request))
+
     def session_ended(self, session: RouterSession) -> None:
         """Aborts all requests of `session`."""
         for request in [request for request in self._requests.values() if request.session is session]:
@@ -117,6 +140,10 @@ class DecodeService:
     async def serve_worker(self, stream: IncomingStream) -> None:
         """Serves another worker's prefix fetches."""
         await self._prefill_server.serve(stream)
+
+    def hand_over(self) -> None:
+        """Tells the routers to move this worker's requests, which they do as soon as another worker can take them."""
+        self._context.load_changed()
 
     async def stop(self) -> None:
         """Sends every request back to its router, and ends the prefix fetches of other workers.
@@ -156,10 +183,35 @@ class DecodeService:
         self._context.engine.post(lambda engine: _abort_all(engine, engine_ids, closed))
         self._context.engine.nudge()  # the coordinator may be polling for this request
 
+    def _parked_request(self, session: RouterSession, message: pb.Submit) -> RouterRequest | None:
+        """Returns the parked request with which a Submit goes on, if its choices are still open."""
+        request = self._requests.get((session.number, message.resumes.request, message.resumes.attempt))
+        choices = set(range(message.choice, message.choice + message.n))
+        return request if request is not None and request.parking and choices <= set(request.open) else None
+
+    def _parked(self, request: RouterRequest, parked: "asyncio.Future[list[int] | None]") -> None:
+        if parked.exception() is not None:
+            return  # the engine has failed, and the session ends
+        pages = parked.result()
+        if pages is None:  # it has ended, or is not in the engine yet: its pages are still on their way
+            request.parking = False
+        elif request.ended.done():
+            self._pages.unpin(pages)
+        else:
+            request.parked(pages)
+
     def _forget(self, request: RouterRequest) -> None:
         del self._requests[request.key]
+        if request.pinned:
+            self._pages.unpin(request.pinned)
         for engine_id in request.engine_ids:
             self._by_engine_id.pop(engine_id, None)
+
+
+def _park_all(engine: Engine, engine_ids: Collection[str]) -> list[int] | None:
+    """Parks a request under all its names. Returns the pins; None if the engine knows none of the names."""
+    parked = [pages for engine_id in engine_ids if (pages := engine.park(engine_id)) is not None]
+    return [page for pages in parked for page in pages] if parked else None
 
 
 def _abort_all(engine: Engine, engine_ids: Collection[str], choices: Collection[int]) -> None:

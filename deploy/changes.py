@@ -13,6 +13,7 @@ from typing import Any
 
 from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.membership import Member
+from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
 from deploy.cluster import Cluster, Tell
 from deploy.endpoint import has_workers
@@ -125,6 +126,7 @@ class Changes:
                 "all simulated workers run in one process: their number can't change while it runs; start the cluster"
                 " again with other --combined and --prefill"
             )
+        self._forget_drained()
         new: list[ProcessSpec] = []
         leaving: list[str] = []
         for kind, count in wanted.items():
@@ -159,6 +161,8 @@ class Changes:
             raise ConfigError(
                 f"`cpd up` has started no {', '.join(unknown)}; it has started {', '.join(sorted(specs))}"
             )
+        self._forget_drained(keep=arguments["names"])
+        specs = {spec.name: spec for spec in self._cluster.specs}
         before, self._plan = self._plan, self._changed(tell)
         chosen = [spec for name, spec in specs.items() if name in arguments["names"] or not arguments["names"]]
         try:
@@ -290,6 +294,13 @@ class Changes:
         settings = self._plan.settings
         if workers and settings.device == "cpu" and not settings.ray_address and not settings.simulate:
             check_model(Path(settings.model), settings.model_copy(update={"combined": workers, "prefill": 0}))
+
+    def _forget_drained(self, keep: Collection[str] = ()) -> None:
+        """Removes the processes that `cpd drain` has ended, but for those to `keep`."""
+        for spec in self._cluster.specs:
+            state = self._cluster.state(spec.name)
+            if state and state.pid is None and state.exit_code == EXIT_DRAINED and spec.name not in keep:
+                self._cluster.stop(spec.name)
 
     def _indices(self, kind: Kind) -> list[int]:
         return sorted(_index(spec) for spec in self._cluster.specs if spec.kind == kind)

@@ -1,7 +1,7 @@
 """One supervised child process: restarted when it dies, ended with its supervisor.
 
     starting ──▶ running ──▶ (died) waiting ──▶ running …
-                    └─ stop(), superseded ────▶ stopped
+                    └─ stop(), superseded, drained ──▶ stopped
 
 The child's standard input is a pipe that closes when this process ends (`cpd.common.process`); its log comes from its
 standard error. One thread owns the child and runs on the child's cores, so that the child inherits them.
@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpd.common.errors import CPDError
-from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.process import AGAIN_S, EXIT_DRAINED, EXIT_SUPERSEDED
+from deploy.listener import SharedListener
+from router.listener import LISTENER_FD
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +60,15 @@ class ProcessState:
 
 
 class Supervised:
-    """Keeps one command running from construction until `stop`, or until a newer process has taken the child's id.
+    """Keeps one command running from construction until `stop`, or until the child was drained on request or a newer
+    process has taken its id.
 
     Args:
         command: Returns program and arguments. Called before each start, on the thread that owns the child; a CPDError
             counts as a failed start.
         environment: The child's whole environment.
         cores: CPUs that the child may use; empty: all.
+        listener: Socket that the child, a router, listens on. This closes it when the child is not started again.
     """
 
     def __init__(
@@ -73,10 +77,12 @@ class Supervised:
         command: Callable[[], Sequence[str]],
         environment: Mapping[str, str],
         cores: frozenset[int] = frozenset(),
+        listener: SharedListener | None = None,
     ) -> None:
         self.name = name
         self._command = command
         self._environment = {**environment, "CPD_SUPERVISED": "1"}
+        self._listener = listener
         self._lock = threading.Lock()  # guards everything below
         self._cores = cores
         self._child: subprocess.Popen[str] | None = None
@@ -126,9 +132,13 @@ class Supervised:
         self._thread.join()
 
     def stop(self) -> None:
-        """Ends the child, by force after STOP_S, and returns when it is gone. Idempotent."""
+        """Ends the child, by force after STOP_S, and returns when it is gone. Idempotent.
+
+        It does not drain: a second SIGTERM follows the first one.
+        """
         self._stopping.set()
-        for end, wait_s in ((subprocess.Popen.terminate, STOP_S), (subprocess.Popen.kill, None)):
+        terminate, kill = subprocess.Popen.terminate, subprocess.Popen.kill
+        for end, wait_s in ((terminate, AGAIN_S), (terminate, STOP_S), (kill, None)):
             with self._lock:
                 child = self._child
             if child:
@@ -144,14 +154,22 @@ class Supervised:
             self._run_once()
             lived_s = time.monotonic() - started
             delay_s = 0.0 if lived_s > STEADY_S else min(max(FIRST_DELAY_S, 2 * delay_s), LONGEST_DELAY_S)
+        if self._listener:
+            self._listener.close()
 
     def _run_once(self) -> None:
         """Starts the child and returns when it has ended."""
         try:
             command = list(self._command())
+            environment = self._environment
+            passed: tuple[int, ...] = ()
+            if self._listener:
+                passed = (self._listener.fileno(),)
+                environment = {**environment, LISTENER_FD: str(passed[0])}
             child = subprocess.Popen(
                 command,
-                env=self._environment,
+                env=environment,
+                pass_fds=passed,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -191,6 +209,9 @@ class Supervised:
     def _ended(self, code: int | None, error: str | None) -> None:
         if code == EXIT_SUPERSEDED:
             error = "a newer process has its id; its last log line names it"
+            self._stopping.set()
+        if code == EXIT_DRAINED:
+            error = "it was drained on request"
             self._stopping.set()
         with self._lock:
             self._child, self._exit_code, self._error = None, code, error

@@ -54,6 +54,13 @@ class ProcessSpec:
         """True if it runs workers, which need cores or a GPU."""
         return self.kind != "router"
 
+    @property
+    def listens_on(self) -> tuple[str, str, int]:
+        """Cluster, host and port of a router."""
+        fields = AllRoutersSettings.model_fields
+        cluster, host, port = (self.flags.get(name, fields[name].default) for name in ("cluster", "host", "port"))
+        return cluster, host, int(port)
+
     def has_leases(self, pid: int | None, leases: Mapping[str, int]) -> bool:
         """True if the process `pid` holds all its leases (process id by member)."""
         return pid is not None and all(leases.get(member) == pid for member in self.members)

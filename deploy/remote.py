@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -71,7 +71,13 @@ def status(cluster: str, as_json: bool) -> None:
         CPDError: No cluster of this name is running, or its router does not answer.
     """
     state = running_cluster(cluster)
-    answer = read_cluster(state.url, state.admin_key)
+    drained = ClusterDir(cluster).drained()
+    try:
+        answer = read_cluster(state.url, state.admin_key)
+    except CPDError as error:
+        if drained:
+            raise CPDError(f"{error}. `cpd drain` has ended {', '.join(drained)}") from None
+        raise
     if as_json:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
         return
@@ -81,7 +87,7 @@ def status(cluster: str, as_json: bool) -> None:
         console.print(NOTICE)
     for line in devices(answer):
         console.print(line, style="dim", markup=False, highlight=False)
-    console.print(cluster_table(answer))
+    console.print(cluster_table(answer, drained))
     if not answer["redis"]["ok"]:
         console.print(f"Redis does not answer: {answer['redis']['error']}", markup=False)
 
@@ -106,8 +112,8 @@ def devices(answer: dict[str, Any]) -> list[str]:
     return [f"{count} x {kind}" for kind, count in kinds.most_common()]
 
 
-def cluster_table(answer: dict[str, Any]) -> Table:
-    """Returns a table of the workers in a `/cluster` answer."""
+def cluster_table(answer: dict[str, Any], drained: Sequence[str] = ()) -> Table:
+    """Returns a table of the workers in a `/cluster` answer, and of processes that were drained and have ended."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("state", overflow="fold")
@@ -123,4 +129,7 @@ def cluster_table(answer: dict[str, Any]) -> Table:
             cells = [load["running"], load["waiting"], load["waiting_tokens"], pages["free"], pages["cached"]]
             cells += [pages["used"], pages["reserved"] + pages["quarantined"]]
         table.add_row(worker["id"], Text(state), *(f"{cell:,}" for cell in cells))
+    for name in drained:
+        if all(one["id"] != name for one in (*answer["workers"], *answer["routers"])):
+            table.add_row(name, Text("drained"))
     return table

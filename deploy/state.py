@@ -2,6 +2,7 @@
 
     <root>/<cluster>/lock        held (flock) by the running `cpd up`, and so released when it dies
     <root>/<cluster>/state.json  `ClusterState`
+    <root>/<cluster>/drained     names of processes that `cpd drain` has ended, one a line
     <root>/<cluster>/redis.sock  socket of the embedded Redis
     <root>/<cluster>/secret      the cluster's secret, unless --secret-file names another file
     <root>/<cluster>/control.sock  `deploy/control.py`
@@ -115,6 +116,18 @@ class ClusterDir:
         file.touch(mode=0o600)
         file.write_text(secrets.token_urlsafe(32))
         return file
+
+    def add_drained(self, name: str) -> None:
+        """Notes that `cpd drain` has ended this process."""
+        with contextlib.suppress(FileNotFoundError), (self.path / "drained").open("a") as file:  # the cluster has ended
+            file.write(f"{name}\n")
+
+    def drained(self) -> list[str]:
+        """Names of the processes that `cpd drain` has ended; some may have been started again."""
+        try:
+            return list(dict.fromkeys((self.path / "drained").read_text().split()))
+        except FileNotFoundError:
+            return []
 
     def write(self, state: ClusterState) -> None:
         """Writes the description; only for the holder."""

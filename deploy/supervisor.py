@@ -14,6 +14,7 @@ from typing import Any
 from cpd.common.errors import ConfigError
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import WILDCARDS
+from deploy.listener import SharedListener
 from deploy.model import resolve_model
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec
@@ -62,6 +63,7 @@ class Supervisor:
             command,
             environment,
             CoreShare(**cores).cores() if cores else frozenset(),
+            None if process.is_worker else SharedListener(*process.listens_on),
         )
 
     def state(self, from_line: int, cores: Mapping[str, int] | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from cpd.common.errors import ConfigError, CPDError
 from cpd.common.membership import Member, members
+from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import ClusterSecret, cluster_secret
 from cpd.performance.model import Profile
@@ -298,6 +299,7 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
         CPDError: Ray has ended, and with it all processes.
     """
     starts: dict[str, int] = {}
+    drained: set[str] = set()
     warned = False
     while True:
         states = cluster.states()
@@ -307,6 +309,9 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
             if state is None:
                 continue
             output.show(name, state.lines)
+            if state.exit_code == EXIT_DRAINED and name not in drained:
+                output.say(f"{name} was drained and has ended")
+                drained.add(name)
             if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[name] = state.starts

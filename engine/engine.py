@@ -32,6 +32,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.plan import BuildBatch, Plan, build_batch
 from engine.scheduling.queue_limit import QueueLimit
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SequenceState
 from engine.trace import StepTimes, StepTrace
 from engine.types import CacheEvent, EngineStats, HostStats, Request, StepOutput
 
@@ -101,17 +102,23 @@ class Engine:
         self._pins: Counter[int] = Counter()
         self._idle_at = -1  # the version at which there was nothing to compute
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, resumed: bool = False) -> None:
         """Puts a request in the waiting queue.
+
+        Args:
+            resumed: The request goes on after `park`: before all that were never scheduled, and without a queue limit.
 
         Raises:
             QueueFullError: The waiting queue is full (see `engine/scheduling/queue_limit.py`).
             ValueError: The request can never be served here.
         """
         self.outputs.check(request)
+        choices = list(range(request.first_choice, request.first_choice + request.n))
+        if resumed:
+            self.scheduler.resume(self.outputs.open(request, choices))
+            return
         limit = self.scheduler.waiting.limit
         limit.check(request.tenant, len(request.token_ids), self._max_queue_tokens, request.received)
-        choices = list(range(request.first_choice, request.first_choice + request.n))
         self.scheduler.add(self.outputs.open(request, choices))
 
     def abort(self, request_id: str, choices: Sequence[int] | None = None) -> None:
@@ -120,6 +127,29 @@ class Engine:
         The caller cancels the request's reservation, if it has one.
         """
         self.outputs.end_choices(request_id, choices)
+
+    def park(self, request_id: str) -> list[int] | None:
+        """Ends a request, and pins the cached blocks of its sequences. Tokens in flight are dropped.
+
+        Blocks of preempted sequences are pinned only if running sequences can't need their pages.
+
+        Returns:
+            The pages for `unpin`; None if there is no such request.
+        """
+        seqs = self.outputs.seqs_of(request_id)
+        if not seqs:
+            return None
+        pages: list[int] = []
+        for seq in seqs:
+            if seq.state is SequenceState.RUNNING:  # it holds these pages
+                found = self._pool.find(seq.hashes)
+                self.pin(found)
+                pages += found
+        hashes = [seq.hashes for seq in seqs if seq.state is not SequenceState.RUNNING]
+        self.abort(request_id)
+        for chain in hashes:
+            pages += self.pin_cached(chain)
+        return pages
 
     @property
     def version(self) -> int:

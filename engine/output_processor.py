@@ -45,6 +45,10 @@ class OutputProcessor:
         """The sequences of all requests."""
         return [seq for seqs in self._seqs.values() for seq in seqs]
 
+    def seqs_of(self, request_id: str) -> list[Sequence]:
+        """The sequences of one request; none if it is unknown."""
+        return list(self._seqs.get(request_id, ()))
+
     def awaiting_first_token(self) -> list[int]:
         """The `Request.number` of the newest requests without a token, newest first."""
         newest = islice(reversed(self._seqs.values()), MAX_AWAITING)

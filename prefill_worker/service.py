@@ -110,12 +110,21 @@ class PrefillService:
     def abort(self, session: RouterSession, message: pb.Abort) -> None:
         """Does nothing: every request was refused."""
 
+    def park(self, session: RouterSession, message: pb.Park) -> None:
+        """Does nothing: every request was refused."""
+
     def session_ended(self, session: RouterSession) -> None:
         """Does nothing: jobs do not belong to sessions."""
 
     async def serve_worker(self, stream: IncomingStream) -> None:
         """Computes prompts for a decode worker."""
         await self._server.serve(stream)
+
+    def hand_over(self) -> None:
+        """Ends the jobs that are not granted yet: their decode workers try the next prefill worker."""
+        for job in list(self._jobs.values()):
+            if job.state in (PrefillJobState.CONNECTING, PrefillJobState.QUEUED):
+                job.stop("this worker drains")
 
     async def stop(self) -> None:
         """Ends every job and waits until nothing is in flight."""

@@ -9,11 +9,13 @@ import sys
 import typer
 import uvloop
 
+from cpd.common.lifecycle import Lifecycle, on_stop_signals
 from cpd.common.logs import setup_logging
 from cpd.common.options import command
 from cpd.common.process import collect_garbage_rarely, end_with_supervisor, switch_threads_often
 from cpd.common.settings import RouterSettings
-from router.server import listen, serve
+from router.listener import inherited, listen
+from router.server import serve
 
 
 def run(settings: RouterSettings) -> None:
@@ -29,13 +31,12 @@ def run(settings: RouterSettings) -> None:
 
 
 async def _until_signalled(settings: RouterSettings, router_id: str) -> int:
-    stop, reread = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, reread.set)
-    with listen(settings.host, settings.port) as listener:
-        return await serve(settings, router_id, listener, stop, reread)
+    lifecycle, reread = Lifecycle(settings.drain_s), asyncio.Event()
+    on_stop_signals(lifecycle)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread.set)
+    passed = inherited()
+    with passed or listen(settings.host, settings.port) as listener:
+        return await serve(settings, router_id, listener, lifecycle, reread, others_accept=passed is not None)
 
 
 def main() -> None:

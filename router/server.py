@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from starlette.types import ASGIApp
 
 from cpd.common.errors import ConfigError
+from cpd.common.lifecycle import Lifecycle
 from cpd.common.membership import Member, lease
 from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
@@ -27,11 +28,12 @@ from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
 from router.api.client_limit import ClientLimit
 from router.api.completions import CompletionService
-from router.api.connection import Connection
+from router.api.connection import Connection, ConnectionsState
 from router.api.key_file import KeyFile
 from router.api.sampling import default_sampling
 from router.api.tenants import Keys, Limits
 from router.dispatch.workers import Workers
+from router.listener import listen
 from router.operations.peer_routers import PeerRouters
 from router.operations.summary import summarize
 from router.operations.worker_metrics import WorkerMetrics
@@ -44,7 +46,20 @@ PEERS_POLL_S = 0.1
 """Interval at which a router that is not ready asks whether a peer serves the port, in seconds."""
 
 GRACE_S = 1.0
-"""Time for running responses to end after the router was told to stop, in seconds; then they fail."""
+"""Time for running responses to end after the router was told to stop at once, in seconds; then they fail."""
+
+READY_S = 10.0
+"""Time that a router has to become ready before it accepts connections that could also wait, in seconds."""
+
+ACCEPT_S = 10.0
+"""Time for which a router that drains accepts connections if no other router can take them, in seconds."""
+
+QUIET_S = 2.0
+"""A router that drains has nothing left to do once it runs no request, and none came for this long, in seconds. A load
+balancer notices meanwhile that it is not ready, and clients learn that their connections are closed."""
+
+DRAIN_POLL_S = 0.05
+"""Interval at which a router that drains looks whether something runs, in seconds."""
 
 KEEP_ALIVE_S = 620
 """Time for which an idle connection stays open, in seconds: longer than load balancers keep theirs (Google's 600 s), so
@@ -54,47 +69,28 @@ SHUTDOWN_S = 2
 """Time after which connections are cut once the server has stopped listening, in seconds."""
 
 
-def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
-    """Opens a socket to listen on.
-
-    Several routers can have a `shared` socket for the same address: the kernel spreads connections over them.
-
-    Raises:
-        ConfigError: The address can't be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"can't listen on {host}: {error.strerror or error}") from None
-    try:
-        for option in (socket.SO_REUSEADDR, socket.SO_KEEPALIVE):
-            listener.setsockopt(socket.SOL_SOCKET, option, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-        # inherited by accepted connections: a dead client machine is noticed within a minute
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-            listener.setsockopt(socket.IPPROTO_TCP, option, value)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from None
-    return listener
-
-
 async def serve(
     settings: RouterSettings,
     router_id: str,
     listener: socket.socket,
-    stop: asyncio.Event,
+    lifecycle: Lifecycle,
     reread: asyncio.Event | None = None,
+    *,
+    others_accept: bool = False,
 ) -> int:
-    """Serves HTTP on `listener` until `stop` is set; running responses then have GRACE_S to end.
+    """Serves HTTP on `listener` until the life cycle ends.
+
+    While it drains it is not ready, but goes on serving until nobody sends any more; each response closes its
+    connection. It accepts connections for ACCEPT_S more; none if `others_accept` and a ready router does. When the time
+    of the drain is over, or it is stopped, running responses have GRACE_S to end.
+
+    This router accepts no connections while it is not ready and a peer serves the same port. With `others_accept` it
+    gives itself READY_S to become ready: connections can wait. It stops by itself when a newer router has taken its id.
 
     The key file is read again when it changes, and when `reread` is set.
 
-    This router accepts no connections while it is not ready and a peer serves the same port. It stops by itself when a
-    newer router has taken its id.
+    Args:
+        others_accept: Whether other routers of this machine accept from the same socket, and the next process does.
 
     Returns:
         The process's exit code.
@@ -125,26 +121,30 @@ async def serve(
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
     tls = server_context(settings.tls_cert, settings.tls_key)
-    server = _server(create_app(service, keys, hosts, clients, peers), clients, tls)
+    server = _server(create_app(service, keys, hosts, clients, peers, lifecycle), clients, tls)
     unlimited = ClientLimit(0)
-    admin = _server(create_app(service, keys, hosts, unlimited, None), unlimited)
+    admin = _server(create_app(service, keys, hosts, unlimited, None, lifecycle), unlimited)
     ended = asyncio.Event()
-    exit_code = 0
 
     def superseded() -> None:
-        nonlocal exit_code
-        exit_code = EXIT_SUPERSEDED
-        stop.set()
+        lifecycle.stop("a newer process has its id", EXIT_SUPERSEDED)
 
     async def serve_public(member: Member) -> None:
         await workers.polled.wait()
-        while not (stop.is_set() or workers.ready) and await peers.serve_at(member):  # noqa: ASYNC110 - nothing tells
+        waits_until = asyncio.get_running_loop().time() + (READY_S if others_accept else 0)
+        while not (lifecycle.draining.is_set() or workers.ready):
+            if asyncio.get_running_loop().time() >= waits_until and not await peers.serve_at(member):
+                break
             await asyncio.sleep(PEERS_POLL_S)
-        if not stop.is_set():
+        if not lifecycle.draining.is_set():
             await server.serve(sockets=[listener])
 
-    async def end() -> None:
-        await stop.wait()
+    async def end(member: Member) -> None:
+        await lifecycle.draining.wait()
+        if others_accept and await peers.serve_at(member):
+            server.stop_accepting()
+        await server.drained(lifecycle)
+        lifecycle.stop("drained")
         server.should_exit = True
         await asyncio.sleep(GRACE_S)
         service.dispatcher.close()
@@ -166,7 +166,7 @@ async def serve(
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
             group.create_task(summarize(metrics.activity, workers, ended))
             group.create_task(admin.serve(sockets=[admin_listener]))
-            helpers = [group.create_task(end())]
+            helpers = [group.create_task(end(member))]
             if key_file is not None:
                 helpers.append(group.create_task(key_file.follow(keys, reread or asyncio.Event())))
             await serve_public(member)
@@ -174,7 +174,7 @@ async def serve(
             ended.set()
             for helper in helpers:
                 helper.cancel()
-    return exit_code
+    return lifecycle.exit_code
 
 
 def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
@@ -220,6 +220,39 @@ def _server(app: ASGIApp, clients: ClientLimit, tls: ssl.SSLContext | None = Non
 
 class _Server(uvicorn.Server):
     """Leaves signals to the process: uvicorn would raise them again before everything has ended."""
+
+    server_state: ConnectionsState
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = ConnectionsState()
+
+    def stop_accepting(self) -> None:
+        """Closes the socket that it listens on; connections go on."""
+        if self.started:
+            for server in self.servers:
+                server.close()
+
+    async def drained(self, lifecycle: Lifecycle) -> None:
+        """Returns when no request runs and no POST came for QUIET_S, or when the drain's time is over.
+
+        Meanwhile each response closes its connection, and after ACCEPT_S no more are accepted.
+        """
+        loop = asyncio.get_running_loop()
+        posts, began = self.server_state.posts, loop.time()
+        quiet_since = began
+        while not (lifecycle.stopping.is_set() or lifecycle.time_is_over):
+            if loop.time() - began >= ACCEPT_S:
+                self.stop_accepting()
+            connections = cast(set[Connection], self.server_state.connections)
+            for connection in connections:
+                connection.close_after_response()
+            if self.server_state.tasks or self.server_state.posts != posts:
+                posts, quiet_since = self.server_state.posts, loop.time()
+            if loop.time() - quiet_since >= QUIET_S:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(lifecycle.stopping.wait(), DRAIN_POLL_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Many workers in one process and one event loop, each with its own engine, gRPC port and lease.
 
 Only the devices and the network between them are simulated. Routers can't tell these workers from real ones. A worker
-that ends (because it was drained, or its engine failed) is restarted, as by a supervisor.
+that ends by itself (its engine failed) is restarted, as by a supervisor; one that was drained is not.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.lifecycle import on_stop_signals
+from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
 from cpd.common.settings import Role, SimulatedSettings, WorkerSettings
 from cpd.performance.model import PerfModel, Profile
 from decode_worker.service import DecodeService
@@ -23,7 +24,6 @@ from sim.device.runner import VirtualTime, chooser
 from simulated_workers.engine import Load, make_loader, page_bytes_of
 from simulated_workers.inline import InlineEngine
 from simulated_workers.simulation import INSTANT, SIMULATED
-from worker.process import on_stop_signals
 from worker.service import MakeService
 from worker.worker import Worker
 
@@ -46,7 +46,7 @@ async def serve(settings: SimulatedSettings) -> int:
     network = LocalNetwork(SIMULATED, _pages_ms(profile, page_bytes_of(profile, config)))
     choose = chooser(config.vocab_size) if settings.simulate == INSTANT else None
     host = Host(make_loader(profile, config), network, choose)
-    on_stop_signals(host.stop)
+    on_stop_signals(host)
     shared = {
         name: getattr(settings, name) for name in SimulatedSettings.model_fields.keys() & WorkerSettings.model_fields
     }
@@ -58,7 +58,9 @@ async def serve(settings: SimulatedSettings) -> int:
             for index in range(count)
         )
     )
-    return max(exit_codes)
+    if EXIT_SUPERSEDED in exit_codes:
+        return EXIT_SUPERSEDED
+    return EXIT_DRAINED if all(code == EXIT_DRAINED for code in exit_codes) else 0
 
 
 class Host:
@@ -77,6 +79,12 @@ class Host:
         self._workers: set[Worker] = set()
         self._stopping = asyncio.Event()
 
+    def terminate(self, reason: str) -> None:
+        """Drains all workers; ends them if they drain already."""
+        self._stopping.set()
+        for worker in self._workers:
+            worker.lifecycle.terminate(reason)
+
     def stop(self, reason: str) -> None:
         """Ends all workers."""
         self._stopping.set()
@@ -86,10 +94,11 @@ class Host:
     async def run(self, settings: WorkerSettings, role: Role) -> int:
         """Runs one worker, restarting it when it ends, until `stop` is called.
 
-        A worker whose id a newer process has taken is not restarted: all workers of this process end.
+        A worker that was drained on request is not restarted, nor is one whose id a newer process has taken: then all
+        workers of this process end.
 
         Returns:
-            EXIT_SUPERSEDED for that worker, 0 for the others.
+            EXIT_DRAINED or EXIT_SUPERSEDED for these workers, 0 for the others.
 
         Raises:
             CPDError: The worker can't start.
@@ -111,6 +120,8 @@ class Host:
                 self._workers.remove(worker)
             if exit_code == EXIT_SUPERSEDED:
                 self.stop(f"a newer process has the id {worker.id}")
+                return exit_code
+            if exit_code == EXIT_DRAINED:
                 return exit_code
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), RESTART_S)

@@ -7,11 +7,12 @@ from typing import Any
 
 import grpc
 
+from cpd.common.lifecycle import MAX_DRAIN_S, Lifecycle
+from cpd.common.process import EXIT_DRAINED
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.inflight import LaneKind
 from worker.async_engine import AsyncEngine
-from worker.context import Lifecycle
 
 _LANES: Mapping[LaneKind, pb.Lane.ValueType] = {
     "full": pb.LANE_FULL,
@@ -33,7 +34,8 @@ class AdminServicer(rpc.AdminServicer):
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DrainReply:
         """Starts to drain the worker."""
-        self._lifecycle.drain("asked to")
+        timeout_s = min(request.timeout_s, MAX_DRAIN_S) if request.HasField("timeout_s") else None
+        self._lifecycle.drain("asked to", EXIT_DRAINED, timeout_s)
         return pb.DrainReply()
 
     async def Trace(  # noqa: N802

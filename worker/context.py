@@ -1,67 +1,20 @@
-"""Shared by the parts of one worker process: its life cycle, its engine and its connections.
+"""Shared by the parts of one worker process: its life cycle, its engine and its connections."""
 
-Life cycle:
-    READY ──drain()──▶ DRAINING ──nothing left to do──▶ STOPPING
-      └───────────────────stop()──────────────────────────▲
-"""
-
-import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import WorkerSettings
 from cpd.performance.colocation import Colocation
 from cpd.performance.model import Profile
-from cpd.rpc import cpd_pb2 as pb
 from engine.engine import Engine
 from kvtransfer.base import PoolMemory, Transport
 from worker.async_engine import AsyncEngine
 from worker.prefill_client import PrefillClient
 from worker.wire_format import Limits
 
-log = logging.getLogger(__name__)
-
 EXIT_RESTART = 75
 """Exit code of a worker that must be restarted."""
-
-
-class Lifecycle:
-    """A worker's state and exit code.
-
-    Args:
-        on_change: Called when the state changed.
-
-    Attributes:
-        failed: The worker was not told to stop: its engine or a thread failed, or the engine hangs.
-    """
-
-    def __init__(self, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
-        self.failed = False
-        self.state: pb.State.ValueType = pb.STATE_READY
-        self.draining = asyncio.Event()
-        self.stopping = asyncio.Event()
-        self.exit_code = 0
-
-    def drain(self, reason: str, exit_code: int = 0) -> None:
-        """Accepts no new requests, and stops when the running ones are done."""
-        if not self.draining.is_set():
-            log.info("draining: %s", reason)
-            self.exit_code = exit_code
-            self.state = pb.STATE_DRAINING
-            self.draining.set()
-            self._on_change()
-
-    def stop(self, reason: str, exit_code: int | None = None) -> None:
-        """Ends the worker now. `exit_code` says that it failed; without one, a drain under way keeps its own."""
-        if not self.stopping.is_set():
-            log.info("stopping: %s", reason)
-            if exit_code is not None:
-                self.exit_code, self.failed = exit_code, True
-            self.state = pb.STATE_DRAINING
-            self.draining.set()
-            self.stopping.set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,8 @@ class PrefillServer:
 
     def _accept(self, start: pb.PrefillStart, send: Send) -> ServedPrefill:
         context = self._context
-        if context.lifecycle.draining.is_set():
+        # requests that move away from this worker fetch their blocks from it
+        if context.lifecycle.draining.is_set() and not start.cache_only:
             raise InvalidRequestError("this worker drains")
         if start.fingerprint != context.fingerprint:
             raise InvalidRequestError(

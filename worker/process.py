@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 import uvloop
 
+from cpd.common.lifecycle import on_stop_signals
 from cpd.common.logs import setup_logging
 from cpd.common.process import collect_garbage_rarely, end_with_supervisor, switch_threads_often
 from cpd.common.settings import Role, SharedSettings, WorkerSettings
@@ -31,7 +31,7 @@ def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None
 
     async def serve() -> int:
         worker = Worker(settings, role, make_service, build_engine=lambda settings: load_engine(settings, role))
-        on_stop_signals(worker.lifecycle.stop)
+        on_stop_signals(worker.lifecycle)
         on_failed_threads(worker.lifecycle.stop)
         return await worker.run()
 
@@ -52,13 +52,6 @@ def run_process(name: str, settings: SharedSettings, serve: Callable[[], Corouti
     logging.shutdown()
     # The engine thread may still run a step: an orderly interpreter shutdown could crash it.
     os._exit(code)
-
-
-def on_stop_signals(stop: Callable[[str], None]) -> None:
-    """Calls `stop` with the reason, on the running loop, at SIGTERM or SIGINT."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, f"got {number.name}")
 
 
 def on_failed_threads(stop: Callable[[str, int], None]) -> None:

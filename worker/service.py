@@ -31,6 +31,9 @@ class Service(RequestHandler, Protocol):
     async def serve_worker(self, stream: IncomingStream) -> None:
         """Serves another worker's stream of prefill requests."""
 
+    def hand_over(self) -> None:
+        """Gives what still runs to other workers, because the time of a drain is over. Called again and again."""
+
     async def stop(self) -> None:
         """Ends every request in order; returns when nothing more will be sent. It has about a second."""
 

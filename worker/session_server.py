@@ -48,6 +48,8 @@ class RequestHandler(Protocol):
 
     def abort(self, session: RouterSession, message: pb.Abort) -> None: ...
 
+    def park(self, session: RouterSession, message: pb.Park) -> None: ...
+
     def session_ended(self, session: RouterSession) -> None:
         """Aborts all requests of `session`; nothing can be sent to it any more."""
 
@@ -181,6 +183,8 @@ class SessionServer:
                         self._handler.submit(session, message.submit)
                     case "abort":
                         self._handler.abort(session, message.abort)
+                    case "park":
+                        self._handler.park(session, message.park)
                     case None:
                         unknown.ignore()
                     case other:

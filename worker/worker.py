@@ -29,6 +29,7 @@ from redis.backoff import NoBackoff
 import kvtransfer
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import ConfigError
+from cpd.common.lifecycle import Lifecycle
 from cpd.common.membership import Member, lease
 from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
@@ -43,7 +44,7 @@ from engine.types import EngineStats
 from kvtransfer.base import PoolMemory, Transport
 from worker.admin import AdminServicer
 from worker.async_engine import AsyncEngine, EngineThread, Update
-from worker.context import EXIT_RESTART, Lifecycle, LoadedEngine, WorkerContext
+from worker.context import EXIT_RESTART, LoadedEngine, WorkerContext
 from worker.grpc_options import SERVER_OPTIONS, AdminKeyInterceptor
 from worker.load_report import LoadReporter, load_from_stats
 from worker.prefill_client import PrefillClient
@@ -104,7 +105,7 @@ class Worker:
         self._model_digest = b""
         self.id = settings.worker_id or f"{role}-{secrets.token_hex(4)}"
         self.address = self.session_address = ""
-        self.lifecycle = Lifecycle(self._load_changed)
+        self.lifecycle = Lifecycle(settings.drain_s, self._load_changed)
         self._stats = EngineStats.empty()
         self._reporter: LoadReporter | None = None
         self._down = contextlib.AsyncExitStack()
@@ -119,15 +120,15 @@ class Worker:
             CPDError: The worker can't start.
         """
         async with self._down:
-            stopping = asyncio.create_task(self.lifecycle.stopping.wait())
+            draining = asyncio.create_task(self.lifecycle.draining.wait())
             start = asyncio.create_task(self._start())
-            await asyncio.wait([start, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([start, draining], return_when=asyncio.FIRST_COMPLETED)
             if start.done():
                 start.result()
                 await self._serve()
-            for task in (start, stopping):
+            for task in (start, draining):
                 task.cancel()
-            await asyncio.gather(start, stopping, return_exceptions=True)
+            await asyncio.gather(start, draining, return_exceptions=True)
         return self.lifecycle.exit_code
 
     # ---- start: each part pushes its close on the stack ----
@@ -241,9 +242,15 @@ class Worker:
         await self.lifecycle.draining.wait()
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         while not self.lifecycle.stopping.is_set() and self._service.busy:
+            if self.lifecycle.time_is_over:
+                self._service.hand_over()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.lifecycle.stopping.wait(), DRAIN_POLL_S)
         self.lifecycle.stop("drained")
+
+    @property
+    def _state(self) -> pb.State.ValueType:
+        return pb.STATE_DRAINING if self.lifecycle.draining.is_set() else pb.STATE_READY
 
     def _take_stats(self, update: Update) -> None:
         if update.stats is not None:
@@ -255,7 +262,7 @@ class Worker:
             self._reporter.changed()
 
     def _current_load(self) -> pb.Load:
-        load = load_from_stats(self._stats, self.lifecycle.state)
+        load = load_from_stats(self._stats, self._state)
         self._service.add_load(load)
         return load
 
@@ -264,7 +271,7 @@ class Worker:
         return pb.Hello(
             worker_id=self.id,
             role=pb.ROLE_PREFILL if self._role == "prefill" else pb.ROLE_COMBINED,
-            state=self.lifecycle.state,
+            state=self._state,
             fingerprint=self._loaded.fingerprint,
             model_digest=self._model_digest,
             epoch=self._transport.epoch,

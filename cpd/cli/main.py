@@ -8,6 +8,7 @@ from bench.app import app as bench_app
 from cpd.cli.profile import app as profile_app
 from cpd.cli.transfer import bench_transfer
 from cpd.common.errors import ConfigError
+from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.options import clean_exit, command
 from cpd.common.settings import ClusterSettings
 from kvtransfer.bench.settings import TransferBenchSettings
@@ -95,6 +96,28 @@ def trace(
 
     with clean_exit():
         write_trace(cluster, worker, seconds, chrome)
+
+
+@app.command()
+def drain(
+    name: Annotated[str, typer.Argument(help="Name of the worker or router, as `cpd status` shows it.")],
+    cluster: ClusterName = "default",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            min=0,
+            max=MAX_DRAIN_S,
+            help="Time for running requests to end by themselves, in seconds. Then a worker's move to another worker, "
+            "and a router's fail. Default: its --drain-s.",
+        ),
+    ] = None,
+) -> None:
+    """End a worker or router without losing a request; it is not started again."""
+    from deploy.drain import drain as drain_process
+
+    with clean_exit():
+        drain_process(cluster, name, timeout)
 
 
 @app.command()

@@ -13,6 +13,12 @@ GRACE_S = 5.0
 EXIT_SUPERSEDED = 76
 """Exit code of a process whose id a newer process has taken. Restarting it would end that one in turn."""
 
+EXIT_DRAINED = 77
+"""Exit code of a process that was drained with `cpd drain`, and so is not started again."""
+
+AGAIN_S = 0.2
+"""Pause before the second SIGTERM: the first one makes a process drain, the second one ends it at once."""
+
 YOUNG_OBJECTS = 50_000
 """Number of new objects that starts a garbage collection of them."""
 
@@ -37,8 +43,8 @@ def collect_garbage_rarely() -> None:
 def end_with_supervisor() -> None:
     """Ends this process when its supervisor is gone, if one started it (CPD_SUPERVISED=1, standard input a pipe).
 
-    The pipe closes with the supervisor, however it died. Then this process gets SIGTERM, and is killed if it has not
-    ended after GRACE_S.
+    The pipe closes with the supervisor, however it died. Then this process gets SIGTERM twice, and is killed if it has
+    not ended after GRACE_S.
     """
     if os.environ.get("CPD_SUPERVISED") != "1":
         return
@@ -46,8 +52,9 @@ def end_with_supervisor() -> None:
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_S)
+        for pause_s in (AGAIN_S, GRACE_S):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(pause_s)
         os._exit(1)
 
     threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()

@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from cpd.common.errors import ConfigError
+from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.logs import LogFormat
 from cpd.common.policy_settings import PolicySettings
 
@@ -170,6 +171,13 @@ class SharedSettings(Settings):
     )
     lease_s: float = Field(
         5.0, gt=0, description="A process that does not renew its lease in Redis for this long is gone, in seconds."
+    )
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        le=MAX_DRAIN_S,
+        description="Time that running requests have to end by themselves when a worker or router gets SIGTERM or "
+        "`cpd drain`, in seconds. Then a worker's requests move to another worker, and a router's fail.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
     log_format: LogFormat = Field("text", description="Log lines as text, or as JSON for a log store.")

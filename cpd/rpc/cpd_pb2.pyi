@@ -140,6 +140,7 @@ class RouterMessage(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """always first"""
@@ -154,6 +155,8 @@ class RouterMessage(_message.Message):
     def proof(self) -> Global___Proof:
         """always second"""
 
+    @_builtins.property
+    def park(self) -> Global___Park: ...
     def __init__(
         self,
         *,
@@ -162,12 +165,13 @@ class RouterMessage(_message.Message):
         abort: Global___Abort | None = ...,
         prefill: Global___PrefillRequest | None = ...,
         proof: Global___Proof | None = ...,
+        park: Global___Park | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "proof", b"proof", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "park", b"park", "prefill", b"prefill", "proof", b"proof", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "prefill", b"prefill", "proof", b"proof", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "kind", b"kind", "park", b"park", "prefill", b"prefill", "proof", b"proof", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "prefill", "proof"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "submit", "abort", "prefill", "proof", "park"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -317,6 +321,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """chosen by the router, unique among its running requests"""
     attempt: _builtins.int
@@ -349,6 +354,10 @@ class Submit(_message.Message):
     def prefix_source(self) -> Global___PrefixSource:
         """without candidates: used if more than long_prefill_tokens are uncached"""
 
+    @_builtins.property
+    def resumes(self) -> Global___Park:
+        """this worker parked the request under this name and now goes on with it"""
+
     def __init__(
         self,
         *,
@@ -368,10 +377,11 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
         prefix_source: Global___PrefixSource | None = ...,
+        resumes: Global___Park | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix_source", b"prefix_source", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix_source", b"prefix_source", "resumes", b"resumes", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice", b"choice", "deadline_ms", b"deadline_ms", "hash_root", b"hash_root", "long_prefill_tokens", b"long_prefill_tokens", "n", b"n", "prefill_candidates", b"prefill_candidates", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "resumes", b"resumes", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,6 +416,34 @@ class Abort(_message.Message):
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
+class Park(_message.Message):
+    """Sent for a running request after a Load with `moving`. The worker stops computing it, keeps its full blocks in the
+    cache and answers with a Refusal of KIND_PARKED. It keeps them until the choices are aborted or resumed, or the
+    session ends. A request without a token is refused with KIND_REROUTE instead. Ignored for a request that has ended,
+    is parked already, or still receives pages: the router asks again after a later Load.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Park: _TypeAlias = Park  # noqa: Y015
+
+@_typing.final
 class PrefillCandidate(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -413,7 +451,7 @@ class PrefillCandidate(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
-    """host:port for sessions"""
+    """host:port for sessions, with TLS host:port#fingerprint"""
     def __init__(
         self,
         *,
@@ -439,7 +477,7 @@ class PrefixSource(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
-    """host:port for sessions"""
+    """host:port for sessions, with TLS host:port#fingerprint"""
     blocks: _builtins.int
     """number of first blocks"""
     def __init__(
@@ -942,6 +980,7 @@ class Load(_message.Message):
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     AWAITING_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     OVERDUE_MS_FIELD_NUMBER: _builtins.int
+    MOVING_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """running sequences"""
@@ -977,6 +1016,8 @@ class Load(_message.Message):
     """pages in host memory"""
     overdue_ms: _builtins.float
     """part of prefill_ms for prompts past their deadline, which a new prompt passes"""
+    moving: _builtins.bool
+    """the time of its drain is over: routers move its requests to other workers"""
     @_builtins.property
     def remote_prefills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Totals by outcome.
@@ -1029,10 +1070,11 @@ class Load(_message.Message):
         host_blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         awaiting_first_token: _abc.Iterable[_builtins.int] | None = ...,
         overdue_ms: _builtins.float = ...,
+        moving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "moving", b"moving", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1168,7 +1210,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """Ends all choices of (request, attempt)."""
+    """Ends all choices of (request, attempt): no output follows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1185,6 +1227,8 @@ class Refusal(_message.Message):
         """remote prefill failed, or the worker is draining: place the request again"""
         KIND_FAILED: Refusal._Kind.ValueType  # 3
         """an error in the worker, not in the request"""
+        KIND_PARKED: Refusal._Kind.ValueType  # 4
+        """the answer to Park: continue the request elsewhere, or here with Submit.resumes"""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: Refusal.Kind.ValueType  # 0
@@ -1194,6 +1238,8 @@ class Refusal(_message.Message):
     """remote prefill failed, or the worker is draining: place the request again"""
     KIND_FAILED: Refusal.Kind.ValueType  # 3
     """an error in the worker, not in the request"""
+    KIND_PARKED: Refusal.Kind.ValueType  # 4
+    """the answer to Park: continue the request elsewhere, or here with Submit.resumes"""
 
     REQUEST_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
@@ -1626,14 +1672,21 @@ class DrainRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    timeout_s: _builtins.float
+    """time for running requests to end by themselves; unset: the worker's --drain-s"""
     def __init__(
         self,
+        *,
+        timeout_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
 
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 

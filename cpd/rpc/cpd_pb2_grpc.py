@@ -50,7 +50,7 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """Answers at once. The worker then accepts no new requests, finishes the running ones and exits.
+        """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]
-    """Answers at once. The worker then accepts no new requests, finishes the running ones and exits."""
+    """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
     Trace: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]
     """Returns the most recent steps of the engine; about 16,000 are kept."""
 
@@ -52,7 +52,7 @@ class AdminStub:
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]  # type: ignore[assignment]
-    """Answers at once. The worker then accepts no new requests, finishes the running ones and exits."""
+    """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
     Trace: _aio.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]  # type: ignore[assignment]
     """Returns the most recent steps of the engine; about 16,000 are kept."""
 
@@ -63,7 +63,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _cpd_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.DrainReply, _abc.Awaitable[_cpd_pb2.DrainReply]]:
-        """Answers at once. The worker then accepts no new requests, finishes the running ones and exits."""
+        """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
 
     @_abc_1.abstractmethod
     def Trace(

@@ -173,6 +173,10 @@ class Scheduler:
         self.waiting.add(seq, work, self._prefill_ms(work, decodes) / 1e3)
         self._changes += 1
 
+    def resume(self, seq: Sequence) -> None:
+        """Puts a sequence that ran before, as another one, in the waiting queue."""
+        self._make_resumable([seq])
+
     def start(self, seq: Sequence, pages: list[int], num_computed: int, num_published: int) -> None:
         """Starts a sequence in pages that it holds, where its first tokens are computed and blocks published."""
         self.table.enter(seq, pages)

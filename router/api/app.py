@@ -4,16 +4,18 @@ import asyncio
 import time
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import orjson
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from cpd.common.lifecycle import MAX_DRAIN_S, Lifecycle
+from cpd.common.process import EXIT_DRAINED
 from router.api.access_log import AccessLog
 from router.api.allowed_hosts import AllowedHosts
 from router.api.body import read_body
@@ -24,6 +26,7 @@ from router.api.gate import Endpoint, Gate, internal_error
 from router.api.responses import (
     ChatCompletion,
     ChatCompletionChunk,
+    Draining,
     Health,
     ModelCard,
     ModelList,
@@ -43,7 +46,12 @@ R = TypeVar("R", bound=GenerateRequest)
 
 
 def create_app(
-    service: CompletionService, keys: Keys, hosts: AllowedHosts, clients: ClientLimit, peers: PeerRouters | None
+    service: CompletionService,
+    keys: Keys,
+    hosts: AllowedHosts,
+    clients: ClientLimit,
+    peers: PeerRouters | None,
+    lifecycle: Lifecycle,
 ) -> ASGIApp:
     """Creates the router's ASGI application.
 
@@ -51,7 +59,8 @@ def create_app(
         keys: The valid API keys.
         hosts: The allowed hosts.
         clients: Counts the connections of each client.
-        peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes.
+        peers: The other routers, whose answers are included; None for the admin port, which has no OpenAI routes, and
+            where the router can be drained.
     """
 
     def refuse(error: ApiError) -> Response:
@@ -78,7 +87,9 @@ def create_app(
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), on_error),
     )
     generating = _add_api(app, service) if peers is not None else {}
-    _add_operations(app, service, peers)
+    _add_operations(app, service, peers, lifecycle)
+    if peers is None:
+        _add_drain(app, keys, lifecycle)
     complete(app, needs_key=keys.any)
     limits = TenantLimits(lambda: len(service.workers.routers))
     access = AccessLog(service.text_files.name, service.metrics)
@@ -129,7 +140,21 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
     return {"/v1/chat/completions": create_chat_completion, "/v1/completions": create_completion}
 
 
-def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters | None) -> None:
+def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
+    """Adds the route that drains the router."""
+
+    @app.post("/drain", responses=returns(Draining, 401, 403, 421))
+    async def drain(
+        request: Request, timeout_s: Annotated[float | None, Query(ge=0, le=MAX_DRAIN_S)] = None
+    ) -> Response:
+        """Starts to drain this router: it serves until nobody sends any more, at most for `timeout_s` (default:
+        `--drain-s`), and ends."""
+        keys.check_operator(_authorization(request))
+        lifecycle.drain("asked to", EXIT_DRAINED, timeout_s)
+        return _json({"status": "draining"})
+
+
+def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters | None, lifecycle: Lifecycle) -> None:
     """Adds the routes for operators."""
     workers = service.workers
     overview = Overview(
@@ -148,7 +173,10 @@ def _add_operations(app: FastAPI, service: CompletionService, peers: PeerRouters
 
     @app.get("/readyz", responses=returns(Health, 503), openapi_extra=NO_KEY)
     async def is_ready() -> Response:
-        """Succeeds if a combined worker is live and the router knows the cached blocks of all workers."""
+        """Succeeds if a combined worker is live and the router knows the cached blocks of all workers and does not
+        drain."""
+        if lifecycle.draining.is_set():
+            raise unavailable("The router drains.", RETRY_S)
         if not workers.ready:
             raise unavailable("No worker is ready to serve the model.", RETRY_S)
         return _json({"status": "ok"})

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from router.api.client_limit import ClientLimit
 from router.errors import ApiError, invalid
@@ -32,6 +33,18 @@ _STATE = "connection"
 """The connection's key in a request's state."""
 
 
+class ConnectionsState(ServerState):
+    """What the connections of a server share.
+
+    Attributes:
+        posts: Number of POST requests so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posts = 0
+
+
 class Connection(HttpToolsProtocol):
     """One connection.
 
@@ -45,11 +58,14 @@ class Connection(HttpToolsProtocol):
         self._client: str | None = None  # as counted
         self._unread: asyncio.TimerHandle | None = None
 
+    server_state: ConnectionsState
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._writes = HoldingTransport(transport)
         self._hang_up: Callable[[], None] | None = None
         self._head_bytes = 0  # bytes since the last head or the last piece of a body
         self._in_head = False
+        self._closes = False
         super().connection_made(cast(asyncio.Transport, self._writes))
         self._head_late = self._expect_head()
         client = self._clients.client(self.client[0]) if self.client else None
@@ -104,6 +120,9 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_late.cancel()
         super().on_headers_complete()
+        self.server_state.posts += self.scope["method"] == "POST"
+        if self._closes:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -145,6 +164,12 @@ class Connection(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+    def close_after_response(self) -> None:
+        """Closes the connection after its next response, or the one under way if that has not started."""
+        self._closes = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
 
     @property
     def has_all(self) -> bool:

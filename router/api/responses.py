@@ -158,6 +158,12 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
+class Draining(TypedDict):
+    """The drain has begun."""
+
+    status: Literal["draining"]
+
+
 class Health(TypedDict):
     """The check succeeded."""
 

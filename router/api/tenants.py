@@ -154,6 +154,17 @@ class Keys:
             tenants.append((_digest(self._secret.admin_key), self._tenant(CLUSTER_NAME)))
         self._tenants = tenants
 
+    def check_operator(self, authorization: bytes) -> None:
+        """Raises ApiError unless the caller proves to be an operator: with the cluster's admin key, or an admin's key.
+
+        Without any keys, too: a web page must not be able to call a route that changes something.
+        """
+        own = b"Bearer " + self._secret.admin_key.encode()
+        if not (self._secret and hmac.compare_digest(authorization, own)):
+            if not self.any:
+                raise _unauthorized("This route needs the cluster's admin key, which `cpd drain` has.")
+            self.tenant(authorization).check_admin()
+
     @property
     def any(self) -> bool:
         """True if there are keys."""

@@ -7,7 +7,7 @@ tokens. `dispatcher.py` decides when; this module keeps the records.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import inf
 from typing import Protocol
@@ -27,6 +27,9 @@ from router.placement.policy import Placement
 PROBATION_TOKENS = 4
 """A request whose worker crashed is a suspect until it has this many more tokens. They take it past the step at which
 the worker crashed: an engine is at most two steps ahead of the tokens that it has sent."""
+
+FETCH_TOKENS = 64
+"""An attempt that moves computes up to this many uncached tokens on its new worker: a fetch takes no less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,32 @@ class RoutedRequest:
         return tokens, known + extend_hashes(parent, tokens[len(known) * BLOCK_SIZE * TOKEN_BYTES :])
 
 
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Where an attempt was parked.
+
+    Attributes:
+        session: The worker, which drains.
+        name: The name that the worker knows the attempt by.
+    """
+
+    session: WorkerSession
+    name: pb.Park
+
+    def placement(self, placement: Placement, blocks: int) -> Placement:
+        """Returns the placement with a fetch of `blocks` blocks from this worker, unless it is the one that decodes."""
+        if placement.decode.worker_id == self.session.id:
+            return replace(placement, prefill=(), prefix_source=None)
+        assert self.session.worker_load is not None
+        return replace(
+            placement,
+            prefill=(),
+            prefix_source=self.session.worker_load.candidate,
+            prefix_source_blocks=blocks,
+            long_prefill_tokens=FETCH_TOKENS,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """Some choices of a request, sent to one worker after another until they are done.
@@ -149,6 +178,9 @@ class Attempt:
         probation: Tokens until it is no longer a suspect.
         deadline: Loop time until which it may wait for a worker; None if it did not wait since its last token.
         timer: Retries it while it waits; None otherwise.
+        park_asked: Its worker was asked to park it, since that worker's last load report.
+        stays_until: Loop time before which it is not moved again, because no other worker took it.
+        parked: The worker that keeps its pages until it has a token from another one; None if it does not move.
     """
 
     id: int
@@ -170,6 +202,14 @@ class Attempt:
     reroutes: int = 0
     deadline: float | None = None
     timer: asyncio.TimerHandle | None = None
+    park_asked: bool = False
+    stays_until: float = 0.0
+    parked: Parked | None = None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that prompt and output may have."""
+        return self.request.prompt_len + self.request.sampling.max_tokens
 
     @property
     def emitted(self) -> Sequence[int]:
@@ -218,7 +258,7 @@ class Attempt:
         assert decode.worker_load is not None
         assert prefill.worker_load is not None
         self.number += 1
-        self.session, self.prefill_session = decode, prefill
+        self.session, self.prefill_session, self.park_asked = decode, prefill, False
         decode.worker_load.sequences_started(len(self.choices))
         prefill.worker_load.prompt_sent(self.id, placement.chosen.cost.prefill_ms, now)
         request, choice = self.request, min(self.choices)
@@ -267,7 +307,7 @@ class Attempt:
         if computed_by is not None:
             decision.prefilled.CopyFrom(prefilled)
             as_planned = (prefilled.prefill_worker or decision.placement.decode.worker_id) == computed_by.id
-            if as_planned and computed_by.worker_load is not None:
+            if as_planned and self.parked is None and computed_by.worker_load is not None:
                 placement, actual_ms = decision.placement, (now - decision.placed_at) * 1e3
                 learning.first_token(computed_by.worker_load.errors, placement, actual_ms, now)
             self._prompt_computed()

@@ -8,6 +8,9 @@ A request is one prompt with `n` choices. Its attempts (attempts.py) go through 
        +---------+--- rerouted                -> another worker or the same, without the prefill workers that failed
        |         +--- worker lost             -> replayed: prompt and output so far, one attempt per choice
        |         +--- worker crashed          -> the same, as a suspect; if it crashes the next one, too: 500
+       +---------+--- parked (worker drains)  -> moved: as replayed, with the pages of the draining worker, which keeps
+       |                                         them until the first token from elsewhere; without another worker it
+       |                                         goes on where it is parked
        +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
 A new request is refused before it is placed if its prompt would wait longer than it may, as predicted. It is given up
@@ -26,7 +29,7 @@ from random import Random
 
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError
-from router.dispatch.attempts import Attempt, RequestRoute, RoutedRequest
+from router.dispatch.attempts import Attempt, Parked, RequestRoute, RoutedRequest
 from router.dispatch.convictions import REMEMBERED_S, Convictions
 from router.dispatch.loop_slices import LoopSlices
 from router.dispatch.worker_session import WorkerSession
@@ -62,6 +65,15 @@ IMMEDIATE_REROUTES = 3
 
 RETRY_S = 1.0
 """Retry time if a worker suggests none, in seconds."""
+
+MAX_MOVES = 4
+"""Number of attempts that move away from a draining worker at a time, so that each stands still only briefly."""
+
+MOVE_S = 5.0
+"""Time for an attempt that moves to get a token from its new worker, in seconds. Then it goes on elsewhere, or back."""
+
+STAY_S = 10.0
+"""An attempt that no other worker took is not moved again for this long, in seconds: each try makes it stand still."""
 
 MAX_RETRY_S = 600.0
 """Upper bound on the retry time that a worker suggests, in seconds."""
@@ -162,6 +174,9 @@ class Dispatcher:
         attempt = self._attempts.get(refusal.request)
         if attempt is None or attempt.session is not session or attempt.number != refusal.attempt:
             return
+        if refusal.kind == pb.Refusal.KIND_PARKED:
+            self._on_parked(attempt, session)
+            return
         retry_after_s, message, reason = _retry_after_s(refusal), one_line(refusal.message), _reason(refusal)
         attempt.detach(f"{reason}: {message}")
         self._metrics.refusals(reason).inc()
@@ -181,8 +196,17 @@ class Dispatcher:
         else:
             log.error("worker %s failed the request: %s", session.id, message, extra=attempt.request.log_fields)
             attempt.failures += 1
-            if attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
+            if attempt.parked is not None:  # its last worker still has it
+                self._retry(attempt, retry_after_s)
+            elif attempt.request.started or attempt.failures > MAX_FAILURES or not self._place(attempt):
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
+
+    def moving(self, session: WorkerSession) -> None:
+        """Moves attempts away from a worker whose drain has lasted long enough. Called again and again."""
+        for attempt in self._attempts.values():
+            if attempt.session is session:
+                attempt.park_asked = False  # the worker may have had to ignore it
+        self._move(session)
 
     def lost(self, session: WorkerSession, *, crashed: bool) -> None:
         """Replays, on other workers, the attempts of a session that has ended.
@@ -191,6 +215,9 @@ class Dispatcher:
             crashed: The worker crashed, perhaps because of one of them.
         """
         self._slices.flush()
+        for attempt in self._attempts.values():
+            if attempt.parked is not None and attempt.parked.session is session:
+                attempt.parked = None  # its pages are gone
         if crashed:
             self._crashed(session)
         for attempt in [attempt for attempt in self._attempts.values() if attempt.session is session]:
@@ -251,6 +278,8 @@ class Dispatcher:
         choice, loop = request.choices[index], asyncio.get_running_loop()
         now = loop.time()
         attempt.on_output(index, prefilled, now, self._learning)
+        if attempt.parked is not None:
+            self._moved(attempt)
         if attempt.crashes:
             self._end_probation(attempt, len(token_ids))
         request.outputs[index].extend(token_ids)
@@ -291,6 +320,59 @@ class Dispatcher:
         if not attempt.choices:
             self._remove(attempt, "finished")
 
+    # ---- moving ----
+
+    def _move(self, session: WorkerSession) -> None:
+        """Asks a draining worker to park the next attempts for which there is another worker."""
+        now = asyncio.get_running_loop().time()
+        here = [one for one in self._attempts.values() if one.session is session and now >= one.stays_until]
+        away = sum(one.parked is not None and one.parked.session is session for one in self._attempts.values())
+        asked = sum(one.park_asked for one in here)
+        for attempt in here:
+            if away + asked >= MAX_MOVES:
+                break
+            if not attempt.park_asked and self._workers.candidates("combined", attempt.longest):
+                session.park(pb.Park(request=attempt.id, attempt=attempt.number))
+                attempt.park_asked = True
+                asked += 1
+
+    def _on_parked(self, attempt: Attempt, session: WorkerSession) -> None:
+        """Places an attempt elsewhere, which its draining worker has parked."""
+        parked = Parked(session, pb.Park(request=attempt.id, attempt=attempt.number))
+        attempt.detach("parked: its worker drains")
+        attempt.refused_by.clear()
+        attempt.queue_full.clear()
+        for part in self._split(attempt):
+            part.parked = parked
+            self._place_or_wait(part, RETRY_S)
+
+    def _end_slow_move(self, attempt: Attempt, number: int) -> None:
+        """Takes an attempt from a worker that was given it MOVE_S ago, if it still has no token from there."""
+        session = attempt.session
+        if attempt.id not in self._attempts or attempt.number != number or attempt.parked is None or session is None:
+            return
+        log.warning("request %s leaves worker %s, which is slow to start it", attempt.request.trace_id, session.id)
+        session.abort(pb.Abort(request=attempt.id, attempt=attempt.number))
+        attempt.detach("slow to start")
+        attempt.refused_by.add(session.id)
+        self._place_or_wait(attempt, RETRY_S)
+
+    def _moved(self, attempt: Attempt) -> None:
+        """Frees the pages that a draining worker keeps for an attempt, which goes on elsewhere, and moves the next."""
+        parked = attempt.parked
+        assert parked is not None
+        self._metrics.moves("moved").inc()
+        self._unpark(attempt)
+        if parked.session.load.moving:
+            self._move(parked.session)
+
+    def _unpark(self, attempt: Attempt) -> None:
+        if attempt.parked is not None:
+            name = attempt.parked.name
+            choices = sorted(attempt.choices)
+            attempt.parked.session.abort(pb.Abort(request=name.request, attempt=name.attempt, choices=choices))
+            attempt.parked = None
+
     # ---- placing and retrying ----
 
     def _place(self, attempt: Attempt) -> bool:
@@ -302,11 +384,15 @@ class Dispatcher:
         request, workers, now = attempt.request, self._workers, asyncio.get_running_loop().time()
         if workers.model.fingerprint != request.fingerprint:
             return False
-        longest, barred = request.prompt_len + request.sampling.max_tokens, self._barred(attempt, now)
+        longest, barred, parked = attempt.longest, self._barred(attempt, now), attempt.parked
         refused_by = attempt.refused_by | barred
         # workers lost while running it get it again only if there are no others
         combined = workers.candidates("combined", longest, exclude=attempt.lost_by | refused_by)
         combined = combined or workers.candidates("combined", longest, exclude=refused_by)
+        # no other worker takes it: it goes on where it is parked, unless it is a suspect and others are there
+        returns = not combined and parked is not None and parked.session.id not in refused_by
+        if parked is not None and returns and parked.session.worker_load is not None:
+            combined = [parked.session.worker_load.candidate]
         if not combined:
             return False
         emitted = attempt.emitted
@@ -336,15 +422,24 @@ class Dispatcher:
             raise failed("The placement policy failed.") from None
         if attempt.number < 0:
             self._check_wait(request, placement, situation)
+        if parked is not None:
+            placement = parked.placement(placement, len(hashes))
         decode, prefill = workers.get(placement.decode.worker_id), workers.get(placement.prompt_worker.worker_id)
         # the next token after a replay is as urgent as a first one, and gets the whole target
         waited_ms = 0.0 if request.started else (now - request.received) * 1e3
         target_ms = min(self._targets.slo_ttft_ms, (request.needed_at - request.received) * 1e3)
         deadline_ms = max(1, round(target_ms - waited_ms))
         # sent first, so that the worker begins while the router keeps its books
-        decode.submit(attempt.submit(placement, tokens, hashes, deadline_ms))
+        submit = attempt.submit(placement, tokens, hashes, deadline_ms)
+        if parked is not None and returns:
+            submit.resumes.CopyFrom(parked.name)
+            attempt.parked, attempt.stays_until = None, now + STAY_S
+            self._metrics.moves("returned").inc()
+        decode.submit(submit)
         self.decisions.add(attempt.attach(placement, decode, prefill, now))
         self._metrics.placements(placement.route, "yes" if placement.replicates_prefix else "no").inc()
+        if attempt.parked is not None:
+            asyncio.get_running_loop().call_later(MOVE_S, self._end_slow_move, attempt, attempt.number)
         return True
 
     def _check(self, request: RoutedRequest) -> None:
@@ -454,6 +549,7 @@ class Dispatcher:
 
     def _remove(self, attempt: Attempt, outcome: str) -> None:
         self._end_wait(attempt)
+        self._unpark(attempt)
         attempt.detach(outcome)
         self._attempts.pop(attempt.id, None)
         self._suspects.discard(attempt)

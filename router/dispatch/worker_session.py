@@ -87,6 +87,8 @@ class Listener(Protocol):
 
     def refusal(self, session: "WorkerSession", refusal: pb.Refusal) -> None: ...
 
+    def moving(self, session: "WorkerSession") -> None: ...
+
     def lost(self, session: "WorkerSession", *, crashed: bool) -> None: ...
 
 
@@ -178,6 +180,10 @@ class WorkerSession:
     def abort(self, abort: pb.Abort) -> None:
         """Tells the worker to end a request, or some of its choices."""
         self._send(pb.RouterMessage(abort=abort))
+
+    def park(self, park: pb.Park) -> None:
+        """Tells the worker to stop computing a request, and to keep its pages."""
+        self._send(pb.RouterMessage(park=park))
 
     def fail(self, error: ProtocolError) -> None:
         """Ends the session because of an error in a message of the worker."""
@@ -331,6 +337,8 @@ class WorkerSession:
             case "load":
                 self._on_load(message.load)
                 self._set_state(message.load.state)
+                if message.load.moving:
+                    listener.moving(self)
             case "refusal":
                 listener.refusal(self, message.refusal)
             case "end":

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cpd.common.process import EXIT_DRAINED
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Finish
 from kvtransfer.local import LocalNetwork
@@ -183,7 +184,7 @@ async def test_a_draining_worker_finishes_and_accepts_nothing_new(redis_url: str
         gate.open()
         await client.done(first)
         assert first.tokens[0] == expected(request, 0, MAX_MODEL_LEN).token_ids
-        assert await worker.task == 0
+        assert await worker.task == EXIT_DRAINED
 
 
 async def test_a_stopping_worker_reroutes_its_requests(redis_url: str) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE
+from cpd.common.process import EXIT_DRAINED
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.remote_prefill import RemotePrefillState
 from tests.decode_worker.duo import CACHED, TARGET, TOKENS, Duo, Stage, duo, let_go, reached
@@ -218,7 +219,7 @@ class TestWithoutPrefixFetch:
             assert dict(d.here.router.load.prefix_fetches) == {"failed": 1}
             await d.balanced()
 
-    async def test_the_other_worker_drains(self, redis_url: str) -> None:
+    async def test_a_worker_that_drains_still_provides_its_cache(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)
         async with duo(redis_url) as d:
             await _hold_in_decoding(d)
@@ -226,7 +227,7 @@ class TestWithoutPrefixFetch:
             answer = await d.submit(request, 1)
             await d.here.router.done(answer)
             assert_right(request, answer)
-            assert answer.prefilled[0] == pb.Prefilled()
+            assert answer.prefilled[0].prefix_worker == d.source.worker.worker.id
             d.source.gate.open()
 
     async def test_a_draining_worker_finishes_fetches_under_way(self, redis_url: str) -> None:
@@ -238,7 +239,7 @@ class TestWithoutPrefixFetch:
             await d.here.router.done(answer)
             assert_right(request, answer)
             assert answer.prefilled[0].cached_tokens == CACHED
-            assert await asyncio.wait_for(asyncio.shield(d.source.worker.task), 20) == 0
+            assert await asyncio.wait_for(asyncio.shield(d.source.worker.task), 20) == EXIT_DRAINED
 
     async def test_it_takes_too_long(self, redis_url: str) -> None:
         request = make_request("a", prompt(TOKENS), max_tokens=20)

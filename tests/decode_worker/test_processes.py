@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, extend_hashes, hash_root
+from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import Role
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import Request, SamplingParams
@@ -233,28 +234,42 @@ async def test_the_decode_worker_is_killed(model: Path, redis_url: str, tmp_path
             assert answer.prefilled[0].prefill_worker == "prefill"
 
 
-async def test_sigterm_ends_both_at_once_and_live_requests_go_elsewhere(
-    model: Path, redis_url: str, tmp_path: Path
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]], ids=["sigint", "sigterm-twice"]
+)
+async def test_a_worker_ends_at_once_and_its_requests_go_elsewhere(
+    model: Path, redis_url: str, tmp_path: Path, signals: list[signal.Signals]
 ) -> None:
     async with cluster(model, redis_url, tmp_path) as c:
         answer = await c.submit(request("a", 600, n=8, max_tokens=1000), 1)
         await eventually(lambda: answer.started)
-        c.decode.signal(signal.SIGTERM)
-        c.prefill.signal(signal.SIGTERM)
+        if len(signals) > 1:
+            c.decode.signal(signals[0])
+            await eventually(lambda: "draining: got SIGTERM" in c.decode.log.read_text())
+            assert answer.refusal is None
+        c.decode.signal(signals[-1])
+        for number in signals:
+            c.prefill.signal(number)
         assert (await c.decode.ended(), await c.prefill.ended()) == (0, 0)
         await c.router.done(answer)
         assert answer.refusal is not None
         assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
 
 
-async def test_a_draining_process_ends_when_its_work_is_done(model: Path, redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_request", [True, False], ids=["cpd-drain", "sigterm"])
+async def test_a_draining_process_ends_when_its_work_is_done(
+    model: Path, redis_url: str, tmp_path: Path, on_request: bool
+) -> None:
     async with cluster(model, redis_url, tmp_path) as c:
         answer = await c.submit(request("a", 600, max_tokens=200), 1)
         await eventually(lambda: answer.started)
-        await c.router.drain()
+        if on_request:
+            await c.router.drain()
+        else:
+            c.decode.signal(signal.SIGTERM)
         await c.router.done(answer)
         assert len(answer.tokens[0]) == 200
-        assert await c.decode.ended() == 0
+        assert await c.decode.ended() == (EXIT_DRAINED if on_request else 0)
 
 
 def test_a_worker_that_cannot_start_says_why_in_one_sentence(model: Path, redis_url: str) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cpd.common.errors import CheckpointError
-from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
 from deploy.process import ProcessState, Supervised
 from tests.waiting import DEADLINE_S
 
@@ -23,11 +23,10 @@ print("ready", file=sys.stderr, flush=True)
 import signal
 signal.sigwait([signal.SIGINT])
 """
-SUPERVISOR = f"""
+SUPERVISOR = """
 import sys, os, signal, time
-from cpd.common.errors import CheckpointError
 from deploy.process import Supervised
-child = Supervised("child", lambda: [sys.executable, "-c", {CHILD!r}], dict(os.environ))
+child = Supervised("child", lambda: [sys.executable, "-c", sys.argv[1]], dict(os.environ))
 while not child.state().lines:
     time.sleep(0.02)
 print(child.state().pid, flush=True)
@@ -48,6 +47,19 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+DRAINS = """
+import signal, sys
+from cpd.common.process import end_with_supervisor
+end_with_supervisor()
+terms = []
+signal.signal(signal.SIGTERM, lambda *_: terms.append(1) or (len(terms) > 1 and sys.exit(0)))
+print("runs", file=sys.stderr, flush=True)
+while True:
+    signal.pause()
+"""
+"""Drains for ever at the first SIGTERM, and ends at the second one."""
 
 
 @pytest.fixture
@@ -108,6 +120,22 @@ def test_a_child_whose_id_a_newer_process_has_is_not_restarted(supervise: Callab
     state = child.state()
     assert (state.starts, state.pid, state.exit_code) == (1, None, EXIT_SUPERSEDED)
     assert state.error == "a newer process has its id; its last log line names it"
+
+
+def test_a_child_that_was_drained_on_request_is_not_restarted(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(f"import sys; sys.exit({EXIT_DRAINED})")
+    wait_for(lambda: child.state().error is not None, "it has ended")
+    state = child.state()
+    assert (state.starts, state.pid, state.exit_code) == (1, None, EXIT_DRAINED)
+    assert state.error == "it was drained on request"
+    wait_for(lambda: all(thread.name != "supervise-child" for thread in threading.enumerate()), "supervision ends")
+
+
+def test_stop_does_not_wait_for_a_child_that_drains(supervise: Callable[..., Supervised]) -> None:
+    child = supervise(DRAINS)
+    wait_for(lambda: bool(child.state().lines), "started")
+    child.stop()
+    assert child.state().exit_code == 0
 
 
 def test_stop_ends_the_child_without_a_restart(supervise: Callable[..., Supervised]) -> None:
@@ -220,8 +248,9 @@ def test_a_running_child_is_moved_to_other_cores_with_all_its_threads(supervise:
     assert os.sched_getaffinity(child.state().pid or 0) == core
 
 
-def test_the_child_dies_with_a_killed_supervisor() -> None:
-    with subprocess.Popen([sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, text=True) as supervisor:
+@pytest.mark.parametrize("code", [CHILD, DRAINS], ids=["child", "a-child-that-can-drain"])
+def test_the_child_dies_with_a_killed_supervisor(code: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, code], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         child = int(supervisor.stdout.readline())
         assert alive(child)

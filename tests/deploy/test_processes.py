@@ -86,6 +86,12 @@ def test_a_process_is_ready_when_it_holds_all_its_leases() -> None:
     assert not workers.has_leases(None, {})
 
 
+def test_routers_listen_where_the_settings_say(specs: dict[str, ProcessSpec]) -> None:
+    assert specs["router-0"].listens_on == ("blue", "0.0.0.0", 8080)
+    *_, router = processes(ClusterSettings.load({"model": "m", "secret_file": str(secret_file())}), "127.0.0.1")
+    assert router.listens_on == ("default", "127.0.0.1", 8000)
+
+
 def test_secrets_are_neither_on_command_lines_nor_in_what_goes_through_ray(specs: dict[str, ProcessSpec]) -> None:
     for spec in specs.values():
         shown = " ".join(spec.command("m")) + repr(spec)

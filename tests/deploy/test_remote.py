@@ -22,6 +22,16 @@ def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
     assert "another [model]" in " ".join(output.getvalue().split())
 
 
+def test_the_table_shows_what_was_drained_unless_it_runs_again() -> None:
+    output = io.StringIO()
+    answer = {"workers": [worker("combined-0")], "routers": [{"id": "router-0"}]}
+    Console(file=output, width=80).print(cluster_table(answer, ["combined-0", "combined-1", "router-0"]))
+    assert [line.split()[:2] for line in output.getvalue().splitlines()[1:]] == [
+        ["combined-0", "ready"],
+        ["combined-1", "drained"],
+    ]
+
+
 def test_different_devices_are_listed() -> None:
     fast, slow = {"device": "GPU, kernels of FlashInfer"}, {"device": "GPU, kernels of torch"}
     workers = [worker("combined-0", info=slow), worker("combined-1", info=None)]

@@ -145,6 +145,17 @@ def test_the_secret_is_a_private_file_that_is_removed_at_the_end() -> None:
     assert not file.exists()
 
 
+def test_what_was_drained_is_forgotten_with_the_cluster() -> None:
+    cluster = ClusterDir("c")
+    cluster.add_drained("combined-0")  # it has ended meanwhile
+    with cluster.hold():
+        for name in ("router-0", "combined-1", "router-0"):
+            cluster.add_drained(name)
+        assert cluster.drained() == ["router-0", "combined-1"]
+    with cluster.hold():
+        assert cluster.drained() == []
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "a" * 33, "-x", "a b"])
 def test_a_name_that_cannot_be_a_directory_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--cluster"):

@@ -6,8 +6,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +22,11 @@ from cpd.common.settings import ClusterSettings
 from cpd.common.trust import ClusterSecret
 from deploy.cores import split_cores, usable_cores
 from deploy.endpoint import has_workers, read_cluster, url_of
+from deploy.listener import SharedListener
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
 from deploy.redis import EmbeddedRedis
+from deploy.state import ClusterDir, ClusterState
 from tests.ports import free_port
 from tests.secret import SECRET, secret_file
 
@@ -109,6 +112,14 @@ class Cluster:
         assert pid is not None, f"{name} is not running"
         return pid
 
+    def starts(self, name: str) -> int:
+        """Number of starts of the named process."""
+        return self._supervised[name].state().starts
+
+    def exit_code(self, name: str) -> int | None:
+        """Exit code with which the named process ended last."""
+        return self._supervised[name].state().exit_code
+
     def send(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to the named process."""
         os.kill(self.pid(name), number)
@@ -143,8 +154,17 @@ class Cluster:
         eventually(self._is_idle, "every page is free or cached")
         return self.state()
 
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Lets commands find the cluster under the name `default`, as if `cpd up` had started it."""
+        directory = ClusterDir("default")
+        with directory.hold():
+            directory.write(ClusterState("default", 1, self.url, "", ADMIN_KEY, launch=""))
+            yield
+
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
-        return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores)
+        listener = None if spec.is_worker else SharedListener(*spec.listens_on)
+        return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores, listener)
 
     def _is_healthy(self) -> bool:
         states = {name: supervised.state() for name, supervised in self._supervised.items()}

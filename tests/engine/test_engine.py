@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cpd.common.blocks import Tier
+from cpd.common.blocks import BLOCK_SIZE, Tier, extend_hashes
 from cpd.common.errors import QueueFullError
 from cpd.performance.model import Work
 from engine.batch import Batch
@@ -386,6 +386,92 @@ class TestPrefixCache:
             follow(known, engine.take_cache_events())
             assert known == cached(engine)
         assert engine.take_cache_events() == []
+
+
+class TestParking:
+    """A request that is parked, and goes on under another name."""
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_it_gets_the_same_tokens_and_computes_only_what_was_not_in_full_blocks(self, n: int) -> None:
+        engine, _ = make_engine()
+        request = make_request("a", prompt(37), max_tokens=60, n=n)
+        engine.add(request)
+        served = Served()
+        while len(served.token_ids.get(("a", 0), [])) < 20:
+            served.take(engine.step())
+        pages = engine.park("a")
+        assert pages is not None
+        assert not drain(engine).token_ids
+        assert engine.stats().pages.used == len(set(pages))
+        for choice in range(n):
+            before = served.token_ids["a", choice]
+            rest = _continued(request, choice, before, f"b{choice}")
+            assert engine.uncached_tokens(rest) <= 2 * BLOCK_SIZE
+            engine.add(rest, resumed=True)
+            served_rest = drain(engine)
+            want = expected(request, choice, engine.max_model_len).token_ids
+            assert before + served_rest.token_ids[rest.id, choice] == want
+        engine.unpin(pages)
+        assert_all_released(engine)
+
+    def test_its_blocks_are_not_evicted(self) -> None:
+        engine, _ = make_engine(num_pages=16)
+        request = make_request("a", prompt(96), max_tokens=40)
+        engine.add(request)
+        served = Served()
+        while len(served.token_ids.get(("a", 0), [])) < 5:
+            served.take(engine.step())
+        pages = engine.park("a")
+        assert pages is not None
+        for number in range(1, 5):
+            engine.add(make_request(f"other-{number}", prompt(100, number), max_tokens=30))
+            drain(engine)
+        rest = _continued(request, 0, served.token_ids["a", 0], "b")
+        assert engine.uncached_tokens(rest) <= 2 * BLOCK_SIZE
+        engine.unpin(pages)
+        assert_all_released(engine)
+
+    def test_preempted_ones_can_be_parked(self) -> None:
+        engine, _ = make_engine(num_pages=8, max_model_len=128)
+        requests = [make_request(f"r{i}", prompt(30, i), max_tokens=60) for i in range(3)]
+        for request in requests:
+            engine.add(request)
+        served = Served()
+        while not engine.stats().preemptions:
+            served.take(engine.step())
+        pages = engine.park("r2")
+        assert pages is not None
+        engine.check_integrity()
+        drain(engine, served)
+        assert_as_expected(served, engine, *requests[:2])
+        engine.unpin(pages)
+        engine.add(_continued(requests[2], 0, served.token_ids["r2", 0], "again"), resumed=True)
+        again = drain(engine).token_ids["again", 0]
+        assert served.token_ids["r2", 0] + again == expected(requests[2], 0, engine.max_model_len).token_ids
+        assert_all_released(engine)
+
+    def test_an_unknown_request_is_not_parked(self) -> None:
+        engine, _ = make_engine()
+        assert engine.park("a") is None
+
+    def test_resumed_ones_ignore_the_queue_limit_and_go_before_new_ones(self) -> None:
+        engine, _ = make_engine(max_num_seqs=1, max_queue_tokens=1)
+        engine.add(make_request("running", prompt(20), max_tokens=5))
+        engine.step()
+        engine.add(make_request("new", prompt(20, 1), max_tokens=2))
+        with pytest.raises(QueueFullError):
+            engine.add(make_request("refused", prompt(20, 2), max_tokens=2))
+        engine.add(make_request("resumed", prompt(20, 3), max_tokens=2), resumed=True)
+        ends = []
+        while engine.has_work:
+            ends += [output.request_id for output in engine.step().outputs if output.finish]
+        assert ends == ["running", "resumed", "new"]
+
+
+def _continued(request: Request, choice: int, tokens: list[int], name: str) -> Request:
+    token_ids = [*request.token_ids, *tokens]
+    hashes = extend_hashes(request.hash_root, token_ids)
+    return replace(request, id=name, token_ids=token_ids, block_hashes=hashes, first_choice=choice, n=1)
 
 
 class TestPreemption:

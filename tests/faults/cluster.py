@@ -122,6 +122,7 @@ class FaultCluster:
             "colocate": "mixed",
             "transport": transport,
             "lease-s": 2,
+            "drain-s": 0,
             "prefill-progress-s": prefill_progress_s,
         }
 

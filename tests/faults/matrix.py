@@ -5,8 +5,8 @@ router serves other requests. Then the cell ends the fault and checks that every
 
 To add a fault, add a value to `Fault` and say in `inject`, `_inject_into_redis` and `_inject_into_network` how it
 begins and how it ends; mypy reports a missing case, and the tests run it for each `Subject` in each `Phase`, and
-for each `Side` and `FetchPhase` of `fetch_matrix.py`. To add a phase, add a value to `Phase` and to `_HOLD_AT`, if
-necessary with a new injection point in `points.py`.
+for each `Side` and `FetchPhase` of `fetch_matrix.py`, and for each `MoveSide` and `MovePhase` of `move_matrix.py`. To
+add a phase, add a value to `Phase` and to `_HOLD_AT`, if necessary with a new injection point in `points.py`.
 """
 
 import asyncio
@@ -158,7 +158,7 @@ async def _hold(
     for worker in candidates:
         await cluster.arm(worker, point, Action.HOLD, k)
     request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=MAX_TOKENS))
-    request.add_done_callback(_retrieve_error)
+    request.add_done_callback(retrieve_error)
     async with asyncio.timeout(DEADLINE_S):
         while not (holding := [worker for worker in candidates if await cluster.triggered(worker)]):
             assert not request.done(), f"the request ended before it was held: {request}"
@@ -171,7 +171,7 @@ async def _hold(
     return request, Handlers(prefill[0], decode[0])
 
 
-def _retrieve_error(request: asyncio.Task[Answer]) -> None:
+def retrieve_error(request: asyncio.Task[Answer]) -> None:
     """Keeps asyncio from logging the error of a request whose cell failed earlier.
 
     That log can break pytest's report in Python 3.11 (gh-106905).

@@ -18,6 +18,7 @@ from tests.e2e.oracle import Oracle
 from tests.faults.cluster import FaultCluster
 from tests.faults.fetch_matrix import FetchPhase, Side, run_fetch_cell
 from tests.faults.matrix import MAX_TOKENS, PROMPT_TOKENS, Fault, Phase, Subject, run_abort_cell, run_cell
+from tests.faults.move_matrix import MovePhase, MoveSide, run_move_cell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -56,6 +57,21 @@ FETCH_CELLS = [
         marks=() if cell == FETCH_IN_EVERY_RUN else pytest.mark.faults,
     )
     for cell in product(Side, Fault, FetchPhase)
+]
+
+MOVES_IN_EVERY_RUN = [
+    (MoveSide.SOURCE, Fault.KILLED, MovePhase.DURING_PUSH),
+    (MoveSide.TARGET, Fault.KILLED, MovePhase.AFTER_LAST_PAGE),
+]
+
+MOVE_CELLS = [
+    pytest.param(
+        "ucx",
+        *cell,
+        id="-".join(["ucx-move", *(part.value for part in cell)]),
+        marks=() if cell in MOVES_IN_EVERY_RUN else pytest.mark.faults,
+    )
+    for cell in product(MoveSide, Fault, MovePhase)
 ]
 
 
@@ -127,3 +143,18 @@ async def test_fetches_end_correctly_and_nothing_leaks(
     except BaseException:
         cluster.print_logs()
         raise
+
+
+@pytest.mark.parametrize(("transport", "side", "fault", "phase"), MOVE_CELLS, scope="module")
+async def test_moves_end_correctly_and_nothing_leaks(
+    transport: str, cluster: FaultCluster, oracle: Oracle, side: MoveSide, fault: Fault, phase: MovePhase
+) -> None:
+    if cluster.network is None and fault is Fault.CUT_OFF:
+        pytest.skip("cutting links takes root: network namespaces")
+    try:
+        outcome = await run_move_cell(cluster, oracle, side, fault, phase)
+    except BaseException:
+        cluster.print_logs()
+        raise
+    if side is not MoveSide.ROUTER:  # the client's connection ends with its router
+        assert outcome == "right"

@@ -19,6 +19,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import typer
 
 import kvtransfer
+from cpd.common.lifecycle import on_stop_signals
 from cpd.common.options import command
 from cpd.common.settings import Role, WorkerSettings
 from decode_worker.service import DecodeService
@@ -28,7 +29,7 @@ from tests.faults.points import Action, InjectionPoints, Point
 from tests.faults.transport import FaultyTransport
 from worker.context import LoadedEngine
 from worker.engine_loader import load_engine
-from worker.process import on_failed_threads, on_stop_signals, run_process
+from worker.process import on_failed_threads, run_process
 from worker.worker import Worker
 
 
@@ -79,7 +80,7 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
         server = await asyncio.start_unix_server(functools.partial(serve_commands, points), socket)
         service = PrefillService if role == "prefill" else DecodeService
         worker = Worker(settings, role, service, build_engine=loader(role, points), open_transport=opener(points))
-        on_stop_signals(worker.lifecycle.stop)
+        on_stop_signals(worker.lifecycle)
         on_failed_threads(worker.lifecycle.stop)
         async with server:
             return await worker.run()

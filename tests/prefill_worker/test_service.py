@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cpd.common.blocks import BLOCK_SIZE, blocks_for, pack_tokens
+from cpd.common.process import EXIT_DRAINED
 from cpd.common.stream import MAX_MESSAGE_BYTES, Stream, connect
 from cpd.common.trust import ClusterSecret
 from cpd.protocol.handshake import Caller, open_as
@@ -579,5 +580,25 @@ async def test_a_draining_worker_finishes_its_jobs_and_accepts_no_new_ones(redis
         await call.send(landing=message)
         await call.expect("first_tokens")
         await call.expect("released")
+        await landing.done()
+        assert await asyncio.wait_for(s.worker.task, 20) == EXIT_DRAINED
+
+
+async def test_after_the_time_of_a_drain_waiting_jobs_end_and_those_under_way_are_finished(redis_url: str) -> None:
+    async with setup(redis_url) as s:
+        s.gate.close()
+        requests = [make_request(f"r{i}", prompt(200, i)) for i in range(2)]
+        first, second = s.receiver.request(), s.receiver.request()
+        await first.send(start=s.receiver.start(requests[0]))
+        await first.expect("ready")
+        await second.send(start=s.receiver.start(requests[1]))
+        await eventually(partial(s.waits, 1))
+        s.worker.worker.lifecycle.drain("test", timeout_s=0)
+        assert "drains" in (await second.expect("released")).error
+        s.gate.open()
+        message, landing = s.landing(requests[0])
+        await first.send(landing=message)
+        await first.expect("first_tokens")
+        assert not (await first.expect("released")).error
         await landing.done()
         assert await asyncio.wait_for(s.worker.task, 20) == 0

@@ -15,11 +15,13 @@ import pytest
 from redis.asyncio import Redis
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import RouterSettings
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import worker_session as sessions
+from router.listener import listen
 from router.operations import peer_routers
-from router.server import listen, serve
+from router.server import serve
 from tests.router.fake_worker import Answer, FakeWorker, Script, outputs
 from tests.secret import secret_file
 from tests.waiting import DEADLINE_S
@@ -124,11 +126,11 @@ async def start_router(redis_url: str, model_dir: Path, cluster: str) -> AsyncIt
                 "secret_file": secret_file(),
             }
             listener = stack.enter_context(listen(settings.get("host", "127.0.0.1"), port))
-            stop = asyncio.Event()
-            serving = asyncio.create_task(serve(RouterSettings(**(given | settings)), name, listener, stop))
+            lifecycle = Lifecycle(30.0)
+            serving = asyncio.create_task(serve(RouterSettings(**(given | settings)), name, listener, lifecycle))
 
             async def end() -> None:
-                stop.set()
+                lifecycle.stop("the test ends")
                 await serving
 
             stack.push_async_callback(end)

@@ -65,7 +65,7 @@ class FakeWorker:
         hello: Fields of its Hello that differ from the usual.
 
     Attributes:
-        submits, aborts: What came, in order.
+        submits, aborts, parks: What came, in order. It parks a request at once.
         hellos: Router ids of all sessions so far.
         script: May be changed for the next Submit.
     """
@@ -86,6 +86,7 @@ class FakeWorker:
         self.id = worker_id
         self.submits: list[pb.Submit] = []
         self.aborts: list[pb.Abort] = []
+        self.parks: list[pb.Park] = []
         self.hellos: list[str] = []
         self.cached = cached
         self.address = ""
@@ -184,6 +185,14 @@ class FakeWorker:
                 self.submits.append(message.submit)
                 task = asyncio.create_task(self._answer(message.submit, queue))
                 self._running[message.submit.request] = task
+            elif message.WhichOneof("kind") == "park":
+                park = message.park
+                self.parks.append(park)
+                if park.request in self._running:
+                    self._running[park.request].cancel()
+                kind = pb.Refusal.KIND_PARKED
+                refusal = pb.Refusal(request=park.request, attempt=park.attempt, kind=kind)
+                queue.put_nowait(pb.WorkerMessage(refusal=refusal))
             else:
                 self.aborts.append(message.abort)
                 if not message.abort.choices and message.abort.request in self._running:

@@ -13,14 +13,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from cpd.common.errors import ConfigError
-from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.lifecycle import Lifecycle
+from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
-from router.server import listen, serve, server_context
+from cpd.common.trust import ClusterSecret
+from cpd.rpc import cpd_pb2 as pb
+from router.listener import listen
+from router.server import GRACE_S, SHUTDOWN_S, serve, server_context
 from tests.certificates import certificate_files
 from tests.router.conftest import Says, StartWorker, eventually
-from tests.secret import secret_file
+from tests.router.fake_worker import outputs
+from tests.secret import SECRET, secret_file
 
 START_S = 60.0
 
@@ -113,7 +119,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 async def test_without_a_secret_it_listens_on_loopback_only(model_dir: Path, redis_url: str) -> None:
     settings = RouterSettings(model=str(model_dir), redis_url=redis_url, host="0.0.0.0")
     with listen(settings.host, 0) as listener, pytest.raises(ConfigError, match="pass --secret-file FILE everywhere"):
-        await serve(settings, "r", listener, asyncio.Event())
+        await serve(settings, "r", listener, Lifecycle(30.0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -157,13 +163,78 @@ async def test_sighup_makes_it_read_its_keys_again(start_process: StartProcess, 
             assert line, "it ended"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_running_request_fails_when_the_router_shuts_down(
-    start_process: StartProcess, start_worker: StartWorker, stream: bool, port: int
+async def test_a_router_that_gets_sigterm_serves_what_it_has(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, tokenizer: Tokenizer, port: int
+) -> None:
+    worker = await start_worker(None)
+    end = asyncio.Event()
+
+    async def slow(submit: pb.Submit) -> AsyncIterator[pb.Output | pb.Refusal]:
+        first, *others = outputs(submit, [tokenizer.encode("the fox").ids])
+        yield first
+        await end.wait()
+        for output in others:
+            yield output
+
+    url = f"http://127.0.0.1:{port}"
+    process = await start_process("--port", str(port))
+    await eventually(lambda: _is_ready(url), START_S)
+    # as many tokens as there are
+    body = {"model": "small-model", "prompt": "x", "max_tokens": len(tokenizer.encode("the fox").ids)}
+    async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
+        worker.script = slow
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.terminate()
+
+            async def drains() -> bool:
+                answer = await client.get("/readyz")
+                return answer.status_code == 503 and answer.headers.get("connection") == "close"
+
+            await eventually(drains, START_S)
+            worker.script = says("the fox")
+            answer = await client.post("/v1/completions", json=body)  # of a client that has not heard of it
+            assert answer.json()["choices"][0]["text"] == "the fox"
+            with pytest.raises(TimeoutError):  # a router that stops would cut its streams after GRACE_S
+                await asyncio.wait_for(process.wait(), GRACE_S + SHUTDOWN_S)
+            end.set()
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+    assert await asyncio.wait_for(process.wait(), START_S) == 0
+
+
+async def test_only_an_operator_drains_a_router(
+    start_process: StartProcess, start_worker: StartWorker, says: Says, port: int
+) -> None:
+    await start_worker(says("the fox"))
+    url = f"http://127.0.0.1:{port}"
+    process = await start_process("--port", str(port))
+    await eventually(lambda: _is_ready(url), START_S)
+    async with httpx.AsyncClient(timeout=START_S) as client:
+
+        async def routers() -> list[dict[str, str]]:
+            return list((await client.get(f"{url}/cluster")).json()["routers"])
+
+        async def is_known() -> bool:
+            return bool(await routers())
+
+        await eventually(is_known)
+        (router,) = await routers()
+        assert (await client.post(f"{url}/drain")).status_code == 404
+        drain = f"http://{router['admin']}/drain"
+        assert (await client.post(drain)).status_code == 401
+        headers = {"authorization": f"Bearer {ClusterSecret(SECRET).admin_key}"}
+        assert (await client.post(drain, headers=headers)).json() == {"status": "draining"}
+    assert await asyncio.wait_for(process.wait(), START_S) == EXIT_DRAINED
+
+
+@pytest.mark.parametrize(("stream", "drain_s"), [(False, "30"), (True, "30"), (True, "0")])
+async def test_a_running_request_fails_at_a_second_signal_or_when_the_time_is_over(
+    start_process: StartProcess, start_worker: StartWorker, stream: bool, drain_s: str, port: int
 ) -> None:
     worker = await start_worker()
     url = f"http://127.0.0.1:{port}"
-    process = await start_process("--port", str(port))
+    process = await start_process("--port", str(port), "--drain-s", drain_s)
     await eventually(lambda: _is_ready(url), START_S)
     body = {"model": "small-model", "prompt": "x", "stream": stream}
     async with httpx.AsyncClient(base_url=url, timeout=START_S) as client:
@@ -174,6 +245,13 @@ async def test_a_running_request_fails_when_the_router_shuts_down(
 
         await eventually(submitted)
         process.terminate()
+
+        async def drains() -> bool:
+            return not await _is_ready(url)
+
+        if drain_s != "0":
+            await eventually(drains, START_S)
+            process.terminate()
         response = await call
         assert response.status_code == 503
         assert "shutting down" in response.json()["error"]["message"]

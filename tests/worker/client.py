@@ -113,6 +113,7 @@ class Client:
         candidates: Sequence[pb.PrefillCandidate] = (),
         long_prefill_tokens: int = 32,
         prefix_source: pb.PrefixSource | None = None,
+        resumes: pb.Park | None = None,
         tenant: str = "",
         priority: int = 0,
         deadline_ms: int = 0,
@@ -135,6 +136,7 @@ class Client:
                     prefill_candidates=candidates,
                     long_prefill_tokens=long_prefill_tokens,
                     prefix_source=prefix_source,
+                    resumes=resumes,
                     trace_id=request.id,
                     tenant=tenant,
                     priority=priority,
@@ -147,6 +149,10 @@ class Client:
     async def abort(self, number: int, choices: Sequence[int] = (), attempt: int = 0) -> None:
         """Aborts a request. Outputs sent before may still arrive."""
         self._wire.send(pb.RouterMessage(abort=pb.Abort(request=number, attempt=attempt, choices=choices)))
+
+    async def park(self, number: int, attempt: int = 0) -> None:
+        """Asks the worker to park a request."""
+        self._wire.send(pb.RouterMessage(park=pb.Park(request=number, attempt=attempt)))
 
     async def done(self, *answers: Answer) -> None:
         """Waits until all these answers have ended."""

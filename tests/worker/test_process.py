@@ -6,11 +6,12 @@ import threading
 import pytest
 
 from cpd.common.errors import TransferError
+from cpd.common.lifecycle import Lifecycle
 from cpd.common.settings import WorkerSettings
 from kvtransfer.nixl.writer import Writer
 from kvtransfer.segments import Addresses
 from tests.waiting import DEADLINE_S
-from worker.context import EXIT_RESTART, Lifecycle
+from worker.context import EXIT_RESTART
 from worker.process import on_failed_threads
 
 
@@ -31,7 +32,7 @@ async def test_a_failed_thread_restarts_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # so that it is put back
-    lifecycle = Lifecycle(lambda: None)
+    lifecycle = Lifecycle(30.0)
     on_failed_threads(lifecycle.stop)
     writer = Writer("kvtransfer-nixl-send")
     writer.open(BrokenGpu, lambda error: None)

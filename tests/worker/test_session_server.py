@@ -38,6 +38,9 @@ class Recorder:
             raise RuntimeError("a bug")
         self.submitted.append((session, message.request))
 
+    def park(self, session: RouterSession, message: pb.Park) -> None:
+        raise AssertionError("no test parks a request")
+
     def abort(self, session: RouterSession, message: pb.Abort) -> None:
         self.aborted.append(message.request)
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from cpd.common.errors import CheckpointError, ConfigError
 from cpd.common.membership import members
-from cpd.common.process import EXIT_SUPERSEDED
+from cpd.common.process import EXIT_DRAINED, EXIT_SUPERSEDED
 from cpd.common.settings import WorkerSettings
 from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
@@ -151,7 +151,7 @@ async def test_administration_needs_the_admin_key(redis_url: str) -> None:
                 await admin.Drain(pb.DrainRequest(), metadata=metadata, timeout=20)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         await admin.Drain(pb.DrainRequest(), metadata=admin_metadata(ClusterSecret(SECRET).admin_key), timeout=20)
-        assert await asyncio.wait_for(w.task, 20) == 0
+        assert await asyncio.wait_for(w.task, 20) == EXIT_DRAINED
 
 
 async def test_the_trace_describes_each_step(redis_url: str) -> None:

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
 from router.api import connection as connections
 from router.api.client_limit import ClientLimit
-from router.api.connection import HEAD_BYTES, Connection, connection_of
+from router.api.connection import HEAD_BYTES, Connection, ConnectionsState, connection_of
 
 MOST = 40
 """Most connections of a client."""
@@ -91,11 +90,15 @@ async def waiting() -> Waiting:
 
 
 @pytest.fixture
-async def port(waiting: Waiting) -> AsyncIterator[int]:
+async def state() -> ConnectionsState:
+    return ConnectionsState()
+
+
+@pytest.fixture
+async def port(waiting: Waiting, state: ConnectionsState) -> AsyncIterator[int]:
     """The port of a server of `app`."""
     config = uvicorn.Config(app, lifespan="off", log_config=None)
-    loop, state = asyncio.get_running_loop(), ServerState()
-    clients = ClientLimit(MOST)
+    loop, clients = asyncio.get_running_loop(), ClientLimit(MOST)
     server = await loop.create_server(
         lambda: Connection(config, state, {"waiting": waiting}, clients=clients), "127.0.0.1", 0
     )
@@ -133,6 +136,23 @@ async def test_a_held_head_is_sent_with_the_start_of_the_body(ask: Ask) -> None:
 async def test_a_held_head_without_a_body_is_sent_before_the_connection_is_closed(ask: Ask) -> None:
     pieces = await ask("/breaks")
     assert b"".join(pieces).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_an_idle_connection_can_be_closed_with_its_next_response(port: int, state: ConnectionsState) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(10):
+        for last in (False, True):
+            if last:
+                for connection in state.connections:
+                    assert isinstance(connection, Connection)
+                    connection.close_after_response()
+            writer.write(request("/stays"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readuntil(b"0\r\n\r\n")
+            assert (b"connection: close" in head) == last
+        assert await reader.read() == b""
+    assert state.posts == 2
+    writer.close()
 
 
 def request(path: str, body: bytes = b"") -> bytes:

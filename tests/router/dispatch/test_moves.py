@@ -1,0 +1,304 @@
+"""Requests that leave a draining worker."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from cpd.common import stream
+from cpd.common.blocks import unpack_tokens
+from cpd.rpc import cpd_pb2 as pb
+from router.dispatch import dispatcher
+from router.dispatch.attempts import PROBATION_TOKENS
+from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
+from tests.router.fake_worker import Answer, FakeWorker, Script
+
+MODEL = "small-model"
+REPLY = "the quick brown fox jumps over the lazy dog"
+PROMPT = [7] * 30
+AFTER = 4
+"""Tokens after which the draining worker's requests stand still."""
+
+Call = asyncio.Task[httpx.Response]
+
+
+async def _stands_still(count: int) -> None:
+    if count >= AFTER:
+        await asyncio.Event().wait()
+
+
+def _refuses(kind: "pb.Refusal.Kind.ValueType") -> Script:
+    async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
+        yield pb.Refusal(kind=kind, message="no")
+
+    return script
+
+
+def _ask(router: Router, prompt: list[int] = PROMPT, **fields: Any) -> Call:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 99, **fields}
+    return asyncio.create_task(router.http.post("/v1/completions", json=body))
+
+
+async def _texts(call: Call) -> list[str]:
+    response = await call
+    assert response.status_code == 200, response.text
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+def _drain(worker: FakeWorker) -> None:
+    worker.hello.state = pb.STATE_DRAINING
+    worker.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_DRAINING, moving=True)))
+
+
+async def _is(condition: Callable[[], bool]) -> bool:
+    return condition()
+
+
+async def _holds(condition: Callable[[], bool]) -> None:
+    await eventually(lambda: _is(condition))
+
+
+async def _stand(router: Router, outputs: int) -> None:
+    """Waits until this many outputs have come."""
+
+    async def came() -> bool:
+        metrics = (await router.http.get("/metrics")).text
+        gaps = next(line for line in metrics.splitlines() if line.startswith("cpd_itl_seconds_count"))
+        return float(gaps.split()[-1]) >= outputs
+
+    await eventually(came)
+
+
+async def _moves(router: Router, outcome: str) -> float:
+    metrics = (await router.http.get("/metrics")).text.splitlines()
+    lines = [line for line in metrics if line.startswith(f'cpd_moves_total{{outcome="{outcome}"}}')]
+    return float(lines[0].split()[-1]) if lines else 0.0
+
+
+class Draining:
+    """A router, a worker with a request that stands still, and another worker."""
+
+    def __init__(self, router: Router, source: FakeWorker, target: FakeWorker, call: Call) -> None:
+        self.router, self.source, self.target, self.call = router, source, target, call
+
+    @property
+    def name(self) -> pb.Park:
+        """The name of the source's first request."""
+        return pb.Park(request=self.source.submits[0].request, attempt=self.source.submits[0].attempt)
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(start_router: StartRouter, start_worker: StartWorker, says: Says) -> Start:
+    """`await start(script, texts, **fields)`: the request's fields; the target has the script."""
+
+    async def start(script: Script | None, texts: tuple[str, ...] = (REPLY,), **fields: Any) -> Draining:
+        source = await start_worker(says(*texts, after=_stands_still), worker_id="source")
+        router = await start_router(source)
+        call = _ask(router, **fields)
+        await _stand(router, AFTER - len(texts))
+        target = await start_worker(script, worker_id="target")
+        await router.knows(target)
+        return Draining(router, source, target, call)
+
+    return start
+
+
+async def test_another_worker_goes_on_with_the_pages_of_the_one_that_drains(
+    start: Start, says: Says, tokenizer: Tokenizer
+) -> None:
+    d = await start(says(REPLY))
+    _drain(d.source)
+    assert await _texts(d.call) == [REPLY]
+    assert d.source.parks == [d.name]
+    (submit,) = d.target.submits
+    assert unpack_tokens(submit.tokens).tolist() == [*PROMPT, *tokenizer.encode(REPLY).ids[:AFTER]]
+    assert (submit.prefix_source.worker_id, submit.prefix_source.blocks) == ("source", 2)
+    assert not submit.HasField("resumes")
+    assert submit.sampling == d.source.submits[0].sampling
+    await _holds(lambda: len(d.source.aborts) > 0)
+    assert d.source.aborts == [pb.Abort(request=d.name.request, attempt=d.name.attempt, choices=[0])]
+    assert await _moves(d.router, "moved") == 1
+
+
+async def test_choices_move_by_themselves(start: Start, says: Says) -> None:
+    texts = ("the fox jumps over the dog", "a lazy dog jumps over the fox", "you quick brown fox")
+    d = await start(says(*texts), texts, n=3)
+    _drain(d.source)
+    assert await _texts(d.call) == list(texts)
+    assert sorted((submit.choice, submit.n) for submit in d.target.submits) == [(0, 1), (1, 1), (2, 1)]
+    await _holds(lambda: len(d.source.aborts) == 3)
+    assert sorted(abort.choices[0] for abort in d.source.aborts) == [0, 1, 2]
+    assert {(abort.request, abort.attempt) for abort in d.source.aborts} == {(d.name.request, d.name.attempt)}
+
+
+async def test_without_another_worker_it_stays_until_there_is_one(
+    start_router: StartRouter, start_worker: StartWorker, says: Says
+) -> None:
+    source = await start_worker(says(REPLY, after=_stands_still), worker_id="source")
+    router = await start_router(source)
+    call = _ask(router)
+    await _stand(router, AFTER - 1)
+    _drain(source)
+    await eventually(lambda: _draining(router))
+    target = await start_worker(says(REPLY), worker_id="target")
+    await router.knows(target)
+    assert source.parks == []
+    _drain(source)  # its next report
+    assert await _texts(call) == [REPLY]
+    assert len(source.parks) == len(target.submits) == 1
+
+
+async def _draining(router: Router) -> bool:
+    worker = await router.worker("source")
+    return worker is not None and worker["state"] == "draining"
+
+
+@pytest.mark.parametrize("kind", [pb.Refusal.KIND_QUEUE_FULL, pb.Refusal.KIND_REROUTE, pb.Refusal.KIND_FAILED])
+async def test_refused_by_the_others_it_goes_on_where_it_is_parked(
+    start: Start, says: Says, kind: "pb.Refusal.Kind.ValueType"
+) -> None:
+    d = await start(_refuses(kind))
+    d.source.script = says(REPLY)
+    _drain(d.source)
+    assert await _texts(d.call) == [REPLY]
+    _, again = d.source.submits
+    assert again.resumes == d.name
+    assert not again.HasField("prefix_source")
+    assert not again.prefill_candidates
+    assert d.source.aborts == []
+    assert await _moves(d.router, "returned") == 1
+
+
+async def test_when_the_target_dies_before_its_first_token_it_goes_on_where_it_is_parked(
+    start: Start, says: Says
+) -> None:
+    d = await start(None)
+    d.source.script = says(REPLY)
+    _drain(d.source)
+    await _holds(lambda: len(d.target.submits) == 1)
+    await d.target.kill()
+    assert await _texts(d.call) == [REPLY]
+    assert d.source.submits[1].resumes == d.name
+
+
+async def test_a_target_that_is_slow_to_start_counts_as_one_that_refused(
+    start: Start, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "MOVE_S", 0.1)
+    d = await start(None)
+    d.source.script = says(REPLY)
+    _drain(d.source)
+    assert await _texts(d.call) == [REPLY]
+    assert d.source.submits[1].resumes == d.name
+    (submit,) = d.target.submits
+    await _holds(lambda: len(d.target.aborts) == 1)
+    assert d.target.aborts == [pb.Abort(request=submit.request, attempt=submit.attempt)]
+
+
+async def test_one_that_came_back_stays_for_a_while(start: Start, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "STAY_S", 0.5)
+    d = await start(_refuses(pb.Refusal.KIND_QUEUE_FULL))
+    _drain(d.source)
+    await _holds(lambda: len(d.source.submits) == 2)
+    returned = asyncio.get_running_loop().time()
+    d.target.script = says(REPLY)
+    while not d.call.done():
+        _drain(d.source)
+        await asyncio.sleep(0.01)
+    assert await _texts(d.call) == [REPLY]
+    assert asyncio.get_running_loop().time() - returned >= 0.4
+    assert len(d.source.parks) == 2
+    assert d.source.parks[1].attempt == d.source.submits[1].attempt
+
+
+async def test_when_the_draining_worker_dies_the_target_goes_on(start: Start, says: Says) -> None:
+    opened = asyncio.Event()
+
+    async def wait(count: int) -> None:
+        await opened.wait()
+
+    d = await start(says(REPLY, after=wait))
+    _drain(d.source)
+    await _holds(lambda: len(d.target.submits) == 1)
+    await d.source.kill()
+    await eventually(lambda: _gone(d.router))
+    opened.set()
+    assert await _texts(d.call) == [REPLY]
+    assert len(d.target.submits) == 1
+
+
+async def _gone(router: Router) -> bool:
+    worker = await router.worker("source")
+    return worker is None or worker["state"] == "connecting"
+
+
+async def test_a_client_that_hangs_up_frees_the_pages(start: Start) -> None:
+    d = await start(None)
+    _drain(d.source)
+    await _holds(lambda: len(d.target.submits) == 1)
+    d.call.cancel()
+    await _holds(lambda: len(d.source.aborts) == len(d.target.aborts) == 1)
+    assert d.source.aborts[0].request == d.name.request
+
+
+async def test_only_a_few_move_at_a_time_and_each_start_lets_the_next_one_go(
+    start_router: StartRouter, start_worker: StartWorker, says: Says
+) -> None:
+    opened = asyncio.Event()
+
+    async def wait(count: int) -> None:
+        await opened.wait()
+
+    source = await start_worker(says(REPLY, after=_stands_still), worker_id="source")
+    router = await start_router(source)
+    many = 2 * dispatcher.MAX_MOVES + 1
+    calls = [_ask(router, [number] * 30) for number in range(1, many + 1)]
+    await _stand(router, many * (AFTER - 1))
+    target = await start_worker(says(REPLY, after=wait), worker_id="target")
+    await router.knows(target)
+    _drain(source)
+    await _holds(lambda: len(target.submits) == dispatcher.MAX_MOVES)
+    _drain(source)
+    assert len(source.parks) == dispatcher.MAX_MOVES
+    opened.set()
+    for call in calls:
+        assert await _texts(call) == [REPLY]
+    await _holds(lambda: len(source.aborts) == many)
+
+
+async def test_suspects_go_back_one_after_the_other(
+    start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "TICK_S", 0.1)  # suspects go only to workers that were heard from since the crash
+    on_probation, most = 0, 0
+
+    async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
+        nonlocal on_probation, most
+        on_probation += 1
+        most = max(most, on_probation)
+        count = 0
+        async for output in says(REPLY)(submit):
+            await asyncio.sleep(0)
+            count += 1
+            on_probation -= count == PROBATION_TOKENS
+            yield output
+
+    source = await start_worker(says(REPLY, after=_stands_still), worker_id="source")
+    router = await start_router(source)
+    calls = [_ask(router, [number] * 30) for number in range(1, dispatcher.MAX_MOVES + 1)]
+    await _stand(router, len(calls) * (AFTER - 1))
+    target = await start_worker(worker_id="target")
+    await router.knows(target)
+    _drain(source)
+    await _holds(lambda: len(target.submits) == len(calls))
+    source.script = script
+    await target.kill()
+    for call in calls:
+        assert await _texts(call) == [REPLY]
+    assert most == 1
