@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.02
 BACKLOG = 2048
+LOOK_S = 0.3
+"""Time for which a new supervisor looks for one that offers before it opens a socket, in seconds."""
 
 
 class SharedListener:
@@ -73,6 +75,7 @@ class SharedListener:
 
     def _run(self) -> None:
         try:
+            self._look_for_copy()
             while not self._closed and self._error is None:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unix:
                     try:
@@ -91,6 +94,12 @@ class SharedListener:
                     self._listener.close()
                 self._listener = None
             self._opened.set()
+
+    def _look_for_copy(self) -> None:
+        """Takes a copy from a supervisor that offers, or will in a moment because the one that did has just ended."""
+        looks_until = time.monotonic() + LOOK_S
+        while not self._closed and self._listener is None and time.monotonic() < looks_until:
+            self._stand_by()
 
     def _offer(self, unix: socket.socket) -> None:
         """Opens the socket unless there is a copy already, and gives copies to others until `close`."""

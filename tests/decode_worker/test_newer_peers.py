@@ -7,7 +7,7 @@ from tests.decode_worker.pair import assert_right, pair
 from tests.engine.fakes import make_request, prompt
 from tests.newer import speak_newer
 
-RARE = {"WorkerMessage.refusal", "WorkerMessage.batch", "WorkerMessage.end"} | {
+RARE = {"RouterMessage.park", "WorkerMessage.refusal", "WorkerMessage.batch", "WorkerMessage.end"} | {
     f"PrefillEvent.{kind}" for kind in ("alive", "progress", "refused")
 }
 """Kinds that the traffic below need not contain."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.raydir import clear_ray_dir, make_ray_dir
+from tests.secret import secret_file
 
 pytestmark = pytest.mark.e2e
 
@@ -18,16 +19,21 @@ REPORT = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys
 
 PROGRAM = """
 import json, sys, time
+from pathlib import Path
+from cpd.common.trust import read_secret
 from deploy import session
 from deploy.cluster import launched
 from deploy.placement import demand_of, gpu_share, local_resources
 from deploy.processes import ProcessSpec
+from deploy.sealed import seal
 
 WORKERS, GPUS = 4, 2
 connected = session._connected
 session._connected = lambda namespace, **options: connected(namespace, num_gpus=GPUS, **options)
-workers = [ProcessSpec(f"combined-{n}", "combined", ".", ()) for n in range(WORKERS)]
-specs = [*workers, ProcessSpec("router-0", "router", ".", ())]
+file = sys.argv[2]
+flags, sealed = {"secret_file": file, "port": "0"}, seal(read_secret(Path(file)), {})
+workers = [ProcessSpec(f"combined-{n}", "combined", ".", (), flags, sealed) for n in range(WORKERS)]
+specs = [*workers, ProcessSpec("router-0", "router", ".", (), flags, sealed)]
 with session.local_ray("gpus", sys.argv[1], local_resources()) as here:
     share = gpu_share("cuda", WORKERS, here.gpus)
     with launched(specs, lambda spec: demand_of(spec, here.resources, share), False, print) as cluster:
@@ -59,7 +65,7 @@ def test_workers_share_gpus_evenly_and_see_only_their_own(ray_dir: str, tmp_path
         "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
     }
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ray_dir],
+        [sys.executable, "-c", PROGRAM, ray_dir, str(secret_file())],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

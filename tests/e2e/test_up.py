@@ -198,7 +198,11 @@ def test_up_with_simulated_workers_says_so_and_ends_with_its_terminal(command: C
     model = Path(shutil.copytree(tiny.CHECKPOINT, tmp_path / "model"))
     (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 20}')
     flags = ("--simulate", "instant", "--prefill", "2", "--combined", "4", "--log-level", "warning")
-    up = command.start("--model", str(model), *flags)
+    was = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored here, and children inherit that
+    try:
+        up = command.start("--model", str(model), *flags)
+    finally:
+        signal.signal(signal.SIGHUP, was)
     assert up.stdout is not None
     url = up.stdout.readline().split()[-1]
     assert url.startswith("http://127.0.0.1:"), command.errors()
