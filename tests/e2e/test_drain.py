@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 AT_ONCE = 4
 STREAMS = 8
 STREAM_TOKENS = 600
-"""So many take longer than a router that is told to stop at once grants."""
+"""Tokens of a stream that lasts longer than a router that is told to stop at once lets it run."""
 
 
 @contextlib.contextmanager
