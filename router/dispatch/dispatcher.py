@@ -351,7 +351,9 @@ class Dispatcher:
         session = attempt.session
         if attempt.id not in self._attempts or attempt.number != number or attempt.parked is None or session is None:
             return
-        log.warning("request %s leaves worker %s, which is slow to start it", attempt.request.trace_id, session.id)
+        log.info(
+            "the request leaves worker %s, which is slow to start it", session.id, extra=attempt.request.log_fields
+        )
         session.abort(pb.Abort(request=attempt.id, attempt=attempt.number))
         attempt.detach("slow to start")
         attempt.refused_by.add(session.id)

@@ -16,6 +16,7 @@ from router.dispatch import dispatcher
 from router.dispatch.attempts import PROBATION_TOKENS
 from router.dispatch.convictions import MAX_REMEMBERED, REMEMBERED_S, Convictions
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
+from tests.router.dispatch.suspects import Suspects
 from tests.router.fake_worker import Answer, FakeWorker, Script
 
 MODEL = "small-model"
@@ -227,28 +228,17 @@ class TestInnocence:
     async def test_a_worker_runs_one_suspect_at_a_time(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says
     ) -> None:
-        on_probation, most = 0, 0
-
-        async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
-            nonlocal on_probation, most
-            on_probation += 1
-            most = max(most, on_probation)
-            count = 0
-            async for output in says(REPLY)(submit):
-                await asyncio.sleep(0)
-                count += 1
-                on_probation -= count == PROBATION_TOKENS
-                yield output
+        suspects = Suspects(says, REPLY)
 
         first = await start_worker(worker_id="first")
         router = await start_router(first)
         calls = [_ask(router, [20 + number] * 30) for number in range(5)]
         await eventually(lambda: _runs(first, 5))
-        await router.knows(await start_worker(script, worker_id="second"))
+        await router.knows(await start_worker(suspects.script, worker_id="second"))
         await first.kill()
         for call in calls:
             await _answered(call)
-        assert most == 1
+        assert suspects.most == 1
 
     async def test_suspects_that_waited_long_run_together_and_none_is_convicted(
         self, start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,8 @@ from cpd.common import stream
 from cpd.common.blocks import unpack_tokens
 from cpd.rpc import cpd_pb2 as pb
 from router.dispatch import dispatcher
-from router.dispatch.attempts import PROBATION_TOKENS
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
+from tests.router.dispatch.suspects import Suspects
 from tests.router.fake_worker import Answer, FakeWorker, Script
 
 MODEL = "small-model"
@@ -276,18 +276,7 @@ async def test_suspects_go_back_one_after_the_other(
     start_router: StartRouter, start_worker: StartWorker, says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "TICK_S", 0.1)  # suspects go only to workers that were heard from since the crash
-    on_probation, most = 0, 0
-
-    async def script(submit: pb.Submit) -> AsyncIterator[Answer]:
-        nonlocal on_probation, most
-        on_probation += 1
-        most = max(most, on_probation)
-        count = 0
-        async for output in says(REPLY)(submit):
-            await asyncio.sleep(0)
-            count += 1
-            on_probation -= count == PROBATION_TOKENS
-            yield output
+    suspects = Suspects(says, REPLY)
 
     source = await start_worker(says(REPLY, after=_stands_still), worker_id="source")
     router = await start_router(source)
@@ -297,8 +286,8 @@ async def test_suspects_go_back_one_after_the_other(
     await router.knows(target)
     _drain(source)
     await _holds(lambda: len(target.submits) == len(calls))
-    source.script = script
+    source.script = suspects.script
     await target.kill()
     for call in calls:
         assert await _texts(call) == [REPLY]
-    assert most == 1
+    assert suspects.most == 1
