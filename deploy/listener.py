@@ -113,7 +113,9 @@ class SharedListener:
                     other, _ = unix.accept()
                 except OSError:  # closed, or the other one is gone
                     continue
-                standing_by = [one for one in standing_by if not _has_ended(one)]
+                for one in list(filter(_has_ended, standing_by)):
+                    standing_by.remove(one)
+                    one.close()
                 standing_by.append(other)
                 if _is_same_user(other) and self._listener:
                     with contextlib.suppress(OSError):
