@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
-from typing import Self
+from typing import NamedTuple, Self
 
 from cpd.common.blocks import Tier
 
@@ -170,8 +170,7 @@ class Reservation:
     pages: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolCounts:
+class PoolCounts(NamedTuple):
     """Pages by owner state; they add up to the pool."""
 
     free: int
@@ -197,8 +196,7 @@ class HostStats:
     blocks: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """A snapshot for load reports. Totals count from the start.
 
     Attributes:

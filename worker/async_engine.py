@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cpd.common.blocks import Tier
 from cpd.common.errors import CPDError
@@ -47,8 +47,7 @@ class EngineDiedError(CPDError):
     """The engine failed or was closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The results of one pass, or the engine's statistics after it.
 
     Attributes:
@@ -72,8 +71,7 @@ class CacheSnapshot:
     hashes: dict[Tier, list[bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """A command for the next pass, and the future that waits for it."""
 
     run: Callable[[Engine], object]

@@ -17,7 +17,6 @@ The tokens of a chunk that keep a step within the ITL target depend on the token
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf
 from typing import Literal, NamedTuple
@@ -59,8 +58,7 @@ STALL_WEIGHT = 2.0
 """Auto uses the lane if stalls saved, summed over the streams, are at least this times the prompt's own delay."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLimit:
+class BatchLimit(NamedTuple):
     """The most work of one batch.
 
     Attributes:
@@ -90,8 +88,7 @@ class BatchLimit:
         return bisect_right(sizes, False, key=lambda size: not self.fits(batch, Work.prefill(size, before)))
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillBudget:
+class PrefillBudget(NamedTuple):
     """What may be prefilled now.
 
     Attributes:

@@ -33,8 +33,7 @@ AGED_SHARE = 8
 T = TypeVar("T", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """The terms on which an item waits.
 
     Attributes:

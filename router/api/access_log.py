@@ -64,6 +64,6 @@ class AccessLog:
         if code:
             about["code"] = code
         if response is not None:
-            about.update(response.report)
+            about.update(response.report())
         about["duration_ms"] = round((asyncio.get_running_loop().time() - call.started) * 1e3, 1)
         log.info("call", extra=fields(**about))

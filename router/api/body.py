@@ -33,8 +33,10 @@ async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
+    if connection_of(request.scope).has_all:
+        return await _read(request, max_bytes, hold)
     try:
-        async with asyncio.timeout(None if connection_of(request.scope).has_all else BODY_S):
+        async with asyncio.timeout(BODY_S):
             return await _read(request, max_bytes, hold)
     except TimeoutError:
         message = f"The body did not arrive within {BODY_S:g} s."

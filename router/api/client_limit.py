@@ -39,6 +39,8 @@ class ClientLimit:
 
         Of the names in the header, the last one that is no trusted proxy counts: those before it could be invented.
         """
+        if not self._proxies:
+            return None
         address = _address(peer)
         if address is None or not self._is_proxy(address):
             return None

@@ -5,7 +5,7 @@ that keeps up gets each token at once. Status and headers are sent with the firs
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -39,7 +39,7 @@ class CompletionResponse(Response):
         gone: The client hung up.
         outcome: `completed`, `error` or `client_gone`, once the response has ended.
         error: Why the call failed.
-        report: Route, times and tokens of the call for the access log, once the response has ended.
+        usage: Tokens of the call, once the response has ended.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CompletionResponse(Response):
         self.gone = False
         self.outcome = "error"
         self.error: ApiError | None = None
-        self.report: Mapping[str, object] = {}
+        self.usage: Usage | None = None
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._request = request
@@ -86,8 +86,8 @@ class CompletionResponse(Response):
                 self.outcome = "client_gone" if self._running else "completed"
         finally:
             self.cancel()
-            self._count(self.outcome)
-            self.report = self._report()
+            self.usage = self._usage()
+            self._count(self.outcome, self.usage)
             self.forget()
 
     async def break_off(self, error: ApiError, send: Send) -> None:
@@ -99,6 +99,22 @@ class CompletionResponse(Response):
         """Cancels what still runs, on the workers too."""
         for request in self.requests:
             self._dispatcher.cancel(request)
+
+    def report(self) -> dict[str, object]:
+        """Route, times and tokens of the call for the access log, once the response has ended."""
+        route, report = self._route, dict[str, object]()
+        if route is not None:
+            report |= {"route": route.kind, "decode_worker": route.decode_worker}
+            if route.prefill_worker:
+                report["prefill_worker"] = route.prefill_worker
+            report["queue_ms"] = round(route.queue_ms, 1)
+        if self._ttft_s is not None:
+            report["ttft_ms"] = round(self._ttft_s * 1e3, 1)
+        if self.usage is not None:
+            report["prompt_tokens"] = self.usage["prompt_tokens"]
+            report["cached_tokens"] = self._cached_tokens
+            report["output_tokens"] = self.usage["completion_tokens"]
+        return report
 
     def forget(self) -> None:
         """Frees the requests, which refer to this object as it does to them."""
@@ -197,21 +213,6 @@ class CompletionResponse(Response):
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
-    def _report(self) -> dict[str, object]:
-        usage, route = self._usage(), self._route
-        report: dict[str, object] = {}
-        if route is not None:
-            report |= {"route": route.kind, "decode_worker": route.decode_worker}
-            if route.prefill_worker:
-                report["prefill_worker"] = route.prefill_worker
-            report["queue_ms"] = round(route.queue_ms, 1)
-        if self._ttft_s is not None:
-            report["ttft_ms"] = round(self._ttft_s * 1e3, 1)
-        report["prompt_tokens"] = usage["prompt_tokens"]
-        report["cached_tokens"] = self._cached_tokens
-        report["output_tokens"] = usage["completion_tokens"]
-        return report
-
     def _start_headers(self, content_type: bytes) -> Headers:
         headers, route = [(b"content-type", content_type)], self._route
         if route is not None:
@@ -239,9 +240,9 @@ class CompletionResponse(Response):
         self._metrics.ttft(route.kind).observe(ttft_s)
         self._metrics.activity.ttfts_ms.append(ttft_s * 1e3)
 
-    def _count(self, outcome: str) -> None:
+    def _count(self, outcome: str, usage: Usage) -> None:
         """Adds the call to the metrics."""
-        metrics, usage, route = self._metrics, self._usage(), self._route.kind if self._route is not None else "none"
+        metrics, route = self._metrics, self._route.kind if self._route is not None else "none"
         metrics.requests(outcome, route).inc()
         self._charge(usage["completion_tokens"])
         metrics.usage.call(self.requests[0].tenant, usage["completion_tokens"])

@@ -108,8 +108,8 @@ class BlockTable:
         alone = (values.take(slots) == order) & (known | (before == 0))
         values[slots] = before
         overflow = self._overflow
-        for position in [position for position, bucket in enumerate(buckets.tolist()) if bucket in overflow]:
-            if int(hashes[position]) in overflow[int(buckets[position])]:
+        for position, (bucket, number) in enumerate(zip(buckets.tolist(), hashes.tolist(), strict=True)):
+            if bucket in overflow and number in overflow[bucket]:
                 alone[position] = False
         others = b""
         if not alone.all():
