@@ -23,7 +23,8 @@ from cpd.common.membership import Member, lease
 from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
-from cpd.common.trust import cluster_secret
+from cpd.common.tls import Certificate, make_certificate
+from cpd.common.trust import cluster_secret, is_loopback
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
 from router.api.client_limit import ClientLimit
@@ -123,7 +124,9 @@ async def serve(
     tls = server_context(settings.tls_cert, settings.tls_key)
     server = _server(create_app(service, keys, hosts, clients, peers, lifecycle), clients, tls)
     unlimited = ClientLimit(0)
-    admin = _server(create_app(service, keys, hosts, unlimited, None, lifecycle), unlimited)
+    certificate = None if is_loopback(settings.host) else make_certificate()
+    admin_tls = certificate.context if certificate is not None else None
+    admin = _server(create_app(service, keys, hosts, unlimited, None, lifecycle), unlimited, admin_tls)
     ended = asyncio.Event()
 
     def superseded() -> None:
@@ -156,10 +159,9 @@ async def serve(
         retry=Retry(NoBackoff(), 0),  # lease and membership retry by themselves
     )
     with listen(settings.host, settings.admin_port, shared=False) as admin_listener:
-        member = _member(router_id, member_host, listener, admin_listener)
+        member = _member(router_id, member_host, listener, admin_listener, certificate)
         async with (
             redis,
-            contextlib.aclosing(peers),
             lease(redis, settings.cluster, secret, member, settings.lease_s, superseded),
             asyncio.TaskGroup() as group,
         ):
@@ -272,13 +274,16 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _member(router_id: str, host: str, listener: socket.socket, admin: socket.socket) -> Member:
+def _member(
+    router_id: str, host: str, listener: socket.socket, admin: socket.socket, certificate: Certificate | None
+) -> Member:
     name = _in_url(host)
+    admin_address = f"{name}:{admin.getsockname()[1]}"
     return Member(
         id=router_id,
         kind="router",
         address=f"{name}:{listener.getsockname()[1]}",
-        admin=f"{name}:{admin.getsockname()[1]}",
+        admin=certificate.named_in(admin_address) if certificate is not None else admin_address,
         host=socket.gethostname(),
         pid=os.getpid(),
     )
