@@ -10,7 +10,7 @@ import httpx2
 import psutil
 
 from cpd.common.errors import CPDError
-from cpd.common.tls import without_fingerprint
+from cpd.common.tls import base_url, without_fingerprint
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from deploy.endpoint import read_cluster
@@ -79,14 +79,15 @@ def _drain_router(name: str, admin: str, admin_key: str, timeout_s: float | None
     query = {} if timeout_s is None else {"timeout_s": timeout_s}
     headers = {"authorization": f"Bearer {admin_key}"}
     try:
+        url, verify = base_url(admin)
         answer = httpx2.post(
-            f"http://{admin}/drain", params=query, headers=headers, timeout=_TIMEOUT_S, trust_env=False, verify=False
+            f"{url}/drain", params=query, headers=headers, timeout=_TIMEOUT_S, trust_env=False, verify=verify
         )
         answer.raise_for_status()
     except httpx2.HTTPStatusError as error:
         raise CPDError(f"router {name} refuses: {error.response.status_code} {error.response.text}") from None
-    except httpx2.HTTPError as error:
-        raise CPDError(f"router {name} at {admin} does not answer: {error}") from None
+    except (httpx2.HTTPError, OSError) as error:
+        raise CPDError(f"router {name} at {without_fingerprint(admin)} does not answer: {error}") from None
 
 
 class _NoAnswerError(Exception):

@@ -47,7 +47,7 @@ from deploy.state import ClusterDir, ClusterState
 from router.api.sampling import default_sampling
 from router.api.tenants import read_keys
 from router.placement.policies import make_policy
-from router.server import server_context
+from router.server_certificate import certificate_files, server_context
 from simulated_workers.simulation import NOTICE
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -191,7 +191,8 @@ def prepared(settings: ClusterSettings) -> ClusterSettings:
     make_policy(settings.policy)
     if settings.api_key_file:
         read_keys(settings.api_key_file)
-    server_context(settings.tls_cert, settings.tls_key)
+    if pair := certificate_files(settings.tls_cert, settings.tls_key):
+        server_context(*pair)
     return settings.model_copy(
         update={
             "profile": absolute_profile(settings.profile),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from redis.asyncio import Redis
@@ -23,22 +23,24 @@ from cpd.common.membership import Member, lease
 from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
-from cpd.common.trust import cluster_secret
+from cpd.common.tls import Certificate, make_certificate
+from cpd.common.trust import cluster_secret, is_loopback
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
 from router.api.client_limit import ClientLimit
 from router.api.completions import CompletionService
 from router.api.connection import Connection, ConnectionsState
-from router.api.key_file import KeyFile
 from router.api.sampling import default_sampling
-from router.api.tenants import Keys, Limits
+from router.api.tenants import Keys, Limits, read_keys
 from router.dispatch.workers import Workers
+from router.followed_files import FollowedFiles, follow
 from router.listener import listen
 from router.operations.peer_routers import PeerRouters
 from router.operations.summary import summarize
 from router.operations.worker_metrics import WorkerMetrics
 from router.placement.learning import Learning
 from router.request_metrics import RequestMetrics
+from router.server_certificate import ServerCertificate, certificate_files, server_context
 from router.text.text_files import load_text_files
 
 REDIS_TIMEOUT_S = 2.0
@@ -87,7 +89,7 @@ async def serve(
     This router accepts no connections while it is not ready and a peer serves the same port. With `others_accept` it
     gives itself READY_S to become ready: connections can wait. It stops by itself when a newer router has taken its id.
 
-    The key file is read again when it changes, and when `reread` is set.
+    The key file and the certificate are read again when they change, and when `reread` is set.
 
     Args:
         others_accept: Whether other routers of this machine accept from the same socket, and the next process does.
@@ -101,9 +103,14 @@ async def serve(
     if not settings.redis_url:
         raise ConfigError("--redis-url is needed: Redis is where the router finds the workers")
     secret = cluster_secret(settings)
-    key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
+    followed: list[FollowedFiles[Any]] = []
     limits = Limits(settings.tenant_requests, settings.tenant_tokens_per_minute, int(settings.tenant_body_memory))
-    keys = Keys(settings.api_key, key_file.entries if key_file else (), secret, limits)
+    keys = Keys(settings.api_key, (), secret, limits)
+    if key_file := settings.api_key_file:
+        followed.append(FollowedFiles("API keys", [key_file], partial(read_keys, key_file), keys.replace))
+    tls = ServerCertificate()
+    if pair := certificate_files(settings.tls_cert, settings.tls_key):
+        followed.append(FollowedFiles("certificate and its key", pair, partial(server_context, *pair), tls.use))
     text_files = load_text_files(Path(settings.model), settings.served_model_name)
     sampling_defaults = default_sampling(Path(settings.model), settings.sampling_defaults)
     workers = Workers(
@@ -120,10 +127,13 @@ async def serve(
     peers = PeerRouters(router_id, lambda: workers.routers)
     hosts = _allowed_hosts(settings, listener, member_host, has_keys=keys.any)
     clients = ClientLimit(settings.max_connections_per_client, settings.trusted_proxies)
-    tls = server_context(settings.tls_cert, settings.tls_key)
-    server = _server(create_app(service, keys, hosts, clients, peers, lifecycle), clients, tls)
+    server = _server(
+        create_app(service, keys, hosts, clients, peers, lifecycle), clients, tls.context if pair else None
+    )
     unlimited = ClientLimit(0)
-    admin = _server(create_app(service, keys, hosts, unlimited, None, lifecycle), unlimited)
+    certificate = None if is_loopback(settings.host) else make_certificate()
+    admin_tls = certificate.context if certificate is not None else None
+    admin = _server(create_app(service, keys, hosts, unlimited, None, lifecycle), unlimited, admin_tls)
     ended = asyncio.Event()
 
     def superseded() -> None:
@@ -156,47 +166,25 @@ async def serve(
         retry=Retry(NoBackoff(), 0),  # lease and membership retry by themselves
     )
     with listen(settings.host, settings.admin_port, shared=False) as admin_listener:
-        member = _member(router_id, member_host, listener, admin_listener)
+        member = _member(router_id, member_host, listener, admin_listener, certificate)
         async with (
             redis,
-            contextlib.aclosing(peers),
             lease(redis, settings.cluster, secret, member, settings.lease_s, superseded),
             asyncio.TaskGroup() as group,
         ):
             group.create_task(workers.run(redis, settings.cluster, service.dispatcher, ended))
             group.create_task(summarize(metrics.activity, workers, ended))
             group.create_task(admin.serve(sockets=[admin_listener]))
-            helpers = [group.create_task(end(member))]
-            if key_file is not None:
-                helpers.append(group.create_task(key_file.follow(keys, reread or asyncio.Event())))
+            helpers = [
+                group.create_task(end(member)),
+                group.create_task(follow(followed, reread or asyncio.Event())),
+            ]
             await serve_public(member)
             admin.should_exit = True
             ended.set()
             for helper in helpers:
                 helper.cancel()
     return lifecycle.exit_code
-
-
-def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Returns the context that serves with a certificate; None without one.
-
-    Raises:
-        ConfigError: The files can't be used.
-    """
-    if cert is None and key is None:
-        return None
-    if cert is None or key is None:
-        raise ConfigError("--tls-cert and --tls-key belong together: give both or none")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key, password=lambda: "")  # else OpenSSL would ask on the terminal
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"--tls-cert {cert} and --tls-key {key} can't be used: {error.reason or 'no PEM files without password'}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"--tls-cert {cert} and --tls-key {key} can't be read: {error.strerror}") from None
-    return context
 
 
 def _server(app: ASGIApp, clients: ClientLimit, tls: ssl.SSLContext | None = None) -> "_Server":
@@ -272,13 +260,16 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _member(router_id: str, host: str, listener: socket.socket, admin: socket.socket) -> Member:
+def _member(
+    router_id: str, host: str, listener: socket.socket, admin: socket.socket, certificate: Certificate | None
+) -> Member:
     name = _in_url(host)
+    admin_address = f"{name}:{admin.getsockname()[1]}"
     return Member(
         id=router_id,
         kind="router",
         address=f"{name}:{listener.getsockname()[1]}",
-        admin=f"{name}:{admin.getsockname()[1]}",
+        admin=certificate.named_in(admin_address) if certificate is not None else admin_address,
         host=socket.gethostname(),
         pid=os.getpid(),
     )

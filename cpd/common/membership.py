@@ -86,7 +86,7 @@ class Member:
         pid: Its process id on that machine.
         incarnation: Time when it first reached Redis, by Redis's clock, in µs; 0 until then. Of two processes with the
             same id, the one with the higher incarnation is the newer.
-        admin: `host:port` where a router answers only for itself; empty for workers.
+        admin: Where a router answers only for itself, like a worker's `address`; empty for workers.
         session: Where a worker takes sessions and prefill requests, like `address`; empty for routers.
     """
 

@@ -248,8 +248,8 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
     )
     tls_cert: Path | None = Field(
         None,
-        description="PEM file with the HTTP endpoint's certificate, and those that lead to its authority. Default: "
-        "no TLS.",
+        description="PEM file with the HTTP endpoint's certificate, and those that lead to its authority. It is "
+        "read again when it changes. Default: no TLS.",
     )
     tls_key: Path | None = Field(None, description="PEM file with the key of --tls-cert.")
     allowed_hosts: Annotated[list[str], NoDecode] = Field(

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, Self, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from cpd.common.errors import CPDError
-from cpd.common.tls import Certificate, client_context, fingerprint_of, split_address
+from cpd.common.tls import Certificate, client_context, split_address
 
 TICK_S = 1.0
 """Longest time between two things sent."""
@@ -278,13 +278,8 @@ async def connect(address: str, kind: type[M], max_bytes: int) -> Stream[M]:
     host, port, fingerprint = split_address(address)
     loop, stream = asyncio.get_running_loop(), Stream(kind, max_bytes, certificate=fingerprint)
     try:
-        if fingerprint:
-            transport, _ = await loop.create_connection(lambda: stream, host, port, ssl=client_context())
-            if fingerprint_of(transport.get_extra_info("ssl_object")) != fingerprint:
-                stream.abort()
-                raise OSError("it has another certificate than its lease says")
-        else:
-            await loop.create_connection(lambda: stream, host, port)
+        tls = client_context(fingerprint) if fingerprint else None
+        await loop.create_connection(lambda: stream, host, port, ssl=tls)
     except BaseException:
         # uvloop does not call this here, even if it has already called connection_made
         stream.connection_lost(None)

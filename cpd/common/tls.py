@@ -6,7 +6,8 @@ A server that other machines reach makes a certificate, and its address names th
 
 Addresses come from signed leases, or over authenticated streams, so a client accepts that certificate and no other.
 There is no authority, and nothing expires while a process lives. Clients have no certificate: the handshake of a stream
-(`cpd/protocol/handshake.py`) authenticates them, and covers the server's certificate; a gRPC call has the admin key.
+(`cpd/protocol/handshake.py`) authenticates them, and covers the server's certificate; a gRPC call has the admin key,
+and a request to a router's admin port the admin key or an API key.
 """
 
 import os
@@ -100,19 +101,45 @@ def without_fingerprint(address: str) -> str:
     return address.partition(_MARK)[0]
 
 
-@lru_cache
-def client_context() -> ssl.SSLContext:
-    """Returns the context of clients. It accepts every certificate: compare its fingerprint (`fingerprint_of`)."""
+def base_url(address: str) -> tuple[str, ssl.SSLContext | bool]:
+    """Returns the URL of the HTTP server at an address, and what a client of httpx must `verify` there.
+
+    Raises:
+        OSError: It is not an address.
+    """
+    *_, fingerprint = split_address(address)
+    place = without_fingerprint(address)
+    return (f"https://{place}", client_context(fingerprint)) if fingerprint else (f"http://{place}", False)
+
+
+@lru_cache(maxsize=1024)
+def client_context(fingerprint: bytes) -> ssl.SSLContext:
+    """Returns the context of clients that accept the certificate with this fingerprint and no other.
+
+    With another one the TLS handshake fails with an `ssl.SSLError`, before the client has sent anything.
+    """
+
+    def check(connection: ssl.SSLObject | ssl.SSLSocket) -> None:
+        if sha256(connection.getpeercert(binary_form=True) or b"").digest() != fingerprint:
+            raise ssl.SSLCertVerificationError("it has another certificate than its lease says")
+
+    class Pinned(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            super().do_handshake()
+            check(self)
+
+    class PinnedSocket(ssl.SSLSocket):
+        def do_handshake(self, block: bool = False) -> None:
+            super().do_handshake(block)
+            check(self)
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+    context.verify_mode = ssl.CERT_NONE  # OpenSSL verifies chains only
+    context.sslobject_class = Pinned
+    context.sslsocket_class = PinnedSocket
     return context
-
-
-def fingerprint_of(connection: ssl.SSLObject) -> bytes:
-    """Returns the SHA-256 of the certificate of the server at the other end."""
-    return sha256(connection.getpeercert(binary_form=True) or b"").digest()
 
 
 def fetch_certificate(host: str, port: int, fingerprint: bytes, timeout_s: float) -> bytes:
@@ -123,9 +150,6 @@ def fetch_certificate(host: str, port: int, fingerprint: bytes, timeout_s: float
     """
     with (
         socket.create_connection((host, port), timeout_s) as plain,
-        client_context().wrap_socket(plain) as connection,
+        client_context(fingerprint).wrap_socket(plain) as connection,
     ):
-        certificate = connection.getpeercert(binary_form=True) or b""
-    if sha256(certificate).digest() != fingerprint:
-        raise OSError("it has another certificate than its lease says")
-    return ssl.DER_cert_to_PEM_cert(certificate).encode()
+        return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from typing_extensions import TypedDict
 
+from cpd.common.tls import base_url
 from router.dispatch.workers import Workers
 from router.errors import invalid
 from router.operations.peer_routers import PeerAnswer, PeerRouters
@@ -116,8 +117,12 @@ class Overview:
         return total
 
     def scrape_targets(self) -> list[ScrapeTargets]:
-        """Returns the admin ports of all routers."""
-        return [{"targets": [member.admin], "labels": {"router": member.id}} for member in self._workers.routers]
+        """Returns the admin ports of all routers, with the scheme that Prometheus must use."""
+        targets: list[ScrapeTargets] = []
+        for member in self._workers.routers:
+            scheme, _, place = base_url(member.admin)[0].partition("://")
+            targets.append({"targets": [place], "labels": {"router": member.id, "__scheme__": scheme}})
+        return targets
 
     async def _ask(self, path: str, authorization: bytes) -> Sequence[PeerAnswer]:
         return await self._peers.ask(path, authorization) if self._peers is not None else ()

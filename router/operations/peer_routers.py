@@ -1,7 +1,8 @@
 """Asks the other routers of the cluster for their answers to a question.
 
-Each router has an admin port, where it answers for itself alone; its lease has the address. The caller's credentials
-are passed on: all routers of a cluster have the same keys.
+Each router has an admin port, where it answers for itself alone; its lease has the address, and beyond one machine the
+fingerprint of its certificate. The caller's credentials are passed on, to the server with that certificate only: all
+routers of a cluster have the same keys.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from urllib.parse import quote
 import httpx2
 
 from cpd.common.membership import Member
+from cpd.common.tls import base_url
 from router.errors import describe
 
 ANSWER_S = 1.0
@@ -52,15 +54,6 @@ class PeerRouters:
     def __init__(self, router_id: str, list_routers: Callable[[], Sequence[Member]]) -> None:
         self._router_id = router_id
         self._list_routers = list_routers
-        # Routers use plain HTTP among each other, so no certificates are loaded. Connections are not kept alive:
-        # questions are rare, and a peer that stops would wait for the connection.
-        self._http = httpx2.AsyncClient(
-            verify=False, trust_env=False, timeout=None, limits=httpx2.Limits(max_keepalive_connections=0)
-        )
-
-    async def aclose(self) -> None:
-        """Closes the HTTP client."""
-        await self._http.aclose()
 
     async def serve_at(self, own: Member) -> bool:
         """Returns whether a peer serves the public port of this router, whose lease is `own`.
@@ -84,11 +77,19 @@ class PeerRouters:
     async def _ask(self, member: Member, path: str, authorization: bytes) -> PeerAnswer:
         headers = {b"authorization": authorization} if authorization else {}
         try:
-            async with asyncio.timeout(ANSWER_S):
-                response = await self._http.get(f"http://{member.admin}{path}", headers=headers)
-        except TimeoutError:
+            url, verify = base_url(member.admin)
+            # Connections are not kept: questions are rare, and a peer that stops would wait for the connection.
+            async with (
+                asyncio.timeout(ANSWER_S),
+                # A TLS handshake that is cancelled leaves its socket open: it must end by itself.
+                httpx2.AsyncClient(
+                    verify=verify, trust_env=False, timeout=httpx2.Timeout(None, connect=ANSWER_S / 2)
+                ) as client,
+            ):
+                response = await client.get(url + path, headers=headers)
+        except (TimeoutError, httpx2.TimeoutException):
             return PeerAnswer(member.id, 0, error=f"no answer within {ANSWER_S:g} s", timed_out=True)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             return PeerAnswer(member.id, 0, error=describe(_root_cause(error)))
         error_text = "" if response.status_code == 200 else response.reason_phrase
         return PeerAnswer(member.id, response.status_code, response.content, error_text)

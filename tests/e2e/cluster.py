@@ -21,7 +21,7 @@ from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import ClusterSecret
 from deploy.cores import split_cores, usable_cores
-from deploy.endpoint import has_workers, read_cluster, url_of
+from deploy.endpoint import WILDCARDS, has_workers, read_cluster, url_of
 from deploy.listener import SharedListener
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
@@ -50,9 +50,9 @@ class Cluster:
         self._redis = EmbeddedRedis(self._directory / "redis.sock")
         fixed = {"port": free_port(), "redis_url": self._redis.url, "secret_file": secret_file()}
         self.settings = ClusterSettings.load({**given, **fixed})
-        self.url = url_of(HOST, self.settings.port)
+        self.url = self._url(self.settings.port)
         self._more_urls: list[str] = []
-        self._specs = processes(self.settings, HOST)
+        self._specs = processes(self.settings, self.settings.host)
         self._supervised: dict[str, Supervised] = {}
         self._superseded: list[Supervised] = []
 
@@ -89,12 +89,12 @@ class Cluster:
         """Starts another router on a port of its own, with `settings` over the cluster's; returns its URL."""
         port = free_port()
         changed = self.settings.model_copy(update={"routers": 1, "port": port, **settings})
-        router = processes(changed, HOST)[-1]
+        router = processes(changed, changed.host)[-1]
         name = f"extra-{port}"
         spec = replace(router, name=name, members=(name,), flags={**router.flags, "router_id": name})
         self._specs.append(spec)
         self._supervised[name] = self._supervise(spec, frozenset())
-        self._more_urls.append(url_of(HOST, port))
+        self._more_urls.append(self._url(port))
         self.wait_until_healthy()
         return self._more_urls[-1]
 
@@ -164,7 +164,11 @@ class Cluster:
 
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
         listener = None if spec.is_worker else SharedListener(*spec.listens_on)
-        return Supervised(spec.name, lambda: spec.command(spec.model), spec.environment(), cores, listener)
+        flags = {"advertise_host": HOST} if spec.flags.get("host") in WILDCARDS else {}
+        return Supervised(spec.name, lambda: spec.command(spec.model, **flags), spec.environment(), cores, listener)
+
+    def _url(self, port: int) -> str:
+        return url_of(HOST, port, tls=self.settings.tls_cert is not None)
 
     def _is_healthy(self) -> bool:
         states = {name: supervised.state() for name, supervised in self._supervised.items()}

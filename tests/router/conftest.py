@@ -134,10 +134,11 @@ async def start_router(redis_url: str, model_dir: Path, cluster: str) -> AsyncIt
                 await serving
 
             stack.push_async_callback(end)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            scheme = "https" if "tls_cert" in settings else "http"
+            url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
             key = settings.get("api_key", ["none"])[0]
             http = await stack.enter_async_context(
-                httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30)
+                httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30, verify=False)
             )
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
             await stack.enter_async_context(client)

@@ -22,7 +22,7 @@ from cpd.common.settings import RouterSettings
 from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from router.listener import listen
-from router.server import GRACE_S, SHUTDOWN_S, serve, server_context
+from router.server import GRACE_S, SHUTDOWN_S, serve
 from tests.certificates import certificate_files
 from tests.router.conftest import Says, StartWorker, eventually
 from tests.router.fake_worker import outputs
@@ -100,22 +100,6 @@ async def test_with_a_certificate_it_serves_https(
             await client.get(f"http://127.0.0.1:{port}/readyz")
 
 
-def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    cert, key = certificate_files(tmp_path)
-    (tmp_path / "other").mkdir()
-    other_cert, _ = certificate_files(tmp_path / "other")
-    assert server_context(None, None) is None
-    assert server_context(cert, key) is not None
-    for one, two, reason in (
-        (cert, None, "belong together"),
-        (cert, tmp_path / "none.pem", "can't be read: No such file"),
-        (key, key, "can't be used"),
-        (other_cert, key, "can't be used"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            server_context(one, two)
-
-
 async def test_without_a_secret_it_listens_on_loopback_only(model_dir: Path, redis_url: str) -> None:
     settings = RouterSettings(model=str(model_dir), redis_url=redis_url, host="0.0.0.0")
     with listen(settings.host, 0) as listener, pytest.raises(ConfigError, match="pass --secret-file FILE everywhere"):
@@ -159,7 +143,7 @@ async def test_sighup_makes_it_read_its_keys_again(start_process: StartProcess, 
         await eventually(answers, START_S)
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
-        while "was read again: 1 keys" not in (line := (await process.stderr.readline()).decode()):
+        while "the API keys were read again" not in (line := (await process.stderr.readline()).decode()):
             assert line, "it ended"
 
 

@@ -1,4 +1,4 @@
-"""The key file is read again while requests run."""
+"""Key files and certificates are read again while requests run."""
 
 import asyncio
 import logging
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from router.api import key_file
-from router.api.key_file import KeyFile
-from router.api.tenants import Keys
+from router import followed_files
+from router.api.tenants import Keys, read_keys
 from router.errors import ApiError
+from router.followed_files import FollowedFiles, follow
 from tests.router.conftest import Says, StartRouter, StartWorker, eventually
 
 TEXT = {"model": "small-model", "prompt": "Hello?", "max_tokens": 3}
@@ -57,10 +57,10 @@ class TestFollow:
     @pytest.fixture
     async def keys(self, file: Path, reread: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Keys]:
         """The keys of the file, which is followed."""
-        monkeypatch.setattr(key_file, "POLL_S", 0.01)
-        read = KeyFile(file)
-        keys = Keys([], read.entries)
-        following = asyncio.create_task(read.follow(keys, reread))
+        monkeypatch.setattr(followed_files, "POLL_S", 0.01)
+        keys = Keys([])
+        files = FollowedFiles("API keys", [file], lambda: read_keys(file), keys.replace)
+        following = asyncio.create_task(follow([files], reread))
         yield keys
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -92,7 +92,7 @@ class TestFollow:
     async def test_it_is_read_when_told_to(
         self, file: Path, keys: Keys, reread: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(KeyFile, "_look", lambda self: (0, 0, 0))  # as after a change that shows nowhere
+        monkeypatch.setattr(FollowedFiles, "_look", lambda self: [])  # as after a change that shows nowhere
         await asyncio.sleep(0)
         _replace(file, "[{key: new}]")
         reread.set()
@@ -102,7 +102,7 @@ class TestFollow:
 async def test_a_key_is_replaced_under_load_without_a_failed_request(
     start_router: StartRouter, start_worker: StartWorker, says: Says, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_file, "POLL_S", 0.01)
+    monkeypatch.setattr(followed_files, "POLL_S", 0.01)
     router = await start_router(await start_worker(says("the fox")), api_key=["operator"], api_key_file=file)
     statuses: list[int] = []
 
