@@ -44,6 +44,7 @@ class PrefixFetch(RemotePrefill):
             block_hashes=b"".join(self._request.block_hashes),
             transport=context.transport.name,
             transport_address=context.transport.address,
+            common_address=context.transport.common_address,
             checksums=context.settings.kv_checksum,
             cache_only=True,
         )

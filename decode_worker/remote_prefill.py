@@ -419,6 +419,7 @@ class RemotePrefill:
             choice=request.first_choice,
             transport=context.transport.name,
             transport_address=context.transport.address,
+            common_address=context.transport.common_address,
             tenant=request.tenant,
             priority=request.priority,
             deadline_ms=deadline_ms_to_wire(request, time.monotonic()),

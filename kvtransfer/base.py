@@ -156,15 +156,17 @@ class Transport(Protocol):
     """Connects one pool with the pools of other processes.
 
     Attributes:
-        name: Kind of transport. Only transports of the same kind can connect.
+        name: Kind of transport.
         reason: Why this kind was chosen; empty if it was asked for.
-        address: Given to `connect` by other transports.
+        address: Given to `connect` by transports of the same kind.
+        common_address: Given to `connect` by transports of another kind. Empty if they can't connect.
         epoch: Epoch of the pool.
     """
 
     name: str
     reason: str
     address: bytes
+    common_address: bytes
     epoch: int
 
     def expect(
@@ -182,7 +184,7 @@ class Transport(Protocol):
         """Connects to the transport with this address.
 
         Args:
-            address: The other transport's `address`.
+            address: The other transport's `address`, or its `common_address` if it is of another kind.
             page_bytes: Its page size. None if it is the same as this pool's.
 
         Raises:

@@ -22,7 +22,7 @@ async def create(
         epoch: Epoch of the pool, a new one each time a pool is created.
         host: Interface to listen on, as an IPv4 address or host name; 0.0.0.0 for all.
         advertise_host: Host that peers connect to; `host` if empty.
-        same_host: True if nixl may write directly into the host memory of other processes of this machine.
+        same_host: True if it may write directly into the host memory of other processes of this machine.
 
     Raises:
         ConfigError: The name is unknown, ucx was asked to move GPU memory, or peers could not connect to the address.
@@ -52,7 +52,9 @@ async def create(
     else:
         from kvtransfer.ucx.transport import UcxTransport
 
-        transport = await UcxTransport.open(memory, epoch=epoch, host=ip, advertise_host=advertise_host)
+        transport = await UcxTransport.open(
+            memory, epoch=epoch, host=ip, advertise_host=advertise_host, same_host=same_host
+        )
     transport.reason = reason
     return transport
 

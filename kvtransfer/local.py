@@ -45,6 +45,7 @@ class LocalTransport:
     """Implements `kvtransfer.base.Transport`. Created by `LocalNetwork.create`."""
 
     reason = ""
+    common_address = b""
 
     def __init__(self, network: LocalNetwork, address: bytes, memory: PoolMemory, epoch: int) -> None:
         self.name = network.name

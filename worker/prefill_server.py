@@ -265,9 +265,11 @@ class PrefillServer:
                 "their pages cannot be exchanged"
             )
         if start.transport != context.transport.name:
+            start.transport_address = start.common_address
+        if not start.transport_address:
             raise InvalidRequestError(
                 f"worker {start.decode_worker_id} moves pages over {start.transport}, {context.worker_id} over "
-                f"{context.transport.name}"
+                f"{context.transport.name}, and they have no way in common"
             )
         return self._make(start, send)
 

@@ -1343,6 +1343,7 @@ class PrefillStart(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     CACHE_ONLY_FIELD_NUMBER: _builtins.int
+    COMMON_ADDRESS_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
     fingerprint: _builtins.bytes
     tokens: _builtins.bytes
@@ -1364,6 +1365,8 @@ class PrefillStart(_message.Message):
     """PrefillPages must carry checksums"""
     cache_only: _builtins.bool
     """send only full blocks that are cached; compute nothing"""
+    common_address: _builtins.bytes
+    """of the same pool, for a worker with another transport; empty if there is none"""
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     def __init__(
@@ -1386,10 +1389,11 @@ class PrefillStart(_message.Message):
         request: _builtins.int = ...,
         checksums: _builtins.bool = ...,
         cache_only: _builtins.bool = ...,
+        common_address: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "cache_only", b"cache_only", "checksums", b"checksums", "choice", b"choice", "common_address", b"common_address", "deadline_ms", b"deadline_ms", "decode_worker_id", b"decode_worker_id", "fingerprint", b"fingerprint", "hash_root", b"hash_root", "n", b"n", "priority", b"priority", "prompt_len", b"prompt_len", "request", b"request", "sampling", b"sampling", "tenant", b"tenant", "tokens", b"tokens", "transport", b"transport", "transport_address", b"transport_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

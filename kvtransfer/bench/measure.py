@@ -146,7 +146,7 @@ class _Bench:
         their_pages = max(self._pages, settings.pool // self._page_bytes)
         own_pages = min(their_pages, _SENDER_POOL_BYTES // self._page_bytes)
         own_pages = max(1 if self._scattered else self._pages, own_pages)
-        opening = {"transport": settings.transport, "device": settings.device}
+        opening = {"transport": settings.receiver_transport or settings.transport, "device": settings.device}
         opened = await receiver.order("open", num_pages=their_pages, page_bytes=self._page_bytes, **opening)
         self.receiver_machine = opened["machine"]
         async with AsyncExitStack() as stack:
@@ -156,8 +156,10 @@ class _Bench:
                 settings.transport, pool.memory, epoch=2, host=settings.host, same_host=settings.route != "network"
             )
             stack.push_async_callback(transport.close)
-            self.transport_name = transport.name
-            peer = await transport.connect(bytes.fromhex(opened["address"]))
+            self.transport_name, address = transport.name, opened["address"]
+            if opened["transport"] != transport.name:
+                self.transport_name, address = f"{transport.name} to {opened['transport']}", opened["common_address"]
+            peer = await transport.connect(bytes.fromhex(address))
             self.route = peer.route
             if settings.route == "network" and self.route != "network":
                 raise TransferError("--route network: between GPUs of one machine pages go by another route")

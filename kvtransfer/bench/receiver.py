@@ -52,7 +52,12 @@ class Receiver:
                 self._opened.callback(self._pool.close)
                 self._transport = await create(order["transport"], self._pool.memory, epoch=1, host=self._host)
                 self._opened.push_async_callback(self._transport.close)
-                return {"address": self._transport.address.hex(), "machine": machine()}
+                return {
+                    "transport": self._transport.name,
+                    "address": self._transport.address.hex(),
+                    "common_address": self._transport.common_address.hex(),
+                    "machine": machine(),
+                }
             case "expect":
                 self._pages = order["pages"]
                 self._landing = self._transport.expect(order["reservation"], 1, self._pages)

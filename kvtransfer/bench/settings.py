@@ -15,6 +15,9 @@ class TransferBenchSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="CPD_BENCH_TRANSFER_")
 
     transport: Literal["auto", "nixl", "ucx"] = Field("auto", description="Transport that moves the pages.")
+    receiver_transport: Literal["", "auto", "nixl", "ucx"] = Field(
+        "", description="Transport of the receiver; empty: the same as the sender's."
+    )
     device: Literal["cpu", "cuda"] = Field(
         "cpu",
         description="Memory of the pages; cuda: the sender's first GPU and the receiver's last.",

@@ -34,15 +34,18 @@ class SenderDetails:
         process: The sender's process.
         on_device: True if its pool is in GPU memory.
         same_host: True if it wants the kernel to write into the host memory of a process of its machine.
+        loads_nixl: True if it can use NIXL.
     """
 
     connection_id: bytes
     process: ProcessIdentity
     on_device: bool
     same_host: bool
+    loads_nixl: bool
 
     def encode(self) -> bytes:
-        return _SENDER.pack(self.on_device, self.same_host, self.connection_id, *astuple(self.process))
+        fixed = _SENDER.pack(self.on_device, self.same_host, self.connection_id, *astuple(self.process))
+        return fixed + bytes([self.loads_nixl])
 
     @classmethod
     def decode(cls, data: bytes) -> "SenderDetails":
@@ -50,7 +53,8 @@ class SenderDetails:
         (on_device, same_host, connection_id), process = _unpack(_SENDER, data)
         if process.pid == 0:
             raise TransferError("the peer does not say which process it is")
-        return cls(connection_id, process, on_device, same_host)
+        # An older sender's end here, and it loads NIXL.
+        return cls(connection_id, process, on_device, same_host, loads_nixl=data[_SENDER.size :] != b"\0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class ReceiverPool:
         num_pages: Number of pages of the pool.
         device: See `kvtransfer.base.PoolMemory`, as the receiver numbers devices.
         process: The receiver's process, if the sender writes into the memory of a process of its own machine.
-        agent: Metadata of the receiver's NIXL agent. Empty if the kernel writes.
+        agent: Metadata of the receiver's NIXL agent. Empty if the kernel writes. If there is neither process nor agent,
+            the sender sends the pages in the connection's stream.
     """
 
     pointer: int
@@ -83,8 +88,6 @@ class ReceiverPool:
         agent = data[_POOL.size :]
         if not 0 < num_pages <= _MAX_PAGES:
             raise TransferError(f"the peer says that its pool has {num_pages} pages")
-        if not (process.pid or agent):
-            raise TransferError("the peer offers no way to write into its pool")
         return cls(pointer, num_pages, None if device < 0 else device, process if process.pid else None, agent)
 
 

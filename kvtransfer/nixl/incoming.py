@@ -19,13 +19,15 @@ from kvtransfer.landings import LandingTable
 from kvtransfer.nixl.agent import Agent, options
 from kvtransfer.nixl.connection import Connection
 from kvtransfer.nixl.handshake import ReceiverPool, SenderDetails
+from kvtransfer.nixl.page_stream import PageStreamReceiver
 from kvtransfer.nixl.process import ProcessIdentity, wait_until_ended
 from kvtransfer.nixl.writer import Writer
+from kvtransfer.segments import Run, resolve_runs
 from kvtransfer.session import frames
 from kvtransfer.session.receiving import Receiving
 
 _OTHER_MEMORY = frames.Reject(
-    False, "one worker's pages are in host memory, the other's on a GPU: give both the same --device"
+    False, "one worker's pages are in host memory, the other's on a GPU: such a pair exchanges no pages"
 )
 _OTHER_NAMESPACE = frames.Reject(
     False,
@@ -46,6 +48,7 @@ class Incoming(Connection):
         landings: The pool's landings.
         memory: The pool.
         key: Key of this transport's address.
+        loads_nixl: True if this process can use NIXL.
     """
 
     def __init__(
@@ -58,15 +61,19 @@ class Incoming(Connection):
         landings: LandingTable,
         memory: PoolMemory,
         key: bytes,
+        *,
+        loads_nixl: bool,
     ) -> None:
         self.sender: SenderDetails | None = None
         self._on_close_notice = on_close_notice
         self._host = host
         self._landings = landings
         self._memory = memory
+        self._loads_nixl = loads_nixl
         self._receiving = Receiving(landings, self, key, memory.page_bytes)
         self._agent: Agent | None = None
         self._writer: Writer | None = None
+        self._pages: PageStreamReceiver | None = None
         self._hello: frames.Hello | None = None
         self._greeted = self._open = False
         self._writes_ended = asyncio.Event()  # nothing that was granted is being written, or will be
@@ -81,6 +88,8 @@ class Incoming(Connection):
     def _handle(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Sent():
+                if self._pages is not None:
+                    self._pages.finish(frame.batch)
                 self._receiving.arrived(frame.batch)
                 self._send(frames.Done(frame.batch))
                 if self.failed and not self._receiving.busy:
@@ -97,7 +106,9 @@ class Incoming(Connection):
             case frames.Proof() if self._open:
                 self._receiving.check(frame)
             case frames.Offer() if self._open:
-                self._send(self._receiving.admit(frame))
+                self._admit(frame)
+            case frames.Pages() if self._pages is not None:
+                self._pages.put(frame)
             case _:
                 raise TransferError(f"the sender sent {type(frame).__name__} out of turn")
 
@@ -114,6 +125,9 @@ class Incoming(Connection):
             self._reject(_OTHER_NAMESPACE)
         if self.sender is not None and not on_device:
             self._welcome(b"")
+        elif not on_device and not (self._loads_nixl and sender.loads_nixl):
+            self._pages = PageStreamReceiver()
+            self._welcome(b"")
         else:
             self._writer = Writer("kvtransfer-nixl-receive")
             self._writer.open(self._make_agent, self._prepared)
@@ -125,6 +139,15 @@ class Incoming(Connection):
     def _reject(self, rejection: frames.Reject) -> NoReturn:
         self._send(rejection)
         raise frames.refusal(rejection)
+
+    def _admit(self, offer: frames.Offer) -> None:
+        answer = self._receiving.admit(offer)
+        if self._pages is not None and isinstance(answer, frames.Grant):
+            runs = [Run(page=0, index=index, count=count) for index, count in offer.runs]  # from pages unknown here
+            segments = self._receiving.segments(offer.batch)
+            _, *places = resolve_runs(self._memory, self._memory, runs, answer.places, segments)
+            self._pages.expect(offer.batch, *places)
+        self._send(answer)
 
     def _make_agent(self) -> Agent:
         self._agent = Agent(self._memory, options(self._host), progress=True)

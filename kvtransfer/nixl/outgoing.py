@@ -16,6 +16,7 @@ from kvtransfer.base import PoolMemory
 from kvtransfer.nixl.agent import Agent, options
 from kvtransfer.nixl.connection import Connection
 from kvtransfer.nixl.handshake import Address, ReceiverPool, SenderDetails
+from kvtransfer.nixl.page_stream import PageStreamSender
 from kvtransfer.nixl.process import ProcessIdentity
 from kvtransfer.nixl.same_host import SameHostBackend
 from kvtransfer.nixl.writer import Writer, WriterBackend
@@ -48,6 +49,7 @@ class Outgoing(Connection):
         page_bytes: Page size of the receiver.
         where: The receiver's address.
         same_host: True if the kernel may write into the receiver's memory if it is a process of this machine.
+        loads_nixl: True if this process can use NIXL.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Outgoing(Connection):
         where: Address,
         *,
         same_host: bool,
+        loads_nixl: bool,
     ) -> None:
         self.greeted = asyncio.Event()
         self.error: TransferError | None = None
@@ -72,13 +75,20 @@ class Outgoing(Connection):
         self._host = host
         self._memory = memory
         self._page_bytes = page_bytes
+        self._loads_nixl = loads_nixl
         self._open = False
-        self._writer: Writer | None = None
+        self._writer: Writer | PageStreamSender | None = None
         self._sending = Sending(max_runs=_BATCH_RUNS, max_pages=self.batch_pages)
         super().__init__(reader, writer, on_gone)
-        details = SenderDetails(self.connection_id, ProcessIdentity.own(), memory.device is not None, same_host)
+        process, on_device = ProcessIdentity.own(), memory.device is not None
+        details = SenderDetails(self.connection_id, process, on_device, same_host, loads_nixl)
         self._greeting = SenderGreeting(where.key, page_bytes, details.encode())
         self._send(self._greeting.hello)
+
+    @property
+    def streams(self) -> bool:
+        """True if pages go in the connection's stream."""
+        return isinstance(self._writer, PageStreamSender)
 
     def submit(self, transfer: PushedTransfer) -> None:
         """Queues a transfer."""
@@ -127,8 +137,16 @@ class Outgoing(Connection):
             return agent
 
         self.receiver = pool.process
-        self._writer = Writer("kvtransfer-nixl-send")
-        self._writer.open(make, self._prepared)
+        if pool.agent and not self._loads_nixl:
+            raise TransferError("the receiver wants to use NIXL, which this process does not load")
+        if pool.process is None and not pool.agent:
+            if self._memory.device is not None:
+                raise TransferError("the receiver offers no way for pages in a GPU's memory")
+            self._writer = PageStreamSender(self._stream, self._moved)
+            self._prepared(None)
+        else:
+            self._writer = Writer("kvtransfer-nixl-send")
+            self._writer.open(make, self._prepared)
 
     def _prepared(self, error: TransferError | None) -> None:
         if error is not None:
@@ -143,8 +161,12 @@ class Outgoing(Connection):
         if (highest := max(grant.places)) >= self._theirs.num_pages:
             raise TransferError(f"the peer granted page {highest}, its pool has {self._theirs.num_pages}")
         assert self._writer is not None
-        pieces = resolve_runs(self._memory, self._theirs, runs, grant.places, segments)
-        self._writer.write(*pieces, functools.partial(self._written, grant.batch))
+        sources, targets, num_bytes = resolve_runs(self._memory, self._theirs, runs, grant.places, segments)
+        written = functools.partial(self._written, grant.batch)
+        if isinstance(self._writer, PageStreamSender):
+            self._writer.write(grant.batch, sources, num_bytes, written)
+        else:
+            self._writer.write(sources, targets, num_bytes, written)
 
     def _written(self, batch: int, error: TransferError | None) -> None:
         self._moved()

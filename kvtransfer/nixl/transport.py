@@ -18,6 +18,7 @@ from kvtransfer.nixl.incoming import Incoming
 from kvtransfer.nixl.outgoing import Outgoing
 from kvtransfer.nixl.same_host import ForbiddenError
 from kvtransfer.pushes import PushedTransfer, prepare_push
+from kvtransfer.session import frames
 from kvtransfer.session.limits import GREETING_S
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,9 @@ class NixlPeer:
 class NixlTransport:
     """Implements `kvtransfer.base.Transport`. Created by `open`.
 
+    Without NIXL (`loads_nixl=False`) it writes into processes of the same machine, and sends pages to other machines in
+    the stream of the connection.
+
     Attributes:
         address: Contains the secret that lets peers in. Send it over authenticated connections only.
     """
@@ -59,22 +63,40 @@ class NixlTransport:
     name = "nixl"
     reason = ""
 
-    def __init__(self, memory: PoolMemory, *, epoch: int, host: str, same_host: bool) -> None:
+    def __init__(
+        self,
+        memory: PoolMemory,
+        *,
+        epoch: int,
+        host: str,
+        same_host: bool,
+        landings: LandingTable | None,
+        loads_nixl: bool,
+    ) -> None:
         self.epoch = epoch
-        self.address = b""
+        self.address = self.common_address = b""
         self._host = host
         self._memory = memory
-        self._landings = LandingTable(asyncio.get_running_loop(), memory, epoch)
+        self._landings = landings or LandingTable(asyncio.get_running_loop(), memory, epoch)
         self._key = secrets.token_bytes(KEY_BYTES)
         self._connections: set[Connection] = set()
         self._close_notices: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
         self._closed = False
         self._same_host = same_host
+        self._loads_nixl = loads_nixl
 
     @classmethod
     async def open(
-        cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str, same_host: bool
+        cls,
+        memory: PoolMemory,
+        *,
+        epoch: int,
+        host: str,
+        advertise_host: str,
+        same_host: bool,
+        landings: LandingTable | None = None,
+        loads_nixl: bool = True,
     ) -> "NixlTransport":
         """Opens a transport that listens.
 
@@ -84,17 +106,19 @@ class NixlTransport:
             host: IPv4 address to listen on.
             advertise_host: Host that peers connect to.
             same_host: True if it may write directly into the host memory of other processes of this machine.
+            landings: The pool's landings, if another transport of the pool has made the table.
+            loads_nixl: False in a process with ucxx, which can't load NIXL as well. The pool is in host memory.
 
         Raises:
             ConfigError: `host` is not an IPv4 address of this machine.
         """
-        transport = cls(memory, epoch=epoch, host=host, same_host=same_host)
+        transport = cls(memory, epoch=epoch, host=host, same_host=same_host, landings=landings, loads_nixl=loads_nixl)
         try:
-            transport._server = await asyncio.start_server(transport._accept, host, 0)
+            transport._server = await asyncio.start_server(transport._accept, host, 0, limit=frames.MAX_FRAME_BYTES)
         except OSError as error:
             raise ConfigError(f"host: cannot listen on {host}: {error}; give an IPv4 address of this machine") from None
         port = transport._server.sockets[0].getsockname()[1]
-        transport.address = Address(advertise_host, port, transport._key).encode()
+        transport.address = transport.common_address = Address(advertise_host, port, transport._key).encode()
         return transport
 
     def expect(
@@ -111,6 +135,8 @@ class NixlTransport:
         if connection.error is not None:
             text = f"no connection to {where.host}:{where.port}: {connection.error}"
             raise type(connection.error)(text) from None
+        if connection.streams:
+            log.info("pages go to %s:%d in a TCP stream: only one of the two workers uses NIXL", where.host, where.port)
         return NixlPeer(connection, self._memory, page_bytes)
 
     async def _dial(self, where: Address, page_bytes: int, *, same_host: bool) -> Outgoing:
@@ -120,7 +146,14 @@ class NixlTransport:
         except (OSError, TimeoutError) as error:
             raise TransferError(f"no connection to {where.host}:{where.port}: {error}") from None
         connection = Outgoing(
-            *streams, self._outgoing_gone, self._host, self._memory, page_bytes, where, same_host=same_host
+            *streams,
+            self._outgoing_gone,
+            self._host,
+            self._memory,
+            page_bytes,
+            where,
+            same_host=same_host,
+            loads_nixl=self._loads_nixl,
         )
         self._connections.add(connection)
         if self._closed:
@@ -153,7 +186,17 @@ class NixlTransport:
             writer.close()
             return
         callbacks = self._connections.discard, self._sender_closed
-        self._connections.add(Incoming(reader, writer, *callbacks, self._host, self._landings, self._memory, self._key))
+        connection = Incoming(
+            reader,
+            writer,
+            *callbacks,
+            self._host,
+            self._landings,
+            self._memory,
+            self._key,
+            loads_nixl=self._loads_nixl,
+        )
+        self._connections.add(connection)
 
     def _sender_closed(self, connection_id: bytes) -> None:
         for connection in [each for each in self._connections if isinstance(each, Incoming)]:

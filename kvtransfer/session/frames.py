@@ -6,7 +6,7 @@
     Proof(code)                    ──▶                                   see `kvtransfer.session.greeting`
     Offer(batch, ticket, runs)     ──▶
                                    ◀──  Grant(batch, places) | Refuse(batch, reason)
-    the pages                      ══▶  to the granted places
+    the pages                      ══▶  to the granted places: one-sided writes, or Pages(batch, data) frames
     Sent(batch)                    ──▶                                   one-sided writes do not show at the receiver
                                    ◀──  Done(batch)                      the landing has counted the batch
                                    ◀──  Stop(reason)                     send no more
@@ -156,19 +156,28 @@ class CloseAck:
     """The receiver has taken note of the close notice."""
 
 
-Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | CloseNotice | CloseAck | Proof
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The next bytes of a granted batch, in the order of its offer. They may end anywhere in a page."""
+
+    batch: int
+    data: bytes | memoryview
+
+
+Frame = Hello | Welcome | Reject | Offer | Grant | Refuse | Sent | Done | Stop | CloseNotice | CloseAck | Proof | Pages
 
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
     """The last field of a frame, which has any length."""
 
-    pack: Callable[[Any], bytes]
-    unpack: Callable[[bytes], Any]
+    pack: Callable[[Any], bytes | memoryview]
+    unpack: Callable[[memoryview], Any]
 
 
 _BYTES = _Rest(bytes, bytes)
-_TEXT = _Rest(lambda text: text.encode(errors="replace")[:_MAX_TEXT], lambda data: data.decode(errors="replace"))
+_DATA = _Rest(lambda data: data, lambda data: data)  # not copied
+_TEXT = _Rest(lambda text: text.encode(errors="replace")[:_MAX_TEXT], lambda data: bytes(data).decode(errors="replace"))
 _RUNS = _Rest(
     lambda runs: struct.pack(f"<{2 * len(runs)}I", *chain.from_iterable(runs)),
     lambda data: tuple(_RUN.iter_unpack(data)),
@@ -191,6 +200,7 @@ _FORMATS: dict[type[Frame], tuple[struct.Struct, _Rest | None]] = {
     CloseNotice: (struct.Struct(f"<{CONNECTION_BYTES}s{CODE_BYTES}s"), None),
     CloseAck: (struct.Struct("<"), None),
     Proof: (struct.Struct(f"<{CODE_BYTES}s"), None),
+    Pages: (struct.Struct("<Q"), _DATA),
 }
 _KINDS: tuple[type[Any], ...] = tuple(_FORMATS)  # a frame's kind on the wire is its index here
 
@@ -200,8 +210,8 @@ def encode(frame: Frame) -> bytes:
     fixed, rest = _FORMATS[type(frame)]
     values = [getattr(frame, each.name) for each in fields(frame)]
     last = rest.pack(values.pop()) if rest is not None else b""
-    data = bytes([_KINDS.index(type(frame))]) + fixed.pack(*values) + last
-    return _PREFIX.pack(len(data)) + data
+    head = bytes([_KINDS.index(type(frame))]) + fixed.pack(*values)
+    return b"".join((_PREFIX.pack(len(head) + len(last)), head, last))
 
 
 def length(prefix: bytes | bytearray) -> int:
@@ -222,14 +232,14 @@ def decode(data: bytes) -> Frame:
         kind = _KINDS[data[0]]
         fixed, rest = _FORMATS[kind]
         values = list(fixed.unpack_from(data, 1))
-        last = data[1 + fixed.size :]
+        last = memoryview(data)[1 + fixed.size :]
         if kind is Hello and values[0] != _VERSION:
             raise TransferError(
                 f"the peer speaks version {values[0]} of the transfer protocol, this worker version {_VERSION}"
             )
         if rest is not None:
             values.append(rest.unpack(last))
-        elif last:
+        elif len(last):
             raise TransferError("the peer sent a malformed frame")
         frame: Frame = kind(**dict(zip((each.name for each in fields(kind)), values, strict=True)))
         return frame

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from cpd.common.errors import StaleTransferError, TransferError
+from kvtransfer.base import Segment
 from kvtransfer.landings import LandingEntry, LandingState, LandingTable
 from kvtransfer.session import limits
 from kvtransfer.session.frames import CloseNotice, Grant, Hello, Offer, Proof, Refuse, Reject, Welcome
@@ -81,6 +82,10 @@ class Receiving:
             return Refuse(offer.batch, isinstance(error, StaleTransferError), str(error))
         self._batches[offer.batch] = _Batch(landing, sum(count for _, count in offer.runs))
         return Grant(offer.batch, tuple(landing.pages[index] for index, _ in offer.runs))
+
+    def segments(self, number: int) -> tuple[Segment, ...]:
+        """The segments of the pages of a granted batch. Empty for whole pages."""
+        return self._batches[number].landing.segments
 
     def arrived(self, number: int) -> None:
         """Records that a batch has arrived. Raises TransferError if it was not granted, or has arrived before."""

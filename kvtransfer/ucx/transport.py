@@ -7,11 +7,13 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from cpd.common.errors import TransferError
+from cpd.common.errors import ConfigError, TransferError
 from kvtransfer import addresses
 from kvtransfer.addresses import KEY_BYTES, interface_of, resolve
-from kvtransfer.base import PoolMemory, Route, Segment, Ticket
+from kvtransfer.base import Peer, PoolMemory, Route, Segment, Ticket
 from kvtransfer.landings import LandingEntry, LandingTable
+from kvtransfer.nixl import handshake
+from kvtransfer.nixl.transport import NixlTransport
 from kvtransfer.pushes import PushedTransfer, prepare_push
 from kvtransfer.ucx.incoming import Incoming
 from kvtransfer.ucx.outgoing import Outgoing
@@ -57,6 +59,8 @@ class UcxPeer:
 class UcxTransport:
     """Implements `kvtransfer.base.Transport`. Created by `open`.
 
+    Beside UCX it has a transport for peers that use nixl, over the same landings.
+
     Attributes:
         address: Contains the secret that lets peers in. Send it over authenticated connections only.
     """
@@ -66,7 +70,8 @@ class UcxTransport:
 
     def __init__(self, memory: PoolMemory, *, epoch: int, host: str) -> None:
         self.epoch = epoch
-        self.address = b""
+        self.address = self.common_address = b""
+        self._other: NixlTransport
         self._loop = asyncio.get_running_loop()
         self._memory = memory
         self._landings = LandingTable(self._loop, memory, epoch)
@@ -75,7 +80,9 @@ class UcxTransport:
         self._reactor = Reactor(ucx_options(host), host, memory, accept=self._accept, ended=self._end)
 
     @classmethod
-    async def open(cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str) -> "UcxTransport":
+    async def open(
+        cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str, same_host: bool
+    ) -> "UcxTransport":
         """Opens a transport that listens.
 
         Args:
@@ -83,14 +90,29 @@ class UcxTransport:
             epoch: Epoch of the pool.
             host: IPv4 address to listen on.
             advertise_host: Host that peers connect to.
+            same_host: True if it may exchange pages with nixl peers of this machine directly through memory.
 
         Raises:
             ConfigError: `host` is not an IPv4 address of this machine.
             TransferError: UCX cannot be set up.
         """
         transport = cls(memory, epoch=epoch, host=host)
-        await transport._reactor.start()
+        other = transport._other = await NixlTransport.open(
+            memory,
+            epoch=epoch,
+            host=host,
+            advertise_host=advertise_host,
+            same_host=same_host,
+            landings=transport._landings,
+            loads_nixl=False,
+        )
+        try:
+            await transport._reactor.start()
+        except (ConfigError, TransferError):
+            await other.close()
+            raise
         transport.address = Address(advertise_host, transport._reactor.port, transport._key).encode()
+        transport.common_address = other.address
         return transport
 
     def expect(
@@ -98,7 +120,9 @@ class UcxTransport:
     ) -> LandingEntry:
         return self._landings.expect(reservation, generation, pages, segments)
 
-    async def connect(self, address: bytes, page_bytes: int | None = None) -> UcxPeer:
+    async def connect(self, address: bytes, page_bytes: int | None = None) -> Peer:
+        if address.startswith(handshake.Address.MAGIC):
+            return await self._other.connect(address, page_bytes)
         where, page_bytes = Address.decode(address), page_bytes or self._memory.page_bytes
         ip = await resolve(where.host)
         made: list[Outgoing] = []
@@ -117,6 +141,7 @@ class UcxTransport:
     async def close(self) -> None:
         self._landings.close("the transport was closed")
         await self._reactor.stop()
+        await self._other.close()
 
     # ---- on the reactor's thread
 

@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +44,17 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(model: Path, redis_url: str, directory: Path, **flags: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    model: Path, redis_url: str, directory: Path, transports: Sequence[str] = (), **flags: Any
+) -> AsyncIterator[Cluster]:
+    """`transports`: of the prefill and of the decode worker, if they differ."""
     given = {**FLAGS, "model": model, "cluster": directory.name, **flags}
+    own = [{"transport": name} for name in transports] or [{}, {}]
     async with AsyncExitStack() as stack:
         prefill, decode = await asyncio.gather(
             *(
-                stack.enter_async_context(worker_process(role, redis_url, directory, worker_id=role, **given))
-                for role in ROLES
+                stack.enter_async_context(worker_process(role, redis_url, directory, worker_id=role, **given, **flags))
+                for role, flags in zip(ROLES, own, strict=True)
             )
         )
         router = await stack.enter_async_context(Client(decode, token=TOKEN))
@@ -107,8 +111,7 @@ async def test_both_routes_give_the_same_tokens(model: Path, redis_url: str, tmp
 
 
 async def test_workers_take_nixl_by_default_and_say_why(model: Path, redis_url: str, tmp_path: Path) -> None:
-    flags = {"dtype": "float32", "prefill_progress_s": 60}
-    async with cluster(model, redis_url, tmp_path, **flags) as c:
+    async with cluster(model, redis_url, tmp_path, dtype="float32", prefill_progress_s=60) as c:
         for hello in (c.router.hello, c.prefill_view.hello):
             assert hello.transport == "nixl", hello.transport_reason
             assert "through memory between processes of one machine" in hello.transport_reason
@@ -119,6 +122,50 @@ async def test_workers_take_nixl_by_default_and_say_why(model: Path, redis_url: 
         assert there.prefilled[0].prefill_worker == "prefill"
         assert there.tokens == here.tokens
         await c.router.balanced()
+
+
+@pytest.mark.parametrize("transports", [("ucx", "nixl"), ("nixl", "ucx")], ids=["ucx to nixl", "nixl to ucx"])
+async def test_workers_with_different_transports_prefill_for_each_other(
+    model: Path, redis_url: str, tmp_path: Path, transports: tuple[str, str]
+) -> None:
+    async with cluster(model, redis_url, tmp_path, transports, dtype="float32", prefill_progress_s=60) as c:
+        assert (c.prefill_view.hello.transport, c.router.hello.transport) == transports
+        requests = [request(f"r{i}", 900, salt=i, seed=i) for i in range(4)]
+        remote = [await c.submit(each, number) for number, each in enumerate(requests)]
+        local = [await c.router.submit(with_own_cache(each), 100 + number) for number, each in enumerate(requests)]
+        await c.router.done(*remote, *local)
+        for there, here in zip(remote, local, strict=True):
+            assert there.prefilled[0].prefill_worker == "prefill"
+            assert there.tokens == here.tokens
+        await c.router.balanced()
+        await c.prefill_view.balanced()
+        await eventually(lambda: c.router.load.remote_prefills == {"completed": len(requests)})
+
+
+@pytest.mark.parametrize("transports", [("ucx", "nixl"), ("nixl", "ucx")], ids=["ucx to nixl", "nixl to ucx"])
+async def test_workers_with_different_transports_fetch_prefixes_from_each_other(
+    model: Path, redis_url: str, tmp_path: Path, transports: tuple[str, str]
+) -> None:
+    length, cached = 900, 900 // BLOCK_SIZE * BLOCK_SIZE
+    given: dict[str, Any] = {**FLAGS, "model": model, "cluster": tmp_path.name, "prefill_progress_s": 60}
+    async with AsyncExitStack() as stack:
+        workers = (
+            worker_process("combined", redis_url, tmp_path, worker_id=name, dtype="float32", transport=kind, **given)
+            for name, kind in zip(("source", "here"), transports, strict=True)
+        )
+        source, here = await asyncio.gather(*(stack.enter_async_context(worker) for worker in workers))
+        there = await stack.enter_async_context(Client(source, token=TOKEN))
+        router = await stack.enter_async_context(Client(here, token=TOKEN))
+        hint = pb.PrefixSource(worker_id="source", address=source.session, blocks=length // BLOCK_SIZE)
+        wanted = request("r", length, seed=3)
+        reference = await there.submit(wanted, 1)
+        await there.done(reference)
+        answer = await router.submit(wanted, 2, prefix_source=hint)
+        await router.done(answer)
+        assert answer.prefilled[0] == pb.Prefilled(cached_tokens=cached, prefix_worker="source")
+        assert answer.tokens == reference.tokens
+        await router.balanced()
+        await there.balanced()
 
 
 @pytest.mark.timeout(300)

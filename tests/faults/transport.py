@@ -21,6 +21,7 @@ class FaultyTransport:
         self.name = transport.name
         self.reason = transport.reason
         self.address = transport.address
+        self.common_address = transport.common_address
         self.epoch = transport.epoch
         self._transport = transport
         self._memory = memory

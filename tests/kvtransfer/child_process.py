@@ -29,7 +29,8 @@ class Child:
     async def do(self, order: dict[str, Any]) -> dict[str, Any]:
         match order["do"]:
             case "address":
-                return {"address": self._transport.address.hex()}
+                address = self._transport.common_address if order["common"] else self._transport.address
+                return {"address": address.hex()}
             case "connect":
                 self._peer = await self._transport.connect(bytes.fromhex(order["address"]))
             case "push":

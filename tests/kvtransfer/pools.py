@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 import kvtransfer
 from kvtransfer.base import PoolMemory, Ticket, Transport
 from kvtransfer.local import LocalNetwork
+from kvtransfer.nixl.transport import NixlTransport
 
 EMPTY = 0xEE
 
@@ -74,6 +75,21 @@ class Real:
     async def close(self) -> None:
         for transport in self._transports:
             await transport.close()
+
+
+class Streamed(Real):
+    """Transports that neither load NIXL nor write into another process's memory."""
+
+    def __init__(self) -> None:
+        super().__init__("stream")
+
+    async def open(self, pool: Pool, epoch: int = 1) -> Transport:
+        host = "127.0.0.1"
+        transport = await NixlTransport.open(
+            pool.memory, epoch=epoch, host=host, advertise_host=host, same_host=False, loads_nixl=False
+        )
+        self._transports.append(transport)
+        return transport
 
 
 def ticket(transport: Transport, reservation: int, generation: int, pages: Sequence[int]) -> Ticket:

@@ -20,23 +20,32 @@ START_S = 60.0
 class Remote:
     """A process of tests/kvtransfer/child_process.py."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, *, differs: bool) -> None:
         self._process = process
+        self._differs = differs
         self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
     async def start(
-        cls, transport: str, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES, *, gpu: bool = False
+        cls,
+        transport: str,
+        seed: int,
+        num_pages: int = PAGES,
+        page_bytes: int = PAGE_BYTES,
+        *,
+        gpu: bool = False,
+        differs: bool = False,
     ) -> "Remote":
-        """Starts a process and waits until it answers."""
+        """Starts a process and waits until it answers. `differs`: this process has another transport."""
         command = [sys.executable, "-m", "tests.kvtransfer.child_process", transport]
         command += [str(num_pages), str(page_bytes), str(seed), *(["gpu"] if gpu else [])]
         pipe = asyncio.subprocess.PIPE
-        remote = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20))
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20)
+        remote = cls(process, differs=differs)
         async with asyncio.timeout(START_S):
-            await remote.order("address")
+            await remote.order("address", common=False)
         return remote
 
     def order(self, do: str, **arguments: Any) -> "asyncio.Future[dict[str, Any]]":
@@ -48,7 +57,7 @@ class Remote:
         return self._waiting[number]
 
     async def address(self) -> bytes:
-        return bytes.fromhex((await within(self.order("address")))["address"])
+        return bytes.fromhex((await within(self.order("address", common=self._differs)))["address"])
 
     async def connect(self, address: bytes) -> None:
         answer = await within(self.order("connect", address=address.hex()))

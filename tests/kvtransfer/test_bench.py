@@ -46,6 +46,12 @@ async def test_every_kind_of_push_is_measured() -> None:
     assert shares[-1] == 1.0
 
 
+async def test_transports_that_differ_are_measured() -> None:
+    async with asyncio.timeout(START_S):
+        found = await measure(settings(transport="nixl", receiver_transport="ucx", route="network"), lambda *_: None)
+    assert (found.transport, found.route) == ("nixl to ucx", "network")
+
+
 @asynccontextmanager
 async def receiver_process(*command: str) -> AsyncIterator[str]:
     """Starts a receiver and yields where it listens. It must end with code 0 when the sender disconnects."""

@@ -18,7 +18,7 @@ from kvtransfer.base import Landing, Peer, Segment, Ticket, Transfer, Transport
 from kvtransfer.session.frames import Grant, Offer, Refuse
 from kvtransfer.session.limits import WINDOW
 from kvtransfer.session.receiving import Receiving
-from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Real, Simulated, ticket
+from tests.kvtransfer.pools import EMPTY, Local, Network, Pool, Real, Simulated, Streamed, ticket
 from tests.waiting import DEADLINE_S, eventually
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "simulated": Simulated,
     "ucx": lambda: Real("ucx"),
     "nixl": lambda: Real("nixl"),
+    "stream": Streamed,
 }
 
 

@@ -25,6 +25,7 @@ some_frames = st.one_of(
     st.builds(frames.Stop, reasons),
     st.builds(frames.CloseNotice, codes, codes),
     st.just(frames.CloseAck()),
+    st.builds(frames.Pages, u64, some_bytes),
 )
 
 

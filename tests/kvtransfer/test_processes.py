@@ -34,11 +34,13 @@ class Setup:
         name: Name of the transport.
         elsewhere: True if the two processes believe that they run on different machines.
         gpu: True if the pools are in (fake) GPU memory.
+        theirs: Name of the other process's transport, if it is another one.
     """
 
     name: str
     elsewhere: bool = False
     gpu: bool = False
+    theirs: str = ""
 
     def pool(self, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> Pool:
         """An empty pool for this process."""
@@ -46,16 +48,28 @@ class Setup:
 
     async def start(self, seed: int, num_pages: int = PAGES, page_bytes: int = PAGE_BYTES) -> Remote:
         """Starts another process."""
-        return await Remote.start(self.name, seed, num_pages, page_bytes, gpu=self.gpu)
+        name = self.theirs or self.name
+        return await Remote.start(name, seed, num_pages, page_bytes, gpu=self.gpu, differs=bool(self.theirs))
 
 
-def _nixl(id: str, **how: bool) -> ParameterSet:
-    return pytest.param(Setup("nixl", **how), id=id, marks=pytest.mark.nixl)
+def _nixl(id: str, *, elsewhere: bool = False, gpu: bool = False) -> ParameterSet:
+    return pytest.param(Setup("nixl", elsewhere, gpu), id=id, marks=pytest.mark.nixl)
 
 
 UCX = pytest.param(Setup("ucx"), id="ucx")
-SAME_HOST = [_nixl("nixl, one machine"), _nixl("nixl, one machine, GPUs", gpu=True)]
-NETWORK = [_nixl("nixl, two machines", elsewhere=True), _nixl("nixl, two machines, GPUs", elsewhere=True, gpu=True)]
+# Pairs that differ use no NIXL, so that ucxx may be in the same process.
+SAME_HOST = [
+    _nixl("nixl, one machine"),
+    _nixl("nixl, one machine, GPUs", gpu=True),
+    pytest.param(Setup("ucx", theirs="nixl"), id="ucx with nixl, one machine"),
+    pytest.param(Setup("nixl", theirs="ucx"), id="nixl with ucx, one machine"),
+]
+NETWORK = [
+    _nixl("nixl, two machines", elsewhere=True),
+    _nixl("nixl, two machines, GPUs", elsewhere=True, gpu=True),
+    pytest.param(Setup("ucx", theirs="nixl", elsewhere=True), id="ucx with nixl, two machines"),
+    pytest.param(Setup("nixl", theirs="ucx", elsewhere=True), id="nixl with ucx, two machines"),
+]
 
 cut_off = pytest.mark.parametrize("setup", [UCX, *NETWORK], indirect=True)
 in_quarantine = pytest.mark.parametrize("setup", SAME_HOST, indirect=True)
@@ -95,6 +109,8 @@ def pool(setup: Setup) -> Pool:
 @pytest.fixture
 async def transport(setup: Setup, pool: Pool, remotes: list[Remote]) -> AsyncIterator[Transport]:
     transport = await kvtransfer.create(setup.name, pool.memory, epoch=77, host="127.0.0.1")
+    if setup.theirs:
+        transport.address = transport.common_address
     yield transport
     for remote in remotes:  # closing would wait for a stopped one
         await remote.kill()
@@ -392,10 +408,11 @@ async def test_senders_killed_at_any_moment_never_harm_the_receiver(
     pool = setup.pool((128 << 20) // page_bytes, page_bytes)
     pages = range(len(pool.pages))
     transport = await kvtransfer.create(setup.name, pool.memory, epoch=78, host="127.0.0.1")
+    address = transport.common_address if setup.theirs else transport.address
     for reservation in range(3):
         remote = await setup.start(seed=reservation, num_pages=8, page_bytes=page_bytes)
         remotes.append(remote)
-        await remote.connect(transport.address)
+        await remote.connect(address)
         landing = transport.expect(reservation, 1, pages)
         remote.push(ticket(transport, reservation, 1, pages), [(0, k) for k in pages[:-1]])
         until = len(pages) * reservation // 4

@@ -315,6 +315,7 @@ async def test_a_prompt_that_is_computed_twice_is_sent_once(redis_url: str) -> N
     [
         ({"fingerprint": b"other"}, "differ in weights"),
         ({"transport": "pigeon"}, "pigeon"),
+        ({"transport": "pigeon", "common_address": b"nowhere"}, "nobody answers"),
         ({"transport_address": b"nowhere"}, "nobody answers"),
         ({"prompt_len": 0}, "prompt_len"),
         ({"tokens": pack_tokens([10**6])}, "vocabulary"),

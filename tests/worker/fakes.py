@@ -171,6 +171,7 @@ class GatedTransport:
         self.name = transport.name
         self.reason = transport.reason
         self.address = transport.address
+        self.common_address = transport.common_address
         self.epoch = transport.epoch
 
     def expect(
