@@ -1,7 +1,7 @@
 """The fault matrix, with real processes: each fault, to each part of the cluster, in each phase.
 
-Every test run includes a few cells; `pytest -m faults tests/faults` and `make acceptance` run all of them in about a
-quarter of an hour. Only a fault of the request's router may fail the request.
+Every test run includes a few cells; `pytest -m faults tests/faults` and `make acceptance` run all of them in about
+half an hour. Only a fault of the request's router may fail the request.
 """
 
 import random
