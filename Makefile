@@ -16,7 +16,7 @@ test: lint
 	@# NIXL and ucxx each bring their own UCX, and a process that loads both crashes.
 	$(BIN)/python -m pytest -m nixl tests/kvtransfer
 
-# Before a release, beside `make test`: every fault in every phase of a request (a quarter of an hour; as root, links
+# Before a release, beside `make test`: every fault in every phase of a request (half an hour; as root, links
 # are cut, too), then random faults under load for MINUTES.
 acceptance: $(DEV_READY)
 	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py tests/faults/test_crashes.py

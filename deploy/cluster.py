@@ -2,6 +2,9 @@
 
     placed ──▶ started ──▶ stopped (the group is kept for a restart, or removed)
 
+Ray restarts an actor that dies, and with it the process. So the launcher ends the actor of a process that has ended for
+good (drained on request, or replaced by a newer one), and of one that it stops itself.
+
 Processes come and go while the cluster runs. The launcher's main thread reads their states; another thread may start
 and stop some meanwhile.
 """
@@ -65,7 +68,7 @@ class Cluster:
     def specs(self) -> list[ProcessSpec]:
         """All processes, in the order of their start."""
         with self._lock:
-            return [process.spec for process in self._processes.values() if process.actor]
+            return [process.spec for process in self._processes.values()]
 
     def state(self, name: str) -> ProcessState | None:
         """Returns the report that the last `states` got of a process."""
@@ -73,7 +76,10 @@ class Cluster:
             return self._processes[name].state if name in self._processes else None
 
     def states(self) -> dict[str, ProcessState | None]:
-        """Returns each supervisor's report with the log lines since the last call; None while Ray (re)starts it."""
+        """Returns each supervisor's report with the log lines since the last call; None while Ray (re)starts it.
+
+        The report that a process has ended for good is its supervisor's last one.
+        """
         import ray
 
         with self._lock:
@@ -83,7 +89,7 @@ class Cluster:
             ray.wait(answers, num_returns=len(answers), timeout=1.0)
         states: dict[str, ProcessState | None] = {}
         for (process, actor), answer in zip(asked, answers, strict=True):
-            state: ProcessState | None = None
+            state, ended = None, False
             with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 state = _report(ray.get(answer, timeout=0))
             with self._lock:
@@ -96,7 +102,11 @@ class Cluster:
                         process.node = _node(process.group)
                         self._share_cores()
                     process.state = state
+                    if ended := state.has_ended_for_good and not dead_process():  # a dead GCS restarts no actor
+                        process.actor = None
                 states[process.spec.name] = state
+            if ended:
+                ray.kill(actor)
         return states
 
     def last_lines(self) -> list[tuple[str, list[str]]]:
@@ -233,6 +243,7 @@ class Cluster:
         with self._lock:
             process.actor = None
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(drained)  # raises if the actor died: then Ray must not start it again
             last = _report(ray.get(actor.state.remote(process.next_line, None), timeout=STOP_S))
             with self._lock:
                 self._last_lines.append((name, last.lines))

@@ -58,6 +58,11 @@ class ProcessState:
     lines: list[str]
     next_line: int
 
+    @property
+    def has_ended_for_good(self) -> bool:
+        """True if the child is not started again: it was drained on request, or a newer process has its id."""
+        return self.pid is None and self.exit_code in (EXIT_DRAINED, EXIT_SUPERSEDED)
+
 
 class Supervised:
     """Keeps one command running from construction until `stop`, or until the child was drained on request or a newer

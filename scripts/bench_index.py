@@ -10,24 +10,40 @@ Entries are (block, worker) pairs. Chains have 128 blocks. The mixes:
   and its own chains; chains of sessions begin with the system prompt.
 
 Times are CPU times; the best round counts, because other processes may use the machine.
+
+Then it measures, in wall time, how long a router that starts needs until its index is complete: a router's and a
+worker's end of the session in one process, over TCP. In a cluster each has its own.
 """
 
 import argparse
+import asyncio
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from cpd.common.blocks import Tier, extend_hashes, hash_root
+from cpd.common.membership import Member
+from cpd.common.policy_settings import PolicySettings
+from cpd.common.stream import StreamServer
+from cpd.common.trust import ClusterSecret
+from cpd.rpc import cpd_pb2 as pb
+from router.dispatch.worker_session import WorkerSession
+from router.placement.learning import Learning
 from router.prefix_index.index import PrefixIndex
+from worker.async_engine import CacheSnapshot
+from worker.session_server import HELLO_BYTES, SessionServer
 
 CHAIN = 128
 ROUNDS, LOOKUPS = 40, 200
 EVENT_SIZES = (4, 32, 256)
+SYNCHRONISED = (10_000, 100_000, 1_000_000)
+"""Numbers of blocks in a worker's cache."""
 
 Chain = bytes
 """Short hashes of one chain, 8 bytes each."""
@@ -158,6 +174,59 @@ def _hashing_us() -> float:
     return min(took) * 1e6
 
 
+class _Stub:
+    """An engine with a full cache, and a router that ignores all events."""
+
+    def __init__(self, blocks: int) -> None:
+        hashes = [random.randbytes(16) for _ in range(blocks)]
+        self._cached = CacheSnapshot(0, {Tier.PAGES: hashes, Tier.HOST: []})
+        self.synchronised = asyncio.Event()
+
+    async def snapshot(self) -> CacheSnapshot:
+        return self._cached
+
+    def ready(self, session: WorkerSession) -> None:
+        self.synchronised.set()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **named: None
+
+
+async def _synchronise(blocks: int) -> float:
+    """Returns the seconds from a router's start until it has the index of a worker with this many cached blocks."""
+    stub, secret, index = _Stub(blocks), ClusterSecret("secret"), PrefixIndex()
+    sessions = SessionServer(
+        worker_id="w",
+        hello=lambda: pb.Hello(worker_id="w", role=pb.ROLE_COMBINED, state=pb.STATE_READY),
+        load=lambda: pb.Load(state=pb.STATE_READY),
+        engine=cast(Any, stub),
+        handler=cast(Any, stub),
+        serve_worker=cast(Any, stub),
+        secret=secret,
+    )
+    server = StreamServer(pb.RouterMessage, HELLO_BYTES, sessions.serve)
+    port = await server.start("127.0.0.1", 0)
+    session = WorkerSession(
+        Member("w", "combined", "", "h", 1, 1, session=f"127.0.0.1:{port}"),
+        router_id="r",
+        secret=secret,
+        index=index,
+        itl_ms=50.0,
+        learning=Learning(PolicySettings(), 2000.0),
+        admit=lambda member, hello: None,
+        on_hello=lambda: None,
+    )
+    began = time.perf_counter()
+    task = asyncio.create_task(session.run(cast(Any, stub)))
+    await stub.synchronised.wait()
+    took_s = time.perf_counter() - began
+    assert index.size("w") == blocks
+    task.cancel()
+    await asyncio.wait([task])
+    await server.close()
+    return took_s
+
+
 def main() -> None:
     """Measures all mixes and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,6 +244,9 @@ def main() -> None:
         with get_context("spawn").Pool(1) as pool:
             print(pool.apply(_measure, (mix, arguments.workers, arguments.entries)), flush=True)
     print(f"\nhashes of {CHAIN} blocks: {_hashing_us():.0f} us")
+    print("\n| cached blocks | index complete after, s |\n| --- | --- |")
+    for blocks in SYNCHRONISED:
+        print(f"| {blocks:,} | {min(asyncio.run(_synchronise(blocks)) for _ in range(3)):.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,11 @@ TARGET = 1
 
 
 @asynccontextmanager
-async def reached(redis_url: str, stage: Stage, n: int = 1, num_pages: int = 66) -> AsyncIterator[tuple[Pair, Answer]]:
+async def reached(
+    redis_url: str, stage: Stage, n: int = 1, num_pages: int = 66, **settings: Any
+) -> AsyncIterator[tuple[Pair, Answer]]:
     """A request with number TARGET that is held in `stage`, if necessary behind another request."""
-    async with pair(redis_url, decode={"num_pages": num_pages}) as p, silent_server() as silent:
+    async with pair(redis_url, decode={"num_pages": num_pages}, **settings) as p, silent_server() as silent:
         candidates = [p.prefill.candidate]
         ahead = make_request("ahead", prompt(900, 9), max_tokens=2)
         match stage:

@@ -5,17 +5,23 @@ import asyncio
 import pytest
 
 from cpd.rpc import cpd_pb2 as pb
+from decode_worker import remote_prefill
 from tests.decode_worker.pair import TARGET, Stage, assert_right, reached
 from tests.engine.fakes import expected, make_request, prompt
 from tests.waiting import eventually
 from tests.worker.client import Client
 from tests.worker.fakes import MAX_MODEL_LEN
 
+LONG_S = 3600.0
+
 
 class TestAbort:
     @pytest.mark.parametrize("stage", Stage)
-    async def test_an_abort_frees_everything_on_both_sides(self, redis_url: str, stage: Stage) -> None:
-        async with reached(redis_url, stage) as (p, answer):
+    async def test_an_abort_frees_everything_on_both_sides_without_a_timer(
+        self, redis_url: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(remote_prefill, "SILENT_S", LONG_S)
+        async with reached(redis_url, stage, prefill_progress_s=LONG_S) as (p, answer):
             await p.router.abort(TARGET)
             p.prefill_gate.open()
             p.transfer_gate.set()

@@ -112,6 +112,7 @@ def test_a_killed_child_is_restarted(supervise: Callable[..., Supervised]) -> No
     second = child.state()
     assert (second.starts, second.exit_code, second.error) == (2, -signal.SIGKILL, None)
     assert second.pid != first.pid
+    assert not second.has_ended_for_good
 
 
 def test_a_child_whose_id_a_newer_process_has_is_not_restarted(supervise: Callable[..., Supervised]) -> None:
@@ -120,6 +121,7 @@ def test_a_child_whose_id_a_newer_process_has_is_not_restarted(supervise: Callab
     state = child.state()
     assert (state.starts, state.pid, state.exit_code) == (1, None, EXIT_SUPERSEDED)
     assert state.error == "a newer process has its id; its last log line names it"
+    assert state.has_ended_for_good
 
 
 def test_a_child_that_was_drained_on_request_is_not_restarted(supervise: Callable[..., Supervised]) -> None:
@@ -128,6 +130,7 @@ def test_a_child_that_was_drained_on_request_is_not_restarted(supervise: Callabl
     state = child.state()
     assert (state.starts, state.pid, state.exit_code) == (1, None, EXIT_DRAINED)
     assert state.error == "it was drained on request"
+    assert state.has_ended_for_good
     wait_for(lambda: all(thread.name != "supervise-child" for thread in threading.enumerate()), "supervision ends")
 
 

@@ -72,6 +72,11 @@ class Command:
         (pid,) = (pid for pid, line in self.processes().items() if f"--worker-id {name} " in line)
         return pid
 
+    def find_router(self, index: int) -> int | None:
+        """Process id of a router; None if it does not run."""
+        running = (pid for pid, line in self.processes().items() if f"--router-id router-{index} " in line)
+        return next(running, None)
+
     def launcher(self) -> int:
         """Process id of the running `cpd up`."""
         pid: int = json.loads((self._errors.parent / "cpd/default/state.json").read_bytes())["pid"]
@@ -310,6 +315,34 @@ def test_processes_are_added_removed_and_restarted_while_the_cluster_runs(comman
         assert command.run("down") == (0, "Cluster 'default' is down.\n")
         assert scale.wait(DOWN_S) == 1
     command.assert_nothing_is_left(int(url.split(":")[-1]))
+
+
+def test_what_was_drained_or_scaled_away_stays_away_when_its_supervisor_dies(command: Command) -> None:
+    up = command.start("--simulate", "instant", "--prefill", "0", "--routers", "3", "--log-level", "warning")
+    assert up.stdout is not None
+    assert "Serving" in up.stdout.readline(), command.errors()
+    before = {index: command.find_router(index) for index in range(3)}
+    supervisors = {index: parent(pid) for index, pid in before.items() if pid}
+
+    code, output = command.run("drain", "router-1")
+    assert (code, "router-1 has ended" in output) == (0, True), output
+    eventually(lambda: "router-1 was drained and has ended" in command.errors(), "`cpd up` has seen it")
+    with contextlib.suppress(ProcessLookupError):  # there need be none of a process that has ended for good
+        os.kill(supervisors[1], signal.SIGKILL)
+
+    with command.open("scale", "--routers", "1") as scale:
+        eventually(lambda: "router-2 ends its requests" in command.errors(), "router-2 drains")
+        os.kill(supervisors[2], signal.SIGKILL)
+        assert scale.wait(CHANGE_S) == 0
+    assert command.find_router(2) is None
+
+    os.kill(supervisors[0], signal.SIGKILL)
+    eventually(lambda: command.find_router(0) not in (None, before[0]), "a router that just crashed comes back")
+    assert [command.find_router(index) for index in (1, 2)] == [None, None]
+    assert "router-1 ends its requests" not in command.errors()  # it was away when the cluster was scaled
+    assert command.run("down")[0] == 0
+    assert up.wait(DOWN_S) == 0
+    up.stdout.close()
 
 
 def test_requests_are_served_after_rays_gcs_dies_and_up_ends_when_its_raylet_dies(command: Command) -> None:

@@ -583,6 +583,16 @@ class TestAbort:
         assert_as_expected(served, engine, other)
         assert_all_released(engine)
 
+    @pytest.mark.parametrize("steps", range(8))
+    def test_its_pages_are_free_after_the_next_step(self, steps: int) -> None:
+        engine, _ = make_engine(token_budget=32)
+        engine.add(make_request("a", prompt(100), n=2))
+        for _ in range(steps):
+            engine.step()
+        engine.abort("a")
+        engine.step()
+        assert_all_released(engine)
+
     def test_the_blocks_of_an_aborted_request_stay_cached(self) -> None:
         engine, _ = make_engine(token_budget=32)
         engine.add(make_request("a", prompt(100)))

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -264,19 +264,26 @@ class FaultCluster:
         loads = {one["id"]: one["load"] for one in workers if one["role"] == role and one["load"]}
         return [name for name, load in loads.items() if load["running"] + load["waiting"]]
 
-    async def wait_until_idle(self) -> None:
-        """Waits until no request is left, no connection retransmits, and every page is free or cached."""
+    async def wait_until_idle(self, ended: Collection[str] = ()) -> None:
+        """Waits until no request is left, no connection retransmits, and every page is free or cached.
+
+        Args:
+            ended: Workers that drain: they may have ended instead.
+        """
 
         async def is_idle() -> bool:
-            if self.network is not None and any(process.retransmits for process in self.processes.values()):
+            running = [process for process in self.processes.values() if process.running]
+            if self.network is not None and any(process.retransmits for process in running):
                 return False
-            workers = (await self.state()).get("workers", [])
-            return len(workers) == len(self.workers) and all(
-                worker["load"]
+            idle = {
+                worker["id"]
+                for worker in (await self.state()).get("workers", [])
+                if worker["load"]
                 and not worker["load"]["running"] + worker["load"]["waiting"]
                 and worker["load"]["pages"]["free"] + worker["load"]["pages"]["cached"] == worker["info"]["num_pages"]
-                for worker in workers
-            )
+            }
+            gone = {name for name in ended if not self.processes[name].running}
+            return idle | gone == set(self.workers)
 
         await self._wait_until(is_idle, IDLE_S, "every page is free or cached")
 

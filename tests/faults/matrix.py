@@ -109,7 +109,7 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
     await cluster.disarm()
     prompt, *other_prompts = oracle.prompts([PROMPT_TOKENS, *OTHER_PROMPT_TOKENS], seed)
     async with client(cluster.urls["router-0"]) as http, client(cluster.urls["router-1"]) as other_http:
-        request, handlers = await _hold(cluster, http, prompt, phase)
+        request, handlers = await hold(cluster, http, prompt, phase)
         end_fault = await inject(cluster, subject, fault, handlers)
         try:
             await cluster.disarm(patience_s=1.0 if fault is Fault.STOPPED else TELL_S)
@@ -133,23 +133,7 @@ async def run_cell(cluster: FaultCluster, oracle: Oracle, subject: Subject, faul
     return outcome
 
 
-async def run_abort_cell(cluster: FaultCluster, oracle: Oracle, phase: Phase) -> None:
-    """A client hangs up while its request is held in the phase.
-
-    Raises:
-        AssertionError: Its pages are not all free or cached soon after the step or transfer in progress has ended.
-    """
-    await cluster.disarm()
-    (prompt,) = oracle.prompts([PROMPT_TOKENS], random.randrange(1 << 30))
-    async with client(cluster.urls["router-0"]) as http:
-        request, _ = await _hold(cluster, http, prompt, phase)
-        request.cancel()
-        await asyncio.wait([request])
-    await cluster.disarm()
-    await cluster.wait_until_idle()
-
-
-async def _hold(
+async def hold(
     cluster: FaultCluster, http: httpx.AsyncClient, prompt: list[int], phase: Phase
 ) -> tuple[asyncio.Task[Answer], Handlers]:
     """Sends a request and returns it when it is held in the phase, with the processes that handle it."""

@@ -57,10 +57,7 @@ async def run_move_cell(cluster: FaultCluster, oracle: Oracle, side: MoveSide, f
     """
     await cluster.disarm()
     async with client(cluster.urls["router-0"]) as http:
-        while (held := await _hold(cluster, oracle, http, phase)) is None:
-            await cluster.disarm()
-            await cluster.wait_until_healthy()
-        prompt, request, source, target = held
+        prompt, request, source, target = await hold_move(cluster, oracle, http, phase)
         hit = Subject.ROUTER if side is MoveSide.ROUTER else Subject.DECODE
         handlers = Handlers(prefill="prefill-0", decode=target if side is MoveSide.TARGET else source)
         end_fault = await inject(cluster, hit, fault, handlers)
@@ -79,7 +76,17 @@ async def run_move_cell(cluster: FaultCluster, oracle: Oracle, side: MoveSide, f
     return outcome
 
 
-async def _hold(
+async def hold_move(
+    cluster: FaultCluster, oracle: Oracle, http: httpx.AsyncClient, phase: MovePhase
+) -> tuple[list[int], asyncio.Task[Answer], str, str]:
+    """Returns prompt, request, source and target when the request is held in the phase."""
+    while (held := await _try_to_hold(cluster, oracle, http, phase)) is None:
+        await cluster.disarm()
+        await cluster.wait_until_healthy()
+    return held
+
+
+async def _try_to_hold(
     cluster: FaultCluster, oracle: Oracle, http: httpx.AsyncClient, phase: MovePhase
 ) -> tuple[list[int], asyncio.Task[Answer], str, str] | None:
     """Sends a request, and drains its worker. Returns prompt, request, source and target when it is held in the phase.

@@ -1,11 +1,11 @@
 """The fault matrix, with real processes: each fault, to each part of the cluster, in each phase.
 
-Every test run includes a few cells; `pytest -m faults tests/faults` and `make acceptance` run all of them in about a
-quarter of an hour. Only a fault of the request's router may fail the request.
+Every test run includes a few cells; `pytest -m faults tests/faults` and `make acceptance` run all of them in about
+half an hour. Only a fault of the request's router may fail the request.
 """
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import product
 
 import pytest
@@ -17,7 +17,8 @@ from tests.e2e.client import client, complete
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import FaultCluster
 from tests.faults.fetch_matrix import FetchPhase, Side, run_fetch_cell
-from tests.faults.matrix import MAX_TOKENS, PROMPT_TOKENS, Fault, Phase, Subject, run_abort_cell, run_cell
+from tests.faults.hang_ups import Waiting, run_hang_up_cell
+from tests.faults.matrix import MAX_TOKENS, PROMPT_TOKENS, Fault, Phase, Subject, run_cell
 from tests.faults.move_matrix import MovePhase, MoveSide, run_move_cell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
@@ -66,12 +67,24 @@ MOVES_IN_EVERY_RUN = [
 
 MOVE_CELLS = [
     pytest.param(
-        "ucx",
+        transport,
         *cell,
-        id="-".join(["ucx-move", *(part.value for part in cell)]),
-        marks=() if cell in MOVES_IN_EVERY_RUN else pytest.mark.faults,
+        id="-".join([f"{transport}-move", *(part.value for part in cell)]),
+        marks=() if transport == "ucx" and cell in MOVES_IN_EVERY_RUN else pytest.mark.faults,
     )
+    for transport in ("ucx", "nixl")
     for cell in product(MoveSide, Fault, MovePhase)
+]
+
+HANG_UPS = [
+    pytest.param(
+        transport,
+        stage,
+        id="-".join([transport, *(["move"] if isinstance(stage, MovePhase) else []), stage.value]),
+        marks=() if transport == "ucx" and isinstance(stage, Phase) else pytest.mark.faults,
+    )
+    for transport in ("ucx", "nixl")
+    for stage in (*Waiting, *Phase, *MovePhase)
 ]
 
 
@@ -101,17 +114,20 @@ async def test_requests_end_correctly_and_nothing_leaks(
         assert outcome == "right"
 
 
-@pytest.mark.parametrize(
-    ("transport", "phase"), [pytest.param("ucx", phase, id=f"ucx-{phase.value}") for phase in Phase], scope="module"
-)
+@pytest.mark.parametrize(("transport", "stage"), HANG_UPS, scope="module")
 async def test_a_client_that_hangs_up_leaves_no_page_behind(
-    transport: str, cluster: FaultCluster, oracle: Oracle, phase: Phase
+    transport: str,
+    cluster: FaultCluster,
+    oracle: Oracle,
+    stage: Phase | Waiting | MovePhase,
+    record_property: Callable[[str, object], None],
 ) -> None:
     try:
-        await run_abort_cell(cluster, oracle, phase)
+        took_s = await run_hang_up_cell(cluster, oracle, stage)
     except BaseException:
         cluster.print_logs()
         raise
+    record_property(f"until pages were free after a hang-up: {type(stage).__name__} {stage.value}", took_s)
 
 
 @pytest.mark.parametrize("transport", ["ucx"], scope="module")

@@ -15,21 +15,27 @@ from redis.asyncio import Redis
 
 from cpd.common import stream
 from cpd.common.blocks import Tier, extend_hashes, hash_root, unpack_tokens
-from cpd.common.membership import Member, lease
+from cpd.common.membership import Member, lease, members
 from cpd.common.model_digest import model_digest
 from cpd.common.policy_settings import PolicySettings
 from cpd.common.trust import ClusterSecret
 from cpd.rpc import cpd_pb2 as pb
 from deploy.redis import embedded_redis
+from kvtransfer.local import LocalNetwork
 from router.dispatch import worker_session as sessions
 from router.dispatch.worker_session import Listener, WorkerSession
 from router.dispatch.workers import Workers
 from router.placement.learning import Learning
+from tests.engine.fakes import make_request, prompt
 from tests.newer import speak_newer
 from tests.router.arbitrary import anything
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 from tests.router.fake_worker import Answer, FakeWorker
 from tests.secret import SECRET
+from tests.waiting import eventually as until
+from tests.worker.client import Client
+from tests.worker.cluster import running
+from tests.worker.fakes import fake_loader
 
 MODEL = "small-model"
 PROMPT = [5] * 64
@@ -829,19 +835,13 @@ async def test_many_workers_come_and_go(start_router: StartRouter, redis: Redis,
 
 
 async def test_lost_workers_leave_no_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nobody:
-        """Ignores all events."""
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *arguments: None
-
     async def connected(session: WorkerSession, listener: Listener) -> None:  # instead of 5,000 real connections
         session._index.reset(session.id)
         session._index.move(session.id, CHAIN[0][:8] + os.urandom(8 * 10), Tier.PAGES)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(WorkerSession, "run", connected)
-    learning, listener = Learning(PolicySettings(), 2000.0), cast(Listener, Nobody())
+    learning, listener = Learning(PolicySettings(), 2000.0), cast(Listener, _Nobody())
     workers = Workers("router-a", ClusterSecret("secret"), itl_ms=0.0, learning=learning)
     for start in range(0, 5_000, 100):
         names = [f"w{number}" for number in range(start, start + 200)]
@@ -859,3 +859,52 @@ async def test_lost_workers_leave_no_state_behind(monkeypatch: pytest.MonkeyPatc
 
 async def _empty(router: Router) -> bool:
     return not (await router.cluster())["workers"]
+
+
+class _Nobody:
+    """Ignores all events."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **named: None
+
+
+async def test_a_router_that_starts_again_under_load_has_the_exact_index(redis_url: str) -> None:
+    requests = [make_request(f"r{number}", prompt(200 + number, number % 8), max_tokens=8) for number in range(48)]
+    hashes = {block_hash for request in requests for block_hash in request.block_hashes}
+    load = fake_loader(num_pages=96, host_pages=32)  # room for a few of the prompts
+    async with running("combined", redis_url, network=LocalNetwork(), load=load) as worker, Client(worker) as client:
+        async with Redis.from_url(redis_url) as redis:
+            (member,) = await members(redis, worker.worker._settings.cluster, ClusterSecret(""))
+
+        async def started(router_id: str) -> Workers:
+            learning = Learning(PolicySettings(), 2000.0)
+            workers = Workers(router_id, ClusterSecret(""), itl_ms=50.0, learning=learning)
+            await workers._follow({member.id: member}, cast(Listener, _Nobody()))
+            return workers
+
+        stays, restarts = await started("stays"), await started("restarts")
+        for number, request in enumerate(requests[:24]):
+            await client.submit(request, number)
+        await until(lambda: all(router.index.size(worker.id) > 32 for router in (stays, restarts)))
+        await restarts._close(worker.id, cast(Listener, _Nobody()))
+        restarts = await started("restarts")
+        for answer in [await client.submit(request, number) for number, request in enumerate(requests[24:], 24)]:
+            await client.done(answer)
+        await client.balanced()
+        snapshot = (await worker.worker._engine.snapshot()).hashes
+        truth = {block_hash: tier for tier in (Tier.HOST, Tier.PAGES) for block_hash in snapshot[tier]}
+        assert 0 < len(truth) < len(hashes)
+        await until(lambda: _known(stays, worker.id, hashes) == _known(restarts, worker.id, hashes) == truth)
+        assert stays.index.size(worker.id) == restarts.index.size(worker.id) == len(truth)
+        for router in (stays, restarts):
+            await router._close(worker.id, cast(Listener, _Nobody()))
+
+
+def _known(router: Workers, worker_id: str, hashes: set[bytes]) -> dict[bytes, Tier]:
+    """Returns which of these blocks the worker has according to the router's index, and in which tier."""
+    known = {}
+    for block_hash in hashes:
+        found = router.index.cached_prefixes([block_hash])
+        if worker_id in found.cached:
+            known[block_hash] = Tier.HOST if found.in_pages.get(worker_id) == 0 else Tier.PAGES
+    return known
