@@ -5,8 +5,8 @@ A router serves one combined worker, simulated (`--simulate`), with `--max-wait-
 
 1. Capacity: requests a second in a closed loop that keeps the worker busy.
 2. Goodput (answers whose first token came within the target, a second) in an open loop at 0.9 of the capacity.
-3. The same at 10 times the capacity: also the share of the served within the target, the most memory of the router and
-   the worker in the first and in the last quarter, and the figures that they must meet.
+3. The same at 10 times the capacity: also the share of the served within the target, the memory of the router and the
+   worker over time, and the figures that they must meet.
 4. The load ends: what `Retry-After` said last, and when a new request really got its first token.
 
 Prompts are token ids with no block in common, so that neither tokenizing nor a cache limits anything.
@@ -176,11 +176,13 @@ async def measure(port: int, pids: dict[str, int], seconds: float) -> None:
     print(f"at 10 times:  {outcome}")
     print(f"goodput at 10 times / at 0.9: {outcome.goodput / usual.goodput:.2f} (at least 0.9)")
     p50 = statistics.median(outcome.retry_after or [0])
-    print(f"Retry-After: p50 {p50:g} s; at the end {said} s, and it took {took:.1f} s")
-    quarter = max(1, len(rows) // 4)
+    print(
+        f"Retry-After: p50 {p50:g} s; at the end {said} s, and it took {took:.1f} s: {said / took:.1f} times (0.5 to 2)"
+    )
+    eighth = max(1, len(rows) // 8)
     for name in pids:
-        first, last = (max(row[name] for row in part) for part in (rows[:quarter], rows[-quarter:]))
-        print(f"memory of {name}: {first:.0f} MiB, then {last:.0f} MiB")
+        most = [max(row[name] for row in rows[start : start + eighth]) for start in range(0, 8 * eighth, eighth)]
+        print(f"memory of {name}, most in each eighth of the time, MiB: {', '.join(f'{mib:.0f}' for mib in most)}")
 
 
 def main() -> None:

@@ -261,6 +261,10 @@ class AsyncEngine(ABC):
             result = fn(engine)
         except Exception as error:
             failure = error
+            if isinstance(error, CPDError):
+                # expected, such as a full queue; the traceback's frames refer to the future, which refers to the error:
+                # only a garbage collection would free the request
+                error.__traceback__ = None
             self.deliver(lambda: _fail(future, failure))
             return True
         if result is not None or final:

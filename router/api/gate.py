@@ -114,6 +114,9 @@ class Gate:
             admission.release_body()
             await response(scope, receive, send_with_id)
         except ApiError as error:
+            # the traceback's frames refer to the response, which refers to the error: only a garbage collection would
+            # free the prompt
+            error.__traceback__ = None
             code = error.code
             await self._refuse(error)(scope, receive, send_with_id)
         except ClientGoneError:

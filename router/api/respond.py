@@ -141,7 +141,7 @@ class CompletionResponse(Response):
 
     def failed(self, error: ApiError) -> None:
         """The request for a prompt has failed, and with it the call."""
-        self.error = self.error or error
+        self.error = self.error or error.with_traceback(None)  # whose frames refer to this object
         self._wake()
 
     # ---- sending ----

@@ -1,4 +1,6 @@
 import asyncio
+import contextlib
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -7,6 +9,7 @@ from functools import partial
 import pytest
 
 from cpd.common.blocks import Tier
+from cpd.common.errors import QueueFullError
 from engine.batch import Batch
 from engine.engine import Engine
 from engine.types import Output, StepOutput
@@ -94,6 +97,23 @@ async def test_an_error_in_a_call_goes_only_to_its_caller() -> None:
             await b.thread.call(lambda engine: _raise(ValueError("never")))
         assert await b.thread.call(lambda engine: 7) == 7
         assert b.failures == []
+
+
+async def test_an_error_in_a_call_is_freed_at_once() -> None:
+    """Garbage collections are rare, so under overload refused requests would pile up until the next one."""
+
+    def refuse(engine: Engine) -> None:
+        raise QueueFullError("full", 1.0)
+
+    async with running() as b:
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(QueueFullError):
+                await b.thread.call(refuse)
+            await eventually(lambda: not any(type(one) is QueueFullError for one in gc.get_objects()))
+        finally:
+            gc.enable()
 
 
 async def test_calls_run_in_order_even_if_awaited_late() -> None:

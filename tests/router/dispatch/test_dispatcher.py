@@ -1,6 +1,7 @@
 """Refusals, replays and hang-ups, from the client's side and from the workers'."""
 
 import asyncio
+import gc
 import itertools
 import json
 import re
@@ -16,7 +17,10 @@ from cpd.common.blocks import extend_hashes, hash_root, unpack_tokens
 from cpd.common.policy_settings import PolicySettings
 from cpd.performance.model import Profile
 from cpd.rpc import cpd_pb2 as pb
+from router.api.respond import CompletionResponse
+from router.api.schemas import ChatRequest
 from router.dispatch import dispatcher
+from router.dispatch.attempts import RoutedRequest
 from router.placement.cost_policy import CostPolicy
 from router.placement.policy import Placement, Situation
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
@@ -643,6 +647,23 @@ class TestWaiting:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "wait_too_long")
         assert 1 <= worker.submits[0].deadline_ms <= 100
         await eventually(lambda: _is(lambda: len(worker.aborts) == 1))
+
+    @pytest.mark.parametrize("refuses", [True, False])
+    async def test_a_request_that_failed_is_freed_at_once(
+        self, start_router: StartRouter, start_worker: StartWorker, refuses: bool
+    ) -> None:
+        """Garbage collections are rare, so under overload prompts would pile up until the next one."""
+        worker = await start_worker(_refuses(pb.Refusal.KIND_QUEUE_FULL) if refuses else None)
+        router = await start_router(worker, max_wait_s=0.1)
+        gc.collect()
+        gc.disable()
+        try:
+            response = await router.http.post("/v1/chat/completions", json=CHAT)
+            assert response.json()["error"]["code"] == ("queue_full" if refuses else "wait_too_long")
+            kinds = {ChatRequest, RoutedRequest, CompletionResponse}
+            await eventually(lambda: _is(lambda: not any(type(one) in kinds for one in gc.get_objects())))
+        finally:
+            gc.enable()
 
     @pytest.mark.parametrize("sent", ["", "0", "-1", "1.5", "1e3", "9999999999", "soon"])
     async def test_a_deadline_that_is_no_number_is_refused(self, start_router: StartRouter, sent: str) -> None:

@@ -1,10 +1,11 @@
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from router.text.fair_threads import LARGE, FairThreads
+from router.text.fair_threads import LARGE, NICENESS, FairThreads
 
 
 class Calls:
@@ -98,3 +99,10 @@ async def test_tenants_that_are_done_are_forgotten() -> None:
     for number in range(50):
         await threads.run(b"%d" % number, 10, lambda: None)
     assert len(threads._tenants) <= 2
+
+
+async def test_threads_give_way_to_the_event_loop() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert await FairThreads().run(b"a", 1, niceness) == min(19, niceness() + NICENESS)
