@@ -315,7 +315,7 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
                 drained.add(name)
             if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
-            starts[name] = state.starts
+            starts[name] = max(1, state.starts)  # 0: a new supervisor is about to start its process
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")

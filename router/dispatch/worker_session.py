@@ -148,6 +148,7 @@ class WorkerSession:
         self._stream: Stream[pb.WorkerMessage] | None = None
         self._unknown = UnknownMessages(f"worker {self.id}")
         self._error: ProtocolError | None = None
+        self._drained = False  # it has ended in order
 
     @property
     def connected(self) -> bool:
@@ -204,6 +205,7 @@ class WorkerSession:
                 reason, closed = "the worker closed the session", True
             except EndedError as error:
                 reason, crashed = str(error), error.failed
+                self._drained |= self.state == "draining" and not crashed
             except BrokenError as error:
                 reason, closed = str(error), True
             except (RefusedError, HandshakeError) as error:
@@ -220,7 +222,8 @@ class WorkerSession:
             reason = one_line(reason)
             if self.connected or reason != self.reason:
                 address = without_fingerprint(self.member.address)
-                log.warning("no session with worker %s at %s: %s", self.id, address, reason)
+                level = logging.INFO if self._drained else logging.WARNING  # until its lease is gone it is tried again
+                log.log(level, "no session with worker %s at %s: %s", self.id, address, reason)
             if loop.time() - began > LONGEST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             if closed and self.connected:
@@ -273,7 +276,7 @@ class WorkerSession:
                 state = await self._synchronise(stream)
             self._stream = stream
             self._set_state(state)
-            self.reason, self.settled = "", True
+            self.reason, self.settled, self._drained = "", True, False
             log.info(
                 "session with %s worker %s at %s is up", self.role, self.id, without_fingerprint(self.member.session)
             )

@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,10 +41,11 @@ class Cluster:
     """A cluster that runs while the context is open. Its processes are supervised as under Ray.
 
     Args:
+        code: Source trees of the processes, by name, that run other code than this.
         settings: Settings of `cpd up` (`model=…, prefill=1, …`). The port is chosen.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, code: Mapping[str, Path] | None = None, /, **settings: Any) -> None:
         given = {"dtype": "float32", "kv_memory": 64 << 20, "log_level": "warning", "lease_s": 2.0, **settings}
         self._directory = Path(tempfile.mkdtemp(prefix="cpd-e2e-", dir="/tmp"))  # sockets need short names
         self._redis = EmbeddedRedis(self._directory / "redis.sock")
@@ -53,6 +54,7 @@ class Cluster:
         self.url = self._url(self.settings.port)
         self._more_urls: list[str] = []
         self._specs = processes(self.settings, self.settings.host)
+        self._code = code or {}
         self._supervised: dict[str, Supervised] = {}
         self._superseded: list[Supervised] = []
 
@@ -165,7 +167,10 @@ class Cluster:
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
         listener = None if spec.is_worker else SharedListener(*spec.listens_on)
         flags = {"advertise_host": HOST} if spec.flags.get("host") in WILDCARDS else {}
-        return Supervised(spec.name, lambda: spec.command(spec.model, **flags), spec.environment(), cores, listener)
+        environment = spec.environment()
+        if spec.name in self._code:
+            environment = runs_code_of(self._code[spec.name], environment)
+        return Supervised(spec.name, lambda: spec.command(spec.model, **flags), environment, cores, listener)
 
     def _url(self, port: int) -> str:
         return url_of(HOST, port, tls=self.settings.tls_cert is not None)
@@ -195,6 +200,11 @@ class Cluster:
     async def _members(self) -> list[Member]:
         async with Redis.from_url(self.settings.redis_url) as redis:
             return await members(redis, self.settings.cluster, ClusterSecret(TOKEN))
+
+
+def runs_code_of(tree: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with which a process imports the packages of this source tree."""
+    return {**environment, "PYTHONPATH": str(tree)}
 
 
 def eventually(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:

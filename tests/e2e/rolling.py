@@ -1,17 +1,23 @@
 """`python -m tests.e2e.rolling`: changes a running cluster under streams whose tokens are all checked.
 
 A real `cpd up` in float32 serves 100 streams at a time; a client that never tries again compares each with the answer
-that the idle cluster gave. Meanwhile `cpd restart` restarts every process, the routers behind their one port too, and
-`cpd scale` adds and removes two workers. Prints a table; ends with code 1 if a stream failed or had a wrong token.
+that the idle cluster gave. Meanwhile `cpd restart` restarts every process, the routers behind their one port too, `cpd
+scale` adds and removes two workers, `cpd drain` moves the streams of the busiest worker, and a router gets SIGTERM.
+Prints a table; ends with code 1 if a stream failed or had a wrong token, or if none moved.
 """
 
 import asyncio
+import itertools
+import json
 import os
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +33,12 @@ PROMPTS = 20
 SHORT, LONG = 40, 400
 """Tokens of a prompt; every fourth is long, and goes to a prefill worker."""
 STEADY_S = 10.0
+DRAIN_S = 1.0
+"""Time that the drained worker has before its streams move: most of its streams last longer."""
+READY_S = 120.0
+
+Cpd = Callable[..., str]
+"""Runs a command, and returns what it prints."""
 
 
 @dataclass(slots=True)
@@ -34,25 +46,42 @@ class Phase:
     """What happened to the streams during one command.
 
     Attributes:
-        stall_s: Longest wait for the next event of a stream, also for its first one.
+        lengths_s: How long each answered stream took.
+        wait_s: Longest wait for the first event of a stream.
+        stall_s: Longest wait for a later one.
+        gaps_s: For each answered stream, its longest wait for a later event.
     """
 
     name: str
-    answered: int = 0
+    lengths_s: list[float] = field(default_factory=list)
     wrong: int = 0
+    wait_s: float = 0.0
     stall_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 class Load:
-    """Streams, so many at a time, for as long as `run` is not cancelled."""
+    """Streams, so many at a time, for as long as `run` is not cancelled.
+
+    Args:
+        expected: The right answers to the prompts; shorter answers are their beginnings.
+
+    Attributes:
+        max_tokens: Tokens of each answer that is asked for from now on.
+        moved: Longest gap of each stream that moved, in seconds; counted while `looks` is true.
+        looks: Ask the cluster after each stream whether it moved.
+    """
 
     def __init__(self, url: str, expected: list[list[int]], max_tokens: int) -> None:
         self._url = url
         self._expected = expected
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
+        self._ids = itertools.count()
         self.phase = Phase("")
+        self.moved: list[float] = []
+        self.looks = False
 
     async def run(self, streams: int) -> None:
         async with client(self._url) as http, asyncio.TaskGroup() as group:
@@ -62,22 +91,44 @@ class Load:
     async def _ask_for_ever(self, http: httpx.AsyncClient, number: int) -> None:
         while True:
             number = (number + 7) % len(self._expected)
-            last_s = time.monotonic()
+            name = f"rolling-{next(self._ids)}"
+            max_tokens = self.max_tokens
+            begun_s = last_s = time.monotonic()
+            gap_s, events = 0.0, 0
 
             def event() -> None:
-                nonlocal last_s
+                nonlocal last_s, gap_s, events
                 now_s = time.monotonic()
-                self.phase.stall_s = max(self.phase.stall_s, now_s - last_s)
-                last_s = now_s
+                if events:
+                    gap_s = max(gap_s, now_s - last_s)
+                    self.phase.stall_s = max(self.phase.stall_s, now_s - last_s)
+                else:
+                    self.phase.wait_s = max(self.phase.wait_s, now_s - last_s)
+                last_s, events = now_s, events + 1
 
             try:
-                answer = await complete(http, prompt(number), stream=True, on_event=event, max_tokens=self._max_tokens)
+                answer = await complete(
+                    http,
+                    prompt(number),
+                    stream=True,
+                    headers={"x-request-id": name},
+                    on_event=event,
+                    max_tokens=max_tokens,
+                )
             except (httpx.HTTPError, AssertionError) as error:
-                self.phase.errors.append(f"{type(error).__name__}: {error}")
+                self.phase.errors.append(f"{type(error).__name__} after {events} events: {error}")
                 await asyncio.sleep(0.2)
                 continue
-            self.phase.answered += 1
-            self.phase.wrong += answer.token_ids != self._expected[number]
+            self.phase.lengths_s.append(last_s - begun_s)
+            self.phase.gaps_s.append(gap_s)
+            self.phase.wrong += answer.token_ids != self._expected[number][:max_tokens]
+            if self.looks and await self._has_moved(http, name):
+                self.moved.append(gap_s)
+
+    @staticmethod
+    async def _has_moved(http: httpx.AsyncClient, name: str) -> bool:
+        placements = (await http.get(f"/requests/{name}")).json()["placements"]
+        return any(one["outcome"].startswith("parked") for one in placements)
 
 
 def prompt(number: int) -> list[int]:
@@ -91,7 +142,10 @@ def run(
     combined: Annotated[int, typer.Option(min=1, help="Combined workers.")] = 2,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     routers: Annotated[int, typer.Option(min=1, help="Routers.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 300,
+    router_max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each answer while a router gets SIGTERM: enough for 20 s.")
+    ] = 700,
 ) -> None:
     """Restart and scale a cluster under load, and check every token."""
     directory = Path(tempfile.mkdtemp(prefix="cpd-rolling-", dir="/tmp"))  # sockets need short names
@@ -106,64 +160,122 @@ def run(
     counts = {"combined": combined, "prefill": prefill, "routers": routers}
     flags = [part for name, count in counts.items() for part in (f"--{name}", str(count))]
     flags += ["--model", str(tiny.CHECKPOINT), "--served-model-name", MODEL, "--dtype", "float32"]
-    flags += ["--kv-memory", "256MiB", "--max-num-seqs", str(2 * streams), "--port", "0", "--log-level", "warning"]
-    flags += ["--long-prefill-tokens", "128"]
+    flags += ["--kv-memory", "384MiB", "--max-num-seqs", str(2 * streams), "--port", "0", "--log-level", "warning"]
+    flags += ["--long-prefill-tokens", "128", "--drain-s", "60"]
     started = cpd("up", "--detach", *flags)
     try:
         url = started[started.index("http") :].split()[0]
-        phases = asyncio.run(_measure(url, streams, combined, max_tokens, cpd))
+        phases, moved = asyncio.run(_measure(url, streams, combined, routers, max_tokens, router_max_tokens, cpd))
     finally:
         cpd("down")
         shutil.rmtree(directory, ignore_errors=True)
-    sys.stdout.write(
-        "| command | seconds | answered | failed | wrong | longest stall, s |\n| --- | --- | --- | --- | --- | --- |\n"
-    )
-    for phase in phases:
-        row = [
+    _print(phases, moved)
+    sys.exit(any(phase.errors or phase.wrong for phase in phases) or not moved)
+
+
+def _print(phases: Iterable[Phase], moved: list[float]) -> None:
+    columns = ["command", "seconds", "streams", "failed", "wrong", "median length, s", "longest TTFT, s"]
+    columns += ["longest stall, s", "median of each stream's longest stall, s"]
+    rows = [
+        [
             phase.name,
             f"{phase.seconds:.0f}",
-            phase.answered,
-            len(phase.errors),
-            phase.wrong,
+            str(len(phase.lengths_s)),
+            str(len(phase.errors)),
+            str(phase.wrong),
+            f"{_median(phase.lengths_s):.1f}",
+            f"{phase.wait_s:.2f}",
             f"{phase.stall_s:.2f}",
+            f"{_median(phase.gaps_s):.2f}",
         ]
-        sys.stdout.write(f"| {' | '.join(map(str, row))} |\n")
+        for phase in phases
+    ]
+    for row in (columns, ["---"] * len(columns), *rows):
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+    if moved:
+        sys.stdout.write(
+            f"{len(moved)} streams moved; longest stall of each: median {statistics.median(moved):.2f} s, longest"
+            f" {max(moved):.2f} s\n"
+        )
     for phase in phases:
         for error in sorted(set(phase.errors))[:5]:
             sys.stdout.write(f"{phase.name}: {phase.errors.count(error)} x {error}\n")
-    sys.exit(any(phase.errors or phase.wrong for phase in phases))
 
 
-async def _measure(url: str, streams: int, combined: int, max_tokens: int, cpd: Any) -> list[Phase]:
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+async def _measure(
+    url: str, streams: int, combined: int, routers: int, max_tokens: int, router_max_tokens: int, cpd: Cpd
+) -> tuple[list[Phase], list[float]]:
     async with client(url) as http:
         expected = [
-            (await complete(http, prompt(number), stream=True, max_tokens=max_tokens)).token_ids
+            (await complete(http, prompt(number), max_tokens=max(max_tokens, router_max_tokens))).token_ids
             for number in range(PROMPTS)
         ]
     load = Load(url, expected, max_tokens)
     running = asyncio.create_task(load.run(streams))
     phases: list[Phase] = []
 
-    async def measure(name: str, *commands: list[str]) -> None:
+    async def measure(name: str, *steps: Callable[[], Awaitable[object]]) -> None:
         load.phase = Phase(name)
         begun_s = time.monotonic()
-        for command in commands:
-            await asyncio.to_thread(cpd, *command)
-        if not commands:
-            await asyncio.sleep(STEADY_S)
+        for step in steps:
+            await step()
         load.phase.seconds = time.monotonic() - begun_s
         phases.append(load.phase)
 
+    def command(*arguments: str) -> Callable[[], Awaitable[str]]:
+        return lambda: asyncio.to_thread(cpd, *arguments)
+
+    async def status() -> dict[str, list[dict[str, Any]]]:
+        parsed: dict[str, list[dict[str, Any]]] = json.loads(await command("status", "--json")())
+        return parsed
+
+    async def drain() -> None:
+        load.looks = True
+        combined = [one for one in (await status())["workers"] if one["role"] == "combined"]
+        busiest = max(combined, key=lambda one: int(one["load"]["running"]))
+        await command("drain", busiest["id"], "--timeout", str(DRAIN_S))()
+
+    async def terminate_router() -> None:
+        old = (await status())["routers"][0]
+        os.kill(old["pid"], signal.SIGTERM)
+        async with asyncio.timeout(READY_S):
+            while old["pid"] in {one["pid"] for one in (await status())["routers"]}:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.5)
+            while len((await status())["routers"]) < routers:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.5)
+
+    async def longer_streams() -> None:
+        while len(load.phase.lengths_s) < streams:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.1)
+
+    def steady() -> Awaitable[None]:
+        return asyncio.sleep(STEADY_S)
+
+    more, as_before = (("scale", "--combined", str(number)) for number in (combined + 2, combined))
     try:
-        await measure("(nothing)")
-        await measure("restart", ["restart"])
-        await measure("scale up by two", ["scale", "--combined", str(combined + 2)])
-        await measure("scale down by two", ["scale", "--combined", str(combined)])
-        await measure("(nothing, afterwards)")
+        await measure("(nothing)", steady)
+        await measure("`cpd restart`", command("restart"))
+        await measure("`cpd scale`, two workers more", command(*more))
+        await measure("`cpd scale`, two workers fewer", command(*as_before))
+        await measure(f"`cpd drain --timeout {DRAIN_S:g}` of the busiest combined worker", drain)
+        await measure("`cpd scale`, back to the number of before", command(*as_before))
+        load.looks = False
+        await measure("(nothing)", steady)
+        load.max_tokens = router_max_tokens
+        await measure("(longer streams begin)", longer_streams)
+        await measure("SIGTERM to a router", terminate_router)
+        load.max_tokens = max_tokens
+        await measure("(nothing)", longer_streams)
     finally:
+        if running.done():
+            running.result()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    return phases
+    return phases, load.moved
 
 
 def _log(environment: dict[str, str]) -> str:

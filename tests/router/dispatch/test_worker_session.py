@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable
@@ -821,6 +822,31 @@ async def test_requests_avoid_a_silent_worker(
     talks.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_DRAINING)))
     await eventually(lambda: _has(router, "talks", state="draining"))
     assert await _complete(router) == "silent"  # the only worker left
+
+
+@pytest.mark.parametrize(("drains", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+async def test_only_the_end_of_a_worker_that_did_not_drain_is_a_warning(
+    start_router: StartRouter,
+    start_worker: StartWorker,
+    says: Says,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    drains: bool,
+    level: int,
+) -> None:
+    worker = await start_worker(says("fox"))
+    router = await start_router(worker)
+    caplog.set_level(logging.INFO, sessions.__name__)
+    monkeypatch.setattr(sessions, "FIRST_PAUSE_S", 1.0)  # the worker is gone when the router connects again
+    if drains:
+        worker.send(pb.WorkerMessage(load=pb.Load(state=pb.STATE_DRAINING)))
+        await eventually(lambda: _has(router, worker.id, state="draining"))
+    worker.send(pb.WorkerMessage(end=pb.End(reason="it stops")))
+    await eventually(lambda: _disconnected(router, worker.id, "it stops"))
+    await worker.kill()
+    await eventually(lambda: _disconnected(router, worker.id, "it can't be reached"))
+    ends = [record.levelno for record in caplog.records if "no session with" in record.message]
+    assert ends == [level, level]
 
 
 async def test_many_workers_come_and_go(start_router: StartRouter, redis: Redis, cluster: str, says: Says) -> None:
