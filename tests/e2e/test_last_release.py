@@ -113,7 +113,7 @@ async def test_streams_move_with_their_pages_between_old_and_new_workers(
             asyncio.create_task(complete(http, prompt, stream=True, max_tokens=STREAM_TOKENS)) for prompt in prompts
         ]
         await asyncio.to_thread(
-            eventually, lambda: _running(cluster, leaving) == STREAMS // 2, "half of them run there"
+            eventually, lambda: _running(cluster, leaving) >= STREAMS // 4, "some of them run there"
         )
         cluster.send(leaving, signal.SIGTERM)
         for prompt, answer in zip(prompts, await asyncio.gather(*tasks), strict=True):
