@@ -1,4 +1,4 @@
-"""Requests made from `/openapi.json`, valid and invalid ones, are answered as it says, and never by an error of ours."""
+"""Requests made from `/openapi.json`, valid and invalid ones, are answered as declared, never by an error of ours."""
 
 import json
 import subprocess
