@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 import orjson
 from fastapi import FastAPI, Query
+from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -37,7 +38,7 @@ from router.api.schemas import ChatRequest, CompletionRequest, GenerateRequest, 
 from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Keys, Tenant
 from router.dispatch.dispatcher import RETRY_S
-from router.errors import ApiError, unavailable
+from router.errors import ApiError, invalid, unavailable
 from router.operations.overview import ClusterUsage, Overview, RequestPlacements, ScrapeTargets
 from router.operations.peer_routers import PeerRouters
 from router.operations.status import ClusterStatus
@@ -70,6 +71,10 @@ def create_app(
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, ApiError):
             return refuse(error)
+        if isinstance(error, RequestValidationError):
+            first = error.errors()[0]
+            name = str(first["loc"][-1])
+            return refuse(invalid(name, f"Invalid value for '{name}': {first['msg']}."))
         if not isinstance(error, HTTPException):
             return refuse(internal_error())
         status = HTTPStatus(error.status_code)
@@ -79,12 +84,13 @@ def create_app(
 
     app = FastAPIOffline(
         redoc_url=None,
+        redirect_slashes=False,  # the redirection would go where the `Host` header says
         title="CPD",
         version=version("cpd"),
         description=DESCRIPTION,
         responses=dict(ANY_ERROR),
         swagger_ui_parameters={"validatorUrl": None},  # which would send the document to another host
-        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), on_error),
+        exception_handlers=dict.fromkeys((ApiError, RequestValidationError, HTTPException, Exception), on_error),
     )
     generating = _add_api(app, service) if peers is not None else {}
     _add_operations(app, service, peers, lifecycle)
@@ -143,7 +149,7 @@ def _add_api(app: FastAPI, service: CompletionService) -> dict[str, Endpoint]:
 def _add_drain(app: FastAPI, keys: Keys, lifecycle: Lifecycle) -> None:
     """Adds the route that drains the router."""
 
-    @app.post("/drain", responses=returns(Draining, 401, 403, 421))
+    @app.post("/drain", responses=returns(Draining, 400, 401, 403, 421))
     async def drain(
         request: Request, timeout_s: Annotated[float | None, Query(ge=0, le=MAX_DRAIN_S)] = None
     ) -> Response:

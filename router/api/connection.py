@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with six additions.
+"""uvicorn's HTTP connection, with eight additions.
 
 - The head of a response is written together with the start of its body, so that the client wakes up once.
 - A callback reports that the client hung up. uvicorn's own way needs a task for each request.
@@ -6,6 +6,9 @@
 - The number of connections of each client is limited.
 - A client that reads nothing of its response for WRITE_S is cut off.
 - A request that is not valid HTTP gets an error in OpenAI's format, also if only its body is not.
+- A wish to change to another protocol is ignored, as HTTP/1.1 allows. Java's HTTP client sends `Upgrade: h2c` with
+  every first request; the parser would leave the body out, and take it for the next request.
+- The number of requests that wait for the response to an earlier one is limited.
 """
 
 import asyncio
@@ -13,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -28,6 +32,9 @@ HEAD_S = 60.0
 
 WRITE_S = 60.0
 """Time in which a client must read something of a response that waits for it, in seconds."""
+
+MAX_PIPELINED = 100
+"""Maximum number of requests on a connection that wait for the response to an earlier one."""
 
 _STATE = "connection"
 """The connection's key in a request's state."""
@@ -94,11 +101,25 @@ class Connection(HttpToolsProtocol):
             piece = data[start : start + HEAD_BYTES - self._head_bytes]  # a longer head must not become complete
             start += len(piece)
             self._head_bytes += len(piece)
-            super().data_received(piece)
+            self._parse(piece)
             if self._head_bytes == HEAD_BYTES:  # the end of a head, or a body, would have reset it
                 message = f"The request has more than {HEAD_BYTES} bytes outside its body; shorten its URL and headers."
                 self._refuse(invalid(None, message, code="request_too_large", status=431))
                 return
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:  # after the head, whatever follows
+            self._parse(self._head_without_upgrade() + data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -116,9 +137,16 @@ class Connection(HttpToolsProtocol):
         self.scope["state"][_STATE] = self
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # the head comes again without it
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")  # to the parser: the request is refused
+            return
+        if len(self.pipeline) == MAX_PIPELINED:
+            raise ValueError("too many requests wait")
         self._head_bytes = 0
         self._in_head = False
         self._head_late.cancel()
+        self.expect_100_continue &= self.parser.get_http_version() != "1.0"  # whose clients know no 100
         super().on_headers_complete()
         self.server_state.posts += self.scope["method"] == "POST"
         if self._closes:
@@ -127,6 +155,10 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -16,10 +16,6 @@ from router.errors import ErrorResponse
 DESCRIPTION = """An OpenAI-compatible API. A field that would change the result is never ignored: it is honoured, or
 refused by name. A field that is `null` counts as left out."""
 
-ANY_ERROR: Mapping[int | str, dict[str, Any]] = {
-    "default": {"model": ErrorResponse, "description": "Any other error, such as 405 or 431."}
-}
-
 NO_KEY: dict[str, Any] = {"security": []}
 """For routes that need no API key."""
 
@@ -38,6 +34,13 @@ _ERRORS = {
 }
 
 _REF = "#/components/schemas/{model}"
+_ERROR_BODY = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorResponse.__name__)}}}
+"""Given as content, not as a model: FastAPI would declare models in the media type of the route's documents."""
+
+ANY_ERROR: Mapping[int | str, dict[str, Any]] = {
+    "default": {"content": _ERROR_BODY, "description": "Any other error, such as 405 or 431."}
+}
+
 _TEXT = {"schema": {"type": "string"}}
 _HEADERS = {
     "x-request-id": _TEXT | {"description": "The client's own id, or a new one if it sent none or an invalid one."},
@@ -60,14 +63,14 @@ _TIMEOUT = {
     "predicted or in fact, the response is a 503.",
     "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
 }
-_UNDECLARED: list[Any] = [ChatRequest, CompletionRequest, ChatCompletionChunk, TextCompletionChunk]
+_UNDECLARED: list[Any] = [ChatRequest, CompletionRequest, ChatCompletionChunk, TextCompletionChunk, ErrorResponse]
 
 
 def returns(document: type, *error_statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that returns a document or one of these errors."""
     responses: dict[int | str, dict[str, Any]] = {200: {"model": document}}
     for status in error_statuses:
-        responses[status] = {"model": ErrorResponse, "description": _ERRORS[status]}
+        responses[status] = {"content": _ERROR_BODY, "description": _ERRORS[status]}
     return responses
 
 
@@ -82,11 +85,18 @@ def generates(request: type[GenerateRequest], whole: type, chunk: type) -> dict[
     responses = returns(whole, 400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
     responses[200] |= {
         "description": "One document, or with `stream` server-sent events that end with `[DONE]` or with an error.",
-        "content": {"text/event-stream": {"schema": _ref(chunk)}},
+        "content": {"text/event-stream": {"itemSchema": _event(chunk)}},
         "headers": _HEADERS,
     }
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     return {"responses": responses, "openapi_extra": {"requestBody": body, "parameters": [_REQUEST_ID, _TIMEOUT]}}
+
+
+def _event(chunk: type) -> dict[str, Any]:
+    """An event of a stream, as OpenAPI 3.2 and FastAPI describe it."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(chunk)}
+    about = "A chunk; the last event is `[DONE]`, or an error."
+    return {"type": "object", "required": ["data"], "properties": {"data": data | {"description": about}}}
 
 
 def complete(app: FastAPI, *, needs_key: bool) -> None:

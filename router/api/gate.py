@@ -3,7 +3,7 @@
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from math import inf
 
 from starlette.requests import Request
@@ -30,6 +30,9 @@ TIMEOUT_HEADER = b"x-request-timeout-ms"
 """With a generating call: the time from its arrival for which a first token is of use to the client."""
 
 _MILLISECONDS = re.compile(rb"[1-9][0-9]{0,8}")
+
+_SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-type", b"content-encoding", TIMEOUT_HEADER})
+"""Headers that a request may have only once: a proxy before this server could have checked the other one."""
 
 _DOCS_ASSETS = "/static-offline-docs/"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -95,6 +98,8 @@ class Gate:
         response: Response | None = None
         outcome, code = "error", ""
         try:
+            if len(headers) < len(scope["headers"]):
+                _check_repeated(scope["headers"])
             if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_DOCS_ASSETS):
                 self._hosts.check(headers.get(b"host", b""))
                 tenant = self._keys.tenant(headers.get(b"authorization", b""))
@@ -139,6 +144,16 @@ class Gate:
                     outcome, code = call.outcome, call.error.code if call.error is not None else code
                 about = CallStart(scope["path"], request_id.decode(), tenant.name, now)
                 self._access.add(about, status=status, outcome=outcome, code=code, response=call)
+
+
+def _check_repeated(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises ApiError (400) if a header is repeated of which there may be only one."""
+    seen = set[bytes]()
+    for name, _ in headers:
+        if name in _SINGLE_HEADERS and name in seen:
+            message = f"The request has the header '{name.decode()}' more than once."
+            raise invalid(None, message, code="invalid_http")
+        seen.add(name)
 
 
 def _timeout_s(headers: Mapping[bytes, bytes]) -> float:

@@ -58,10 +58,13 @@ _FORMS = frozenset({"<text>", "<list>", "<tokens>", "<token lists>"})
 
 
 def _allow_nulls(schema: dict[str, Any]) -> None:
-    """Allows null for any field of a JSON schema, even an unknown one: `parse` drops it."""
+    """Allows null for any field of a JSON schema and entry of a mapping, even an unknown one: `parse` drops it."""
     schema["additionalProperties"] = {"type": "null"}
     for name in schema["properties"].keys() - schema.get("required", ()):
         field = schema["properties"][name]
+        if isinstance(values := field.get("additionalProperties"), dict):
+            field["additionalProperties"] = {"anyOf": [values, {"type": "null"}]}
+            field.pop("maxProperties", None)  # nulls do not count
         if {"type": "null"} not in field.get("anyOf", ()):
             outer = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
             schema["properties"][name] = outer | {"anyOf": [field, {"type": "null"}]}
@@ -116,7 +119,10 @@ class GenerateRequest(_Model):
         0.0, description="Subtracted from the logits of tokens for each time they are in the output so far."
     )
     logit_bias: dict[str, Bias] = Field(
-        default_factory=dict, max_length=MAX_LOGIT_BIAS, description="Added to logits, by token id."
+        default_factory=dict,
+        max_length=MAX_LOGIT_BIAS,
+        description=f"Added to logits, by token id; up to {MAX_LOGIT_BIAS} entries.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
     )
     top_k: int = Field(
         0, ge=-1, lt=1 << 31, description="Extension: sample from this many likeliest tokens; 0 or -1 means all."
@@ -180,7 +186,8 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         max_length=MAX_TEMPLATE_KWARGS,
-        description="Extension, as in vLLM: additional variables for the chat template.",
+        description=f"Extension, as in vLLM: up to {MAX_TEMPLATE_KWARGS} additional variables for the chat template.",
+        json_schema_extra={"additionalProperties": {"type": ["boolean", "number", "string"]}},
     )
     max_completion_tokens: Count | None = Field(None, description="As `max_tokens`; takes precedence over it.")
     logprobs: bool = Field(False, description="Return log-probabilities of the output's tokens.")
@@ -322,7 +329,7 @@ def _take_out(fields: dict[str, Any]) -> None:
     """Removes the fields that are not honoured; raises ApiError if an unsupported one would have an effect."""
     for name in _UNSUPPORTED.keys() & fields.keys():
         value = fields.pop(name)
-        if not any(value is passing or value == passing for passing in (None, *_passing(name, fields))):
+        if not any(_same(value, passing) for passing in (None, *_passing(name, fields))):
             raise unsupported(name)
     for name in _HARMLESS & fields.keys():
         del fields[name]
@@ -331,6 +338,10 @@ def _take_out(fields: dict[str, Any]) -> None:
 def _passing(name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
     # with best_of = n there is no choice among the outputs
     return (fields.get("n") or 1,) if name == "best_of" else _UNSUPPORTED[name]
+
+
+def _same(value: Any, passing: Any) -> bool:
+    return type(value) is type(passing) and value == passing  # in Python, 0 equals False
 
 
 def _check_parts(messages: Any) -> None:

@@ -7,6 +7,7 @@ port answers only for its own router. If a router does not answer, the response 
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from typing_extensions import TypedDict
@@ -92,7 +93,8 @@ class Overview:
         own_id = self._workers.router_id
         placements = [{"router": own_id, **record.describe()} for record in self._decisions.find(tenant, request_id)]
         missing: dict[str, str] = {}
-        for answer in await self._ask(f"/requests/{request_id}", authorization):
+        segment = quote(request_id, safe="").replace(".", "%2E")  # as it is, `../usage` would be another route
+        for answer in await self._ask(f"/requests/{segment}", authorization):
             if answer.ok:
                 placements += orjson.loads(answer.body)["placements"]
             elif answer.status != 404:

@@ -8,7 +8,6 @@ routers of a cluster have the same keys.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import httpx2
 
@@ -66,7 +65,7 @@ class PeerRouters:
 
     async def ask(self, path: str, authorization: bytes = b"") -> list[PeerAnswer]:
         """Sends `GET path` to all peers at once and returns their answers, within about ANSWER_S."""
-        return await self._ask_all(self._members(), quote(path), authorization)
+        return await self._ask_all(self._members(), path, authorization)
 
     def _members(self) -> list[Member]:
         return [member for member in self._list_routers() if member.id != self._router_id]

@@ -207,6 +207,9 @@ async def test_only_an_operator_drains_a_router(
         assert (await client.post(f"{url}/drain")).status_code == 404
         drain = f"http://{router['admin']}/drain"
         assert (await client.post(drain)).status_code == 401
+        for timeout_s in ("-1", "nan", "x"):
+            refused = await client.post(drain, params={"timeout_s": timeout_s})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "timeout_s")
         headers = {"authorization": f"Bearer {ClusterSecret(SECRET).admin_key}"}
         assert (await client.post(drain, headers=headers)).json() == {"status": "draining"}
     assert await asyncio.wait_for(process.wait(), START_S) == EXIT_DRAINED

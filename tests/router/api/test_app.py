@@ -505,6 +505,43 @@ class TestErrors:
         assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
         assert error["message"] == f"The Content-Encoding '{sent}' is not supported; send the body uncompressed."
 
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [
+            ("host", ("localhost", "evil.example")),
+            ("authorization", ("Bearer none", "Bearer other")),
+            ("content-type", ("application/json", "text/plain")),
+            ("content-encoding", ("gzip", "identity")),
+            ("x-request-timeout-ms", ("1", "60000")),
+        ],
+    )
+    async def test_a_header_with_two_values(self, router: Router, name: str, values: tuple[str, str]) -> None:
+        """A proxy might have looked at the other one."""
+        body = json.dumps(TEXT)
+        for sent in (values, values[::-1]):
+            once = {"host": "localhost", "content-type": "application/json"}
+            headers = [
+                *((key, value) for key, value in once.items() if key != name),
+                *((name, value) for value in sent),
+            ]
+            head = "".join(f"{key}: {value}\r\n" for key, value in [*headers, ("content-length", len(body))])
+            reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
+            with contextlib.closing(writer):
+                writer.write(f"POST /v1/completions HTTP/1.0\r\n{head}\r\n{body}".encode())
+                answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert (error["code"], f"'{name}'" in error["message"]) == ("invalid_http", True)
+
+    async def test_headers_that_may_be_repeated(self, router: Router) -> None:
+        headers = [("x-forwarded-for", "10.0.0.1"), ("x-forwarded-for", "10.0.0.2"), ("accept", "a"), ("accept", "b")]
+        assert (await router.http.post("/v1/completions", json=TEXT, headers=headers)).status_code == 200
+
+    @pytest.mark.parametrize("path", ["/livez/", "/v1/chat/completions/", "/cluster/", "/static-offline-docs"])
+    async def test_no_route_redirects(self, router: Router, path: str) -> None:
+        response = await router.http.get(path)
+        assert (response.status_code, _error(response)["code"]) == (404, "not_found")
+
     async def test_a_transfer_encoding_other_than_chunked(self, router: Router) -> None:
         reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
         with contextlib.closing(writer):

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -10,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.api import connection as connections
 from router.api.client_limit import ClientLimit
-from router.api.connection import HEAD_BYTES, Connection, ConnectionsState, connection_of
+from router.api.connection import HEAD_BYTES, MAX_PIPELINED, Connection, ConnectionsState, connection_of
 
 MOST = 40
 """Most connections of a client."""
@@ -53,9 +54,13 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] == "/starts":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"one", "more_body": True})
-    while scope["path"] != "/ignores" and (await receive()).get("more_body"):
+    while scope["path"] not in ("/ignores", "/echo") and (await receive()).get("more_body"):
         pass
     if scope["path"] == "/starts":
+        return
+    if scope["path"] == "/echo":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": (await receive())["body"]})
         return
     connection.hold()
     headers = [] if scope["path"] == "/stays" else [(b"connection", b"close")]
@@ -305,6 +310,43 @@ async def test_an_invalid_body_is_not_refused_before_the_response_to_an_earlier_
 ) -> None:
     assert await answer_to(port, request("/waits") + chunked("/") + b"zz\r\n") == b""
     async with asyncio.timeout(10):
+        await waiting.hung_up.wait()
+
+
+UPGRADE = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+
+
+async def test_a_wish_to_upgrade_is_ignored_and_the_body_is_no_request(port: int) -> None:
+    """Nor is it lost, however it arrives."""
+    inner = request("/echo", b"inner")
+    sent = request("/echo", inner).replace(b"\r\n\r\n", b"\r\n" + UPGRADE + b"\r\n", 1)
+    sent += request("/echo", b"next") + b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n"
+    for cut in range(0, len(sent), 7):
+        answer = await answer_to(port, sent[:cut], sent[cut:])
+        assert answer.count(b"HTTP/1.1 200 ") == 3
+        assert answer.index(inner) < answer.index(b"\r\nnext\r\n")
+
+
+@pytest.mark.parametrize("more", [b"", UPGRADE])
+async def test_it_is_no_proxy(port: int, more: bytes) -> None:
+    answer = await answer_to(port, b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n" + more + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(("http", "statuses"), [("1.1", [b"100", b"200"]), ("1.0", [b"200"])])
+async def test_only_clients_that_know_it_are_told_to_go_on(port: int, http: str, statuses: list[bytes]) -> None:
+    head = f"POST / HTTP/{http}\r\nhost: x\r\ncontent-length: 1\r\nexpect: 100-continue\r\n\r\n".encode()
+    assert re.findall(rb"HTTP/1\.1 (\d+)", await answer_to(port, head, b"x")) == statuses
+
+
+async def test_few_requests_may_wait_for_an_earlier_one(port: int, waiting: Waiting) -> None:
+    transport, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
+    transport.write(request("/waits") + b"GET / HTTP/1.1\r\n\r\n" * MAX_PIPELINED)
+    async with asyncio.timeout(10):
+        await waiting.read.wait()
+        assert not client.closed.done()
+        transport.write(b"GET / HTTP/1.1\r\n\r\n")
+        await client.closed
         await waiting.hung_up.wait()
 
 

@@ -26,6 +26,8 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"user": "me", "metadata": {"a": 1}},
     {"tools": [], "best_of": 1, "echo": False},
     {"tools": [{}]},
+    {"echo": 0},
+    {"best_of": True},
     {"echo": True},
     {"stop": "x"},
     {"stop": ["x", "y"]},
@@ -40,6 +42,8 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"seed": -(1 << 63)},
     {"logit_bias": {"1": 100}},
     {"logit_bias": {"1": 101}},
+    {"logit_bias": {"1": None}},
+    {"logit_bias": {"x": 1}},
     {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "priority": -100},
     {"priority": 101},
     {"unknown": 1},
@@ -98,6 +102,12 @@ def _response(document: dict[str, Any], path: str, media_type: str, status: str 
     schema: dict[str, Any] = document["paths"][path][METHODS[path]]["responses"][status]["content"][media_type][
         "schema"
     ]
+    return schema
+
+
+def _chunk(document: dict[str, Any], path: str) -> dict[str, Any]:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    schema: dict[str, Any] = content["itemSchema"]["properties"]["data"]["contentSchema"]
     return schema
 
 
@@ -160,6 +170,8 @@ def test_the_schema_of_requests_accepts_the_same_as_the_router(document: dict[st
     kinds: tuple[type[ChatRequest | CompletionRequest], ...] = (ChatRequest, CompletionRequest)
     cases = [(kind, body | fields) for kind, (_, body) in zip(kinds, CALLS, strict=True) for fields in FIELDS]
     cases += [(CompletionRequest, {"model": "m", "prompt": prompt}) for prompt in PROMPTS]
+    kwargs: tuple[Any, ...] = ({"a": 1, "b": "x", "c": True, "d": 0.5, "e": None}, {"a": {}}, {"a": [1]}, [])
+    cases += [(ChatRequest, CHAT | {"chat_template_kwargs": variables}) for variables in kwargs]
     for kind, body in cases:
         try:
             parse(orjson.dumps(body), kind, max_n=4)
@@ -185,7 +197,7 @@ async def test_responses_and_chunks_are_as_described(router: Router, document: d
             assert (done, rest) == ("data: [DONE]", "")
             for event in events:
                 chunk = json.loads(event.removeprefix("data: "))
-                assert _fits(document, _response(document, path, "text/event-stream"), chunk, closed=True), event
+                assert _fits(document, _chunk(document, path), chunk, closed=True), event
 
 
 async def test_other_documents_are_as_described(router: Router, document: dict[str, Any]) -> None:
@@ -194,7 +206,10 @@ async def test_other_documents_are_as_described(router: Router, document: dict[s
         real = path.replace("{name}", "small-model").replace("{request_id}", "mine")
         answer = (await router.http.get(real)).raise_for_status().json()
         assert _fits(document, _response(document, path, "application/json"), answer, closed=True), path
-    assert _response(document, "/metrics", "text/plain")["type"] == "string"
+    responses = document["paths"]["/metrics"]["get"]["responses"]
+    types = {status: list(response["content"]) for status, response in responses.items()}
+    assert types.pop("200") == ["text/plain"]
+    assert set(map(tuple, types.values())) == {("application/json",)}
 
 
 async def test_errors_are_as_described(router: Router, document: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -105,6 +106,15 @@ async def test_a_request_is_found_whichever_router_is_asked(pair: tuple[Router, 
         assert [one["router"] for one in told["placements"]] == ["router-b"]
         assert told["missing"] == {}
     assert (await first.http.get("/requests/nobody's")).status_code == 404
+
+
+@pytest.mark.parametrize("request_id", ["../usage", "..", "./mine", "a//b", "a+b=c"])
+async def test_a_request_is_found_whatever_its_id(pair: tuple[Router, Router], request_id: str) -> None:
+    first, second = pair
+    path = f"/requests/{quote(request_id, safe='').replace('.', '%2E')}"  # the client resolves dots, too
+    assert (await first.http.get(path)).status_code == 404
+    await second.http.post("/v1/completions", json=TEXT, headers={"x-request-id": request_id})
+    assert (await first.http.get(path)).raise_for_status().json()["id"] == request_id
 
 
 async def test_an_admin_port_answers_for_its_router_alone(pair: tuple[Router, Router]) -> None:
