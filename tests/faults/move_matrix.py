@@ -94,9 +94,10 @@ async def _try_to_hold(
     Returns None if the request ended without being held, for example because the workers' pools were connected already.
     """
     (prompt,) = oracle.prompts([PROMPT_TOKENS], random.randrange(1 << 30))
-    request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=OUTPUT_TOKENS))
+    begun = asyncio.Event()  # only a request that has begun moves; before, its worker gives it back
+    request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=OUTPUT_TOKENS, on_event=begun.set))
     request.add_done_callback(retrieve_error)
-    while not (busy := await cluster.busy_workers("combined")):
+    while not ((busy := await cluster.busy_workers("combined")) and begun.is_set()):
         assert not request.done(), f"the request ended before its worker reported it: {request}"
     (source,) = busy
     (target,) = set(COMBINED) - {source}
