@@ -11,6 +11,7 @@ from router import followed_files
 from router.api.tenants import Keys, read_keys
 from router.errors import ApiError
 from router.followed_files import FollowedFiles, follow
+from tests import waiting
 from tests.router.conftest import Says, StartRouter, StartWorker, eventually
 
 TEXT = {"model": "small-model", "prompt": "Hello?", "max_tokens": 3}
@@ -70,7 +71,7 @@ class TestFollow:
         await _until(keys, "new")
         assert _is_valid(keys, "old")
         _replace(file, "[{key: new, name: a}]")
-        await eventually(lambda: asyncio.sleep(0, not _is_valid(keys, "old")))
+        await waiting.eventually(lambda: not _is_valid(keys, "old"))
 
     async def test_a_broken_or_missing_file_keeps_the_keys_and_is_logged_once(
         self, file: Path, keys: Keys, reread: asyncio.Event, caplog: pytest.LogCaptureFixture
@@ -79,11 +80,11 @@ class TestFollow:
             return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
         _replace(file, "[{key: secret-key, nmae: a}]")
-        await eventually(lambda: asyncio.sleep(0, len(errors()) == 1))
+        await waiting.eventually(lambda: len(errors()) == 1)
         assert "Extra inputs" in errors()[0]
         assert "secret-key" not in caplog.text
         _remove(file)
-        await eventually(lambda: asyncio.sleep(0, len(errors()) == 2))
+        await waiting.eventually(lambda: len(errors()) == 2)
         assert _is_valid(keys, "old")
         _replace(file, "[{key: new}]")
         await _until(keys, "new")
@@ -124,7 +125,7 @@ async def test_a_key_is_replaced_under_load_without_a_failed_request(
 
         await eventually(new_is_valid)
         key, before = "new", len(statuses)
-        await eventually(lambda: asyncio.sleep(0, len(statuses) > before + 20))
+        await waiting.eventually(lambda: len(statuses) > before + 20)
         _replace(file, "[{key: new, name: a}]")
 
         async def old_is_refused() -> bool:
@@ -132,7 +133,7 @@ async def test_a_key_is_replaced_under_load_without_a_failed_request(
 
         await eventually(old_is_refused)
         before = len(statuses)
-        await eventually(lambda: asyncio.sleep(0, len(statuses) > before + 20))
+        await waiting.eventually(lambda: len(statuses) > before + 20)
     finally:
         for task in loads:
             task.cancel()

@@ -14,7 +14,7 @@ import pytest
 from cpd.common.errors import ConfigError
 from router import followed_files
 from router.server_certificate import certificate_files, server_context
-from tests import certificates
+from tests import certificates, waiting
 from tests.router.conftest import Router, Says, StartRouter, StartWorker, eventually
 
 CHAT = {"model": "small-model", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -77,7 +77,7 @@ class TestReplaced:
                 shutil.copy(cert, files[0])
                 await eventually(is_served(router, cert))
                 before = count()
-                await eventually(lambda before=before: asyncio.sleep(0, count() > before + 20))  # type: ignore[misc]
+                await waiting.eventually(lambda before=before: count() > before + 20)  # type: ignore[misc]
 
     async def test_a_pair_that_does_not_fit_is_kept_out_and_logged_once(
         self, router: Router, files: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -88,12 +88,12 @@ class TestReplaced:
         good = files[0].read_text()
         cert, key = make_pair(tmp_path / "other")
         shutil.copy(cert, files[0])
-        await eventually(lambda: asyncio.sleep(0, bool(errors())))
+        await waiting.eventually(lambda: bool(errors()))
         assert await asyncio.to_thread(served, port_of(router)) == good
         shutil.copy(key, files[1])
         await eventually(is_served(router, cert))
         files[1].write_text("no key")
-        await eventually(lambda: asyncio.sleep(0, len(errors()) > 1))
+        await waiting.eventually(lambda: len(errors()) > 1)
         assert await asyncio.to_thread(served, port_of(router)) == cert.read_text()
         assert [error.partition(": ")[0] for error in errors()] == ["the certificate and its key stay as they were"] * 2
         assert all("can't be used" in error for error in errors())

@@ -5,7 +5,8 @@ import pytest
 
 from router.api.client_limit import ClientLimit
 from router.errors import ApiError
-from tests.router.conftest import StartRouter, StartWorker, eventually
+from tests import waiting
+from tests.router.conftest import StartRouter, StartWorker
 
 PROXIES = ["10.0.0.0/8", "::1"]
 
@@ -73,11 +74,11 @@ async def test_behind_a_trusted_proxy_requests_in_progress_count(
         return await router.http.post("/v1/completions", json=body, headers={"x-forwarded-for": client})
 
     first = asyncio.create_task(post("192.0.2.1"))
-    await eventually(lambda: asyncio.sleep(0, len(worker.submits) == 1))
+    await waiting.eventually(lambda: len(worker.submits) == 1)
     refused = await post("192.0.2.1")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     second = asyncio.create_task(post("192.0.2.2"))
-    await eventually(lambda: asyncio.sleep(0, len(worker.submits) == 2))
+    await waiting.eventually(lambda: len(worker.submits) == 2)
     first.cancel()
     second.cancel()
     await asyncio.gather(first, second, return_exceptions=True)

@@ -8,7 +8,8 @@ import pytest
 from router.api.tenant_limits import TenantLimits
 from router.api.tenants import Limits, Tenant
 from router.errors import ApiError
-from tests.router.conftest import Says, StartRouter, StartWorker, eventually
+from tests import waiting
+from tests.router.conftest import Says, StartRouter, StartWorker
 
 TEXT: dict[str, Any] = {"model": "small-model", "prompt": "Hello?", "max_tokens": 3}
 
@@ -110,7 +111,7 @@ class TestOverHttp:
             return await router.http.post("/v1/completions", json=TEXT, headers={"authorization": f"Bearer {key}"})
 
         first = asyncio.create_task(post("x"))
-        await eventually(lambda: asyncio.sleep(0, bool(worker.submits)))
+        await waiting.eventually(lambda: bool(worker.submits))
         refused = await post("x")
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
