@@ -76,6 +76,18 @@ async def complete(
     )
 
 
+async def begin(http: httpx.AsyncClient, prompt: Sequence[int], **fields: Any) -> asyncio.Task[Answer]:
+    """Requests a streamed completion as `complete` does, and returns its task once the first event has arrived.
+
+    Only the streams that have begun move when their worker drains: others are given back and placed again.
+    """
+    begun = asyncio.Event()
+    stream = asyncio.create_task(complete(http, prompt, stream=True, on_event=begun.set, **fields))
+    stream.add_done_callback(lambda _: begun.set())  # it may end without an event
+    await begun.wait()
+    return stream
+
+
 async def _stream(
     http: httpx.AsyncClient, body: dict[str, Any], headers: Mapping[str, str] | None, on_event: Callable[[], None]
 ) -> Answer:

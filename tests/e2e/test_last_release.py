@@ -14,14 +14,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.conftest import MakeCheckpoint
-from tests.e2e.client import MODEL, client, complete
-from tests.e2e.cluster import START_S, Cluster, eventually, runs_code_of
+from tests.e2e.client import MODEL, begin, client, complete
+from tests.e2e.cluster import START_S, Cluster, runs_code_of
 from tests.e2e.oracle import Oracle
 
 pytestmark = pytest.mark.e2e
@@ -109,14 +108,9 @@ async def test_streams_move_with_their_pages_between_old_and_new_workers(
     before = _fetches(cluster, target)
     async with client(mixed.urls[router]) as http:
         moved_before = await _moved(http)
-        tasks = [
-            asyncio.create_task(complete(http, prompt, stream=True, max_tokens=STREAM_TOKENS)) for prompt in prompts
-        ]
-        await asyncio.to_thread(
-            eventually, lambda: _running(cluster, leaving) >= STREAMS // 4, "some of them run there"
-        )
+        streams = await asyncio.gather(*(begin(http, prompt, max_tokens=STREAM_TOKENS) for prompt in prompts))
         cluster.send(leaving, signal.SIGTERM)
-        for prompt, answer in zip(prompts, await asyncio.gather(*tasks), strict=True):
+        for prompt, answer in zip(prompts, await asyncio.gather(*streams), strict=True):
             oracle.check(prompt, answer.token_ids)
             assert len(answer.token_ids) == STREAM_TOKENS
         assert await _moved(http) > moved_before
@@ -124,17 +118,9 @@ async def test_streams_move_with_their_pages_between_old_and_new_workers(
     await asyncio.to_thread(cluster.wait_until_healthy)
 
 
-def _load(cluster: Cluster, worker: str) -> dict[str, Any]:
-    loads: dict[str, dict[str, Any]] = {one["id"]: one["load"] or {} for one in cluster.state()["workers"]}
-    return loads[worker]
-
-
-def _running(cluster: Cluster, worker: str) -> int:
-    return int(_load(cluster, worker).get("running", 0))
-
-
 def _fetches(cluster: Cluster, worker: str) -> int:
-    return int(_load(cluster, worker).get("prefix_fetches", {}).get("completed", 0))
+    (load,) = (one["load"] for one in cluster.state()["workers"] if one["id"] == worker)
+    return int((load or {}).get("prefix_fetches", {}).get("completed", 0))
 
 
 async def _moved(http: httpx.AsyncClient) -> float:

@@ -12,7 +12,7 @@ from enum import Enum
 
 import httpx
 
-from tests.e2e.client import Answer, client, complete
+from tests.e2e.client import Answer, begin, client
 from tests.e2e.oracle import Oracle
 from tests.faults.cluster import TELL_S, FaultCluster
 from tests.faults.matrix import DEADLINE_S, PROMPT_TOKENS, Fault, Handlers, Subject, inject, retrieve_error
@@ -94,10 +94,9 @@ async def _try_to_hold(
     Returns None if the request ended without being held, for example because the workers' pools were connected already.
     """
     (prompt,) = oracle.prompts([PROMPT_TOKENS], random.randrange(1 << 30))
-    begun = asyncio.Event()  # only a request that has begun moves; before, its worker gives it back
-    request = asyncio.create_task(complete(http, prompt, stream=True, max_tokens=OUTPUT_TOKENS, on_event=begun.set))
+    request = await begin(http, prompt, max_tokens=OUTPUT_TOKENS)
     request.add_done_callback(retrieve_error)
-    while not ((busy := await cluster.busy_workers("combined")) and begun.is_set()):
+    while not (busy := await cluster.busy_workers("combined")):
         assert not request.done(), f"the request ended before its worker reported it: {request}"
     (source,) = busy
     (target,) = set(COMBINED) - {source}
