@@ -1,6 +1,7 @@
 """Measures the main path over HTTP: `python -m scripts.bench_main_path` from the repository's root.
 
-1. Throughput: one combined worker with all cores; 512 tokens in, 128 out, concurrency 16.
+1. Throughput: one combined worker with all cores; 512 tokens in, 128 out, concurrency 16. With `--tls` also as between
+   machines, with TLS for clients, sessions and prefill requests: two clusters take turns, and the ratio is printed.
 2. The remote route: a prefill and a combined worker with half of the cores each; one 512-token prompt at a time,
    alternately prefilled locally and remotely, so that both meet the same load of the machine.
 3. The exposed part of the transfer (with `--only exposed`): the same with 2,048-token prompts and 0.44 billion weights.
@@ -13,6 +14,7 @@ weights. The load generator is that of `cpd bench`.
 
 import argparse
 import asyncio
+import os
 import statistics
 import tempfile
 import time
@@ -33,6 +35,7 @@ from bench.tokens import Texts
 from models.tiny.make import write
 from scripts.bench_lanes import LARGE
 from scripts.streams import MODEL_NAME, alternate, check_routes, machine, ttft_ms
+from tests.certificates import certificate_files
 from tests.e2e.cluster import Cluster
 
 INPUT_LEN, OUTPUT_LEN, CONCURRENCY = 512, 128, 16
@@ -45,6 +48,7 @@ MODEL = {
     "head_dim": 64,
     "vocab_size": 4096,
 }
+ONE_COMBINED = {"prefill": 0, "kv_memory": "256MiB"}
 PAIRS = 40
 LONG_MODEL = {
     **LARGE,
@@ -80,16 +84,43 @@ def row(summary: Summary) -> str:
 
 def measure_throughput(model: Path, repeats: int, requests: int) -> None:
     """Measures and prints throughput and latency of one combined worker."""
-    with _cluster(model, prefill=0, kv_memory="256MiB") as cluster:
-        console = Console(stderr=True)
-        for count in (2 * CONCURRENCY, *[requests] * repeats):  # the first warms up
-            settings = bench_settings(cluster.url, model, count)
-            with LiveProgress(console) as progress:
-                result = measure(settings, prepare(settings), None, None, progress)
-            if result.summary.completed != count:
-                raise RuntimeError(f"not all requests completed: {result.summary.errors}")
-            if count == requests:
-                print(row(result.summary), *result.client.reasons)
+    with _cluster(model, **ONE_COMBINED) as cluster:
+        _throughput(cluster, model, 2 * CONCURRENCY)  # warms up
+        for _ in range(repeats):
+            print(row(_throughput(cluster, model, requests)))
+
+
+def measure_tls(model: Path, repeats: int, requests: int) -> None:
+    """Measures and prints throughput and latency of one combined worker without TLS and with it, in turn."""
+    rates: dict[str, list[float]] = {"plain": [], "TLS": []}
+    with tempfile.TemporaryDirectory() as directory:
+        cert, key = certificate_files(Path(directory))
+        os.environ["SSL_CERT_FILE"] = str(cert)  # which the client trusts
+        with (
+            _cluster(model, **ONE_COMBINED) as plain,
+            _cluster(model, **ONE_COMBINED, host="0.0.0.0", tls_cert=cert, tls_key=key) as tls,
+        ):
+            clusters = {"plain": plain, "TLS": tls}
+            for cluster in clusters.values():
+                _throughput(cluster, model, 2 * CONCURRENCY)  # warms up
+            for _ in range(repeats):
+                for name, cluster in clusters.items():
+                    summary = _throughput(cluster, model, requests)
+                    rates[name].append(summary.output_tokens_per_s or 0.0)
+                    print(f"{name:5}", row(summary))
+    pairs = [tls / plain for plain, tls in zip(rates["plain"], rates["TLS"], strict=True)]
+    print(f"with TLS {statistics.median(pairs):.2f} of the rate (goal 0.9; {min(pairs):.2f} to {max(pairs):.2f})")
+
+
+def _throughput(cluster: Cluster, model: Path, requests: int) -> Summary:
+    settings = bench_settings(cluster.url, model, requests)
+    with LiveProgress(Console(stderr=True)) as progress:
+        result = measure(settings, prepare(settings), None, None, progress)
+    if result.summary.completed != requests:
+        raise RuntimeError(f"not all requests completed: {result.summary.errors}")
+    for reason in result.client.reasons:
+        print(reason)
+    return result.summary
 
 
 def _cluster(model: Path, **settings: object) -> Cluster:
@@ -155,11 +186,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128, help="requests in a throughput run")
     parser.add_argument("--only", choices=["throughput", "remote", "exposed"], help="measure only this part")
     parser.add_argument("--seconds", type=float, default=90.0, help="time limit for the prompts of `--only exposed`")
+    parser.add_argument("--tls", action="store_true", help="measure only throughput, without TLS and with it")
     arguments = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         write(model, **(LONG_MODEL if arguments.only == "exposed" else MODEL))
+        if arguments.tls:
+            measure_tls(model, arguments.repeats, arguments.requests)
+            return
         if arguments.only in (None, "throughput"):
             measure_throughput(model, arguments.repeats, arguments.requests)
         if arguments.only in (None, "remote"):
