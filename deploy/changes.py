@@ -16,7 +16,7 @@ from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
 from deploy.cluster import Cluster, Tell
-from deploy.endpoint import has_workers
+from deploy.cluster_status import has_workers
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places
 from deploy.process import ProcessState
@@ -280,7 +280,7 @@ class Changes:
                     started = started or time.monotonic()
                     routers = [spec.name for spec in self._cluster.specs if not spec.is_worker]
                     workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
-                    if has_workers(self._state.url, self._state.admin_key, workers, routers):
+                    if has_workers(self._state, workers, routers):
                         return
                     if time.monotonic() - started > _SEEN_S:
                         raise CPDError(

@@ -13,9 +13,9 @@ from cpd.common.errors import CPDError
 from cpd.common.tls import base_url, without_fingerprint
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
-from deploy.endpoint import read_cluster
+from deploy.cluster_status import read_cluster
 from deploy.remote import running_cluster
-from deploy.state import ClusterDir
+from deploy.state import ClusterDir, ClusterState
 from worker.grpc_options import admin_channel, admin_metadata
 
 _TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ def drain(cluster: str, name: str, timeout_s: float | None) -> None:
     """
     state = running_cluster(cluster)
     admin_key = state.admin_key
-    status = read_cluster(state.url, admin_key)
+    status = read_cluster(state)
     processes = {one["id"]: one for one in (*status["workers"], *status["routers"])}
     if name not in processes:
         names = ", ".join(processes) or "none"
@@ -48,7 +48,7 @@ def drain(cluster: str, name: str, timeout_s: float | None) -> None:
     shown, silent_since = "", None
     while True:
         try:
-            what, silent_since = _still_runs(state.url, admin_key, process), None
+            what, silent_since = _still_runs(state, process), None
         except _NoAnswerError as error:  # if it is the last router, nobody answers once it has ended
             silent_since = silent_since or time.monotonic()
             if time.monotonic() - silent_since > _SILENT_S:
@@ -94,7 +94,7 @@ class _NoAnswerError(Exception):
     """The endpoint does not answer."""
 
 
-def _still_runs(url: str, admin_key: str, process: dict[str, Any]) -> str | None:
+def _still_runs(state: ClusterState, process: dict[str, Any]) -> str | None:
     """Returns what the process still does, for people; None once it has ended.
 
     Raises:
@@ -102,7 +102,7 @@ def _still_runs(url: str, admin_key: str, process: dict[str, Any]) -> str | None
         _NoAnswerError: The endpoint does not answer.
     """
     try:
-        status = read_cluster(url, admin_key)
+        status = read_cluster(state)
     except CPDError as error:
         raise _NoAnswerError(str(error)) from None
     now = next((one for one in (*status["workers"], *status["routers"]) if one["id"] == process["id"]), None)

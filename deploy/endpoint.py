@@ -2,17 +2,11 @@
 
 import errno
 import socket
-from collections.abc import Collection, Mapping
-from typing import Any
 
-import httpx2
-import orjson
-
-from cpd.common.errors import ConfigError, CPDError
+from cpd.common.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::")
-_TIMEOUT_S = 5.0
 
 
 def pick_port(host: str, port: int) -> int:
@@ -41,40 +35,3 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     name = LOOPBACK if host in WILDCARDS else host
     scheme = "https" if tls else "http"
     return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
-
-
-def read_cluster(url: str, admin_key: str) -> dict[str, Any]:
-    """Asks the endpoint for `/cluster`.
-
-    Args:
-        admin_key: The cluster's admin key.
-
-    Raises:
-        CPDError: The endpoint does not answer, or answers with an error.
-    """
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-    try:  # ignores http_proxy: the endpoint is within the cluster
-        answer = httpx2.get(f"{url}/cluster", headers=headers, timeout=_TIMEOUT_S, trust_env=False, verify=False)
-        answer.raise_for_status()
-        cluster: dict[str, Any] = orjson.loads(answer.content)
-        return cluster
-    except httpx2.HTTPStatusError as error:
-        response = error.response
-        raise CPDError(f"{url}/cluster answers {response.status_code} {response.reason_phrase}") from None
-    except (httpx2.HTTPError, ValueError) as error:
-        raise CPDError(f"{url} does not answer: {error}. If the cluster has just been started, try again") from None
-
-
-def has_workers(url: str, admin_key: str, pids: Mapping[str, int], routers: Collection[str]) -> bool:
-    """True if all these routers can place requests on all these workers (process id by name)."""
-    try:
-        workers = read_cluster(url, admin_key)["workers"]
-    except CPDError:
-        return False
-    ready = {worker["id"]: worker["pid"] for worker in workers if _is_ready_at(worker, routers)}
-    return pids.items() <= ready.items()
-
-
-def _is_ready_at(worker: dict[str, Any], routers: Collection[str]) -> bool:
-    seen = worker["routers"]
-    return all(router in seen and seen[router]["state"] == "ready" for router in routers)

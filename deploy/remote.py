@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cpd.common.errors import CPDError
+from deploy.cluster_status import read_cluster
 from deploy.control import ask
-from deploy.endpoint import read_cluster
 from deploy.state import ClusterDir, ClusterState, running_clusters
 from simulated_workers.simulation import NOTICE, SIMULATED
 
@@ -73,7 +73,7 @@ def status(cluster: str, as_json: bool) -> None:
     state = running_cluster(cluster)
     drained = ClusterDir(cluster).drained()
     try:
-        answer = read_cluster(state.url, state.admin_key)
+        answer = read_cluster(state)
     except CPDError as error:
         if drained:
             raise CPDError(f"{error}. `cpd drain` has ended {', '.join(drained)}") from None

@@ -44,6 +44,8 @@ class ClusterState:
         ray_dir: Temporary directory of the local Ray; empty if there is none.
         admin_key: The cluster's key of administration, for workers and routers.
         launch: Random mark of this start, in the environment of the processes (`LAUNCH_MARK`).
+        redis_url: Where the routers are listed, if none runs on this machine; otherwise empty.
+        secret_file: File with the cluster's secret.
     """
 
     cluster: str
@@ -52,6 +54,8 @@ class ClusterState:
     ray_dir: str
     admin_key: str
     launch: str
+    redis_url: str = ""
+    secret_file: str = ""
 
 
 class ClusterDir:

@@ -15,7 +15,7 @@ from cpd.common.errors import CPDError
 from cpd.common.tls import without_fingerprint
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
-from deploy.endpoint import read_cluster
+from deploy.cluster_status import read_cluster
 from deploy.remote import running_cluster
 from worker.grpc_options import admin_channel, admin_metadata
 
@@ -39,7 +39,7 @@ def trace(cluster: str, worker: str, seconds: float, chrome: bool) -> None:
         CPDError: There is no such cluster or worker, or it does not answer.
     """
     state = running_cluster(cluster)
-    workers = read_cluster(state.url, state.admin_key)["workers"]
+    workers = read_cluster(state)["workers"]
     chosen = [known for known in workers if worker in ("", known["id"])]
     if worker and not chosen:
         names = ", ".join(known["id"] for known in workers) or "none"

@@ -4,7 +4,6 @@ Starts in this order, and stops in the reverse:
     runtime directory → Redis → Ray → placement group → supervising actors → processes
 """
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -19,12 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from rich.console import Console
 
-from cpd.common.errors import ConfigError, CPDError
-from cpd.common.membership import Member, members
+from cpd.common.errors import CPDError
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import ClusterSecret, cluster_secret
@@ -32,10 +28,11 @@ from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
 from deploy.changes import SUPERVISOR_S, Changes, Plan, no_supervisor, start_error
 from deploy.cluster import Cluster, launched
+from deploy.cluster_status import has_workers, read_leases
 from deploy.console import StartProgress, print_log, usage_hint
 from deploy.control import control_socket
 from deploy.detach import Detached, detach
-from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
+from deploy.endpoint import LOOPBACK, WILDCARDS, pick_port, url_of
 from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places, demand_of, gpu_share, local_resources
@@ -83,6 +80,7 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
             ray_dir="" if settings.ray_address else make_ray_dir(),
             admin_key=secret.admin_key,
             launch=secrets.token_hex(16),
+            secret_file=str(settings.secret_file),
         )
         if state.ray_dir:
             stack.callback(clear_ray_dir, state.ray_dir)
@@ -93,12 +91,12 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         if not settings.redis_url:
             redis = stack.enter_context(embedded_redis(directory.redis_socket))
             settings = settings.model_copy(update={"redis_url": redis.url})
-        _leases(settings, secret)
+        read_leases(settings.redis_url, settings.cluster, secret)
         with console.status("Starting Ray" if state.ray_dir else "Joining Ray"):
             cluster, plan = _launch(
                 given, settings, state, stack, output, embedded=redis is not None, has_own_secret=has_own_secret
             )
-        state = replace(state, url=_wait_until_ready(cluster, settings, secret, state, output))
+        state = _wait_until_ready(cluster, settings, secret, state, output)
         directory.write(state)
         name = "" if settings.cluster == "default" else f" --cluster {settings.cluster}"
         stop = f"Logs: `cpd logs -f{name}`    Stop: {'' if detached else 'Ctrl-C or '}`cpd down{name}`"
@@ -108,7 +106,9 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         else:
             sys.stdout.write(hint)
             sys.stdout.flush()
-        changes = Changes(cluster, plan, state, lambda: _leases(settings, secret), prepared)
+        changes = Changes(
+            cluster, plan, state, lambda: read_leases(settings.redis_url, settings.cluster, secret), prepared
+        )
         named = {"scale": changes.scale, "restart": changes.restart}
         stack.enter_context(control_socket(directory.control_socket, named, output.say))
         _watch(cluster, redis, output)
@@ -247,11 +247,11 @@ def _launch(
 
 def _wait_until_ready(
     cluster: Cluster, settings: ClusterSettings, secret: ClusterSecret, state: ClusterState, output: _Output
-) -> str:
-    """Shows progress until all processes run and the endpoint uses all workers.
+) -> ClusterState:
+    """Shows progress until all processes run and the routers use all workers.
 
     Returns:
-        The endpoint's URL: `state.url`, unless all routers are on other machines.
+        `state`, with another URL if all routers are on other machines.
 
     Raises:
         CPDError: A process refuses to start, or keeps dying.
@@ -261,7 +261,7 @@ def _wait_until_ready(
     last_seen = dict.fromkeys(names, time.monotonic())
     with StartProgress(output.console, names) as progress:
         while True:
-            leases = _leases(settings, secret)
+            leases = read_leases(settings.redis_url, settings.cluster, secret)
             pids = {member.id: member.pid for member in leases}
             waiting = 0
             states = cluster.states()
@@ -281,15 +281,13 @@ def _wait_until_ready(
                 raise CPDError(f"Ray's {name} died while the cluster started")
             if not waiting:
                 hosts = {member.host for member in leases if member.kind == "router"}
-                url = (
-                    state.url
-                    if socket.gethostname() in hosts
-                    else url_of(min(hosts), settings.port, tls=settings.tls_cert is not None)
-                )
+                if socket.gethostname() not in hosts:
+                    url = url_of(min(hosts), settings.port, tls=settings.tls_cert is not None)
+                    state = replace(state, url=url, redis_url=settings.redis_url)
                 workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
                 routers = [spec.name for spec in specs if not spec.is_worker]
-                if has_workers(url, state.admin_key, workers, routers):
-                    return url
+                if has_workers(state, workers, routers):
+                    return state
             time.sleep(_STARTING_POLL_S)
 
 
@@ -332,24 +330,6 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
             except CPDError as error:  # the cluster goes on without Redis; the next iteration tries again
                 output.say(str(error))
         time.sleep(_RUNNING_POLL_S)
-
-
-def _leases(settings: ClusterSettings, secret: ClusterSecret) -> list[Member]:
-    """Returns all members with a lease.
-
-    Raises:
-        ConfigError: Redis does not answer.
-    """
-
-    async def read() -> list[Member]:
-        async with Redis.from_url(settings.redis_url) as redis:
-            return await members(redis, settings.cluster, secret)
-
-    try:
-        return asyncio.run(read())
-    except (RedisError, OSError, ValueError) as error:
-        address = settings.redis_url.rpartition("@")[2]  # without a password
-        raise ConfigError(f"Redis at {address} does not answer: {error}") from None
 
 
 def _interrupt_on_signals() -> None:

@@ -20,8 +20,9 @@ from cpd.common.errors import CPDError
 from cpd.common.membership import Member, members
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import ClusterSecret
+from deploy.cluster_status import ask_endpoint, has_workers
 from deploy.cores import split_cores, usable_cores
-from deploy.endpoint import WILDCARDS, has_workers, read_cluster, url_of
+from deploy.endpoint import WILDCARDS, url_of
 from deploy.listener import SharedListener
 from deploy.process import Supervised
 from deploy.processes import ProcessSpec, processes
@@ -141,7 +142,7 @@ class Cluster:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                return read_cluster(self.url, ADMIN_KEY)
+                return ask_endpoint(self.url, ADMIN_KEY)
             except CPDError:
                 if time.monotonic() > deadline:
                     raise
@@ -161,8 +162,11 @@ class Cluster:
         """Lets commands find the cluster under the name `default`, as if `cpd up` had started it."""
         directory = ClusterDir("default")
         with directory.hold():
-            directory.write(ClusterState("default", 1, self.url, "", ADMIN_KEY, launch=""))
+            directory.write(self._found_at())
             yield
+
+    def _found_at(self) -> ClusterState:
+        return ClusterState("default", 1, self.url, "", ADMIN_KEY, launch="")
 
     def _supervise(self, spec: ProcessSpec, cores: frozenset[int]) -> Supervised:
         listener = None if spec.is_worker else SharedListener(*spec.listens_on)
@@ -186,7 +190,8 @@ class Cluster:
         if not all(spec.has_leases(states[spec.name].pid, pids) for spec in self._specs):
             return False
         expected = {name: pids[name] for spec in self._specs if spec.is_worker for name in spec.members}
-        return has_workers(self.url, ADMIN_KEY, expected, [spec.name for spec in self._specs if not spec.is_worker])
+        routers = [spec.name for spec in self._specs if not spec.is_worker]
+        return has_workers(self._found_at(), expected, routers)
 
     def _is_idle(self) -> bool:
         workers = self.state()["workers"]
