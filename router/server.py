@@ -24,6 +24,7 @@ from cpd.common.model_digest import model_digest
 from cpd.common.process import EXIT_SUPERSEDED
 from cpd.common.settings import RouterSettings
 from cpd.common.tls import Certificate, make_certificate
+from cpd.common.tls_reads import cheap_reads
 from cpd.common.trust import cluster_secret, is_loopback
 from router.api.allowed_hosts import AllowedHosts
 from router.api.app import create_app
@@ -188,9 +189,12 @@ async def serve(
 
 
 def _server(app: ASGIApp, clients: ClientLimit, tls: ssl.SSLContext | None = None) -> "_Server":
+    def connection(**arguments: Any) -> asyncio.BaseProtocol:
+        return cheap_reads(Connection(clients=clients, **arguments), tls=tls is not None)
+
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(Connection, clients=clients)),
+        http=cast("type[asyncio.Protocol]", connection),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -39,6 +39,7 @@ from bench.client.connection import Connection
 from bench.client.response import PlainBody
 from bench.record import Record
 from bench.tokens import Texts
+from cpd.common.tls_reads import cheap_reads
 from models import tiny
 from scripts.streams import MODEL_NAME, alternate, check_routes, machine, stream, target, ttft_ms
 from tests.certificates import certificate_files
@@ -102,7 +103,10 @@ async def plain(
     """Latency of each request, and the time of all together, in s. Connecting does not count."""
     left, latencies = iter(requests), []
     loop = asyncio.get_running_loop()
-    connections = [(await loop.create_connection(Connection, HOST, port, ssl=tls))[1] for _ in range(at_once)]
+    connections = [Connection() for _ in range(at_once)]
+    for connection in connections:
+        reader = partial(cheap_reads, connection, tls=tls is not None)
+        await loop.create_connection(reader, HOST, port, ssl=tls)
 
     async def use(connection: Connection) -> None:
         for request in left:

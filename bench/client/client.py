@@ -18,6 +18,7 @@ from bench.client.target import Target
 from bench.errors import BenchError
 from bench.record import Failure, Record
 from bench.workloads.base import Message
+from cpd.common.tls_reads import cheap_reads
 
 
 class Client:
@@ -140,8 +141,9 @@ class Client:
 
     async def _connect_to(self, address: str) -> Connection:
         async with asyncio.timeout(self._target.timeout_s):
-            _, connection = await asyncio.get_running_loop().create_connection(
-                Connection,
+            connection = Connection()
+            await asyncio.get_running_loop().create_connection(
+                lambda: cheap_reads(connection, tls=self._tls is not None),
                 address,
                 self._port,
                 ssl=self._tls,

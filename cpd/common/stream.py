@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cpd.common.errors import CPDError
 from cpd.common.tls import Certificate, client_context, split_address
+from cpd.common.tls_reads import cheap_reads
 
 TICK_S = 1.0
 """Longest time between two things sent."""
@@ -279,7 +280,7 @@ async def connect(address: str, kind: type[M], max_bytes: int) -> Stream[M]:
     loop, stream = asyncio.get_running_loop(), Stream(kind, max_bytes, certificate=fingerprint)
     try:
         tls = client_context(fingerprint) if fingerprint else None
-        await loop.create_connection(lambda: stream, host, port, ssl=tls)
+        await loop.create_connection(lambda: cheap_reads(stream, tls=tls is not None), host, port, ssl=tls)
     except BaseException:
         # uvloop does not call this here, even if it has already called connection_made
         stream.connection_lost(None)
@@ -312,8 +313,13 @@ class StreamServer(Generic[M]):
         """
         loop = asyncio.get_running_loop()
         fingerprint = certificate.fingerprint if certificate is not None else b""
+
+        def stream() -> asyncio.BaseProtocol:
+            made = Stream(self._kind, self._max_bytes, self._opened, fingerprint)
+            return cheap_reads(made, tls=certificate is not None)
+
         self._server = await loop.create_server(
-            lambda: Stream(self._kind, self._max_bytes, self._opened, fingerprint),
+            stream,
             host.strip("[]"),
             port,
             ssl=certificate.context if certificate is not None else None,
