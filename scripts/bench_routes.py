@@ -3,7 +3,8 @@
 One prefill and one combined worker, real ones, on this machine's cores. Three routers serve them: one decides by
 predicted cost, one prefills everything locally, one everything remotely. Each gets prompts in turn, in random order, so
 that all three see the same machine. For each length of the prompt and number at a time it prints the mean TTFT and the
-mean time of the whole answer, and their ratios to the better one of local and remote.
+mean time of the whole answer, and their ratios to the better one of local and remote, with standard errors: a machine
+with other work needs some twenty rounds.
 
 With `--busy` another process uses a core meanwhile.
 """
@@ -59,9 +60,18 @@ async def round_of(client: Client, prompts: Sequence[str], at_once: int) -> list
     return [record for records in await asyncio.gather(*(user() for _ in range(at_once))) for record in records]
 
 
-def mean_s(records: Sequence[Record], at: int) -> float:
+def mean_ms(records: Sequence[Record], at: int) -> float:
     """Mean time to a token of the answers."""
-    return statistics.fmean(record.content_s[at] - record.sent_s for record in records)
+    return 1e3 * statistics.fmean(record.content_s[at] - record.sent_s for record in records)
+
+
+def to_better_one(rounds_ms: Mapping[str, Sequence[float]]) -> str:
+    """The ratio of `auto` to the better one of `local` and `remote`, and its standard error (bootstrap of rounds)."""
+    rounds = np.array([rounds_ms[route] for route in ROUTES])  # [3, rounds]
+    samples = np.random.default_rng(0).integers(rounds.shape[1], size=(1000, rounds.shape[1]))
+    auto, local, remote = rounds[:, samples].mean(axis=2)  # [1000] each
+    mean = rounds.mean(axis=1)
+    return f"{mean[0] / mean[1:].min():.2f} ± {np.std(auto / np.minimum(local, remote)):.2f}"
 
 
 async def measure(urls: Mapping[str, str], rounds: int, scale: float) -> None:
@@ -75,24 +85,25 @@ async def measure(urls: Mapping[str, str], rounds: int, scale: float) -> None:
     for tokens in LENGTHS:
         for at_once in AT_ONCE:
             count = max(2 * at_once, round(scale * 48 * 512 / max(tokens, 512)))
-            records: dict[str, list[Record]] = {route: [] for route in clients}
+            records: list[Record] = []
+            ttft_ms: dict[str, list[float]] = {route: [] for route in clients}
+            e2e_ms: dict[str, list[float]] = {route: [] for route in clients}
             for number in range(rounds + 1):
                 for route in rng.permutation(list(clients)).tolist():  # each leaves the machine in another state
                     prompts = [texts.text(rng, tokens) for _ in range(count)]
                     found = await round_of(clients[route], prompts, at_once)
-                    records[route] += found if number else []  # the first round warms up
-            ttft, e2e = (
-                {
-                    route: statistics.fmean(one.content_s[at] - one.sent_s for one in found)
-                    for route, found in records.items()
-                }
-                for at in (0, -1)
-            )
-            remote = statistics.fmean(one.route == "remote" for one in records["auto"])
+                    if not number:  # warms up
+                        continue
+                    ttft_ms[route].append(mean_ms(found, 0))
+                    e2e_ms[route].append(mean_ms(found, -1))
+                    records += found if route == "auto" else []
+            remote = statistics.fmean(one.route == "remote" for one in records)
             cells = []
-            for figure in (ttft, e2e):
-                best = min(figure["local"], figure["remote"])
-                cells += [", ".join(f"{1e3 * figure[route]:.1f}" for route in ROUTES), f"{figure['auto'] / best:.2f}"]
+            for figure in (ttft_ms, e2e_ms):
+                cells += [
+                    ", ".join(f"{statistics.fmean(figure[route]):.1f}" for route in ROUTES),
+                    to_better_one(figure),
+                ]
             print(f"| {tokens} | {at_once} | {' | '.join(cells)} | {remote:.0%} |", flush=True)
     for client in clients.values():
         await client.close()
@@ -100,7 +111,7 @@ async def measure(urls: Mapping[str, str], rounds: int, scale: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each cell")
+    parser.add_argument("--rounds", type=int, default=8, help="measured rounds of each cell")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of requests in a round")
     parser.add_argument("--busy", action="store_true", help="with another process that needs a core")
     parser.add_argument("--policy", default="{}", help="settings of the policy, as JSON")
