@@ -13,9 +13,6 @@ figures worse.
 With 2 and 3 it prints the CPU time (user and kernel) of a request in each process, and with 3 the tokens per chunk and
 the chunks that arrive at the same time. The client shares the cores, so its CPU time limits the figures too.
 
-With `--tls` it then measures a cluster as between machines, too: TLS for clients, sessions and prefill requests. It
-prints the ratio of each rate to that without TLS.
-
 A word is one token. The client is that of `cpd bench`, in this process.
 """
 
@@ -24,7 +21,6 @@ import asyncio
 import os
 import ssl
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -42,7 +38,6 @@ from bench.tokens import Texts
 from cpd.common.tls_reads import cheap_reads
 from models import tiny
 from scripts.streams import MODEL_NAME, alternate, check_routes, machine, stream, target, ttft_ms
-from tests.certificates import certificate_files
 from tests.e2e.cluster import HOST, Cluster
 
 OUTPUT = 32
@@ -138,12 +133,10 @@ async def streams(url: str, prompts: list[str], at_once: int) -> tuple[list[Reco
     return records, seconds
 
 
-async def latency(
-    port: int, prompts: Prompts, requests: int, max_tokens: int, tls: ssl.SSLContext | None = None
-) -> float:
+async def latency(port: int, prompts: Prompts, requests: int, max_tokens: int) -> float:
     """Median latency of whole answers, one at a time, in ms."""
     bodies = [plain_request(port, prompts(10), max_tokens) for _ in range(requests)]
-    latencies, _ = await plain(port, bodies, 1, tls)
+    latencies, _ = await plain(port, bodies, 1)
     return statistics.median(latencies) * 1e3
 
 
@@ -154,12 +147,11 @@ async def throughput(
     words: int,
     pids: Mapping[str, int],
     costs: list[Mapping[str, float]],
-    tls: ssl.SSLContext | None = None,
 ) -> float:
     """Requests a second. Appends the CPU time of a request to `costs`."""
     bodies = [plain_request(port, prompts(words), OUTPUT) for _ in range(requests)]
     cpu = Cpu(pids)
-    _, seconds = await plain(port, bodies, AT_ONCE, tls)
+    _, seconds = await plain(port, bodies, AT_ONCE)
     costs.append(cpu.each(requests))
     return requests / seconds
 
@@ -183,27 +175,23 @@ async def best(passes: int, choose: Callable[[Iterator[float]], float], once: Ca
     return choose(iter([await once() for _ in range(passes)]))
 
 
-async def measure(cluster: Cluster, passes: int, scale: float) -> dict[str, float]:
-    """Measures and prints all figures. Returns the rates, by their loads."""
-    rates_by_load: dict[str, float] = {}
+async def measure(cluster: Cluster, passes: int, scale: float) -> None:
+    """Measures and prints all figures."""
     prompts = Prompts(int(time.time()))
     url, port = cluster.url, cluster.settings.port
-    tls = ssl.create_default_context() if url.startswith("https:") else None
     pids = {"router": cluster.pid("router-0"), "workers": cluster.pid("simulated"), "client": os.getpid()}
 
     def count(requests: int) -> int:
         return max(AT_ONCE, int(requests * scale))
 
     for max_tokens, goal in ((1, 1.0), (OUTPUT, 2.1)):
-        ms = await best(passes, min, partial(latency, port, prompts, count(300), max_tokens, tls))
+        ms = await best(passes, min, partial(latency, port, prompts, count(300), max_tokens))
         print(f"1 at a time, 10 words in, {max_tokens:2} tokens out: p50 {ms:.2f} ms (goal {goal})", flush=True)
     for words, goal in ((100, 1060), (2000, 800)):
         costs: list[Mapping[str, float]] = []
-        once = partial(throughput, port, prompts, count(3000), words, pids, costs, tls)
+        once = partial(throughput, port, prompts, count(3000), words, pids, costs)
         rate = await best(passes, max, once)
-        load = f"{AT_ONCE} at a time, {words:4} words in, {OUTPUT} out"
-        rates_by_load[load] = rate
-        print(f"{load}: {rate:.0f} requests/s (goal {goal})")
+        print(f"{AT_ONCE} at a time, {words:4} words in, {OUTPUT} out: {rate:.0f} requests/s (goal {goal})")
         print(f"   CPU us a request: {least(costs)}", flush=True)
     for at_once, requests, goal in ((1, 300, 2.5), (AT_ONCE, 2000, 6.0)):
         times, rates, costs = [], [], []
@@ -216,7 +204,6 @@ async def measure(cluster: Cluster, passes: int, scale: float) -> dict[str, floa
             chunks = sum(len(record.content_s) for record in records)
             rates.append(chunks / seconds)
         arrivals = sum(len(set(record.content_s)) for record in records)
-        rates_by_load[f"{at_once:2} streams"] = max(rates[1:])
         print(f"{at_once:2} streams: TTFT p50 {min(times[1:]):.2f} ms (goal {goal}), {max(rates[1:]):.0f} chunks/s")
         print(f"   {OUTPUT * len(records) / chunks:.1f} tokens a chunk, {chunks / arrivals:.1f} chunks at one time")
         print(f"   CPU us a request: {least(costs[1:])}", flush=True)
@@ -224,7 +211,6 @@ async def measure(cluster: Cluster, passes: int, scale: float) -> dict[str, floa
     urls = add_routes(cluster)
     ms = await best(passes, min, partial(remote_extra, urls, prompts, count(150)))
     print(f"{REMOTE_WORDS} words in: the remote route adds {ms:+.2f} ms to the TTFT (goal 5)")
-    return rates_by_load
 
 
 def simulated(**more: object) -> Cluster:
@@ -237,21 +223,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=3, help="passes of each load; the best counts")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of requests in a pass")
-    parser.add_argument("--tls", action="store_true", help="measure with TLS, too")
     arguments = parser.parse_args()
     print(machine())
     with simulated() as cluster:
-        plain_rates = uvloop.run(measure(cluster, arguments.passes, arguments.scale))
-    if not arguments.tls:
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        cert, key = certificate_files(Path(directory))
-        os.environ["SSL_CERT_FILE"] = str(cert)  # which the client trusts
-        print("With TLS, as between machines:")
-        with simulated(host="0.0.0.0", tls_cert=cert, tls_key=key) as cluster:
-            rates = uvloop.run(measure(cluster, arguments.passes, arguments.scale))
-    for load, rate in rates.items():
-        print(f"{load}: {rate / plain_rates[load]:.2f} of the rate without TLS (goal 0.9)")
+        uvloop.run(measure(cluster, arguments.passes, arguments.scale))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,24 @@ A tree is a checkout (`git worktree add ../before v0.2.0`). A cluster of each ru
 devices that take no time (`--simulate instant`), and the two take turns of half a second. So both meet the same drift
 of the machine, and the median ratio of a pair of turns shows differences of 2 %, where runs one after the other differ
 by 10 %. The loads are some of those of `scripts.bench_control_plane`, whose functions each side takes from its tree.
+
+With `--tls` the second cluster is one between machines, with TLS for clients, sessions and prefill requests: `python -m
+scripts.bench_two_trees . . --tls`. The client's own TLS is part of the difference, as it shares the cores; its time is
+in the table.
 """
 
 import argparse
 import asyncio
+import contextlib
 import os
+import ssl
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
@@ -24,20 +32,21 @@ WARM_UP = 2
 
 
 class Turn(NamedTuple):
-    """A turn: requests a second, and microseconds of CPU for each request in the router and in the workers."""
+    """A turn: requests a second, and microseconds of CPU for each request in the processes."""
 
     rate: float
     router_us: float
     workers_us: float
+    client_us: float
 
 
 class Side:
     """The cluster of one tree, in a process whose imports are the tree's."""
 
-    def __init__(self, tree: str) -> None:
+    def __init__(self, tree: str, *, tls: bool) -> None:
         self.tree = tree
         self._process = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__), "--serve"],
+            [sys.executable, os.path.abspath(__file__), "--serve-tls" if tls else "--serve"],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": tree},
             stdin=subprocess.PIPE,
@@ -69,10 +78,12 @@ class Side:
         return line
 
 
-def compare(trees: Sequence[str], turns: int) -> None:
+def compare(trees: Sequence[str], turns: int, *, tls: bool) -> None:
     """Prints a table."""
-    sides = [Side(os.path.abspath(tree)) for tree in trees]
-    print("| load | before: requests/s; µs of CPU: router, workers | after | ratio |\n| --- | --- | --- | --- |")
+    sides = [Side(os.path.abspath(tree), tls=tls and bool(number)) for number, tree in enumerate(trees)]
+    first, second = ("without TLS", "with TLS") if tls else ("before", "after")
+    print(f"| load | {first}: requests/s; µs of CPU: router, workers, client | {second} | ratio |")
+    print("| --- | --- | --- | --- |")
     try:
         for load in LOADS:
             took: list[list[Turn]] = [[], []]
@@ -90,18 +101,20 @@ def compare(trees: Sequence[str], turns: int) -> None:
 
 
 def _medians(turns: Sequence[Turn]) -> str:
-    rate, router_us, workers_us = (statistics.median(column) for column in zip(*turns, strict=True))
-    return f"{rate:,.0f}; {router_us:.0f}, {workers_us:.0f}"
+    rate, *us = (statistics.median(column) for column in zip(*turns, strict=True))
+    return f"{rate:,.0f}; {', '.join(f'{one:.0f}' for one in us)}"
 
 
-def serve() -> None:
+def serve(*, tls: bool) -> None:
     """Runs the loads that standard input names on a cluster of the tree in the working directory."""
     sys.path.insert(0, os.getcwd())
     from scripts import bench_control_plane as bench  # that tree's, not this one's
+    from tests.certificates import certificate_files
 
     async def loads(cluster: Any) -> None:
         prompts = bench.Prompts(int(time.time()))
-        pids = {"router": cluster.pid("router-0"), "workers": cluster.pid("simulated")}
+        pids = {"router": cluster.pid("router-0"), "workers": cluster.pid("simulated"), "client": os.getpid()}
+        with_tls = [ssl.create_default_context()] if tls else []
         print("ready", flush=True)
         while line := (await asyncio.to_thread(sys.stdin.readline)).split():
             words, requests = map(int, line[1:])
@@ -113,23 +126,29 @@ def serve() -> None:
                 port = cluster.settings.port
                 bodies = [bench.plain_request(port, prompts(words), bench.OUTPUT) for _ in range(requests)]
                 cpu = bench.Cpu(pids)
-                _, seconds = await bench.plain(port, bodies, bench.AT_ONCE)
+                _, seconds = await bench.plain(port, bodies, bench.AT_ONCE, *with_tls)
             us = cpu.each(requests)
-            print(requests / seconds, us["router"], us["workers"], flush=True)
+            print(requests / seconds, us["router"], us["workers"], us["client"], flush=True)
 
-    with bench.simulated() as cluster:
-        uvloop.run(loads(cluster))
+    with contextlib.ExitStack() as stack:
+        settings: dict[str, Any] = {}
+        if tls:
+            cert, key = certificate_files(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            os.environ["SSL_CERT_FILE"] = str(cert)  # which the client trusts
+            settings = {"host": "0.0.0.0", "tls_cert": cert, "tls_key": key}
+        uvloop.run(loads(stack.enter_context(bench.simulated(**settings))))
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--serve"]:
-        serve()
+    if sys.argv[1:] in (["--serve"], ["--serve-tls"]):
+        serve(tls=sys.argv[1] == "--serve-tls")
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs=2, metavar="TREE", help="source trees: before and after")
     parser.add_argument("--turns", type=int, default=12, help="turns of each tree with each load")
+    parser.add_argument("--tls", action="store_true", help="the second cluster has TLS")
     arguments = parser.parse_args()
-    compare(arguments.trees, arguments.turns)
+    compare(arguments.trees, arguments.turns, tls=arguments.tls)
 
 
 if __name__ == "__main__":
