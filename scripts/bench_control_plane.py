@@ -102,6 +102,8 @@ async def plain(
     for connection in connections:
         reader = partial(cheap_reads, connection, tls=tls is not None)
         await loop.create_connection(reader, HOST, port, ssl=tls)
+        # after its first answer the server's side of the connection is complete, too
+        await connection.exchange(f"GET /livez HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode(), PlainBody(), TIMEOUT_S)
 
     async def use(connection: Connection) -> None:
         for request in left:
