@@ -11,9 +11,10 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -36,9 +37,11 @@ from deploy.console import StartProgress, print_log, usage_hint
 from deploy.control import control_socket
 from deploy.detach import Detached, detach
 from deploy.endpoint import LOOPBACK, WILDCARDS, has_workers, pick_port, url_of
+from deploy.evening import evened_out
 from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places, demand_of, gpu_share, local_resources
+from deploy.process import ProcessState
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected
 from deploy.redis import EmbeddedRedis, embedded_redis
@@ -76,10 +79,11 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         if settings.secret_file is None:
             settings = settings.model_copy(update={"secret_file": directory.make_secret()})
         secret = cluster_secret(settings)
+        own_url = url_of(settings.host, settings.port, tls=settings.tls_cert is not None)
         state = ClusterState(
             cluster=settings.cluster,
             pid=os.getpid(),
-            url=url_of(settings.host, settings.port, tls=settings.tls_cert is not None),
+            url=own_url,
             ray_dir="" if settings.ray_address else make_ray_dir(),
             admin_key=secret.admin_key,
             launch=secrets.token_hex(16),
@@ -98,7 +102,7 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
             cluster, plan = _launch(
                 given, settings, state, stack, output, embedded=redis is not None, has_own_secret=has_own_secret
             )
-        state = replace(state, url=_wait_until_ready(cluster, settings, secret, state, output))
+        state = _wait_until_ready(cluster, settings, secret, state, output)
         directory.write(state)
         name = "" if settings.cluster == "default" else f" --cluster {settings.cluster}"
         stop = f"Logs: `cpd logs -f{name}`    Stop: {'' if detached else 'Ctrl-C or '}`cpd down{name}`"
@@ -109,9 +113,19 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
             sys.stdout.write(hint)
             sys.stdout.flush()
         changes = Changes(cluster, plan, state, lambda: _leases(settings, secret), prepared)
-        named = {"scale": changes.scale, "restart": changes.restart}
-        stack.enter_context(control_socket(directory.control_socket, named, output.say))
-        _watch(cluster, redis, output)
+        named, busy = {"scale": changes.scale, "restart": changes.restart}, threading.Lock()
+        stack.enter_context(control_socket(directory.control_socket, named, busy, output.say))
+        if settings.ray_address:
+            stack.enter_context(evened_out(cluster, changes, busy, output.say))
+
+        def find(routers: Collection[str]) -> bool:
+            found = [member for member in _leases(settings, secret) if member.id in routers]
+            if found:
+                changes.state = replace(state, url=_url_of_one(found, own_url, settings))
+                directory.write(changes.state)
+            return len(found) == len(routers)
+
+        _watch(cluster, redis, directory, find, output)
 
 
 class _Output:
@@ -236,7 +250,7 @@ def _launch(
     )
     # Hosts may join a Ray of your own later; their processes must reach the workers here.
     worker_host = LOOPBACK if state.ray_dir or settings.host not in WILDCARDS else settings.host
-    plan = Plan(given, settings, worker_host, session.resources, share, state.launch)
+    plan = Plan(given, settings, worker_host, share, state.launch)
     specs = [plan.marked(spec) for spec in processes(settings, worker_host)]
     check_places(specs, session.resources)
     cluster = stack.enter_context(
@@ -247,11 +261,11 @@ def _launch(
 
 def _wait_until_ready(
     cluster: Cluster, settings: ClusterSettings, secret: ClusterSecret, state: ClusterState, output: _Output
-) -> str:
+) -> ClusterState:
     """Shows progress until all processes run and the endpoint uses all workers.
 
     Returns:
-        The endpoint's URL: `state.url`, unless all routers are on other machines.
+        The state with the endpoint's URL, which is another one if all routers are on other machines.
 
     Raises:
         CPDError: A process refuses to start, or keeps dying.
@@ -280,27 +294,41 @@ def _wait_until_ready(
             if name := dead_process():
                 raise CPDError(f"Ray's {name} died while the cluster started")
             if not waiting:
-                hosts = {member.host for member in leases if member.kind == "router"}
-                url = (
-                    state.url
-                    if socket.gethostname() in hosts
-                    else url_of(min(hosts), settings.port, tls=settings.tls_cert is not None)
-                )
+                url = _url_of_one([member for member in leases if member.kind == "router"], state.url, settings)
                 workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
                 routers = [spec.name for spec in specs if not spec.is_worker]
                 if has_workers(url, state.admin_key, workers, routers):
-                    return url
+                    return replace(state, url=url)
             time.sleep(_STARTING_POLL_S)
 
 
-def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> NoReturn:
-    """Prints the processes' logs, and restarts Redis if it dies.
+def _url_of_one(routers: Sequence[Member], own: str, settings: ClusterSettings) -> str:
+    """Returns the URL of one of the routers: `own` if one runs on this machine."""
+    if socket.gethostname() in {router.host for router in routers}:
+        return own
+    return f"{'https' if settings.tls_cert else 'http'}://{min(router.address for router in routers)}"
+
+
+def _watch(
+    cluster: Cluster,
+    redis: EmbeddedRedis | None,
+    directory: ClusterDir,
+    find: Callable[[Collection[str]], bool],
+    output: _Output,
+) -> NoReturn:
+    """Prints the processes' logs, says what is lost, and restarts Redis if it dies.
+
+    Args:
+        find: Finds out where these routers are, from their leases; returns whether all have one.
 
     Raises:
         CPDError: Ray has ended, and with it all processes.
     """
     starts: dict[str, int] = {}
     drained: set[str] = set()
+    lost: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    routers = {spec.name for spec in cluster.specs if not spec.is_worker}
     warned = False
     while True:
         states = cluster.states()
@@ -316,6 +344,22 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
             if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[name] = max(1, state.starts)  # 0: a new supervisor is about to start its process
+            if state.pid and lost.pop(name, None):
+                output.say(f"{name} runs again, on {state.host}")
+        now_lost = cluster.lost()
+        for reason in dict.fromkeys(now_lost.values()):
+            if new := [name for name, why in now_lost.items() if why == reason and lost.get(name) != reason]:
+                output.say(f"{', '.join(new)}: {reason}")
+        names = {spec.name for spec in cluster.specs}
+        lost = {name: reason for name, reason in (lost | now_lost).items() if name in names}
+        now_missing = {**_not_running(states), **lost}
+        if now_missing != missing:
+            missing = now_missing
+            directory.write_missing(missing)
+        now_routers = {spec.name for spec in cluster.specs if not spec.is_worker} - lost.keys()
+        with contextlib.suppress(CPDError):  # Redis does not answer: the next iteration tries again
+            if now_routers != routers and find(now_routers):
+                routers = now_routers
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")
@@ -332,6 +376,16 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
             except CPDError as error:  # the cluster goes on without Redis; the next iteration tries again
                 output.say(str(error))
         time.sleep(_RUNNING_POLL_S)
+
+
+def _not_running(states: Mapping[str, ProcessState | None]) -> dict[str, str]:
+    """Returns why processes do not run, by name, but for those that were drained."""
+    return {
+        name: state.error
+        or (f"ended with exit code {state.exit_code}; it starts again" if state.starts else "starting")
+        for name, state in states.items()
+        if state and state.pid is None and state.exit_code != EXIT_DRAINED
+    }
 
 
 def _leases(settings: ClusterSettings, secret: ClusterSecret) -> list[Member]:
