@@ -150,7 +150,7 @@ class Cluster:
             if process.node not in hosts:
                 process.lost_at = process.lost_at or now
             if process.node not in hosts and node in hosts:
-                reason = f"{host} is lost; it starts on {hosts[node]}"
+                reason = f"{host} was lost; it starts on {hosts[node]}"
             elif not process.lost_at or now - process.lost_at < SILENT_S:  # Ray may still find room
                 reason = f"its supervisor on {host} does not answer"
             else:

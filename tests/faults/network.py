@@ -47,6 +47,7 @@ class Network:
             self._prefix, self._mask = f"10.{100 + number % 150}.{number // 150 % 250}.", ["/24"]
         self._bridge = f"cpdb{self._tag}"
         self._machines: list[str] = []
+        self._second_links: list[str] = []
 
     def host(self, number: int) -> str:
         """The address of machine `number`."""
@@ -63,7 +64,7 @@ class Network:
     def stop(self) -> None:
         """Deletes everything. The processes on the machines must have ended."""
         # Links first: a link that is deleted along with its namespace keeps its name for a while.
-        links = [("link", self._link(name)) for name in self._machines]
+        links = [("link", link) for link in (*map(self._link, self._machines), *self._second_links)]
         namespaces = [("netns", self.namespace(name)) for name in self._machines]
         for kind, name in [*links, *namespaces, ("link", self._bridge)]:
             with suppress(subprocess.CalledProcessError):  # `add` may have failed halfway
@@ -85,6 +86,7 @@ class Network:
         """Gives a machine another interface, `eth1`, on a network of its own, which only machines have."""
         number, namespace = 1 + self._machines.index(name), self.namespace(name)
         link = f"{self._link(name)}-1"
+        self._second_links.append(link)
         ip("link", "add", link, "type", "veth", "peer", "name", "eth1", "netns", namespace)
         ip("link", "set", link, "master", self._bridge, "up")
         ip("-n", namespace, "addr", "add", f"198.18.0.{number}/24", "dev", "eth1")

@@ -22,7 +22,7 @@ PROMPT_TOKENS = 500
 
 def prefill_remotely(cluster: RayCluster) -> None:
     """Sends a prompt that the prefill worker computes for the combined one."""
-    body = {"model": MODEL, "prompt": list(range(10, 10 + PROMPT_TOKENS)), "max_tokens": 4}
+    body = {"model": MODEL, "prompt": [10 + place % 100 for place in range(PROMPT_TOKENS)], "max_tokens": 4}
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).raise_for_status()
     assert answer.headers["x-cpd-route"] == "remote"
 
