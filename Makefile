@@ -17,9 +17,10 @@ test: lint
 	$(BIN)/python -m pytest -m nixl tests/kvtransfer
 
 # Before a release, beside `make test`: every fault in every phase of a request (half an hour; as root, links
-# are cut, too), then random faults under load for MINUTES.
+# are cut and machines lost, too), then random faults under load for MINUTES.
 acceptance: $(DEV_READY)
-	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py tests/faults/test_crashes.py
+	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py tests/faults/test_crashes.py \
+		tests/faults/test_lost_machines.py tests/faults/test_interfaces.py
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 lint: $(DEV_READY)

@@ -15,7 +15,7 @@ from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
-from deploy.cluster import Cluster, Tell
+from deploy.cluster import PLACEMENT_S, Cluster, Tell
 from deploy.cluster_status import has_workers
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places
@@ -49,7 +49,6 @@ class Plan:
         given: The settings as they were given by flags, environment and config file.
         settings: All values, with what the launcher has filled in.
         worker_host: Interface that workers listen on.
-        resources: Total resources of Ray.
         gpus_per_worker: Share of a GPU that each worker takes.
         mark: See `ProcessSpec.mark`.
     """
@@ -57,7 +56,6 @@ class Plan:
     given: ClusterSettings
     settings: ClusterSettings
     worker_host: str
-    resources: Mapping[str, float]
     gpus_per_worker: float
     mark: str
 
@@ -95,6 +93,9 @@ class Changes:
     Args:
         leases: Reads the leases of all members.
         prepare: Checks changed settings and fills in their paths.
+
+    Attributes:
+        state: Where the routers answer; the launcher replaces it when another machine has them.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Changes:
     ) -> None:
         self._cluster = cluster
         self._plan = plan
-        self._state = state
+        self.state = state
         self._leases = leases
         self._prepare = prepare
 
@@ -135,7 +136,7 @@ class Changes:
             new += [self._plan.process(kind, next(free)) for _ in range(count - len(here))]
             leaving += [f"{kind}-{index}" for index in here[count:]][::-1]
         if new:
-            check_places([*self._cluster.specs, *new], self._plan.resources)
+            check_places([*self._cluster.specs, *new], self._cluster.resources())
             self._check_memory(sum(spec.is_worker for spec in new))
             tell(f"Starting {', '.join(spec.name for spec in new)}")
             self._add(new, tell)
@@ -173,6 +174,22 @@ class Changes:
             self._plan = before
             raise
         tell(f"Restarted {', '.join(spec.name for spec in chosen)}")
+
+    def move(self, old: ProcessSpec, node: str, host: str, tell: Tell) -> None:
+        """Starts a process on another machine, and ends an old one of its kind when it is ready.
+
+        Args:
+            node: Ray's id of the machine.
+            host: Its name.
+
+        Raises:
+            CPDError: It has no room, or the new process does not start there. The old one goes on.
+        """
+        here = self._indices(old.kind)
+        spec = self._plan.process(old.kind, next(index for index in range(len(here) + 1) if index not in here))
+        tell(f"{host} has room: {spec.name} starts there in place of {old.name}")
+        self._add([spec], tell, _ROOM_S, node)
+        self._remove(old.name, tell)
 
     def _changed(self, tell: Tell) -> Plan:
         """Returns the plan with the settings of the config file as it is now."""
@@ -228,7 +245,7 @@ class Changes:
         here = self._indices(kind)
         spec = self._plan.process(kind, next(index for index in range(len(here) + 1) if index not in here))
         try:
-            check_places([*self._cluster.specs, spec], self._plan.resources)
+            check_places([*self._cluster.specs, spec], self._cluster.resources())
             self._check_memory(int(spec.is_worker))
             self._add([spec], lambda _: None, _ROOM_S)
         except (ConfigError, CheckpointError) as error:
@@ -237,11 +254,10 @@ class Changes:
         tell(f"{spec.name} is ready to stand in")
         return spec.name
 
-    def _add(self, specs: Sequence[ProcessSpec], tell: Tell, room_s: float | None = None) -> None:
-        if room_s is None:
-            self._cluster.start(specs, tell)
-        else:
-            self._cluster.start(specs, tell, room_s)
+    def _add(
+        self, specs: Sequence[ProcessSpec], tell: Tell, room_s: float = PLACEMENT_S, node: str | None = None
+    ) -> None:
+        self._cluster.start(specs, tell, room_s, node)
         try:
             self._wait(specs)
         except BaseException:
@@ -278,9 +294,12 @@ class Changes:
                         raise CPDError(no_supervisor(spec))
                 if all((state := states[spec.name]) is not None and spec.has_leases(state.pid, pids) for spec in specs):
                     started = started or time.monotonic()
-                    routers = [spec.name for spec in self._cluster.specs if not spec.is_worker]
+                    lost = self._cluster.lost()
+                    routers = [
+                        spec.name for spec in self._cluster.specs if not spec.is_worker and spec.name not in lost
+                    ]
                     workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
-                    if has_workers(self._state, workers, routers):
+                    if has_workers(self.state, workers, routers):
                         return
                     if time.monotonic() - started > _SEEN_S:
                         raise CPDError(

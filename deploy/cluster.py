@@ -5,6 +5,12 @@
 Ray restarts an actor that dies, and with it the process. So the launcher ends the actor of a process that has ended for
 good (drained on request, or replaced by a newer one), and of one that it stops itself.
 
+When a machine is lost, Ray places its groups on others, or, without room, on the next machine that joins:
+
+    on its machine ──▶ silent ──▶ lost: Ray looks for room ──▶ displaced: on another machine
+
+`deploy/evening.py` brings displaced processes to machines that have joined since.
+
 Processes come and go while the cluster runs. The launcher's main thread reads their states; another thread may start
 and stop some meanwhile.
 """
@@ -18,6 +24,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cpd.common.errors import ConfigError, CPDError
+from deploy.placement import Placed
 from deploy.process import ProcessState
 from deploy.processes import ProcessSpec
 from deploy.session import dead_process
@@ -26,6 +33,8 @@ from deploy.supervisor import CoreShare, Supervisor
 PLACEMENT_S = 60.0
 """A Ray that scales itself has this long to make room."""
 STOP_S = 6.0
+SILENT_S = 5.0
+"""A supervisor that gives no report for this long is silent."""
 _AT_ONCE_S = 2.0
 
 Tell = Callable[[str], None]
@@ -38,8 +47,12 @@ class _Process:
     group: Any
     node: str
     actor: Any = None
+    answer: Any = None  # to the last question for a report, if it has not come yet
+    answered_at: float = 0.0
+    lost_at: float = 0.0  # 0: it is not
     state: ProcessState | None = None
     next_line: int = 0
+    displaced: bool = False
     cores: CoreShare | None = None
 
 
@@ -84,30 +97,90 @@ class Cluster:
 
         with self._lock:
             asked = [(process, process.actor) for process in self._processes.values() if process.actor]
-        answers = [actor.state.remote(process.next_line, _fields(process.cores)) for process, actor in asked]
+            for process, actor in asked:
+                if process.answer is None:
+                    process.answer = actor.state.remote(process.next_line, _fields(process.cores))
+            answers = [process.answer for process, _ in asked]
         if answers:
             ray.wait(answers, num_returns=len(answers), timeout=1.0)
         states: dict[str, ProcessState | None] = {}
         for (process, actor), answer in zip(asked, answers, strict=True):
-            state, ended = None, False
-            with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                state = _report(ray.get(answer, timeout=0))
+            state, ended, node, waits = None, False, "", False
+            try:
+                sent = ray.get(answer, timeout=0)
+                state, node = _report(sent), sent["node"]
+            except ray.exceptions.GetTimeoutError:
+                waits = True
+            except ray.exceptions.RayActorError:
+                pass
             with self._lock:
                 if process.actor is not actor:  # stopped meanwhile
                     continue
+                if not waits:
+                    process.answer = None
                 if state:
                     # A new supervisor counts its lines from 0.
                     process.next_line = state.next_line
-                    if process.state and process.state.host != state.host:
-                        process.node = _node(process.group)
+                    if process.node != node:
+                        process.node, process.displaced = node, True
                         self._share_cores()
-                    process.state = state
+                    process.state, process.answered_at, process.lost_at = state, time.monotonic(), 0.0
                     if ended := state.has_ended_for_good and not dead_process():  # a dead GCS restarts no actor
-                        process.actor = None
+                        process.actor = process.answer = None
                 states[process.spec.name] = state
             if ended:
                 ray.kill(actor)
         return states
+
+    def lost(self) -> dict[str, str]:
+        """Returns what is known about the processes whose supervisors are silent, by name."""
+        now = time.monotonic()
+        with self._lock:
+            silent = [
+                (process, process.state.host)
+                for process in self._processes.values()
+                if process.actor and process.state and now - process.answered_at > SILENT_S
+            ]
+        if not silent or dead_process():
+            return {}
+        hosts = self.hosts()
+        found = {}
+        for process, host in silent:
+            node = _node(process.group)
+            if process.node not in hosts:
+                process.lost_at = process.lost_at or now
+            if process.node not in hosts and node in hosts:
+                reason = f"{host} was lost; it starts on {hosts[node]}"
+            elif not process.lost_at or now - process.lost_at < SILENT_S:  # Ray may still find room
+                reason = f"its supervisor on {host} does not answer"
+            else:
+                needs = ", ".join(f"{amount:g} {name}" for name, amount in self._demand(process.spec).items())
+                reason = f"{host} is lost, and no other machine has room ({needs})"
+            found[process.spec.name] = reason
+        return found
+
+    def hosts(self) -> dict[str, str]:
+        """Returns the name of each live machine, by Ray's id of its node."""
+        import ray
+
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        return {node["NodeID"]: node["NodeManagerHostname"] for node in nodes if node["Alive"]}
+
+    def placed(self) -> list[Placed]:
+        """Returns where the processes are."""
+        with self._lock:
+            return [
+                Placed(process.spec, process.node, process.displaced)
+                for process in self._processes.values()
+                if process.actor
+            ]
+
+    def resources(self) -> dict[str, float]:
+        """Returns the total resources of all live machines."""
+        import ray
+
+        total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        return total
 
     def last_lines(self) -> list[tuple[str, list[str]]]:
         """Returns the last log lines of processes that were stopped or restarted since the last call, by name."""
@@ -115,19 +188,22 @@ class Cluster:
             lines, self._last_lines = self._last_lines, []
         return lines
 
-    def start(self, specs: Sequence[ProcessSpec], tell: Tell, within_s: float = PLACEMENT_S) -> None:
+    def start(
+        self, specs: Sequence[ProcessSpec], tell: Tell, within_s: float = PLACEMENT_S, node: str | None = None
+    ) -> None:
         """Places and starts processes.
 
         Args:
             tell: Is told at once if there is no room yet.
             within_s: Longest wait for room.
+            node: The only node that they may start on.
 
         Raises:
             ConfigError: Ray has no room for them.
         """
         groups: list[Any] = []
         try:
-            placed = self._place(specs, groups, tell, within_s)
+            placed = self._place(specs, groups, tell, within_s, node)
         except BaseException:
             _remove(groups)
             raise
@@ -172,7 +248,9 @@ class Cluster:
                 ray.kill(actor)
         _remove([process.group for process in processes])
 
-    def _place(self, specs: Sequence[ProcessSpec], groups: list[Any], tell: Tell, within_s: float) -> list[_Process]:
+    def _place(
+        self, specs: Sequence[ProcessSpec], groups: list[Any], tell: Tell, within_s: float, only: str | None
+    ) -> list[_Process]:
         import ray
         from ray.util.placement_group import placement_group
 
@@ -183,8 +261,8 @@ class Cluster:
         placed: list[_Process] = []
         near = next((process.node for process in self._processes.values() if process.spec.is_worker), None)
         for spec, demand in zip(specs, demands, strict=True):
-            if "GPU" in demand:
-                group = placement_group([demand], strategy="STRICT_PACK", _soft_target_node_id=near)
+            if only or "GPU" in demand:
+                group = placement_group([demand], strategy="STRICT_PACK", _soft_target_node_id=only or near)
             else:
                 group = placement_group([demand], strategy="SPREAD")
             groups.append(group)
@@ -205,6 +283,8 @@ class Cluster:
                     told = True
                     tell(f"The Ray cluster has {room}. Waiting {within_s:.0f} s for it")
             node = _node(group)
+            if only and node != only:
+                raise ConfigError(f"there is no room for {spec.name}")
             near = near or node
             placed.append(_Process(spec, group, node))
         return placed
@@ -240,10 +320,12 @@ class Cluster:
         while not ray.wait([drained], timeout=1.0)[0]:
             if dead := dead_process():
                 raise CPDError(f"Ray's {dead} died")
+            if process.node not in self.hosts():  # nothing runs there any more
+                break
         with self._lock:
-            process.actor = None
+            process.actor = process.answer = None
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            ray.get(drained)  # raises if the actor died: then Ray must not start it again
+            ray.get(drained, timeout=0)  # raises if the actor died: then Ray must not start it again
             last = _report(ray.get(actor.state.remote(process.next_line, None), timeout=STOP_S))
             with self._lock:
                 self._last_lines.append((name, last.lines))
@@ -293,10 +375,11 @@ def _report(sent: Mapping[str, Any]) -> ProcessState:
 
 
 def _node(group: Any) -> str:
+    """Returns the node that Ray has reserved for a group; empty while it looks for one."""
     from ray.util.placement_group import placement_group_table
 
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return nodes[0]
+    return nodes.get(0, "")
 
 
 def _remove(groups: Sequence[Any]) -> None:

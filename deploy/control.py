@@ -26,14 +26,16 @@ Change = Callable[[Mapping[str, Any], Callable[[str], None]], None]
 
 
 @contextlib.contextmanager
-def control_socket(path: Path, changes: Mapping[str, Change], say: Callable[[str], None]) -> Iterator[None]:
+def control_socket(
+    path: Path, changes: Mapping[str, Change], busy: threading.Lock, say: Callable[[str], None]
+) -> Iterator[None]:
     """Carries out changes, on threads of its own, while the context is open.
 
     Args:
         changes: By name.
+        busy: Held while the cluster changes.
         say: Shows the steps to the user of the launcher, too.
     """
-    busy = threading.Lock()
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -44,7 +46,7 @@ def control_socket(path: Path, changes: Mapping[str, Change], say: Callable[[str
                 self._send({"error": "the running `cpd up` is of another version and does not know this change"})
                 return
             if not busy.acquire(blocking=False):
-                self._send({"error": "another `cpd scale` or `cpd restart` is at work; try again when it has ended"})
+                self._send({"error": "the cluster is being changed already; try again when it has ended"})
                 return
             try:
                 change(arguments, self._tell)

@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from rich.console import Console
 
+from cpd.common.addresses import join_address
 from cpd.common.errors import CPDError
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import is_loopback
@@ -93,7 +94,7 @@ def _settings(settings: ClusterSettings) -> Iterator[Finding]:
 
 def _port(settings: ClusterSettings) -> Iterator[Finding]:
     pick_port(settings.host, settings.port)
-    yield Finding("ok", f"{settings.host}:{settings.port} is free")
+    yield Finding("ok", f"{join_address(settings.host, settings.port)} is free")
 
 
 def _model(settings: ClusterSettings) -> Iterator[Finding]:

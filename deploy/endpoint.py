@@ -3,6 +3,7 @@
 import errno
 import socket
 
+from cpd.common.addresses import join_address
 from cpd.common.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -27,11 +28,9 @@ def pick_port(host: str, port: int) -> int:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from None
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror}") from None
 
 
 def url_of(host: str, port: int, *, tls: bool = False) -> str:
     """Returns the URL at which this machine reaches a server that listens on `host`."""
-    name = LOOPBACK if host in WILDCARDS else host
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
+    return f"{'https' if tls else 'http'}://{join_address(LOOPBACK if host in WILDCARDS else host, port)}"

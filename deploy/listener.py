@@ -22,6 +22,7 @@ import threading
 import time
 from hashlib import blake2b
 
+from cpd.common.addresses import join_address
 from cpd.common.errors import CPDError
 from router.listener import listen
 
@@ -135,7 +136,9 @@ class SharedListener:
             if not self._blocks_on(offer):
                 return
             if not _is_same_user(offer):
-                raise CPDError(f"another user of this machine holds the routers' socket for {self._host}:{self._port}")
+                raise CPDError(
+                    f"another user of this machine holds the routers' socket for {join_address(self._host, self._port)}"
+                )
             with contextlib.suppress(OSError):
                 _, descriptors, _, _ = socket.recv_fds(offer, 1, 1)
                 for descriptor in descriptors:
@@ -151,7 +154,7 @@ class SharedListener:
             listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
-            raise CPDError(f"can't listen on {self._host}:{self._port}: {error.strerror}") from None
+            raise CPDError(f"can't listen on {join_address(self._host, self._port)}: {error.strerror}") from None
         with self._lock:
             self._listener = listener
         self._opened.set()

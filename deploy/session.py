@@ -118,7 +118,7 @@ def check_hosts(session: RaySession, settings: ClusterSettings, *, embedded: boo
             f"{cluster}, and --redis-url is an address of this one only: pass one that all hosts can reach"
         )
     if settings.host not in WILDCARDS:
-        raise ConfigError(f"{cluster}: pass --host 0.0.0.0, so that their processes reach each other")
+        raise ConfigError(f"{cluster}: pass --host 0.0.0.0 (or ::), so that their processes reach each other")
     if local := [address for address in session.addresses if is_loopback(address)]:
         raise ConfigError(
             f"{cluster}, and one has the address {local[0]}, at which the others can't reach it. It has no default"
@@ -157,7 +157,7 @@ def check_reachable(address: str) -> None:
     if not host or "/" in host or not port.isdigit():
         raise ConfigError(f"--ray-address must be host:port or auto, not {address!r}")
     try:
-        socket.create_connection((host, int(port)), _CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--ray-address {address}: nothing answers there: {error}") from None
 

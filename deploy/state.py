@@ -3,6 +3,7 @@
     <root>/<cluster>/lock        held (flock) by the running `cpd up`, and so released when it dies
     <root>/<cluster>/state.json  `ClusterState`
     <root>/<cluster>/drained     names of processes that `cpd drain` has ended, one a line
+    <root>/<cluster>/missing     why processes do not run that should, by name
     <root>/<cluster>/redis.sock  socket of the embedded Redis
     <root>/<cluster>/secret      the cluster's secret, unless --secret-file names another file
     <root>/<cluster>/control.sock  `deploy/control.py`
@@ -22,9 +23,10 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -133,12 +135,27 @@ class ClusterDir:
         except FileNotFoundError:
             return []
 
+    def write_missing(self, reasons: Mapping[str, str]) -> None:
+        """Notes why processes do not run that should, by name; only for the holder."""
+        self._replace("missing", dict(reasons))
+
+    def missing(self) -> dict[str, str]:
+        """Why processes do not run that should, by name."""
+        try:
+            reasons: dict[str, str] = orjson.loads((self.path / "missing").read_bytes())
+            return reasons
+        except FileNotFoundError:
+            return {}
+
     def write(self, state: ClusterState) -> None:
         """Writes the description; only for the holder."""
-        draft = self.path / "state.json.new"
+        self._replace("state.json", asdict(state))
+
+    def _replace(self, name: str, value: Any) -> None:
+        draft = self.path / f"{name}.new"
         draft.touch(mode=0o600)
-        draft.write_bytes(orjson.dumps(asdict(state)))
-        draft.rename(self.path / "state.json")
+        draft.write_bytes(orjson.dumps(value))
+        draft.rename(self.path / name)
 
     def read(self) -> ClusterState | None:
         """Returns the running cluster, or None."""

@@ -67,10 +67,16 @@ class Supervisor:
         )
 
     def state(self, from_line: int, cores: Mapping[str, int] | None) -> dict[str, Any]:
-        """Moves the process to other cores if they have changed; returns the fields of `Supervised.state`."""
+        """Moves the process to other cores if they have changed.
+
+        Returns:
+            The fields of `Supervised.state`, and `node`, Ray's id of the node.
+        """
+        import ray
+
         if cores:
             self._process.use_cores(CoreShare(**cores).cores())
-        return asdict(self._process.state(from_line))
+        return {**asdict(self._process.state(from_line)), "node": ray.get_runtime_context().get_node_id()}
 
     def drain(self) -> None:
         """Lets the process end its requests; returns when it is gone."""

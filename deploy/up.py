@@ -10,10 +10,12 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -21,6 +23,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from cpd.common.errors import CPDError
+from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import ClusterSecret, cluster_secret
@@ -33,9 +36,11 @@ from deploy.console import StartProgress, print_log, usage_hint
 from deploy.control import control_socket
 from deploy.detach import Detached, detach
 from deploy.endpoint import LOOPBACK, WILDCARDS, pick_port, url_of
+from deploy.evening import evened_out
 from deploy.logs import LAUNCHER, ClusterLog
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places, demand_of, gpu_share, local_resources
+from deploy.process import ProcessState
 from deploy.processes import processes
 from deploy.raydir import clear_ray_dir, make_ray_dir, protected
 from deploy.redis import EmbeddedRedis, embedded_redis
@@ -73,10 +78,11 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         if settings.secret_file is None:
             settings = settings.model_copy(update={"secret_file": directory.make_secret()})
         secret = cluster_secret(settings)
+        own_url = url_of(settings.host, settings.port, tls=settings.tls_cert is not None)
         state = ClusterState(
             cluster=settings.cluster,
             pid=os.getpid(),
-            url=url_of(settings.host, settings.port, tls=settings.tls_cert is not None),
+            url=own_url,
             ray_dir="" if settings.ray_address else make_ray_dir(),
             admin_key=secret.admin_key,
             launch=secrets.token_hex(16),
@@ -106,12 +112,21 @@ def _run(settings: ClusterSettings, console: Console, detached: Detached | None)
         else:
             sys.stdout.write(hint)
             sys.stdout.flush()
-        changes = Changes(
-            cluster, plan, state, lambda: read_leases(settings.redis_url, settings.cluster, secret), prepared
-        )
-        named = {"scale": changes.scale, "restart": changes.restart}
-        stack.enter_context(control_socket(directory.control_socket, named, output.say))
-        _watch(cluster, redis, output)
+        leases = partial(read_leases, settings.redis_url, settings.cluster, secret)
+        changes = Changes(cluster, plan, state, leases, prepared)
+        named, busy = {"scale": changes.scale, "restart": changes.restart}, threading.Lock()
+        stack.enter_context(control_socket(directory.control_socket, named, busy, output.say))
+        if settings.ray_address:
+            stack.enter_context(evened_out(cluster, changes, busy, output.say))
+
+        def find(routers: Collection[str]) -> bool:
+            found = [member for member in leases() if member.id in routers]
+            if found:
+                changes.state = _reached_at(found, state, own_url, settings)
+                directory.write(changes.state)
+            return len(found) == len(routers)
+
+        _watch(cluster, redis, directory, find, output)
 
 
 class _Output:
@@ -236,7 +251,7 @@ def _launch(
     )
     # Hosts may join a Ray of your own later; their processes must reach the workers here.
     worker_host = LOOPBACK if state.ray_dir or settings.host not in WILDCARDS else settings.host
-    plan = Plan(given, settings, worker_host, session.resources, share, state.launch)
+    plan = Plan(given, settings, worker_host, share, state.launch)
     specs = [plan.marked(spec) for spec in processes(settings, worker_host)]
     check_places(specs, session.resources)
     cluster = stack.enter_context(
@@ -280,25 +295,43 @@ def _wait_until_ready(
             if name := dead_process():
                 raise CPDError(f"Ray's {name} died while the cluster started")
             if not waiting:
-                hosts = {member.host for member in leases if member.kind == "router"}
-                if socket.gethostname() not in hosts:
-                    url = url_of(min(hosts), settings.port, tls=settings.tls_cert is not None)
-                    state = replace(state, url=url, redis_url=settings.redis_url)
+                found = [member for member in leases if member.kind == "router"]
+                reached = _reached_at(found, state, state.url, settings)
                 workers = {name: pids[name] for spec in specs if spec.is_worker for name in spec.members}
                 routers = [spec.name for spec in specs if not spec.is_worker]
-                if has_workers(state, workers, routers):
-                    return state
+                if has_workers(reached, workers, routers):
+                    return reached
             time.sleep(_STARTING_POLL_S)
 
 
-def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> NoReturn:
-    """Prints the processes' logs, and restarts Redis if it dies.
+def _reached_at(routers: Sequence[Member], state: ClusterState, own: str, settings: ClusterSettings) -> ClusterState:
+    """Returns `state` with the URL of one of these routers: `own` if one runs on this machine."""
+    if socket.gethostname() in {router.host for router in routers}:
+        return replace(state, url=own, redis_url="")
+    url = f"{'https' if settings.tls_cert else 'http'}://{min(router.address for router in routers)}"
+    return replace(state, url=url, redis_url=settings.redis_url)
+
+
+def _watch(
+    cluster: Cluster,
+    redis: EmbeddedRedis | None,
+    directory: ClusterDir,
+    find: Callable[[Collection[str]], bool],
+    output: _Output,
+) -> NoReturn:
+    """Prints the processes' logs, says what is lost, and restarts Redis if it dies.
+
+    Args:
+        find: Finds out where these routers are, from their leases; returns whether all have one.
 
     Raises:
         CPDError: Ray has ended, and with it all processes.
     """
     starts: dict[str, int] = {}
     drained: set[str] = set()
+    lost: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    routers = {spec.name for spec in cluster.specs if not spec.is_worker}
     warned = False
     while True:
         states = cluster.states()
@@ -314,6 +347,22 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
             if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[name] = max(1, state.starts)  # 0: a new supervisor is about to start its process
+            if state.pid and lost.pop(name, None):
+                output.say(f"{name} runs again, on {state.host}")
+        now_lost = cluster.lost()
+        for reason in dict.fromkeys(now_lost.values()):
+            if new := [name for name, why in now_lost.items() if why == reason and lost.get(name) != reason]:
+                output.say(f"{', '.join(new)}: {reason}")
+        names = {spec.name for spec in cluster.specs}
+        lost = {name: reason for name, reason in (lost | now_lost).items() if name in names}
+        now_missing = {**_not_running(states), **lost}
+        if now_missing != missing:
+            missing = now_missing
+            directory.write_missing(missing)
+        now_routers = {spec.name for spec in cluster.specs if not spec.is_worker} - lost.keys()
+        with contextlib.suppress(CPDError):  # Redis does not answer: the next iteration tries again
+            if now_routers != routers and find(now_routers):
+                routers = now_routers
         dead = dead_process()
         if dead == RAYLET:
             raise CPDError("Ray's raylet died, and the cluster with it; start it again")
@@ -330,6 +379,16 @@ def _watch(cluster: Cluster, redis: EmbeddedRedis | None, output: _Output) -> No
             except CPDError as error:  # the cluster goes on without Redis; the next iteration tries again
                 output.say(str(error))
         time.sleep(_RUNNING_POLL_S)
+
+
+def _not_running(states: Mapping[str, ProcessState | None]) -> dict[str, str]:
+    """Returns why processes do not run, by name, but for those that were drained."""
+    return {
+        name: state.error
+        or (f"ended with exit code {state.exit_code}; it starts again" if state.starts else "starting")
+        for name, state in states.items()
+        if state and state.pid is None and state.exit_code != EXIT_DRAINED
+    }
 
 
 def _interrupt_on_signals() -> None:

@@ -1,7 +1,6 @@
 """Where transports listen, and the network devices of this machine."""
 
 import asyncio
-import fcntl
 import ipaddress
 import socket
 import struct
@@ -9,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
+import psutil
+
 from cpd.common.errors import ConfigError, TransferError
 
 KEY_BYTES = 16
 _ADDRESS = struct.Struct(f"<4sH{KEY_BYTES}s")
-_SIOCGIFADDR = 0x8915
 _RDMA = Path("/sys/class/infiniband")
 
 
@@ -50,45 +50,42 @@ class Address:
 
 
 async def resolve(host: str) -> str:
-    """The IPv4 address of a host name. Raises TransferError if there is none."""
+    """The address of a host name, rather an IPv4 than an IPv6 one. Raises TransferError if there is none."""
     try:
-        return str(ipaddress.IPv4Address(host))
+        return str(ipaddress.ip_address(host))
     except ValueError:
         pass
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, family=socket.AF_INET)
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise TransferError(f"{host} has no IPv4 address: {error}") from None
-    return str(found[0][4][0])
+        raise TransferError(f"{host} has no IP address: {error}") from None
+    return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 
 def interface_of(host: str) -> str:
-    """The network interface with this IPv4 address; empty for 0.0.0.0. Raises ConfigError if there is none."""
-    address = ipaddress.IPv4Address(host)
+    """The network interface with this IP address; empty for 0.0.0.0 and ::. Raises ConfigError if there is none."""
+    address = ipaddress.ip_address(host)
     if address.is_unspecified:
         return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                request = struct.pack("256s", name.encode())
-                own = ipaddress.IPv4Address(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if own == address or (own.is_loopback and address.is_loopback):
-                return name
-    raise ConfigError(f"host: no network interface has the IPv4 address {host}")
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                own = ipaddress.ip_address(one.address)
+                if own == address or (own.is_loopback and address.is_loopback):
+                    return name
+    raise ConfigError(f"host: no network interface has the address {host}")
 
 
 def network_devices(host: str) -> tuple[str, ...]:
-    """The devices that reach other machines from this IPv4 address, in UCX's names.
+    """The devices that reach other machines from this IP address, in UCX's names.
 
     These are its interface and every RDMA port with a link; for a loopback address the interface alone. Empty (all
-    devices) for 0.0.0.0. Raises ConfigError like `interface_of`.
+    devices) for 0.0.0.0 and ::. Raises ConfigError like `interface_of`.
     """
     interface = interface_of(host)
     if not interface:
         return ()
-    return interface, *(() if ipaddress.IPv4Address(host).is_loopback else rdma_ports())
+    return interface, *(() if ipaddress.ip_address(host).is_loopback else rdma_ports())
 
 
 def rdma_ports() -> tuple[str, ...]:

@@ -20,20 +20,21 @@ async def create(
             in GPU memory uses nixl for auto.
         memory: The pool.
         epoch: Epoch of the pool, a new one each time a pool is created.
-        host: Interface to listen on, as an IPv4 address or host name; 0.0.0.0 for all.
+        host: Interface to listen on, as an IP address or host name; 0.0.0.0 or :: for all.
         advertise_host: Host that peers connect to; `host` if empty.
         same_host: True if it may write directly into the host memory of other processes of this machine.
 
     Raises:
-        ConfigError: The name is unknown, ucx was asked to move GPU memory, or peers could not connect to the address.
+        ConfigError: The name is unknown, ucx was asked to move GPU memory or to use IPv6, or peers could not connect to
+            the address.
         TransferError: The transport cannot be set up here.
     """
     if name not in ("auto", "nixl", "ucx"):
         raise ConfigError(f"transport: {name!r} is unknown; give auto, nixl or ucx")
     if memory.device is not None and name == "ucx":
         raise ConfigError("transport: ucx moves pages of host memory only; those of a GPU need nixl")
-    if (advertise_host or host) == "0.0.0.0":
-        raise ConfigError("advertise-host: workers that listen on 0.0.0.0 must say which address others reach them at")
+    if (advertise_host or host) in ("0.0.0.0", "::"):
+        raise ConfigError(f"advertise-host: workers that listen on {host} must say which address others reach them at")
     try:
         ip = await resolve(host)
     except TransferError as error:
@@ -50,6 +51,8 @@ async def create(
             memory, epoch=epoch, host=ip, advertise_host=advertise_host, same_host=same_host
         )
     else:
+        if ":" in ip or ":" in advertise_host:
+            raise ConfigError("transport: ucx can't listen on IPv6 addresses; use nixl, or IPv4")
         from kvtransfer.ucx.transport import UcxTransport
 
         transport = await UcxTransport.open(

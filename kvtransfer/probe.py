@@ -20,7 +20,7 @@ async def probe(host: str) -> None:
     """Returns if a NIXL agent can be set up, which takes a quarter of a second of CPU time.
 
     Args:
-        host: IPv4 address to listen on.
+        host: IP address to listen on.
 
     Raises:
         TransferError: It can't; the message says why.

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+from cpd.common.addresses import bound_socket, join_address
 from cpd.common.errors import ConfigError
 
 LISTENER_FD = "CPD_LISTENER_FD"
@@ -28,20 +29,12 @@ def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
         ConfigError: The address can't be used.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = bound_socket(host, port, shared=shared)
     except OSError as error:
-        raise ConfigError(f"can't listen on {host}: {error.strerror or error}") from None
-    try:
-        for option in (socket.SO_REUSEADDR, socket.SO_KEEPALIVE):
-            listener.setsockopt(socket.SOL_SOCKET, option, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-        # inherited by accepted connections: a dead client machine is noticed within a minute
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-            listener.setsockopt(socket.IPPROTO_TCP, option, value)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"can't listen on {join_address(host, port)}: {error.strerror or error}") from None
+    # inherited by accepted connections: a dead client machine is noticed within a minute
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

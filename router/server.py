@@ -17,6 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from starlette.types import ASGIApp
 
+from cpd.common.addresses import in_url, join_address
 from cpd.common.errors import ConfigError
 from cpd.common.lifecycle import Lifecycle
 from cpd.common.membership import Member, lease
@@ -257,22 +258,17 @@ def _allowed_hosts(
     names = settings.allowed_hosts
     if not names and (has_keys or not ip_address(listener.getsockname()[0]).is_loopback):
         names = ["*"]
-    return AllowedHosts([*names, _in_url(settings.host), _in_url(member_host)])
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return AllowedHosts([*names, in_url(settings.host), in_url(member_host)])
 
 
 def _member(
     router_id: str, host: str, listener: socket.socket, admin: socket.socket, certificate: Certificate | None
 ) -> Member:
-    name = _in_url(host)
-    admin_address = f"{name}:{admin.getsockname()[1]}"
+    admin_address = join_address(host, admin.getsockname()[1])
     return Member(
         id=router_id,
         kind="router",
-        address=f"{name}:{listener.getsockname()[1]}",
+        address=join_address(host, listener.getsockname()[1]),
         admin=certificate.named_in(admin_address) if certificate is not None else admin_address,
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -27,6 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 import kvtransfer
+from cpd.common.addresses import join_address
 from cpd.common.blocks import BLOCK_SIZE
 from cpd.common.errors import ConfigError
 from cpd.common.lifecycle import Lifecycle
@@ -198,7 +199,7 @@ class Worker:
         rpc.add_AdminServicer_to_server(AdminServicer(self.lifecycle, self._engine), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        endpoint = f"{self._settings.host}:{self._settings.port}"
+        endpoint = join_address(self._settings.host, self._settings.port)
         certificate = None if is_loopback(self._settings.host) else make_certificate()
         try:
             if certificate is None:
@@ -208,16 +209,16 @@ class Worker:
                 port = self._server.add_secure_port(endpoint, credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {endpoint}: {error}") from None
-        self.address = f"{host}:{port}"
+        self.address = join_address(host, port)
         await self._server.start()
         self._streams = StreamServer(pb.RouterMessage, HELLO_BYTES, self._sessions.serve)
         self._down.push_async_callback(self._stop_serving)
         try:
             port = await self._streams.start(self._settings.host, self._settings.session_port, certificate)
         except OSError as error:
-            message = f"cannot listen on {self._settings.host}:{self._settings.session_port}: {error.strerror}"
-            raise ConfigError(message) from None
-        self.session_address = f"{host}:{port}"
+            endpoint = join_address(self._settings.host, self._settings.session_port)
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from None
+        self.session_address = join_address(host, port)
         if certificate is not None:
             self.address, self.session_address = map(certificate.named_in, (self.address, self.session_address))
 
@@ -325,7 +326,7 @@ def advertised_host(settings: WorkerSettings) -> str:
         ConfigError: It listens on all interfaces and has no name.
     """
     host = settings.advertise_host or settings.host
-    if host in ("0.0.0.0", "::", "[::]"):
+    if host in ("0.0.0.0", "::"):
         raise ConfigError(f"--host {host} needs --advertise-host: other processes must know how to reach this worker")
     return host
 

@@ -38,7 +38,7 @@ def bench_transfer(settings: TransferBenchSettings) -> None:
         host, _, port = settings.listen.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"listen: {settings.listen!r} is not HOST:PORT")
-        asyncio.run(receiver.serve(host, int(port)))
+        asyncio.run(receiver.serve(host.strip("[]"), int(port)))
         return
     result = _measure(settings)
     show(result, Console())

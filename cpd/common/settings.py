@@ -129,6 +129,11 @@ class TargetSettings(Settings):
     )
 
 
+def _without_brackets(host: str) -> str:
+    """Returns a host without the brackets that an IPv6 address has in a URL."""
+    return host.removeprefix("[").removesuffix("]")
+
+
 class EngineSettings(TargetSettings, ModelSettings):
     """Settings of a worker's engine."""
 
@@ -182,6 +187,8 @@ class SharedSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log shown.")
     log_format: LogFormat = Field("text", description="Log lines as text, or as JSON for a log store.")
 
+    _plain_host = field_validator("host")(_without_brackets)
+
 
 class AllWorkersSettings(SharedSettings, EngineSettings):
     """Settings that all workers of a cluster share."""
@@ -217,6 +224,8 @@ class WorkersSettings(AllWorkersSettings):
 
 class _Advertised(Settings):
     advertise_host: str = Field("", description="Address at which other processes reach this one; empty takes --host.")
+
+    _plain_advertise_host = field_validator("advertise_host")(_without_brackets)
 
 
 class WorkerSettings(AllWorkersSettings, _Advertised):
@@ -262,7 +271,8 @@ class AllRoutersSettings(SharedSettings, TargetSettings):
     max_connections_per_client: int = Field(
         1024,
         ge=0,
-        description="Most connections from one address to a router; 0: no limit. A further one gets a 429.",
+        description="Most connections from one address (IPv6: one /64 network) to a router; 0: no limit. A further one "
+        "gets a 429.",
     )
     trusted_proxies: Annotated[list[str], NoDecode] = Field(
         default_factory=list,

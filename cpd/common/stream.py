@@ -14,6 +14,7 @@ from typing import Generic, Protocol, Self, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
+from cpd.common.addresses import bound_socket, join_address
 from cpd.common.errors import CPDError
 from cpd.common.tls import Certificate, client_context, split_address
 from cpd.common.tls_reads import cheap_reads
@@ -116,7 +117,7 @@ class Stream(asyncio.Protocol, Generic[M]):
     def peer(self) -> str:
         """The peer's address, for logs; empty once the stream is closed."""
         address = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return f"{address[0]}:{address[1]}" if address else ""
+        return join_address(*address[:2]) if address else ""
 
     @property
     def silent(self) -> bool:
@@ -320,8 +321,7 @@ class StreamServer(Generic[M]):
 
         self._server = await loop.create_server(
             stream,
-            host.strip("[]"),
-            port,
+            sock=bound_socket(host, port),
             ssl=certificate.context if certificate is not None else None,
             ssl_handshake_timeout=TLS_S if certificate is not None else None,
         )

@@ -63,12 +63,12 @@ async def _receiver(settings: TransferBenchSettings) -> AsyncIterator[_ReceiverC
     host, _, port = where.rpartition(":")
     try:
         async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 24)
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 24)
     except (OSError, ValueError, TimeoutError) as error:
         raise TransferError(f"no receiver at {where!r}: {error}; start one there with --listen") from None
     problem = ""
     try:
-        yield _ReceiverClient(host, reader, writer)
+        yield _ReceiverClient(host.strip("[]"), reader, writer)
     except TransferError as error:
         problem = str(error)
     finally:

@@ -15,6 +15,7 @@ from asyncio import StreamReader, StreamWriter
 from contextlib import AsyncExitStack
 from typing import Any
 
+from cpd.common.addresses import join_address
 from cpd.common.errors import ConfigError, TransferError
 from cpd.common.process import switch_threads_often
 from kvtransfer import cuda
@@ -118,8 +119,8 @@ async def serve(host: str, port: int) -> None:
     try:
         server = await asyncio.start_server(answer, host, port, limit=1 << 24)
     except OSError as error:
-        raise ConfigError(f"listen: cannot listen on {host}:{port}: {error}") from None
-    print(f"{READY} {host}:{server.sockets[0].getsockname()[1]}", flush=True)
+        raise ConfigError(f"listen: cannot listen on {join_address(host, port)}: {error}") from None
+    print(f"{READY} {join_address(host, server.sockets[0].getsockname()[1])}", flush=True)
     await finished.wait()
 
 

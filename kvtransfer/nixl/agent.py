@@ -51,10 +51,14 @@ def options(host: str) -> dict[str, str]:
     """UCX configuration of an agent. UCX_TLS and UCX_NET_DEVICES of the environment take precedence.
 
     Args:
-        host: IPv4 address of the interface to use.
+        host: IP address of the interface to use.
     """
-    devices = network_devices(host)
-    return _UCX | ({"NET_DEVICES": ",".join(devices)} if devices else {})
+    chosen = dict(_UCX)
+    if devices := network_devices(host):
+        chosen["NET_DEVICES"] = ",".join(devices)
+        if ":" in host:
+            chosen["TCP_AF_PRIO"] = "inet6,inet"  # of the addresses of an interface; by default the other way round
+    return chosen
 
 
 class Agent:

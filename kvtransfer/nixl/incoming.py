@@ -44,7 +44,7 @@ class Incoming(Connection):
 
     Args:
         on_close_notice: Called with the name of another connection over which nothing is being written any more.
-        host: IPv4 address of this side.
+        host: IP address of this side.
         landings: The pool's landings.
         memory: The pool.
         key: Key of this transport's address.

@@ -44,7 +44,7 @@ class Outgoing(Connection):
         batch_pages: Most pages of a batch, and so of a run.
 
     Args:
-        host: IPv4 address of this side.
+        host: IP address of this side.
         memory: The pool.
         page_bytes: Page size of the receiver.
         where: The receiver's address.

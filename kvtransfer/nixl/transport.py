@@ -6,6 +6,7 @@ import secrets
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 
+from cpd.common.addresses import bound_socket, join_address
 from cpd.common.errors import ConfigError, TransferError
 from cpd.common.stream import stop_listening
 from kvtransfer.addresses import KEY_BYTES, resolve
@@ -103,20 +104,21 @@ class NixlTransport:
         Args:
             memory: The pool.
             epoch: Epoch of the pool.
-            host: IPv4 address to listen on.
+            host: IP address to listen on.
             advertise_host: Host that peers connect to.
             same_host: True if it may write directly into the host memory of other processes of this machine.
             landings: The pool's landings, if another transport of the pool has made the table.
             loads_nixl: False in a process with ucxx, which can't load NIXL as well. The pool is in host memory.
 
         Raises:
-            ConfigError: `host` is not an IPv4 address of this machine.
+            ConfigError: `host` is not an address of this machine.
         """
         transport = cls(memory, epoch=epoch, host=host, same_host=same_host, landings=landings, loads_nixl=loads_nixl)
         try:
-            transport._server = await asyncio.start_server(transport._accept, host, 0, limit=frames.MAX_FRAME_BYTES)
+            listener = bound_socket(host, 0)
         except OSError as error:
-            raise ConfigError(f"host: cannot listen on {host}: {error}; give an IPv4 address of this machine") from None
+            raise ConfigError(f"host: cannot listen on {host}: {error}; give an address of this machine") from None
+        transport._server = await asyncio.start_server(transport._accept, sock=listener, limit=frames.MAX_FRAME_BYTES)
         port = transport._server.sockets[0].getsockname()[1]
         transport.address = transport.common_address = Address(advertise_host, port, transport._key).encode()
         return transport
@@ -133,10 +135,13 @@ class NixlTransport:
             log.warning("pages go to %s over the network also on this machine: %s", where.host, connection.error)
             connection = await self._dial(where, page_bytes, same_host=False)
         if connection.error is not None:
-            text = f"no connection to {where.host}:{where.port}: {connection.error}"
+            text = f"no connection to {join_address(where.host, where.port)}: {connection.error}"
             raise type(connection.error)(text) from None
         if connection.streams:
-            log.info("pages go to %s:%d in a TCP stream: only one of the two workers uses NIXL", where.host, where.port)
+            log.info(
+                "pages go to %s in a TCP stream: only one of the two workers uses NIXL",
+                join_address(where.host, where.port),
+            )
         return NixlPeer(connection, self._memory, page_bytes)
 
     async def _dial(self, where: Address, page_bytes: int, *, same_host: bool) -> Outgoing:
@@ -144,7 +149,7 @@ class NixlTransport:
             async with asyncio.timeout(GREETING_S):
                 streams = await asyncio.open_connection(await resolve(where.host), where.port)
         except (OSError, TimeoutError) as error:
-            raise TransferError(f"no connection to {where.host}:{where.port}: {error}") from None
+            raise TransferError(f"no connection to {join_address(where.host, where.port)}: {error}") from None
         connection = Outgoing(
             *streams,
             self._outgoing_gone,

@@ -7,7 +7,7 @@ from deploy.processes import LAUNCH_MARK
 from tests.secret import secret_file
 
 SETTINGS = ClusterSettings(model="m", combined=2, secret_file=secret_file())
-PLAN = Plan(SETTINGS, SETTINGS, "127.0.0.1", {}, 0.0, "mark")
+PLAN = Plan(SETTINGS, SETTINGS, "127.0.0.1", 0.0, "mark")
 
 
 def state(pid: int | None, starts: int, error: str | None = None) -> ProcessState:

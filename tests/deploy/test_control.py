@@ -17,7 +17,7 @@ Tell = Callable[[str], None]
 @contextmanager
 def serving(tmp_path: Path, change: Change) -> Iterator[Path]:
     path = tmp_path / "control.sock"
-    with control_socket(path, {"scale": change}, lambda _: None):
+    with control_socket(path, {"scale": change}, threading.Lock(), lambda _: None):
         yield path
 
 
@@ -64,7 +64,7 @@ def test_one_change_at_a_time_which_goes_on_without_its_client(tmp_path: Path) -
             client.connect(str(path))
             client.sendall(b'{"change": "scale", "arguments": {}}\n')
             assert b"begun" in client.recv(100)
-            with pytest.raises(CPDError, match="is at work"):
+            with pytest.raises(CPDError, match="is being changed already"):
                 ask(path, "scale", {}, print)
         go_on.set()
         assert ended.wait(DEADLINE_S)

@@ -4,7 +4,7 @@ import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.common.settings import ClusterSettings
-from deploy.placement import check_places, demand_of, gpu_share, local_resources
+from deploy.placement import Placed, check_places, demand_of, gpu_share, local_resources, next_move
 from deploy.processes import processes
 from tests.secret import secret_file
 
@@ -53,3 +53,33 @@ def test_workers_share_gpus_only_when_there_are_too_few(device: str, workers: in
 def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         gpu_share("cuda", 1, 0)
+
+
+def placed(**nodes: str) -> list[Placed]:
+    """The processes in the order of SPECS; an exclamation mark says that one was displaced."""
+    return [Placed(spec, node.strip("!"), node.endswith("!")) for spec, node in zip(SPECS, nodes.values(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        (("a", "a!", "b", "a"), None),  # equal
+        (("a", "a!", "a!", "a!"), ("prefill-0", "b")),
+        (("a", "a", "a", "a"), None),  # that is how they were started
+        (("a", "a", "a!", "a"), ("prefill-1", "b")),
+        (("a", "a", "b", "a!"), None),  # one router
+        (("b!", "b!", "b!", "b"), ("combined-0", "a")),
+    ],
+)
+def test_displaced_processes_go_where_fewer_are(nodes: tuple[str, ...], wanted: tuple[str, str] | None) -> None:
+    move = next_move(placed(**dict(zip("wxyz", nodes, strict=True))), ["a", "b"], refused=())
+    assert (move and (move[0].name, move[1])) == wanted
+
+
+def test_a_machine_that_has_no_room_for_a_role_gets_none_of_it() -> None:
+    here = placed(w="a!", x="a!", y="a!", z="a")
+    move = next_move(here, ["a", "b"], refused={("combined", "b")})
+    assert move is not None
+    assert move[0].name == "prefill-0"
+    assert next_move(here, ["a", "b"], refused={("combined", "b"), ("prefill", "b")}) is None
+    assert next_move(here, [], refused=()) is None

@@ -3,7 +3,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.remote import cluster_table, devices
+from deploy.remote import cluster_table, devices, machines
 
 
 def worker(name: str, **fields: Any) -> dict[str, Any]:
@@ -30,6 +30,15 @@ def test_the_table_shows_what_was_drained_unless_it_runs_again() -> None:
         ["combined-0", "ready"],
         ["combined-1", "drained"],
     ]
+
+
+def test_machines_are_listed_if_there_are_several() -> None:
+    workers, routers = (
+        [worker("combined-0", host="one"), worker("combined-1", host="two")],
+        [{"id": "router-0", "host": "one"}],
+    )
+    assert machines({"workers": workers, "routers": routers}) == ["one: combined-0, router-0", "two: combined-1"]
+    assert machines({"workers": workers[:1], "routers": routers}) == []
 
 
 def test_different_devices_are_listed() -> None:

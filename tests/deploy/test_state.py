@@ -38,6 +38,17 @@ def test_a_held_cluster_can_be_found_and_is_gone_afterwards(runtime_dir: Path) -
     assert not cluster.path.exists()
 
 
+def test_what_is_missing_can_be_read() -> None:
+    cluster = ClusterDir("c")
+    assert ClusterDir("c").missing() == {}
+    with cluster.hold():
+        assert ClusterDir("c").missing() == {}
+        cluster.write_missing({"combined-1": "two is lost"})
+        assert ClusterDir("c").missing() == {"combined-1": "two is lost"}
+        cluster.write_missing({})
+        assert ClusterDir("c").missing() == {}
+
+
 def test_the_same_cluster_is_not_started_twice() -> None:
     with (
         ClusterDir("c").hold(),

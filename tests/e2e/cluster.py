@@ -177,7 +177,7 @@ class Cluster:
         return Supervised(spec.name, lambda: spec.command(spec.model, **flags), environment, cores, listener)
 
     def _url(self, port: int) -> str:
-        return url_of(HOST, port, tls=self.settings.tls_cert is not None)
+        return url_of(self.settings.host, port, tls=self.settings.tls_cert is not None)
 
     def _is_healthy(self) -> bool:
         states = {name: supervised.state() for name, supervised in self._supervised.items()}

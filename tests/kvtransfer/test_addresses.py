@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpd.common.errors import TransferError
+from cpd.common.errors import ConfigError, TransferError
+from kvtransfer.addresses import interface_of, network_devices, resolve
 from kvtransfer.nixl.handshake import Address
 
 
@@ -22,3 +23,27 @@ def test_an_address_cut_short_is_a_transfer_error() -> None:
     address = Address("127.0.0.1", 4000, bytes(16)).encode()
     with pytest.raises(TransferError, match="not the address"):
         Address.decode(address[:20])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_loopback_addresses_have_the_loopback_interface_alone(host: str) -> None:
+    assert network_devices(host) == ("lo",)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_wildcard_leaves_the_choice_of_devices_to_the_library(host: str) -> None:
+    assert network_devices(host) == ()
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7"])
+def test_an_address_of_another_machine_has_no_interface(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"no network interface has the address {host}"):
+        interface_of(host)
+
+
+async def test_names_and_addresses_are_resolved() -> None:
+    assert await resolve("::1") == "::1"
+    assert await resolve("10.0.0.1") == "10.0.0.1"
+    assert await resolve("localhost") == "127.0.0.1"  # which is asked for first where there are both
+    with pytest.raises(TransferError, match="has no IP address"):
+        await resolve("no.such.host.invalid")

@@ -48,3 +48,8 @@ async def test_auto_tries_nothing_where_there_is_no_choice(monkeypatch: pytest.M
 async def test_ucx_does_not_take_a_gpus_pages() -> None:
     with pytest.raises(ConfigError, match="need nixl"):
         await kvtransfer.create("ucx", Pool(4, device=0).memory, epoch=1, host="127.0.0.1")
+
+
+async def test_ucx_refuses_ipv6() -> None:
+    with pytest.raises(ConfigError, match="ucx can't listen on IPv6 addresses"):
+        await kvtransfer.create("ucx", Pool(4).memory, epoch=1, host="::1")
