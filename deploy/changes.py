@@ -238,10 +238,7 @@ class Changes:
         return spec.name
 
     def _add(self, specs: Sequence[ProcessSpec], tell: Tell, room_s: float | None = None) -> None:
-        if room_s is None:
-            self._cluster.start(specs, tell)
-        else:
-            self._cluster.start(specs, tell, room_s)
+        self._cluster.start(specs, tell, room_s)
         try:
             self._wait(specs)
         except BaseException:
