@@ -15,7 +15,7 @@ from cpd.common.errors import CheckpointError, ConfigError, CPDError
 from cpd.common.membership import Member
 from cpd.common.process import EXIT_DRAINED
 from cpd.common.settings import ClusterSettings
-from deploy.cluster import PLACEMENT_S, Cluster, Tell
+from deploy.cluster import Cluster, Tell
 from deploy.cluster_status import has_workers
 from deploy.model import check_model, resolve_model
 from deploy.placement import check_places
@@ -255,7 +255,7 @@ class Changes:
         return spec.name
 
     def _add(
-        self, specs: Sequence[ProcessSpec], tell: Tell, room_s: float = PLACEMENT_S, node: str | None = None
+        self, specs: Sequence[ProcessSpec], tell: Tell, room_s: float | None = None, node: str | None = None
     ) -> None:
         self._cluster.start(specs, tell, room_s, node)
         try:

@@ -31,7 +31,9 @@ from deploy.session import dead_process
 from deploy.supervisor import CoreShare, Supervisor
 
 PLACEMENT_S = 60.0
-"""A Ray that scales itself has this long to make room."""
+"""Longest wait for room in Ray."""
+GROWTH_S = 900.0
+"""Longest wait for room in a Ray that starts nodes by itself: a machine that boots and installs takes minutes."""
 STOP_S = 6.0
 SILENT_S = 5.0
 """A supervisor that gives no report for this long is silent."""
@@ -62,10 +64,14 @@ class Cluster:
     Args:
         demand: Returns the resources that a process requests from Ray.
         cores_apart: Give the workers of a node disjoint cores.
+        room_s: Longest wait for room in Ray.
     """
 
-    def __init__(self, demand: Callable[[ProcessSpec], Mapping[str, float]], cores_apart: bool) -> None:
+    def __init__(
+        self, demand: Callable[[ProcessSpec], Mapping[str, float]], cores_apart: bool, room_s: float = PLACEMENT_S
+    ) -> None:
         self._demand = demand
+        self._room_s = room_s
         self._cores_apart = cores_apart
         self._lock = threading.Lock()  # guards everything below
         self._processes: dict[str, _Process] = {}
@@ -189,13 +195,13 @@ class Cluster:
         return lines
 
     def start(
-        self, specs: Sequence[ProcessSpec], tell: Tell, within_s: float = PLACEMENT_S, node: str | None = None
+        self, specs: Sequence[ProcessSpec], tell: Tell, within_s: float | None = None, node: str | None = None
     ) -> None:
         """Places and starts processes.
 
         Args:
             tell: Is told at once if there is no room yet.
-            within_s: Longest wait for room.
+            within_s: Longest wait for room; None: as long as this cluster waits.
             node: The only node that they may start on.
 
         Raises:
@@ -203,6 +209,7 @@ class Cluster:
         """
         groups: list[Any] = []
         try:
+            within_s = self._room_s if within_s is None else within_s
             placed = self._place(specs, groups, tell, within_s, node)
         except BaseException:
             _remove(groups)
@@ -254,25 +261,20 @@ class Cluster:
         import ray
         from ray.util.placement_group import placement_group
 
-        # GPU workers exchange pages faster within a machine; CPU workers would compete for its cores.
         demands = [dict(self._demand(spec)) for spec in specs]
         deadline = time.monotonic() + within_s
         told = False
-        placed: list[_Process] = []
-        near = next((process.node for process in self._processes.values() if process.spec.is_worker), None)
-        for spec, demand in zip(specs, demands, strict=True):
-            if only or "GPU" in demand:
-                group = placement_group([demand], strategy="STRICT_PACK", _soft_target_node_id=only or near)
-            else:
-                group = placement_group([demand], strategy="SPREAD")
-            groups.append(group)
-            while not group.wait(min(_AT_ONCE_S, max(0.0, deadline - time.monotonic()))):
+
+        def node_of(index: int) -> str:
+            """Returns the node of a group, once there is room for it."""
+            nonlocal told
+            while not groups[index].wait(min(_AT_ONCE_S, max(0.0, deadline - time.monotonic()))):
                 wanted = Counter[str]()
-                for one in demands[len(placed) :]:
+                for one in demands[index:]:
                     wanted.update(one)
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
                 room = (
-                    f"no room for {', '.join(one.name for one in specs[len(placed) :])}, which need "
+                    f"no room for {', '.join(one.name for one in specs[index:])}, which need "
                     + ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
                     + "; free are "
                     + ", ".join(f"{free.get(name, 0):g} {name}" for name in wanted)
@@ -282,11 +284,20 @@ class Cluster:
                 if not told:
                     told = True
                     tell(f"The Ray cluster has {room}. Waiting {within_s:.0f} s for it")
-            node = _node(group)
-            if only and node != only:
-                raise ConfigError(f"there is no room for {spec.name}")
-            near = near or node
-            placed.append(_Process(spec, group, node))
+            return _node(groups[index])
+
+        # All are requested before any is waited for, so that a Ray that grows starts all nodes at once. GPU workers
+        # exchange pages faster within a machine: they ask for the first one's. CPU workers would compete for its cores.
+        near = next((process.node for process in self._processes.values() if process.spec.is_worker), None)
+        for index, demand in enumerate(demands):
+            if only or "GPU" in demand:
+                groups.append(placement_group([demand], strategy="STRICT_PACK", _soft_target_node_id=only or near))
+                near = near or node_of(index)
+            else:
+                groups.append(placement_group([demand], strategy="SPREAD"))
+        placed = [_Process(spec, groups[index], node_of(index)) for index, spec in enumerate(specs)]
+        if elsewhere := [process.spec.name for process in placed if only and process.node != only]:
+            raise ConfigError(f"there is no room for {', '.join(elsewhere)}")
         return placed
 
     def _actor(self, process: _Process) -> Any:
@@ -351,13 +362,14 @@ def launched(
     demand: Callable[[ProcessSpec], Mapping[str, float]],
     cores_apart: bool,
     tell: Tell,
+    room_s: float = PLACEMENT_S,
 ) -> Iterator[Cluster]:
     """Places and starts the processes; the end of the context ends all that run then.
 
     Raises:
         ConfigError: Ray has no room for them.
     """
-    cluster = Cluster(demand, cores_apart)
+    cluster = Cluster(demand, cores_apart, room_s)
     try:
         cluster.start(specs, tell)
         yield cluster

@@ -2,6 +2,9 @@
 
 A role runs only on nodes that declare its custom resource (`ray start --resources '{"cpd_prefill": 2}'`). If no node
 does, a worker takes one CPU and a router almost nothing. A local Ray declares more than any cluster needs.
+
+A Ray that starts nodes by itself says so: its head declares `cpd_grows`. Then all processes are placed by role, also if
+no node with places for a role runs yet.
 """
 
 from collections import Counter
@@ -13,6 +16,8 @@ from cpd.common.errors import ConfigError
 from deploy.processes import Kind, ProcessSpec
 
 LOCAL_PLACES = 1000.0
+GROWS = "cpd_grows"
+"""Custom resource of a Ray that starts nodes by itself."""
 _ROUTER_CPU = 0.01
 
 
@@ -29,14 +34,21 @@ def local_resources() -> dict[str, float]:
     return {role_resource(kind): LOCAL_PLACES for kind in get_args(Kind)}
 
 
-def gpu_share(device: str, workers: int, gpus: float) -> float:
-    """Returns the share of a GPU that each worker takes; 0 without GPUs.
+def grows(cluster_resources: Mapping[str, float]) -> bool:
+    """True if Ray starts nodes by itself when there is no place for a process."""
+    return cluster_resources.get(GROWS, 0) > 0
+
+
+def gpu_share(device: str, workers: int, gpus: float, *, growing: bool = False) -> float:
+    """Returns the share of a GPU that each worker takes; 0 without GPUs. A Ray that grows gets one for each worker.
 
     Raises:
         ConfigError: `device` asks for a GPU, and Ray has none.
     """
     if device == "cpu" or (device == "auto" and gpus < 1):
         return 0.0
+    if growing:
+        return 1.0
     if gpus < 1:
         raise ConfigError(
             "--device cuda: Ray finds no GPU (check with `nvidia-smi`); --device cpu computes without one"
@@ -50,11 +62,13 @@ def sharing(workers: int, gpus: int) -> int:
 
 
 def check_places(specs: Sequence[ProcessSpec], cluster_resources: Mapping[str, float]) -> None:
-    """Checks that no more processes are wanted than there are places of their role.
+    """Checks that no more processes are wanted than there are, or will be, places of their role.
 
     Raises:
         ConfigError: The cluster declares a role's resource, but too little of it.
     """
+    if grows(cluster_resources):
+        return
     for kind, count in Counter(spec.kind for spec in specs).items():
         name = role_resource(kind)
         if 0 < cluster_resources.get(name, 0) < count:
@@ -67,7 +81,10 @@ def check_places(specs: Sequence[ProcessSpec], cluster_resources: Mapping[str, f
 def demand_of(spec: ProcessSpec, cluster_resources: Mapping[str, float], gpus_per_worker: float) -> dict[str, float]:
     """Returns the resources of a process."""
     role = role_resource(spec.kind)
-    demand = {role: 1.0} if cluster_resources.get(role) else {"CPU": 1.0 if spec.is_worker else _ROUTER_CPU}
+    if cluster_resources.get(role) or grows(cluster_resources):
+        demand = {role: 1.0}
+    else:
+        demand = {"CPU": 1.0 if spec.is_worker else _ROUTER_CPU}
     if spec.is_worker and gpus_per_worker:
         demand["GPU"] = gpus_per_worker
     return demand

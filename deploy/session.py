@@ -21,6 +21,7 @@ from cpd.common.errors import ConfigError
 from cpd.common.settings import ClusterSettings
 from cpd.common.trust import HOW_TO_MAKE_ONE, is_loopback
 from deploy.endpoint import LOOPBACK, WILDCARDS
+from deploy.placement import grows
 
 _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # Ray's ports are open to all users of the machine, and run any code
@@ -55,6 +56,11 @@ class RaySession:
     def gpus(self) -> float:
         """Total number of GPUs."""
         return self.resources.get("GPU", 0.0)
+
+    @property
+    def grows(self) -> bool:
+        """True if Ray starts nodes by itself."""
+        return grows(self.resources)
 
 
 @contextlib.contextmanager
@@ -106,9 +112,9 @@ def check_hosts(session: RaySession, settings: ClusterSettings, *, embedded: boo
     Raises:
         ConfigError: They can't; the message says what to pass.
     """
-    if session.hosts == 1:
+    if session.hosts == 1 and not session.grows:
         return
-    cluster = f"the Ray cluster has {session.hosts} hosts"
+    cluster = "the Ray cluster has several hosts" if session.grows else f"the Ray cluster has {session.hosts} hosts"
     if not has_own_secret:
         raise ConfigError(f"{cluster}, which need a common secret: {HOW_TO_MAKE_ONE}")
     if embedded:

@@ -30,7 +30,7 @@ from cpd.common.trust import ClusterSecret, cluster_secret
 from cpd.performance.model import Profile
 from cpd.performance.profiles import absolute_profile
 from deploy.changes import SUPERVISOR_S, Changes, Plan, no_supervisor, start_error
-from deploy.cluster import Cluster, launched
+from deploy.cluster import GROWTH_S, PLACEMENT_S, Cluster, launched
 from deploy.cluster_status import has_workers, read_leases
 from deploy.console import StartProgress, print_log, usage_hint
 from deploy.control import control_socket
@@ -238,7 +238,7 @@ def _launch(
         check_hosts(session, settings, embedded=embedded, has_own_secret=has_own_secret)
     _interrupt_on_signals()  # Ray has set its own handlers
     workers = settings.combined + settings.prefill
-    share = gpu_share(settings.device, workers, session.gpus)
+    share = gpu_share(settings.device, workers, session.gpus, growing=session.grows)
     if 0 < share < 1:
         output.console.print(
             f"{workers} workers share {session.gpus:g} GPUs, each with its own copy of the weights; for one worker per"
@@ -255,7 +255,13 @@ def _launch(
     specs = [plan.marked(spec) for spec in processes(settings, worker_host)]
     check_places(specs, session.resources)
     cluster = stack.enter_context(
-        launched(specs, lambda spec: demand_of(spec, session.resources, share), not share, output.say)
+        launched(
+            specs,
+            lambda spec: demand_of(spec, session.resources, share),
+            not share,
+            output.say,
+            GROWTH_S if session.grows else PLACEMENT_S,
+        )
     )
     return cluster, plan
 

@@ -6,6 +6,7 @@ secret itself is never sent.
 
 import hmac
 import logging
+import os
 import socket
 import stat
 from ipaddress import ip_address
@@ -49,7 +50,7 @@ def read_secret(file: Path) -> "ClusterSecret":
     """
     try:
         text = file.read_text().strip()
-        others = file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+        others = _others_can_read(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text"
         raise ConfigError(f"--secret-file {file} can't be read: {reason}") from None
@@ -61,6 +62,16 @@ def read_secret(file: Path) -> "ClusterSecret":
     if others:
         log.warning("other users of this machine can read the cluster's secret: chmod 600 %s", file)
     return ClusterSecret(text)
+
+
+def _others_can_read(file: Path) -> bool:
+    """True if other users can read a file, more of them than necessary.
+
+    systemd and Kubernetes give a process a file of root that only the process's group can read.
+    """
+    status = file.stat()
+    group = status.st_mode & stat.S_IRGRP and status.st_uid == os.geteuid()
+    return bool(group or status.st_mode & stat.S_IROTH)
 
 
 def is_loopback(host: str) -> bool:

@@ -4,7 +4,7 @@ import pytest
 
 from cpd.common.errors import ConfigError
 from cpd.common.settings import ClusterSettings
-from deploy.placement import Placed, check_places, demand_of, gpu_share, local_resources, next_move
+from deploy.placement import Placed, check_places, demand_of, gpu_share, grows, local_resources, next_move
 from deploy.processes import processes
 from tests.secret import secret_file
 
@@ -33,6 +33,16 @@ def test_a_role_with_too_few_places_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 of the resource cpd_prefill, and 2 are needed"):
         check_places(SPECS, {"CPU": 8, "cpd_prefill": 1})
     check_places(SPECS, {"CPU": 8})
+
+
+def test_in_a_ray_that_grows_processes_are_placed_by_role_and_gpus_are_whole() -> None:
+    resources = {"CPU": 8, "cpd_grows": 1, "cpd_prefill": 1}
+    assert grows(resources)
+    assert not grows({"CPU": 8, "cpd_prefill": 1})
+    check_places(SPECS, resources)
+    assert demands(resources) == [{"cpd_combined": 1}, {"cpd_prefill": 1}, {"cpd_prefill": 1}, {"cpd_router": 1}]
+    assert [gpu_share("cuda", 4, gpus, growing=True) for gpus in (0, 2)] == [1, 1]
+    assert gpu_share("auto", 4, 0, growing=True) == 0
 
 
 @pytest.mark.parametrize(

@@ -45,3 +45,11 @@ def test_several_hosts_that_reach_each_other_and_have_a_secret_are_accepted() ->
     check_hosts(RaySession((HERE, THERE), {}), settings, embedded=False, has_own_secret=True)
     with pytest.raises(ConfigError, match="need a common secret: write one to a file"):
         check_hosts(RaySession((HERE, THERE), {}), settings, embedded=False, has_own_secret=False)
+
+
+def test_a_ray_that_grows_is_one_of_several_hosts_from_the_start() -> None:
+    settings = ClusterSettings(redis_url="redis://10.0.0.9:6379", host="0.0.0.0")
+    growing = RaySession((HERE,), {"cpd_grows": 1})
+    check_hosts(growing, settings, embedded=False, has_own_secret=True)
+    with pytest.raises(ConfigError, match="has several hosts, which can't share an embedded Redis"):
+        check_hosts(growing, settings, embedded=True, has_own_secret=True)

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,19 @@ def test_a_secret_comes_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_file_that_others_can_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     read_secret(_file(tmp_path, "long enough a secret", 0o644))
     assert f"chmod 600 {tmp_path}/secret" in caplog.text
+
+
+def test_a_file_of_root_that_only_the_own_group_can_read_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So systemd and Kubernetes pass secrets."""
+    file = _file(tmp_path, "long enough a secret", 0o440)
+    read_secret(file)
+    assert "chmod 600" in caplog.text  # its owner could say who reads it
+    caplog.clear()
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    read_secret(file)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("secret", ["", "\n", "(short)"])
