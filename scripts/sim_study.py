@@ -83,7 +83,7 @@ ERRORS = (0.2, 0.5)
 FACTORS = (1 / 3, 1.0, 3.0)
 """Durations by the profile of the misjudged worker, relative to the true ones."""
 
-MISJUDGED = "combined-0"
+MISJUDGED = "worker-0"
 SHARE_S = 15.0
 """Shares of requests are counted over this time."""
 

@@ -42,7 +42,7 @@ def as_result(settings: SimSettings, outcome: Outcome) -> Result:
     """Returns the result in the form that `cpd bench` reads."""
     slo = f"ttft={settings.slo_ttft:g},itl={settings.slo_itl:g}"
     summary, requests = summarise(outcome.records, start_s=settings.warmup, slo=Slo.parse(slo), offered_per_s=None)
-    load = f"{settings.rate:g} requests/s" if settings.workload == "mix" else f"speedup {settings.speedup:g}"
+    load = f"speedup {settings.speedup:g}" if settings.workload == "trace" else f"{settings.rate:g} requests/s"
     return Result(
         label=f"simulated {settings.policy.name} {settings.workload} {load}",
         command=command_line(sys.argv),
