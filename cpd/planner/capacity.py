@@ -11,10 +11,13 @@ takes `local_ms(k)` beside them, on the prefill lane or in their batch, and dela
         τ = (1 + cv²) / 2 · mean service / (m · (1 - busy))                 mean wait of those that wait
     good          = Σ rate · (1 - late) · share of streams within batch slots, pages and slo_itl
 
-All prompts wait in one queue for each role, of `m` workers. Prefill workers get the prompts whose computing takes them
-the least compared with a combined worker, as long as they are no busier than these. If not all can be in time, the
-prompts that take longest are given up, as workers do (engine/scheduling/fair_queue.py): as many as leaves the most good
-requests.
+All prompts of a role wait in queues of `m = QUEUE_WORKERS` workers. Prefill workers get the prompts whose computing
+takes them the least compared with a combined worker, as long as they are no busier than these. If not all can be in
+time, the prompts that take longest are given up, as workers do (engine/scheduling/fair_queue.py): as many as leaves the
+most good requests.
+
+Combined workers hold the caches that later turns look for. With fewer of them, less of what only some workers have
+cached is still there: the share combined / combined now.
 """
 
 from collections.abc import Sequence
@@ -34,6 +37,13 @@ STREAMS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 PAGES_FOR_STREAMS = 0.9
 """Share of a worker's pages that streams can fill before others wait."""
+
+QUEUE_WORKERS = 2
+"""Among how many workers a prompt can choose where it is served first. Caches, and predictions that are wrong, leave no
+more: with 2, predictions agree with simulations (docs/decisions/0038-planner.md)."""
+
+LEAST_WORK = 0.5
+"""The least that larger caches leave to compute of a prompt, relative to now."""
 
 MAX_BUSY = 0.98
 """Busier workers count as this busy: waits would be endless."""
@@ -119,12 +129,15 @@ class CapacityModel:
 
     Args:
         demands: At least one, each with a rate above 0.
+        current: Number of prefill workers with which they were measured.
     """
 
-    def __init__(self, demands: Sequence[Demand], fleet: Fleet, targets: Targets) -> None:
+    def __init__(self, demands: Sequence[Demand], fleet: Fleet, targets: Targets, current: int = 0) -> None:
         self._fleet = fleet
         self._targets = targets
+        self._combined_now = fleet.count - current
         self._rates = np.array([one.rate for one in demands])
+        self._found = np.array([max(0.0, one.remote_tokens / max(one.local_tokens, 1) - 1) for one in demands])
         self._outputs = np.array([one.output_tokens for one in demands])
         decoding = self._rates * self._outputs
         contexts = np.array([one.prompt_tokens + one.output_tokens / 2 for one in demands])
@@ -203,7 +216,7 @@ class CapacityModel:
     def _combined(self, rates: Floats, remote: Floats, numbers: Floats) -> tuple[Floats, Floats, Floats]:
         """Returns the busy share of combined workers' prefill lanes, their streams, and the share that they decode."""
         combined = self._fleet.count - numbers
-        local = rates[:, None, :] * (1 - remote) / combined[None, :, None]
+        local = self._work(numbers) * rates[:, None, :] * (1 - remote) / combined[None, :, None]
         tokens_per_s = (rates * self._outputs).sum(axis=1)[:, None] / combined
         delayed = local @ self._delay_ms.T / 1e3  # [given up, number, streams]
         wanted = tokens_per_s[:, :, None] * self._step_ms / 1e3 / np.maximum(1 - delayed, 1e-3)
@@ -213,12 +226,18 @@ class CapacityModel:
         decoded = np.minimum(1, fastest / (tokens_per_s + fastest * delayed_most))
         return decoded * _at(local @ self._lane_ms.T / 1e3, streams), streams, decoded
 
+    def _work(self, numbers: Floats) -> Floats:
+        """The work of a prompt on a combined worker, relative to now: [number, demand]."""
+        kept = (self._fleet.count - numbers) / self._combined_now
+        result: Floats = np.maximum(1 + self._found * (1 - kept)[:, None], LEAST_WORK)
+        return result
+
     def _in_time(self, rates: Floats, remote: Floats, local_busy: Floats, streams: Floats, numbers: Floats) -> Floats:
         local_rates, remote_rates = rates[:, None, :] * (1 - remote), rates[:, None, :] * remote
         local_ms = np.stack(
             [_at(np.broadcast_to(ms, (*streams.shape, len(ms))), streams) for ms in self._local_ms.T], 2
         )
-        late_local = self._late(local_rates, local_ms, local_busy)
+        late_local = self._late(local_rates, self._work(numbers) * local_ms, local_busy)
         remote_busy = (remote_rates @ self._remote_ms) / 1e3 / np.maximum(numbers, 1)
         remote_ms = np.broadcast_to(self._remote_ms, remote.shape)
         late_remote = self._late(remote_rates, remote_ms, remote_busy)
@@ -230,9 +249,8 @@ class CapacityModel:
         mean = (rates * ms).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
         square = (rates * ms**2).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-12)
         busy = np.minimum(busy, MAX_BUSY)
-        workers = self._fleet.count
-        waits = busy ** (np.sqrt(2 * (workers + 1)) - 1)
-        tau = np.maximum(square / np.maximum(mean, 1e-9) / 2 / (workers * (1 - busy)), 1e-6)
+        waits = busy ** (np.sqrt(2 * (QUEUE_WORKERS + 1)) - 1)
+        tau = np.maximum(square / np.maximum(mean, 1e-9) / 2 / (QUEUE_WORKERS * (1 - busy)), 1e-6)
         slo = self._targets.slo_ttft
         queued = waits[:, :, None] * np.exp(-np.maximum(slo - ms, 0) / tau[:, :, None])
         result: Floats = 1 - _sigmoid((1 - ms / slo) / _SPREAD) * (1 - queued)

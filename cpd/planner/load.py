@@ -1,8 +1,12 @@
 """Measures what is asked of the workers: how many requests arrive, of which lengths. Pure.
 
-Requests are counted by class: prompts of about the same length, of which about the same share is cached. Counts decay
-within `MEMORY_S`, so that the rates follow a changing load. The total also has a trend (Holt's linear method, damped):
-what it adds until a change of roles has taken effect is added to all rates.
+Requests are counted by class: prompts of about the same length, of which about the same share is cached. Rates are
+forecasts by double exponential smoothing (Brown 1963), for arrivals at `age` seconds before now, where
+x = seconds measured / MEMORY_S:
+
+    rate = Σ (2 - age / MEMORY_S) · exp(-age / MEMORY_S) / (MEMORY_S · (1 - exp(-x) · (1 - x)))
+
+It follows a rate that rises or falls evenly without lag. Roles change at once, so the forecast is for now.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +24,9 @@ EXPECTED_OUTPUT = 256
 _LEAST_TOKENS = 64
 """Shorter prompts are of one class: computing them takes a step in any case."""
 
+_FORGOTTEN = 0.01
+"""Decayed number of requests below which a class no longer counts."""
+
 
 class RequestClass(NamedTuple):
     """Requests with about as many tokens to compute (in half octaves) and cached (in quarters of the prompt)."""
@@ -35,11 +42,13 @@ class _Counts:
     Attributes:
         at: Time of the last change.
         requests, local, remote, prompt: Number, and sums of tokens.
+        ages: Sum of the requests' ages, decayed like them, in seconds.
         answers, output: Number of answers, and sum of their tokens.
     """
 
     at: float
     requests: float = 0.0
+    ages: float = 0.0
     local: float = 0.0
     remote: float = 0.0
     prompt: float = 0.0
@@ -49,6 +58,7 @@ class _Counts:
     def decay(self, now: float) -> None:
         """Forgets until `now`."""
         kept = exp((self.at - now) / MEMORY_S)
+        self.ages = kept * (self.ages + (now - self.at) * self.requests)
         self.at = now
         self.requests *= kept
         self.local *= kept
@@ -100,17 +110,19 @@ class LoadMeter:
 
     def demands(self, now: float) -> list[Demand]:
         """The load, by class; classes without recent requests are left out."""
-        seconds = MEMORY_S * (1 - exp((self.began - now) / MEMORY_S))
+        x = (now - self.began) / MEMORY_S
+        seconds = MEMORY_S * (1 - exp(-x) * (1 - x))
         answers = sum(one.answers for one in self._classes.values())
         mean = (sum(one.output for one in self._classes.values()) + EXPECTED_OUTPUT) / (answers + 1)
         found = []
         for counts in self._classes.values():
             counts.decay(now)
-            if counts.requests < 0.01:
+            rate = (2 * counts.requests - counts.ages / MEMORY_S) / max(seconds, 1e-3)
+            if counts.requests < _FORGOTTEN or rate <= 0:
                 continue
             found.append(
                 Demand(
-                    counts.requests / max(seconds, 1e-3),
+                    rate,
                     counts.local / counts.requests,
                     counts.remote / counts.requests,
                     counts.prompt / counts.requests,

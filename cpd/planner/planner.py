@@ -7,12 +7,14 @@ happen to be; and it is right when it matters, at the limit.
 Changes cost: sessions leave their caches, and streams go on beside prompts. So the number stays
 
 - until enough requests were seen,
-- for `SETTLE_S` after a change,
-- if another number is predicted to serve less than `MIN_GAIN` more good requests.
+- for `SETTLE_S` after a change, and after `CHANGES_PER_HOUR` of them,
+- if the chosen number is predicted to serve less than `MIN_GAIN` more good requests.
 
-Of the numbers that are predicted to be nearly as good as the best one, the nearest to the current one is taken.
+Of the numbers that are predicted to be nearly as good as the best one, the smallest is taken: what the model does not
+know (streams that grow, bursts of them, copies of cached pages) needs combined workers.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,10 +29,13 @@ MIN_REQUESTS = 50
 SETTLE_S = 20.0
 """Time after a change until the next one, in seconds."""
 
-MIN_GAIN = 0.02
+CHANGES_PER_HOUR = 12
+"""Most changes in an hour."""
+
+MIN_GAIN = 0.005
 """Smallest predicted gain, relative, for which the number is changed."""
 
-NEARLY = 0.005
+NEARLY = 0.002
 """Predictions that differ by this much, relative, count as equal."""
 
 _SCALES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
@@ -72,7 +77,7 @@ class Planner:
         self._targets = targets
         self._least = least
         self._most = most
-        self._changed_at: float | None = None
+        self._changes: deque[float] = deque(maxlen=CHANGES_PER_HOUR)  # times of the last ones
 
     def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
         """Decides for the next seconds. A plan that `changes` is taken as carried out.
@@ -88,23 +93,24 @@ class Planner:
         numbers = range(min(self._least, most), most + 1)
         if not numbers.start <= current <= most:
             bounded = min(max(current, numbers.start), most)
-            self._changed_at = now
+            self._changes.append(now)
             return Plan(bounded, current, f"{current} prefill workers are outside the bounds")
         if requests < MIN_REQUESTS or not demands:
             return Plan(current, current, f"{requests:.0f} recent requests are too few to plan by")
-        if self._changed_at is not None and now < self._changed_at + SETTLE_S:
+        if self._changes and now < self._changes[-1] + SETTLE_S:
             return Plan(current, current, "the last change is not settled")
-        model = CapacityModel(demands, fleet, self._targets)
+        if len(self._changes) == CHANGES_PER_HOUR and now < self._changes[0] + 3600:
+            return Plan(current, current, f"there were {CHANGES_PER_HOUR} changes in the last hour")
+        model = CapacityModel(demands, fleet, self._targets, current)
         scale, predictions = self._at_the_limit(model, numbers)
         good = {one.prefill_workers: one.good_per_s for one in predictions}
         best = max(good.values())
-        near = [number for number in numbers if good[number] >= (1 - NEARLY) * best]
-        chosen = min(near, key=lambda number: (abs(number - current), number))
+        chosen = next(number for number in numbers if good[number] >= (1 - NEARLY) * best)
         gain = good[chosen] / max(good[current], 1e-9) - 1
         if gain < MIN_GAIN:
             reason = f"{best:.1f} good requests/s at most, {good[current]:.1f} with {current} prefill workers"
             return Plan(current, current, reason, scale, tuple(predictions))
-        self._changed_at = now
+        self._changes.append(now)
         reason = f"{good[chosen]:.1f} good requests/s with {chosen} prefill workers, {good[current]:.1f} with {current}"
         return Plan(chosen, current, reason, scale, tuple(predictions))
 

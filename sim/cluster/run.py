@@ -31,6 +31,10 @@ def run(settings: SimSettings) -> None:
         write_html([result], settings.html_file)
     console = Console()
     show(result, console)
+    for time_s, plan in outcome.changes:
+        console.print(
+            f"{time_s:.0f} s: {plan.prefill_workers} prefill workers instead of {plan.current}: {plan.reason}"
+        )
     work, requests, steps = outcome.work_imbalance, outcome.imbalance, outcome.step_imbalance
     console.print(
         f"Imbalance (maximum over mean): device time of all workers {work:.2f}; of the combined workers, requests "

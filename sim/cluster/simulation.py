@@ -43,6 +43,7 @@ class Outcome:
         work_imbalance: Imbalance of device time (see `sim/cluster/work.py`).
         imbalance: Imbalance of the time-averaged number of requests on workers while they are combined.
         step_imbalance: Imbalance of their time-averaged decode step times; no step counts as 0.
+        changes: The planner's changes of roles, and their times in seconds.
     """
 
     records: list[Record]
@@ -50,6 +51,7 @@ class Outcome:
     work_imbalance: float
     imbalance: float
     step_imbalance: float
+    changes: list[tuple[float, Plan]]
 
 
 class SimCluster:
@@ -199,6 +201,7 @@ class SimCluster:
             work_imbalance=self._loads.work_imbalance(),
             imbalance=requests,
             step_imbalance=steps,
+            changes=[(time_s, plan) for time_s, plan in self.plans if plan.changes],
         )
 
     @property

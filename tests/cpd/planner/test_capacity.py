@@ -16,10 +16,17 @@ def test_an_idle_cluster_serves_everything() -> None:
 
 
 def test_each_prefill_worker_costs_chats_its_streams() -> None:
-    model = CapacityModel([replace(CHATS, rate=2_000.0)], fleet(), TARGETS)
+    model = CapacityModel([replace(CHATS, rate=2_000.0, remote_tokens=250)], fleet(), TARGETS)
     good = [one.good_per_s for one in model.predict(range(16))]
     assert good == sorted(good, reverse=True)
     assert good[8] == pytest.approx(good[0] / 2, rel=0.1)
+
+
+def test_fewer_combined_workers_find_less_in_their_caches() -> None:
+    load = [replace(CHATS, rate=300.0, local_tokens=1_000, remote_tokens=remote) for remote in (1_000, 2_000)]
+    shared, own = (CapacityModel([one], fleet(), TARGETS).predict([0, 4]) for one in load)
+    assert shared[0] == own[0]
+    assert own[1].combined_busy > shared[1].combined_busy
 
 
 def test_long_prompts_with_short_answers_are_computed_best_by_prefill_workers() -> None:

@@ -22,6 +22,16 @@ def test_rates_and_mean_lengths_are_measured_by_class() -> None:
     assert astuple(long)[1:] == pytest.approx((18_000, 20_000, 20_000, 100), rel=0.1)
 
 
+def test_a_rate_that_rises_evenly_is_followed_without_lag() -> None:
+    meter, now, rate = LoadMeter(began=0.0), 0.0, 20.0
+    while now < 300:
+        rate = 20.0 + 0.2 * now
+        now += 1 / rate
+        meter.arrived(2_000, 200, 1_000, now)
+    (one,) = meter.demands(now)
+    assert one.rate == pytest.approx(rate, rel=0.03)
+
+
 def test_a_load_that_ended_is_forgotten() -> None:
     meter = LoadMeter(began=0.0)
     for number in range(1000):

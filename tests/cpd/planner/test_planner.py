@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd.planner.capacity import Demand
-from cpd.planner.planner import MIN_GAIN, MIN_REQUESTS, NEARLY, SETTLE_S, Plan, Planner
+from cpd.planner.planner import CHANGES_PER_HOUR, MIN_GAIN, MIN_REQUESTS, NEARLY, SETTLE_S, Plan, Planner
 from tests.cpd.planner.fleets import CHATS, LONG, TARGETS, demands, fleet
 
 MANY = 10.0 * MIN_REQUESTS
@@ -47,6 +47,17 @@ def test_a_change_settles_before_the_next() -> None:
     assert plan([CHATS], 8, planner, 0.0).changes
     assert not plan([replace(LONG, rate=20.0)], 0, planner, SETTLE_S - 1).changes
     assert plan([replace(LONG, rate=20.0)], 0, planner, SETTLE_S + 1).changes
+
+
+def test_there_are_only_some_changes_in_an_hour() -> None:
+    planner, current, changes = Planner(TARGETS), 0, list[float]()
+    for step in range(100):
+        now = 60.0 * step
+        one = plan([CHATS] if step % 2 else [replace(LONG, rate=20.0)], current, planner, now)
+        current = one.prefill_workers
+        changes += [now] * one.changes
+    assert len(changes) > CHANGES_PER_HOUR
+    assert all(later - first >= 3600 for first, later in zip(changes, changes[CHANGES_PER_HOUR:], strict=False))
 
 
 def test_numbers_outside_the_bounds_change_at_once() -> None:

@@ -231,3 +231,20 @@ def test_some_worker_is_always_combined(count: int) -> None:
     cluster = SimCluster(settings(workers=4), Fixed())
     with pytest.raises(ValueError, match="can't be prefill workers"):
         cluster.set_prefill_workers(count)
+
+
+def test_a_planner_corrects_a_wrong_start() -> None:
+    shape = settings(workers=4, prefill_workers=3, planner="act", long_share=0.0, agent_share=0.0, duration=12.0)
+    cluster = SimCluster(shape, make_workload(shape, 60.0))
+    outcome = cluster.run()
+    ((_, plan),) = outcome.changes
+    assert (plan.current, plan.prefill_workers) == (3, 0)
+    assert all(worker.role == "combined" for worker in cluster.workers)
+    assert not any(one.error for one in outcome.records)
+
+
+def test_a_planner_leaves_systems_alone_that_have_no_roles() -> None:
+    shape = settings(workers=3, policy="sglang", planner="act")
+    cluster = SimCluster(shape, make_workload(shape, 20.0))
+    assert not cluster.run().changes
+    assert not cluster.plans
