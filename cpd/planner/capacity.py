@@ -9,7 +9,9 @@ takes `local_ms(k)` beside them, on the prefill lane or in their batch, and dela
     late          = C · exp(-(slo_ttft - service) / τ)                      probability of a late first token
         C = busy ^ (√(2 (m + 1)) - 1)                                       probability of waiting (Sakasegawa 1977)
         τ = (1 + cv²) / 2 · mean service / (m · (1 - busy))                 mean wait of those that wait
-    good          = Σ rate · (1 - late) · share of streams within batch slots, pages and slo_itl
+    decoded       = share of the tokens/s that combined workers reach with as many streams as batch slots, pages and
+                    slo_itl allow
+    good          = decoded · Σ rate · (1 - late)
 
 All prompts of a role wait in queues of `m = QUEUE_WORKERS` workers. Prefill workers get the prompts whose computing
 takes them the least compared with a combined worker, as long as they are no busier than these. If not all can be in

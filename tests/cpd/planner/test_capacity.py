@@ -19,7 +19,7 @@ def test_each_prefill_worker_costs_chats_its_streams() -> None:
     model = CapacityModel([replace(CHATS, rate=2_000.0, remote_tokens=250)], fleet(), TARGETS)
     good = [one.good_per_s for one in model.predict(range(16))]
     assert good == sorted(good, reverse=True)
-    assert good[8] == pytest.approx(good[0] / 2, rel=0.1)
+    assert 0.5 * good[0] < good[8] < 0.6 * good[0]  # prefill workers take over the prompts, but no streams
 
 
 def test_fewer_combined_workers_find_less_in_their_caches() -> None:
