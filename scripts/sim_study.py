@@ -7,6 +7,9 @@
     mixes       ten mixes from all short to all long
     cache       cached share and balance, beside the policy that always takes the most cached worker
     trace       goodput on the requests of --trace, replayed at each of --speedups; with 5 % noise, and 20 % error
+    planner     goodput of overloads with each of STARTS prefill workers, and with a planner that starts from there;
+                also of --trace at each of --speedups, if given
+    day         good requests in each eighth of a day, with each of SPLITS of the workers, and with a planner
     misjudged   one of 8 workers has a profile that is wrong by each of FACTORS: its share of the requests
     burst       16 prompts of 4,096 tokens into 128 running streams
 
@@ -26,7 +29,9 @@ from typing import Any
 import numpy as np
 import orjson
 
+from bench.metrics import request_row
 from bench.record import Record
+from bench.slo import Slo
 from cpd.performance.model import Profile
 from sim.cluster.compare import as_row, search_rate
 from sim.cluster.mistakes import scaled
@@ -83,7 +88,7 @@ ERRORS = (0.2, 0.5)
 FACTORS = (1 / 3, 1.0, 3.0)
 """Durations by the profile of the misjudged worker, relative to the true ones."""
 
-MISJUDGED = "combined-0"
+MISJUDGED = "worker-0"
 SHARE_S = 15.0
 """Shares of requests are counted over this time."""
 
@@ -91,6 +96,21 @@ WRONG_POLICIES: tuple[tuple[str, int], ...] = (
     ("cost", 4), ("cost", 0), ("sglang-lanes", 0), ("static-pd", 9), ("static-pd", 11)
 )  # fmt: skip
 """Policies of the part `wrong`, with their numbers of prefill workers."""
+
+STARTS = (0, 4, 8, 11)
+"""Numbers of prefill workers of the part `planner`."""
+
+OVERLOADS: tuple[tuple[float, dict[str, Any]], ...] = (
+    (200.0, {"long_share": 0.1, "agent_share": 0.5}),
+    (24.0, {"long_share": 1.0, "agent_share": 0.5}),
+)
+"""Rates and mixes of the part `planner`."""
+
+SPLITS = (0.0, 0.125, 0.25, 0.5, 0.6875)
+"""Shares of prefill workers in the part `day`."""
+
+DAY_RATE = 25.0
+"""Chats at their peak in the part `day`, in requests a second for each worker."""
 
 STREAMS, STREAM_TOKENS = 128, 2000
 BURST_S, BURST_PROMPTS, BURST_TOKENS = 3.0, 16, 4096
@@ -134,8 +154,9 @@ def _turn(tokens: int, number: int, output_len: int) -> Turn:
     return Turn(array("i", np.random.default_rng(number).integers(100_000, size=tokens).tolist()), output_len)
 
 
-def cells(part: str, seeds: Sequence[int], speedups: Sequence[float]) -> Iterator[Cell]:
+def cells(part: str, seeds: Sequence[int], speedups: Sequence[float], base: CompareSettings) -> Iterator[Cell]:
     """The cells of one part."""
+    wrong = {"step_noise": 0.05, "profile_error": 0.2}
     match part:
         case "base":
             for seed in seeds:
@@ -164,6 +185,21 @@ def cells(part: str, seeds: Sequence[int], speedups: Sequence[float]) -> Iterato
                     replay: dict[str, Any] = {"workload": "trace", "speedup": speedup}
                     replay |= {"prefill_workers": prefill_workers, "step_noise": 0.05, "profile_error": 0.2}
                     yield Cell(part, policy, replay, speedup)
+        case "planner":
+            loads = [*OVERLOADS]
+            if base.file is not None:
+                loads += [(speedup, {"workload": "trace", "speedup": speedup}) for speedup in speedups]
+            for (rate, load), seed, start, planner in product(loads, seeds, STARTS, ("off", "act")):
+                yield Cell(
+                    part, "cost", {**load, **wrong, "seed": seed, "prefill_workers": start, "planner": planner}, rate
+                )
+        case "day":
+            for seed, error in product(seeds, ERRORS):
+                day: dict[str, Any] = {**wrong, "workload": "day", "profile_error": error, "seed": seed}
+                day |= {"warmup": base.day_s / 8, "duration": base.day_s}
+                for share, planner in (*((share, "off") for share in SPLITS), (0.0, "act")):
+                    changes = {**day, "prefill_workers": int(share * base.workers), "planner": planner}
+                    yield Cell(part, "cost", changes, DAY_RATE * base.workers)
         case "misjudged":
             chats: dict[str, Any] = {"workers": 8, "prefill_workers": 0, "agent_share": 0.0}
             chats |= {"warmup": 0.0, "duration": 75.0, "step_noise": 0.05}
@@ -186,6 +222,8 @@ def compute(cell: Cell, base: CompareSettings) -> dict[str, Any]:
             "p99": _rise(float(np.percentile(without, 99)), float(np.percentile(with_burst, 99))),
             "max": _rise(max(without), max(with_burst)),
         }
+    if cell.part == "day":
+        return _day(settings, cell)
     if cell.rate is None:
         row = search_rate(settings)
     else:
@@ -220,6 +258,16 @@ def _shares(cell: Cell, base: CompareSettings) -> dict[str, Any]:
     }
 
 
+def _day(settings: CompareSettings, cell: Cell) -> dict[str, Any]:
+    """Good requests that arrived in each eighth of the measured time, and the number of changes."""
+    assert cell.rate is not None
+    outcome = SimCluster(settings, make_workload(settings, cell.rate)).run()
+    slo = Slo(ttft=settings.slo_ttft, itl=settings.slo_itl)
+    due_s = [one.due_s - settings.warmup for one in outcome.records if request_row(one, 0.0, slo).good]
+    good = np.histogram(due_s, np.linspace(0, settings.duration, 9))[0]
+    return {"offered": len(outcome.records), "good": good.tolist(), "changes": len(outcome.changes)}
+
+
 def _rise(without: float, with_burst: float) -> dict[str, float]:
     return {"without": without, "with": with_burst, "rise": with_burst / without - 1}
 
@@ -249,7 +297,7 @@ def show(directory: Path, base: CompareSettings) -> None:
                     for name, ms in found.items()
                 ),
             )
-        elif path.stem.startswith("misjudged"):
+        elif path.stem.startswith(("misjudged", "day")):
             print(path.stem, *(f"{name} {value}" for name, value in found.items()))
         elif found["max_rate"]:
             figures = {name: value for name, value in found.items() if isinstance(value, float)}
@@ -263,15 +311,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--parts", default="base,cache,burst,ablations,mixes,settings", help="parts to compute")
-    parser.add_argument("--seeds", default="0,1,2", help="seeds of the parts `base`, `wrong` and `misjudged`")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the parts with several")
     parser.add_argument("--profile", default="h200-qwen3-8b", help="profile of the devices")
     parser.add_argument("--rate-from", type=float, default=40.0, help="rate at which a search begins")
     parser.add_argument("--workers", type=int, default=16, help="number of workers")
     parser.add_argument("--warmup", type=float, default=15.0, help="seconds before requests are measured")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds in which requests are measured")
     parser.add_argument("--precision", type=float, default=0.05, help="relative precision of the highest rate")
-    parser.add_argument("--trace", type=Path, help="part `trace`: a file in Mooncake's format")
-    parser.add_argument("--speedups", default="8,12,17,20", help="part `trace`: how many times faster it is replayed")
+    parser.add_argument("--trace", type=Path, help="a file in Mooncake's format")
+    parser.add_argument("--speedups", default="8,12,17,20", help="how many times faster the trace is replayed")
+    parser.add_argument("--day-s", type=float, default=480.0, help="part `day`: seconds that a day takes")
     options = parser.parse_args()
     base = CompareSettings(
         workers=options.workers,
@@ -281,12 +330,13 @@ def main() -> None:
         rate_from=options.rate_from,
         profile=options.profile,
         file=options.trace,
+        day_s=options.day_s,
     )
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     speedups = [float(speedup) for speedup in options.speedups.split(",")]
     for part in options.parts.split(","):
-        for cell in cells(part, seeds, speedups):
+        for cell in cells(part, seeds, speedups, base):
             path = options.out / f"{cell.name}.json"
             if not path.exists():
                 content = orjson.dumps(compute(cell, base), option=orjson.OPT_INDENT_2)

@@ -73,11 +73,11 @@ class PlacedRequest:
 
 
 class DecodeSide:
-    """Handles requests on a combined worker before they enter its engine.
+    """Handles requests on the worker that decodes them before they enter its engine.
 
     Args:
         network_s: Delay of a message between workers.
-        prefill_sides: The prefill workers' counterparts, by name.
+        prefill_sides: All workers' counterparts, by name.
     """
 
     def __init__(
@@ -209,13 +209,12 @@ class PrefixFetch:
 
 
 class PrefillSide:
-    """Handles remote prefills on a prefill worker."""
+    """Handles remote prefills on the worker that computes them."""
 
     def __init__(self, worker: SimWorker) -> None:
         self.worker = worker
         self._remotes: dict[str, RemotePrefill] = {}
         worker.on_begin = self._begin
-        worker.on_output = self._see
 
     def take(self, remote: "RemotePrefill") -> None:
         """Queues a prompt in the engine."""
@@ -231,16 +230,24 @@ class PrefillSide:
 
         self.worker.do(add)
 
-    def _begin(self, output: StepOutput) -> None:
-        for computed in output.computed:
-            self._remotes[computed.request_id].begin()
-
-    def _see(self, output: StepOutput) -> None:
+    def take_outputs(self, output: StepOutput) -> list[Output]:
+        """Handles what a step has computed for remote prefills. Returns the outputs of the worker's own streams."""
         for computed in output.computed:
             remote = self._remotes[computed.request_id]
             remote.computed(remote.to_push.take(self.worker.engine, computed))
-        for first in output.outputs:
-            self._remotes.pop(first.request_id).first(first)
+        if not self._remotes:
+            return output.outputs
+        own = []
+        for one in output.outputs:
+            if one.request_id in self._remotes:
+                self._remotes.pop(one.request_id).first(one)
+            else:
+                own.append(one)
+        return own
+
+    def _begin(self, output: StepOutput) -> None:
+        for computed in output.computed:
+            self._remotes[computed.request_id].begin()
 
 
 @dataclass(eq=False, slots=True)

@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from cpd.common.blocks import short_hashes
+from cpd.common.blocks import BLOCK_SIZE, short_hashes
 from cpd.common.policy_settings import PolicySettings
+from cpd.planner.capacity import Fleet
+from cpd.planner.load import LoadMeter, RequestClass
 from cpd.rpc import cpd_pb2 as pb
 from engine.types import CacheEvent, Finish, Output, Request
 from router.placement.candidate import Candidate
@@ -16,6 +18,9 @@ from router.prefix_index.index import PrefixIndex
 from sim.cluster.disaggregation import DecodeSide, PlacedRequest
 from sim.cluster.events import Events
 from sim.cluster.worker import SimWorker
+
+PROFILES = 8
+"""Number of workers whose profiles stand for all when a planner predicts."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +38,7 @@ class RequestState:
         decode, prefill: Workers of the last placement; equal if the prompt is computed locally.
         placement, placed_at: The last placement and its time.
         refused_by: Workers whose queue was full.
+        measured: Its class in the measured load.
     """
 
     number: int
@@ -48,6 +54,7 @@ class RequestState:
     placement: Placement | None = None
     placed_at: float = 0.0
     refused_by: set[str] = field(default_factory=set)
+    measured: RequestClass | None = None
 
 
 class SimRouter:
@@ -55,7 +62,7 @@ class SimRouter:
 
     Args:
         policy: Chooses the workers.
-        sides: Counterparts of the combined workers, by name.
+        sides: Counterparts of all workers, by name.
         network_s: Delay of a message between router and worker.
         on_load: Called with each load report when it is sent.
         max_tokens: Output limit that requests have, if their answers are not longer.
@@ -85,6 +92,7 @@ class SimRouter:
         self._on_load = on_load
         self._requests: dict[str, RequestState] = {}  # by the request's id
         self._index = PrefixIndex()
+        self.meter = LoadMeter(events.now)
         self._workers = {worker.id: worker for worker in workers}
         self._loads = {worker.id: self._follow(worker) for worker in workers}
 
@@ -113,6 +121,8 @@ class SimRouter:
             self.learning.evicted_reuse,
         )
         self.learning.prompt(len(request.token_ids), situation.most_cached_tokens)
+        if state.measured is None:
+            state.measured = self._measure(situation)
         placement = self._policy.place(situation)
         state.decode, state.prefill = placement.decode.worker_id, placement.prompt_worker.worker_id
         state.placement, state.placed_at = placement, now
@@ -127,6 +137,14 @@ class SimRouter:
             on_refused=lambda: self._events.after(self._network_s, self._refused, state),
         )
         self._events.at(now + self._network_s, self._sides[state.decode].take, placed)
+
+    def requests_on(self, worker: SimWorker) -> int:
+        """Number of requests on a worker, as the router knows it."""
+        return self._loads[worker.id].candidate.requests
+
+    def role_changed(self, worker: SimWorker) -> None:
+        """A worker has another role: its times are learned afresh, from the mean of the workers with this role."""
+        self._loads[worker.id].errors = self.learning.worker(prefills_only=worker.role == "prefill")
 
     def output(self, output: Output) -> None:
         """A combined worker has sampled a request's next token."""
@@ -154,6 +172,8 @@ class SimRouter:
             del self._requests[state.request.id]
             self._loads[state.decode].sequences_ended(1)
             self.learning.answer("", len(state.token_ids))
+            if state.measured is not None:
+                self.meter.answered(state.measured, len(state.token_ids))
             state.on_end(state, output.finish)
 
     def _answered(self, state: RequestState, after_s: float, *, planned: bool) -> None:
@@ -169,6 +189,24 @@ class SimRouter:
         self._loads[state.decode].sequences_ended(1)
         state.refused_by.add(state.decode)
         self.submit(state)
+
+    def fleet(self) -> Fleet:
+        """The workers, as the planner sees them."""
+        loads = [self._loads[worker.id].candidate for worker in self._workers.values()]
+        shown = loads[:: -(-len(loads) // PROFILES)]
+        return Fleet(
+            len(loads),
+            [one.estimator.colocation for one in shown],
+            [one.estimator.slowdown for one in shown],
+            loads[0].max_num_seqs,
+            loads[0].num_pages,
+        )
+
+    def _measure(self, seen: Situation) -> RequestClass:
+        tokens, cached = seen.prompt.tokens, seen.cached.cached
+        best = max((cached.get(one.worker_id, 0) for one in seen.combined), default=0)
+        mean = sum(cached.values()) / len(self._workers)
+        return self.meter.arrived(tokens, tokens - BLOCK_SIZE * best, round(tokens - BLOCK_SIZE * mean), seen.now)
 
     def _candidates(self, role: str, but: set[str] | frozenset[str]) -> list[Candidate]:
         return [

@@ -31,6 +31,10 @@ def run(settings: SimSettings) -> None:
         write_html([result], settings.html_file)
     console = Console()
     show(result, console)
+    for time_s, plan in outcome.changes:
+        console.print(
+            f"{time_s:.0f} s: {plan.prefill_workers} prefill workers instead of {plan.current}: {plan.reason}"
+        )
     work, requests, steps = outcome.work_imbalance, outcome.imbalance, outcome.step_imbalance
     console.print(
         f"Imbalance (maximum over mean): device time of all workers {work:.2f}; of the combined workers, requests "
@@ -42,7 +46,7 @@ def as_result(settings: SimSettings, outcome: Outcome) -> Result:
     """Returns the result in the form that `cpd bench` reads."""
     slo = f"ttft={settings.slo_ttft:g},itl={settings.slo_itl:g}"
     summary, requests = summarise(outcome.records, start_s=settings.warmup, slo=Slo.parse(slo), offered_per_s=None)
-    load = f"{settings.rate:g} requests/s" if settings.workload == "mix" else f"speedup {settings.speedup:g}"
+    load = f"speedup {settings.speedup:g}" if settings.workload == "trace" else f"{settings.rate:g} requests/s"
     return Result(
         label=f"simulated {settings.policy.name} {settings.workload} {load}",
         command=command_line(sys.argv),

@@ -49,6 +49,9 @@ class ClusterShape(Settings):
     prefill_workers: int = Field(
         4, ge=0, description="Prefill workers among them, in policies that have some; the others are combined."
     )
+    planner: Literal["off", "act"] = Field(
+        "off", description="act: a planner changes the workers' roles as the load changes, in policies that have both."
+    )
     num_pages: int = Field(0, ge=0, description="KV pages of each worker; 0: as many as the profile says.")
     max_model_len: int = Field(40_960, ge=32, description="Longest prompt plus output, in tokens.")
     max_num_seqs: int = Field(256, ge=1, description="Most sequences in a worker's running batch.")
@@ -74,9 +77,12 @@ class ClusterShape(Settings):
         description="A policy of the router, module:object, or another system to compare with (docs/simulator.md). "
         "Constants are set in the section `policy:` of the YAML file.",
     )
-    workload: Literal["mix", "trace"] = Field(
-        "mix", description="mix: chats, agents and long prompts; trace: the requests of --file."
+    workload: Literal["mix", "day", "trace"] = Field(
+        "mix",
+        description="mix: chats, agents and long prompts; day: the same as they change over a day; trace: the requests "
+        "of --file.",
     )
+    day_s: float = Field(480.0, gt=0, description="day: seconds that a day takes.")
     file: Path | None = Field(None, description="trace: a file of JSON lines in Mooncake's format.")
     speedup: float = Field(1.0, gt=0, description="trace: replay it this many times faster.")
     long_share: float = Field(0.1, ge=0, le=1, description="mix: share of requests that are long, uncached prompts.")
@@ -92,7 +98,9 @@ class ClusterShape(Settings):
 class SimSettings(ClusterShape):
     """Settings of one run."""
 
-    rate: float = Field(50.0, gt=0, description="mix: requests a second, on average.")
+    rate: float = Field(
+        50.0, gt=0, description="mix: requests a second, on average; day: those of chats at their peak."
+    )
     json_file: Path | None = Field(
         None,
         description="Write the result to this file, for `cpd bench compare`.",

@@ -16,6 +16,7 @@ last step, or the last one in which no stream ends.
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal
 
 from cpd.performance.colocation import Colocation, Mode
 from cpd.performance.model import PerfModel, Work
@@ -39,13 +40,16 @@ Run = Callable[[StepOutput, list[float]], None]
 Attempt = Callable[[Engine], bool]
 """Returns True if it succeeded; otherwise it is repeated after the next pass."""
 
+Role = Literal["prefill", "combined"]
+
 VOCAB_SIZE = 150_000
 
 
 class SimWorker:
-    """A worker of either role.
+    """A worker. It serves requests of either role; its role only says which ones it gets.
 
     Args:
+        role: prefill or combined, at first.
         truth: Gives step times.
         pace: How much longer steps take.
         model: Gives the worker's and the router's predictions.
@@ -54,7 +58,7 @@ class SimWorker:
         itl_ms: Target gap between tokens.
 
     Attributes:
-        role: prefill or combined.
+        role: prefill or combined. Requests that it has when the role changes end where they are.
         engine: Its engine; only commands may change it.
         model, colocate, num_pages, token_budget, decode_shares: As in its Hello to routers.
         on_begin: Called at the beginning of a step with the output that it will have.
@@ -67,7 +71,7 @@ class SimWorker:
     def __init__(
         self,
         worker_id: str,
-        role: str,
+        role: Role,
         events: Events,
         truth: PerfModel,
         pace: Pace,
@@ -82,7 +86,7 @@ class SimWorker:
         max_queue_tokens: int,
     ) -> None:
         self.id = worker_id
-        self.role = role
+        self.role: Role = role
         self.truth = truth
         self.model = model
         self.colocate = colocate

@@ -1,10 +1,11 @@
 """Workloads: sessions of token ids, without text.
 
     mix      short turns of chats and agents, and a share of long prompts without cached prefix
+    day      chats by day, agents in the evening and at night, long prompts in batches at night
     trace    requests of a file in Mooncake's format, at their times
 
-Sessions of a mix arrive as a Poisson process. A later turn is due when the previous answer is complete and the user or
-the agent's tool has paused. Everything follows from the seed.
+Sessions of a mix or a day arrive as a Poisson process. A later turn is due when the previous answer is complete and the
+user or the agent's tool has paused. Everything follows from the seed.
 """
 
 from abc import ABC, abstractmethod
@@ -123,13 +124,12 @@ class Mix(Workload):
 
     def __init__(self, rate: float, long_share: float, agent_share: float, seed: int, max_len: int) -> None:
         self._seed = seed
-        self._max_len = max_len
+        self._turns = _Turns(seed, max_len)
         turns = agent_share * AGENT.turns.mean + (1 - agent_share) * CHAT.turns.mean
         # The share among sessions that gives `long_share` among requests, as other sessions have several turns.
         long_sessions = long_share * turns / (1 - long_share + long_share * turns)
         self._odds = (long_sessions, long_sessions + (1 - long_sessions) * agent_share)
         self._sessions_per_s = rate / (long_sessions + (1 - long_sessions) * turns)
-        self._shared = {kind: _shared_prompts(kind, seed) for kind in (CHAT, AGENT)}
 
     def sessions(self) -> Iterator[Session]:
         rng = _generator(self._seed, _Stream.SESSIONS)
@@ -138,9 +138,81 @@ class Mix(Workload):
             start_s += rng.exponential(1 / self._sessions_per_s)
             draw = rng.random()
             kind = LONG if draw < self._odds[0] else AGENT if draw < self._odds[1] else CHAT
-            yield Session(start_s, self._turns(kind, rng), kind.shared)
+            yield Session(start_s, self._turns.draw(kind, rng), kind.shared)
 
-    def _turns(self, kind: Kind, rng: np.random.Generator) -> list[Turn]:
+
+class Day(Workload):
+    """A day, from midnight on, which repeats.
+
+    Args:
+        rate: Requests a second of chats at their peak.
+        day_s: Seconds that a day takes.
+        max_len: As in `Mix`.
+    """
+
+    def __init__(self, rate: float, day_s: float, seed: int, max_len: int) -> None:
+        self._rate = rate
+        self._day_s = day_s
+        self._seed = seed
+        self._turns = _Turns(seed, max_len)
+
+    def sessions(self) -> Iterator[Session]:
+        rng = _generator(self._seed, _Stream.SESSIONS)
+        peaks = [self._rate * one.peak / one.kind.turns.mean for one in DAY]
+        start_s = 0.0
+        while True:
+            start_s += rng.exponential(1 / sum(peaks))
+            hour = 24 * start_s / self._day_s % 24
+            draw = rng.random() * sum(peaks)
+            for one, peak in zip(DAY, peaks, strict=True):
+                if draw < peak * one.level(hour):
+                    yield Session(start_s, self._turns.draw(one.kind, rng), one.kind.shared)
+                    break
+                draw -= peak
+                if draw < 0:
+                    break
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """When sessions of a kind begin.
+
+    Attributes:
+        peak: Requests a second at its peak, relative to those of chats.
+        hour: Hour of the peak.
+        night: Level half a day later, relative to the peak.
+        width: Larger numbers make the peak narrower.
+    """
+
+    kind: Kind
+    peak: float
+    hour: float
+    night: float
+    width: float
+
+    def level(self, hour: float) -> float:
+        """The requests a second at an hour of the day, relative to the peak."""
+        wave: float = (0.5 + 0.5 * np.cos(2 * np.pi * (hour - self.hour) / 24)) ** self.width
+        return self.night + (1 - self.night) * wave
+
+
+DAY = (Shift(CHAT, 1.0, 14, 0.05, 1.0), Shift(AGENT, 0.35, 21, 0.1, 1.5), Shift(LONG, 0.036, 3, 0.02, 1.5))
+"""The peaks are about as much work."""
+
+
+class _Turns:
+    """Draws the turns of sessions.
+
+    Args:
+        max_len: Most tokens of a session; it ends before a turn that would exceed them.
+    """
+
+    def __init__(self, seed: int, max_len: int) -> None:
+        self._max_len = max_len
+        self._shared = {kind: _shared_prompts(kind, seed) for kind in (CHAT, AGENT)}
+
+    def draw(self, kind: Kind, rng: np.random.Generator) -> list[Turn]:
+        """Draws the turns of one session."""
         number = kind.turns.tokens(rng)
         shared = self._shared[kind][rng.integers(kind.groups)] if kind.groups else array("i")
         turns: list[Turn] = []
@@ -197,7 +269,7 @@ def make_workload(settings: ClusterShape, rate: float) -> Workload:
     """Returns the workload of the settings.
 
     Args:
-        rate: Requests a second of a mix; a trace has its own times.
+        rate: Requests a second of a mix, or of chats at their peak in a day; a trace has its own times.
 
     Raises:
         ConfigError: A setting is missing.
@@ -205,6 +277,8 @@ def make_workload(settings: ClusterShape, rate: float) -> Workload:
     """
     if settings.workload == "mix":
         return Mix(rate, settings.long_share, settings.agent_share, settings.seed, settings.max_model_len)
+    if settings.workload == "day":
+        return Day(rate, settings.day_s, settings.seed, settings.max_model_len)
     if settings.file is None:
         raise ConfigError("--workload trace needs --file")
     return Trace(read_trace(settings.file), settings.speedup, settings.seed, settings.max_model_len)

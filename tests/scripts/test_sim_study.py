@@ -1,6 +1,6 @@
 """The study's own workload; its policies are tested with the simulator."""
 
-from scripts.sim_study import Cell, compute
+from scripts.sim_study import Cell, cells, compute
 from sim.cluster.settings import CompareSettings
 
 
@@ -9,3 +9,14 @@ def test_a_burst_lengthens_gaps_less_than_with_chunked_prefill() -> None:
     ours, theirs = (compute(Cell("burst", name, {}), base) for name in ("cost-no-remote", "sglang"))
     assert ours["mean"]["without"] > 0
     assert 1 < ours["p99"]["with"] / ours["p99"]["without"] < theirs["p99"]["with"] / theirs["p99"]["without"]
+
+
+def test_a_day_is_counted_by_its_eighths() -> None:
+    base = CompareSettings(workers=2, day_s=24.0)
+    *static, planned = cells("day", [3], [], base)
+    assert {cell.settings["planner"] for cell in static[:5]} == {"off"}
+    assert planned.settings["planner"] == "act"
+    found = compute(Cell("day", "cost", static[0].settings, 20.0), base)
+    assert len(found["good"]) == 8
+    assert 0 < sum(found["good"]) <= found["offered"]
+    assert found["changes"] == 0

@@ -11,7 +11,7 @@ from sim.cluster.settings import SimSettings
 from sim.cluster.simulation import SimCluster
 from sim.cluster.work import decodes_s, prompts_s
 from sim.cluster.workload import Session, Turn, Workload, make_workload
-from tests.sim.clusters import MODEL, NETWORK_MS, one_turn, prompt, settings, simulate
+from tests.sim.clusters import MODEL, NETWORK_MS, Fixed, one_turn, prompt, settings, simulate
 
 ALL = (*POLICIES, *SYSTEMS, "tests.router.placement.test_policies:LastPolicy")
 ROUND_TRIP_MS = 2 * NETWORK_MS
@@ -203,9 +203,48 @@ def test_a_worker_with_a_wrong_profile_serves_its_share_within_the_targets(facto
     settings = SimSettings(workers=4, prefill_workers=0, agent_share=0.0, warmup=10.0, duration=10.0)
 
     def believed(name: str, profile: Profile) -> Profile:
-        return scaled(profile, factor) if name == "combined-0" else profile
+        return scaled(profile, factor) if name == "worker-0" else profile
 
     outcome = SimCluster(settings, make_workload(settings, 40.0), believed).run()
     assert outcome.good > 0.97 * len(outcome.records)
-    share = sum(record.worker == "combined-0" for record in outcome.records) / len(outcome.records)
+    share = sum(record.worker == "worker-0" for record in outcome.records) / len(outcome.records)
     assert 0.1 < share < 0.45
+
+
+def test_workers_change_their_roles_while_it_runs() -> None:
+    long = [one_turn(0.2 * number, prompt(8_000, number), 200) for number in range(20)]
+    shape = settings(policy="cost", workers=4, prefill_workers=0)
+    cluster = SimCluster(shape, Fixed(*long), schedule=[(0.9, 3), (2.9, 1)])
+    outcome = cluster.run()
+    routes = {time_s: {one.route for one in outcome.records if time_s[0] < one.due_s < time_s[1]} for time_s in
+              ((0.0, 0.9), (1.0, 2.9))}  # fmt: skip
+    assert routes[0.0, 0.9] == {"local"}
+    assert "remote" in routes[1.0, 2.9]
+    assert all(one.output_tokens == 200 for one in outcome.records)  # streams on workers that change go on there
+    assert sum(worker.role == "prefill" for worker in cluster.workers) == 1
+    for worker in cluster.workers:
+        worker.engine.check_integrity()
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_some_worker_is_always_combined(count: int) -> None:
+    cluster = SimCluster(settings(workers=4), Fixed())
+    with pytest.raises(ValueError, match="can't be prefill workers"):
+        cluster.set_prefill_workers(count)
+
+
+def test_a_planner_corrects_a_wrong_start() -> None:
+    shape = settings(workers=4, prefill_workers=3, planner="act", long_share=0.0, agent_share=0.0, duration=12.0)
+    cluster = SimCluster(shape, make_workload(shape, 60.0))
+    outcome = cluster.run()
+    ((_, plan),) = outcome.changes
+    assert (plan.current, plan.prefill_workers) == (3, 0)
+    assert all(worker.role == "combined" for worker in cluster.workers)
+    assert not any(one.error for one in outcome.records)
+
+
+def test_a_planner_leaves_systems_alone_that_have_no_roles() -> None:
+    shape = settings(workers=3, policy="sglang", planner="act")
+    cluster = SimCluster(shape, make_workload(shape, 20.0))
+    assert not cluster.run().changes
+    assert not cluster.plans

@@ -1,5 +1,6 @@
 """Fast-forwarded steps have the same effect as single ones."""
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +19,9 @@ from sim.device.pace import Pace
 from tests.sim.clusters import MODEL, prompt, settings
 
 
-def _simulate(fields: dict[str, Any]) -> tuple[Outcome, list[float]]:
+def _simulate(fields: dict[str, Any], schedule: Sequence[tuple[float, int]] = ()) -> tuple[Outcome, list[float]]:
     shape = settings(**fields, workers=3, duration=4.0, num_pages=8_000)
-    cluster = SimCluster(shape, make_workload(shape, 12.0))
+    cluster = SimCluster(shape, make_workload(shape, 12.0), schedule=schedule)
     outcome = cluster.run()
     for worker in cluster.workers:
         worker.engine.check_integrity()
@@ -28,19 +29,22 @@ def _simulate(fields: dict[str, Any]) -> tuple[Outcome, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "schedule"),
     [
-        {"policy": "cost"},
-        {"policy": "sglang"},
-        {"policy": "static-pd"},
-        {"policy": "cost", "step_noise": 0.1, "drift": 0.2, "profile_error": 0.3},
+        ({"policy": "cost"}, ()),
+        ({"policy": "sglang"}, ()),
+        ({"policy": "static-pd"}, ()),
+        ({"policy": "cost", "step_noise": 0.1, "drift": 0.2, "profile_error": 0.3}, ()),
+        ({"policy": "cost", "step_noise": 0.1}, [(0.5 * step, step % 3) for step in range(1, 10)]),
     ],
 )
-def test_fast_forwarded_and_single_steps_have_the_same_results(fields: dict[str, Any]) -> None:
+def test_fast_forwarded_and_single_steps_have_the_same_results(
+    fields: dict[str, Any], schedule: Sequence[tuple[float, int]]
+) -> None:
     with patch.object(FastForward, "end", autospec=True, side_effect=FastForward.end) as end:
-        at_once, work_s = _simulate(fields)
+        at_once, work_s = _simulate(fields, schedule)
     with patch("sim.cluster.worker.possible_steps", return_value=0):
-        one_by_one, work_one_by_one_s = _simulate(fields)
+        one_by_one, work_one_by_one_s = _simulate(fields, schedule)
     assert sum(len(call.args[1]) for call in end.call_args_list) > 500
     assert at_once.records == one_by_one.records
     assert at_once.imbalance == one_by_one.imbalance

@@ -1,11 +1,11 @@
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 import pytest
 
 from bench.workloads.trace import TracedRequest
 from cpd.common.errors import ConfigError
-from sim.cluster.workload import AGENT, Mix, Trace
+from sim.cluster.workload import AGENT, CHAT, Day, Mix, Trace
 
 
 def sessions_of(mix: Mix, count: int = 600) -> list[list[int]]:
@@ -60,3 +60,17 @@ def test_a_trace_with_only_long_requests_is_an_error() -> None:
     requests = [TracedRequest(timestamp=0, input_length=90_000, output_length=7)]
     with pytest.raises(ConfigError, match="no request of the trace fits into --max-model-len 40960"):
         Trace(requests, speedup=1.0, seed=0, max_len=40_960)
+
+
+def test_a_day_has_chats_by_day_and_long_prompts_at_night() -> None:
+    hours: dict[str, list[float]] = {"chat": [], "agent": [], "long": []}
+    for session in takewhile(lambda one: one.start_s < 2_400.0, Day(20.0, 2_400.0, 0, 40_960).sessions()):
+        kind = {CHAT.shared: "chat", AGENT.shared: "agent", 0: "long"}[session.shared]
+        hours[kind].append(session.start_s / 100)
+
+    def share(kind: str, start: float, end: float) -> float:
+        return sum(start <= hour < end for hour in hours[kind]) / len(hours[kind])
+
+    assert share("chat", 8, 20) > 0.7
+    assert share("agent", 17, 24) > 0.5
+    assert share("long", 0, 8) > 0.6

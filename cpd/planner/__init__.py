@@ -1,0 +1,1 @@
+"""Decides how many workers there are of each role."""

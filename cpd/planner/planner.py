@@ -1,0 +1,123 @@
+"""Decides how many workers are prefill workers, when to change that, and says why. Pure.
+
+All numbers are compared at one load: what is measured or, if even more could be served, as much as the best of them can
+serve with `GOOD_SHARE` of the requests good. So the answer depends on the mix of requests, and not on how many there
+happen to be; and it is right when it matters, at the limit.
+
+Changes cost: sessions leave their caches, and streams go on beside prompts. So the number stays
+
+- until enough requests were seen,
+- for `SETTLE_S` after a change, and after `CHANGES_PER_HOUR` of them,
+- if the chosen number is predicted to serve less than `MIN_GAIN` more good requests.
+
+Of the numbers that are predicted to be nearly as good as the best one, the smallest is taken: what the model does not
+know (streams that grow, bursts of them, copies of cached pages) needs combined workers.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpd.planner.capacity import CapacityModel, Demand, Fleet, Prediction, Targets
+
+GOOD_SHARE = 0.95
+"""Share of the requests that must be good for a load to count as served."""
+
+MIN_REQUESTS = 50
+"""Requests without which nothing is changed."""
+
+SETTLE_S = 20.0
+"""Time after a change until the next one, in seconds."""
+
+CHANGES_PER_HOUR = 12
+"""Most changes in an hour."""
+
+MIN_GAIN = 0.005
+"""Smallest predicted gain, relative, for which the number is changed."""
+
+NEARLY = 0.002
+"""Predictions that differ by this much, relative, count as equal."""
+
+_SCALES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decision.
+
+    Attributes:
+        prefill_workers: How many workers should be prefill workers.
+        current: How many are.
+        reason: Why, as a sentence.
+        scale: How many times the measured load the numbers are compared at.
+        predictions: What is predicted for each number, at that load.
+    """
+
+    prefill_workers: int
+    current: int
+    reason: str
+    scale: float = 1.0
+    predictions: tuple[Prediction, ...] = ()
+
+    @property
+    def changes(self) -> bool:
+        """Whether roles change."""
+        return self.prefill_workers != self.current
+
+
+class Planner:
+    """Plans for the workers of one model.
+
+    Args:
+        most: Most prefill workers; None: all but one worker.
+        least: Fewest prefill workers.
+    """
+
+    def __init__(self, targets: Targets, least: int = 0, most: int | None = None) -> None:
+        self._targets = targets
+        self._least = least
+        self._most = most
+        self._changes: deque[float] = deque(maxlen=CHANGES_PER_HOUR)  # times of the last ones
+
+    def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
+        """Decides for the next seconds. A plan that `changes` is taken as carried out.
+
+        Args:
+            demands: The load.
+            requests: Number of requests by which it was measured.
+            fleet: All workers.
+            current: How many of them are prefill workers.
+            now: Time in seconds.
+        """
+        most = fleet.count - 1 if self._most is None else min(self._most, fleet.count - 1)
+        numbers = range(min(self._least, most), most + 1)
+        if not numbers.start <= current <= most:
+            bounded = min(max(current, numbers.start), most)
+            self._changes.append(now)
+            return Plan(bounded, current, f"{current} prefill workers are outside the bounds")
+        if requests < MIN_REQUESTS or not demands:
+            return Plan(current, current, f"{requests:.0f} recent requests are too few to plan by")
+        if self._changes and now < self._changes[-1] + SETTLE_S:
+            return Plan(current, current, "the last change is not settled")
+        if len(self._changes) == CHANGES_PER_HOUR and now < self._changes[0] + 3600:
+            return Plan(current, current, f"there were {CHANGES_PER_HOUR} changes in the last hour")
+        model = CapacityModel(demands, fleet, self._targets, current)
+        scale, predictions = self._at_the_limit(model, numbers)
+        good = {one.prefill_workers: one.good_per_s for one in predictions}
+        best = max(good.values())
+        chosen = next(number for number in numbers if good[number] >= (1 - NEARLY) * best)
+        gain = good[chosen] / max(good[current], 1e-9) - 1
+        if gain < MIN_GAIN:
+            reason = f"{best:.1f} good requests/s at most, {good[current]:.1f} with {current} prefill workers"
+            return Plan(current, current, reason, scale, tuple(predictions))
+        self._changes.append(now)
+        reason = f"{good[chosen]:.1f} good requests/s with {chosen} prefill workers, {good[current]:.1f} with {current}"
+        return Plan(chosen, current, reason, scale, tuple(predictions))
+
+    def _at_the_limit(self, model: CapacityModel, numbers: Sequence[int]) -> tuple[float, list[Prediction]]:
+        """Returns the load at which to compare, as a factor of the measured one, and the predictions there."""
+        for scale in _SCALES:
+            predictions = model.predict(numbers, scale)
+            if max(one.good_share for one in predictions) < GOOD_SHARE:
+                break
+        return scale, predictions
