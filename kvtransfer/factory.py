@@ -1,9 +1,10 @@
 """Which transport a worker uses."""
 
+import contextlib
 import logging
 
 from cpd.common.errors import ConfigError, TransferError
-from kvtransfer.addresses import rdma_ports, resolve
+from kvtransfer.addresses import interface_of, rdma_ports, resolve
 from kvtransfer.base import PoolMemory, Transport
 from kvtransfer.probe import probe
 
@@ -40,15 +41,18 @@ async def create(
     except TransferError as error:
         raise ConfigError(f"host: {error}") from None
     advertise_host = advertise_host or ip
+    device_host = await _device_host(ip, advertise_host)
     reason = ""
     if name == "auto":
-        name, reason = ("nixl", "pages are in a GPU's memory") if memory.device is not None else await _choose(ip)
+        name, reason = (
+            ("nixl", "pages are in a GPU's memory") if memory.device is not None else await _choose(device_host)
+        )
     transport: Transport
     if name == "nixl":
         from kvtransfer.nixl.transport import NixlTransport
 
         transport = await NixlTransport.open(
-            memory, epoch=epoch, host=ip, advertise_host=advertise_host, same_host=same_host
+            memory, epoch=epoch, host=ip, advertise_host=advertise_host, device_host=device_host, same_host=same_host
         )
     else:
         if ":" in ip or ":" in advertise_host:
@@ -56,10 +60,23 @@ async def create(
         from kvtransfer.ucx.transport import UcxTransport
 
         transport = await UcxTransport.open(
-            memory, epoch=epoch, host=ip, advertise_host=advertise_host, same_host=same_host
+            memory, epoch=epoch, host=ip, advertise_host=advertise_host, device_host=device_host, same_host=same_host
         )
     transport.reason = reason
     return transport
+
+
+async def _device_host(host: str, advertise_host: str) -> str:
+    """The address whose interface pages use: the one that peers know, if `host` is a wildcard and it is a local one.
+
+    Others, such as bridges of containers, may have the same address on several machines.
+    """
+    if host in ("0.0.0.0", "::"):
+        with contextlib.suppress(TransferError, ConfigError):
+            advertised = await resolve(advertise_host)
+            interface_of(advertised)
+            return advertised
+    return host
 
 
 async def _choose(host: str) -> tuple[str, str]:

@@ -69,14 +69,14 @@ class NixlTransport:
         memory: PoolMemory,
         *,
         epoch: int,
-        host: str,
+        device_host: str,
         same_host: bool,
         landings: LandingTable | None,
         loads_nixl: bool,
     ) -> None:
         self.epoch = epoch
         self.address = self.common_address = b""
-        self._host = host
+        self._device_host = device_host
         self._memory = memory
         self._landings = landings or LandingTable(asyncio.get_running_loop(), memory, epoch)
         self._key = secrets.token_bytes(KEY_BYTES)
@@ -95,6 +95,7 @@ class NixlTransport:
         epoch: int,
         host: str,
         advertise_host: str,
+        device_host: str,
         same_host: bool,
         landings: LandingTable | None = None,
         loads_nixl: bool = True,
@@ -106,6 +107,7 @@ class NixlTransport:
             epoch: Epoch of the pool.
             host: IP address to listen on.
             advertise_host: Host that peers connect to.
+            device_host: IP address of the interface for pages; 0.0.0.0 or :: for any.
             same_host: True if it may write directly into the host memory of other processes of this machine.
             landings: The pool's landings, if another transport of the pool has made the table.
             loads_nixl: False in a process with ucxx, which can't load NIXL as well. The pool is in host memory.
@@ -113,7 +115,14 @@ class NixlTransport:
         Raises:
             ConfigError: `host` is not an address of this machine.
         """
-        transport = cls(memory, epoch=epoch, host=host, same_host=same_host, landings=landings, loads_nixl=loads_nixl)
+        transport = cls(
+            memory,
+            epoch=epoch,
+            device_host=device_host,
+            same_host=same_host,
+            landings=landings,
+            loads_nixl=loads_nixl,
+        )
         try:
             listener = bound_socket(host, 0)
         except OSError as error:
@@ -153,7 +162,7 @@ class NixlTransport:
         connection = Outgoing(
             *streams,
             self._outgoing_gone,
-            self._host,
+            self._device_host,
             self._memory,
             page_bytes,
             where,
@@ -195,7 +204,7 @@ class NixlTransport:
             reader,
             writer,
             *callbacks,
-            self._host,
+            self._device_host,
             self._landings,
             self._memory,
             self._key,

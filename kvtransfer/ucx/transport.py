@@ -68,7 +68,7 @@ class UcxTransport:
     name = "ucx"
     reason = ""
 
-    def __init__(self, memory: PoolMemory, *, epoch: int, host: str) -> None:
+    def __init__(self, memory: PoolMemory, *, epoch: int, host: str, device_host: str) -> None:
         self.epoch = epoch
         self.address = self.common_address = b""
         self._other: NixlTransport
@@ -77,11 +77,11 @@ class UcxTransport:
         self._landings = LandingTable(self._loop, memory, epoch)
         self._key = secrets.token_bytes(KEY_BYTES)
         self._ended = ""
-        self._reactor = Reactor(ucx_options(host), host, memory, accept=self._accept, ended=self._end)
+        self._reactor = Reactor(ucx_options(device_host), host, memory, accept=self._accept, ended=self._end)
 
     @classmethod
     async def open(
-        cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str, same_host: bool
+        cls, memory: PoolMemory, *, epoch: int, host: str, advertise_host: str, device_host: str, same_host: bool
     ) -> "UcxTransport":
         """Opens a transport that listens.
 
@@ -90,18 +90,20 @@ class UcxTransport:
             epoch: Epoch of the pool.
             host: IPv4 address to listen on.
             advertise_host: Host that peers connect to.
+            device_host: IPv4 address of the interface for pages; 0.0.0.0 for any.
             same_host: True if it may exchange pages with nixl peers of this machine directly through memory.
 
         Raises:
             ConfigError: `host` is not an IPv4 address of this machine.
             TransferError: UCX cannot be set up.
         """
-        transport = cls(memory, epoch=epoch, host=host)
+        transport = cls(memory, epoch=epoch, host=host, device_host=device_host)
         other = transport._other = await NixlTransport.open(
             memory,
             epoch=epoch,
             host=host,
             advertise_host=advertise_host,
+            device_host=device_host,
             same_host=same_host,
             landings=transport._landings,
             loads_nixl=False,
@@ -163,7 +165,7 @@ class UcxTransport:
 
 
 def ucx_options(host: str) -> dict[str, str]:
-    """UCX configuration of a transport that listens on the IPv4 address `host`.
+    """UCX configuration of a transport whose pages use the interface with the IPv4 address `host`; 0.0.0.0: any.
 
     UCX_TLS and UCX_NET_DEVICES of the environment take precedence.
     """

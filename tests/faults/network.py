@@ -1,6 +1,5 @@
 """Simulated machines: network namespaces on one bridge, whose links can be cut or slowed down. Needs root."""
 
-import json
 import os
 import subprocess
 from contextlib import suppress
@@ -10,9 +9,9 @@ SLOW_RATE = "2mbit"
 _BRIDGE_ADDRESS = "02:00:00:00:00:01"
 
 
-def ip(*arguments: str) -> str:
-    """Runs `ip`; returns what it prints."""
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+def ip(*arguments: str) -> None:
+    """Runs `ip`."""
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 def tc(*arguments: str) -> None:
@@ -32,39 +31,31 @@ def available() -> bool:
 
 
 class Network:
-    """A bridge with one link to each machine. This process has the address `host(0)`.
+    """A bridge with one link to each machine. This process has the address `host(0)`."""
 
-    Args:
-        ipv6: The machines have IPv6 addresses only.
-    """
-
-    def __init__(self, *, ipv6: bool = False) -> None:
+    def __init__(self) -> None:
         number = os.getpid()
         self._tag = f"{number % 100_000:x}"
-        if ipv6:
-            self._prefix, self._mask = f"fd00:{number >> 16:x}:{number & 0xFFFF:x}::", ["/64", "nodad"]
-        else:
-            self._prefix, self._mask = f"10.{100 + number % 150}.{number // 150 % 250}.", ["/24"]
+        self._prefix = f"10.{100 + number % 150}.{number // 150 % 250}"
         self._bridge = f"cpdb{self._tag}"
         self._machines: list[str] = []
-        self._second_links: list[str] = []
 
     def host(self, number: int) -> str:
         """The address of machine `number`."""
-        return f"{self._prefix}{number + 1}"
+        return f"{self._prefix}.{number + 1}"
 
     def start(self) -> None:
         """Creates the bridge."""
         # A bridge without its own MAC address takes that of a link, and another one when that link is cut; peers would
         # keep sending to the old one.
         ip("link", "add", self._bridge, "address", _BRIDGE_ADDRESS, "type", "bridge")
-        self._add_address(self.host(0), self._bridge)
+        ip("addr", "add", f"{self.host(0)}/24", "dev", self._bridge)
         ip("link", "set", self._bridge, "up")
 
     def stop(self) -> None:
         """Deletes everything. The processes on the machines must have ended."""
         # Links first: a link that is deleted along with its namespace keeps its name for a while.
-        links = [("link", link) for link in (*map(self._link, self._machines), *self._second_links)]
+        links = [("link", self._link(name)) for name in self._machines]
         namespaces = [("netns", self.namespace(name)) for name in self._machines]
         for kind, name in [*links, *namespaces, ("link", self._bridge)]:
             with suppress(subprocess.CalledProcessError):  # `add` may have failed halfway
@@ -77,25 +68,10 @@ class Network:
         ip("netns", "add", namespace)
         ip("link", "add", self._link(name), "type", "veth", "peer", "name", "eth0", "netns", namespace)
         ip("link", "set", self._link(name), "master", self._bridge, "up")
-        self._add_address(self.host(number), "eth0", "-n", namespace)
+        ip("-n", namespace, "addr", "add", f"{self.host(number)}/24", "dev", "eth0")
         ip("-n", namespace, "link", "set", "eth0", "up")
         ip("-n", namespace, "link", "set", "lo", "up")
         return self.host(number)
-
-    def add_second_link(self, name: str) -> None:
-        """Gives a machine another interface, `eth1`, on a network of its own, which only machines have."""
-        number, namespace = 1 + self._machines.index(name), self.namespace(name)
-        link = f"{self._link(name)}-1"
-        self._second_links.append(link)
-        ip("link", "add", link, "type", "veth", "peer", "name", "eth1", "netns", namespace)
-        ip("link", "set", link, "master", self._bridge, "up")
-        ip("-n", namespace, "addr", "add", f"198.18.0.{number}/24", "dev", "eth1")
-        ip("-n", namespace, "link", "set", "eth1", "up")
-
-    def received_bytes(self, name: str, interface: str) -> int:
-        """Bytes that have arrived at a machine's interface."""
-        shown = ip("-n", self.namespace(name), "-json", "-statistics", "link", "show", interface)
-        return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
 
     def namespace(self, name: str) -> str:
         """The name of the machine's network namespace."""
@@ -132,10 +108,6 @@ class Network:
         """Undoes `throttle`."""
         tc("qdisc", "del", "dev", self._link(name), "root")
         tc("-n", self.namespace(name), "qdisc", "del", "dev", "eth0", "root")
-
-    def _add_address(self, address: str, interface: str, *where: str) -> None:
-        length, *flags = self._mask
-        ip(*where, "addr", "add", address + length, "dev", interface, *flags)
 
     def _link(self, name: str) -> str:
         return f"v{self._tag}-{self._machines.index(name)}"

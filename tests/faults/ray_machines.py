@@ -54,17 +54,14 @@ class RayMachines:
 
     Args:
         directory: For logs.
-        ipv6: They have IPv6 addresses only.
-        environment: Additional variables of the processes there.
 
     Attributes:
         network: Cuts their links.
         redis_url: The Redis server.
     """
 
-    def __init__(self, directory: Path, *, ipv6: bool = False, environment: Mapping[str, str] | None = None) -> None:
-        self.network = Network(ipv6=ipv6)
-        self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
+    def __init__(self, directory: Path) -> None:
+        self.network = Network()
         self.redis_url = ""
         self._directory = directory
         self._ray_dirs: list[str] = []
@@ -106,7 +103,7 @@ class RayMachines:
                 ["ip", "netns", "exec", self.network.namespace(name), *apart, *named, *_RAY, "start", *flags],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env={**os.environ, **_ENVIRONMENT},
             )
         deadline = time.monotonic() + START_S
         while "Ray runtime started" not in (text := log.read_text()):
@@ -143,11 +140,9 @@ class RayMachines:
 
 
 @contextmanager
-def ray_machines(
-    directory: Path, *, ipv6: bool = False, environment: Mapping[str, str] | None = None
-) -> Iterator[RayMachines]:
-    """Machines, and Redis, that run while the context is open. Arguments as of `RayMachines`."""
-    machines = RayMachines(directory, ipv6=ipv6, environment=environment)
+def ray_machines(directory: Path) -> Iterator[RayMachines]:
+    """Machines, and Redis, that run while the context is open; `directory` is for logs."""
+    machines = RayMachines(directory)
     machines.network.start()
     host, port = machines.network.host(0), free_port()
     machines.redis_url = f"redis://{join_address(host, port)}"

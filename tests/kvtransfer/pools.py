@@ -86,7 +86,13 @@ class Streamed(Real):
     async def open(self, pool: Pool, epoch: int = 1) -> Transport:
         host = "127.0.0.1"
         transport = await NixlTransport.open(
-            pool.memory, epoch=epoch, host=host, advertise_host=host, same_host=False, loads_nixl=False
+            pool.memory,
+            epoch=epoch,
+            host=host,
+            advertise_host=host,
+            device_host=host,
+            same_host=False,
+            loads_nixl=False,
         )
         self._transports.append(transport)
         return transport

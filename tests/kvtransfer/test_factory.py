@@ -7,6 +7,7 @@ import pytest
 
 import kvtransfer
 from cpd.common.errors import ConfigError
+from kvtransfer import factory
 from tests.kvtransfer.pools import Pool
 
 
@@ -53,3 +54,17 @@ async def test_ucx_does_not_take_a_gpus_pages() -> None:
 async def test_ucx_refuses_ipv6() -> None:
     with pytest.raises(ConfigError, match="ucx can't listen on IPv6 addresses"):
         await kvtransfer.create("ucx", Pool(4).memory, epoch=1, host="::1")
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised", "expected"),
+    [
+        ("127.0.0.1", "some.name.invalid", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1", "127.0.0.1"),
+        ("::", "::1", "::1"),
+        ("0.0.0.0", "203.0.113.7", "0.0.0.0"),  # of a NAT, for instance
+        ("0.0.0.0", "some.name.invalid", "0.0.0.0"),
+    ],
+)
+async def test_pages_use_the_interface_that_peers_know(host: str, advertised: str, expected: str) -> None:
+    assert await factory._device_host(host, advertised) == expected
