@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from cpd.planner.capacity import CapacityModel, Demand, Fleet, Prediction, Targets
 
-GOOD_SHARE = 0.95
+GOOD_SHARE = 0.9
 """Share of the requests that must be good for a load to count as served."""
 
 MIN_REQUESTS = 50

@@ -73,6 +73,8 @@ def test_a_single_worker_remains_combined() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(demands(), min_size=1, max_size=6), st.integers(1, 16), st.data())
 def test_a_constant_load_changes_roles_at_most_once(load: list[Demand], workers: int, data: st.DataObject) -> None:
+    # nothing is cached on some workers only: what they find would be measured anew after a change
+    load = [replace(one, remote_tokens=one.local_tokens) for one in load]
     current = data.draw(st.integers(0, workers - 1))
     planner, changes = Planner(TARGETS), 0
     for step in range(4):
