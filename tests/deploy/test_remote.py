@@ -14,7 +14,10 @@ def worker(name: str, **fields: Any) -> dict[str, Any]:
 
 def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
     output = io.StringIO()
-    workers = [worker("combined-0"), worker("prefill-0", load=None, state="refused", reason="another [model]")]
+    workers = [
+        worker("combined-0"),
+        worker("prefill-0", role="prefill", load=None, state="refused", reason="another [model]"),
+    ]
     Console(file=output, width=80).print(cluster_table({"workers": workers}))
     lines = output.getvalue().splitlines()
     assert lines[1].split() == ["combined-0", "ready", "1", "2", "3,456", "12,000", "300", "4", "11"]
@@ -29,6 +32,16 @@ def test_the_table_shows_what_was_drained_unless_it_runs_again() -> None:
     assert [line.split()[:2] for line in output.getvalue().splitlines()[1:]] == [
         ["combined-0", "ready"],
         ["combined-1", "drained"],
+    ]
+
+
+def test_the_table_shows_a_role_that_the_name_does_not_tell() -> None:
+    output = io.StringIO()
+    workers = [worker("prefill-0"), worker("prefill-1", role="prefill")]
+    Console(file=output, width=100).print(cluster_table({"workers": workers}))
+    assert [line.split()[:2] for line in output.getvalue().splitlines()[1:]] == [
+        ["prefill-0", "(combined)"],
+        ["prefill-1", "ready"],
     ]
 
 
