@@ -16,9 +16,10 @@ def run(settings: WorkerSettings) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from decode_worker.service import DecodeService
+    from prefill_worker.service import PrefillService
     from worker import process
 
-    process.run(settings, "combined", DecodeService)
+    process.run(settings, "combined", DecodeService, PrefillService)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class PrefillCoordinator:
 
     Args:
         on_engine_id: Called with each additional engine request id of a request.
+        computes_for_others: True while this worker computes prompts for others. Then no prompt is prefilled remotely
+            (`worker/service.py` has the reason).
 
     Attributes:
         remote_prefills: Counts remote prefills by outcome, and what became of requests after failures.
@@ -50,13 +52,19 @@ class PrefillCoordinator:
         running: Remote prefills and prefix fetches that have not ended. They may outlive their request.
     """
 
-    def __init__(self, context: WorkerContext, on_engine_id: Callable[[str, RouterRequest], object]) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        on_engine_id: Callable[[str, RouterRequest], object],
+        computes_for_others: Callable[[], bool],
+    ) -> None:
         self.remote_prefills: Counter[str] = Counter()
         self.prefix_fetches: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.running: dict[RemotePrefill, asyncio.Task[None]] = {}
         self._context = context
         self._on_engine_id = on_engine_id
+        self._computes_for_others = computes_for_others
         self._landings = LandingQueue(context.engine)
         # By first missing block: futures, done when that remote prefill ends.
         self._arriving: dict[bytes, asyncio.Future[None]] = {}
@@ -66,6 +74,11 @@ class PrefillCoordinator:
     def waiting(self) -> int:
         """Number of requests that the engine does not have yet."""
         return len(self._tasks)
+
+    @property
+    def waits_for_pages(self) -> bool:
+        """True while a request may wait for pages that another worker computes."""
+        return any(not isinstance(prefill, PrefixFetch) for prefill in self.running)  # a fetch never waits for pages
 
     def start(self, request: RouterRequest, message: pb.Submit) -> None:
         """Starts the prefill of a request."""
@@ -142,6 +155,9 @@ class _Coordination:
                 return
             if len(self._parts) > 1:
                 break  # a remote prefill takes one request; these are one per choice, and share the prompt in the cache
+            if self._coordinator._computes_for_others():
+                self._long_prefill_tokens = len(self._request.request.token_ids) + 1  # everything is local
+                break
             outcome = await self._prefill_by(candidate, report)
             if outcome.status is not Status.FAILED:
                 return

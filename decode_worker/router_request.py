@@ -117,7 +117,7 @@ class RouterRequest:
         self.pinned = pinned
         _, request, attempt = self.key
         kind = pb.Refusal.KIND_PARKED
-        message = "this worker drains"
+        message = "its router moves it"
         self.session.refuse(pb.Refusal(request=request, attempt=attempt, kind=kind, message=message))
 
     def refuse_for(self, error: BaseException) -> None:

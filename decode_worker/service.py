@@ -1,23 +1,19 @@
-"""The service of a combined worker: answers routers' requests, and provides its cache to other workers."""
+"""The decode part of a worker: answers routers' requests."""
 
 import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 from cpd.rpc import cpd_pb2 as pb
 from decode_worker.prefill_coordinator import PrefillCoordinator
-from decode_worker.prefix_job import PrefixJob
 from decode_worker.router_request import Key, RouterRequest
 from engine.engine import Engine
-from engine.types import StepOutput
 from worker.async_engine import Update
 from worker.context import EXIT_RESTART, WorkerContext
 from worker.page_sender import SourcePool
-from worker.pool_connections import PoolConnections
-from worker.prefill_server import IncomingStream, PrefillServer, Send
 from worker.router_session import RouterSession
 from worker.wire_format import InvalidRequestError, request_from_wire
 
@@ -31,28 +27,28 @@ Short times are normal: each cancelled remote prefill may leave some pages quara
 
 
 class DecodeService:
-    """See `worker.service.Service`."""
+    """See `worker.service.DecodePart`."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, pages: SourcePool, computes_for_others: Callable[[], bool]) -> None:
         self._context = context
         self._numbers = itertools.count(1)
         self._requests: dict[Key, RouterRequest] = {}
         self._by_engine_id: dict[str, RouterRequest] = {}
-        self._coordinator = PrefillCoordinator(context, self._by_engine_id.__setitem__)
+        self._coordinator = PrefillCoordinator(context, self._by_engine_id.__setitem__, computes_for_others)
         self._restart: asyncio.TimerHandle | None = None
-        self._pools = PoolConnections(context.transport)
-        self._pages = SourcePool(context.engine, context.memory)
-        self._prefill_server = PrefillServer(context, self._make_prefix_job)
+        self._pages = pages
 
     @property
     def busy(self) -> bool:
-        """True while a request, or a prefix fetch of another worker, has not ended. Quarantined pages don't count."""
-        return bool(self._requests or self._prefill_server.running)
+        """True while a request has not ended."""
+        return bool(self._requests)
+
+    @property
+    def waits_for_pages(self) -> bool:
+        """True while a request may wait for pages that another worker computes."""
+        return self._coordinator.waits_for_pages
 
     # ---- from the engine ----
-
-    def after_pass(self, engine: Engine, output: StepOutput | None) -> None:
-        """Does nothing."""
 
     def update(self, update: Update) -> None:
         """Sends a step's tokens. Those for one router go into one message."""
@@ -71,8 +67,6 @@ class DecodeService:
         load.waiting += self._coordinator.waiting
         load.remote_prefills.update(self._coordinator.remote_prefills)
         load.prefix_fetches.update(self._coordinator.prefix_fetches)
-        if served := self._prefill_server.outcomes["completed"]:
-            load.prefix_fetches["served"] = served
         load.transfer_failures.update(self._coordinator.failures)
         load.moving = self._context.lifecycle.time_is_over
 
@@ -121,10 +115,10 @@ class DecodeService:
     def park(self, session: RouterSession, message: pb.Park) -> None:
         """Parks a request, so that it can continue on another worker."""
         request = self._requests.get((session.number, message.request, message.attempt))
-        if request is None or request.parking or not self._context.lifecycle.draining.is_set():
+        if request is None or request.parking:
             return
         if not request.started:
-            request.refuse(pb.Refusal.KIND_REROUTE, "this worker drains")
+            request.refuse(pb.Refusal.KIND_REROUTE, "this worker drains, or became a prefill worker")
             self._abort(request, [])
             return
         request.parking = True
@@ -137,16 +131,12 @@ class DecodeService:
         for request in [request for request in self._requests.values() if request.session is session]:
             self._abort(request, list(request.open))
 
-    async def serve_worker(self, stream: IncomingStream) -> None:
-        """Serves another worker's prefix fetches."""
-        await self._prefill_server.serve(stream)
-
     def hand_over(self) -> None:
         """Tells the routers to move this worker's requests, which they do as soon as another worker can take them."""
         self._context.load_changed()
 
     async def stop(self) -> None:
-        """Sends every request back to its router, and ends the prefix fetches of other workers.
+        """Sends every request back to its router.
 
         If the worker failed, the requests end with the sessions instead: one of them may be the cause.
         """
@@ -155,15 +145,8 @@ class DecodeService:
                 request.refuse(pb.Refusal.KIND_REROUTE, "this worker stops")
             self._abort(request, [])
         await self._coordinator.stop()
-        await self._prefill_server.stop()
-        await self._pools.close()
         if self._restart is not None:
             self._restart.cancel()
-
-    def _make_prefix_job(self, start: pb.PrefillStart, send: Send) -> PrefixJob:
-        if not start.cache_only:
-            raise InvalidRequestError("this worker computes no prompts for others")
-        return PrefixJob(f"prefix-{next(self._numbers)}", start, send, source=self._pages, pools=self._pools)
 
     def _watch_quarantine(self, pages: int) -> None:
         num_pages = self._context.memory.num_pages

@@ -141,7 +141,8 @@ def cluster_table(answer: dict[str, Any], drained: Sequence[str] = ()) -> Table:
             pages = load["pages"]
             cells = [load["running"], load["waiting"], load["waiting_tokens"], pages["free"], pages["cached"]]
             cells += [pages["used"], pages["reserved"] + pages["quarantined"]]
-        table.add_row(worker["id"], Text(state), *(f"{cell:,}" for cell in cells))
+        role = "" if worker["id"].startswith(worker["role"]) else f" ({worker['role']})"
+        table.add_row(worker["id"] + role, Text(state), *(f"{cell:,}" for cell in cells))
     for name in drained:
         if all(one["id"] != name for one in (*answer["workers"], *answer["routers"])):
             table.add_row(name, Text("drained"))

@@ -15,10 +15,11 @@ def run(settings: WorkerSettings) -> None:
     # Before CUDA starts: with the default of 8 hardware queues a decode's launch can wait behind a prefill's.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from decode_worker.service import DecodeService
     from prefill_worker.service import PrefillService
     from worker import process
 
-    process.run(settings, "prefill", PrefillService)
+    process.run(settings, "prefill", DecodeService, PrefillService)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The service of a prefill worker: runs prefill jobs. Its sessions with routers only show its cache and load."""
+"""The prefill part of a worker: computes prompts for other workers."""
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 
 from cpd.common.blocks import blocks_for
 from cpd.performance.model import Work
@@ -16,8 +16,7 @@ from worker.async_engine import Update
 from worker.context import WorkerContext
 from worker.page_sender import SourcePool
 from worker.pool_connections import PoolConnections
-from worker.prefill_server import IncomingStream, PrefillServer, Send, ServedPrefill
-from worker.router_session import RouterSession
+from worker.prefill_server import Send, ServedPrefill
 from worker.wire_format import request_from_wire
 
 SLACK_BUDGETS = 2
@@ -25,11 +24,11 @@ SLACK_BUDGETS = 2
 
 
 class PrefillService:
-    """See `worker.service.Service`."""
+    """See `worker.service.PrefillPart`."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, pages: SourcePool, pools: PoolConnections) -> None:
         self._context = context
-        self._pools = PoolConnections(context.transport)
+        self._pages, self._pools = pages, pools
         self._queue = JobQueue(
             max_tokens=context.settings.max_queue_tokens,
             max_wait_s=context.settings.max_wait_s,
@@ -37,10 +36,9 @@ class PrefillService:
             early_pages=context.memory.num_pages - blocks_for(context.limits.max_model_len),
             predicted_s=lambda tokens: self._prefill_ms(Work.prefill(tokens)) / 1000,
         )
-        self._pages = SourcePool(context.engine, context.memory)
         self._numbers = itertools.count(1)
         self._jobs: dict[str, PrefillJob] = {}
-        self._server = PrefillServer(context, self._make, self._ended)
+        self._outcomes: Counter[str] = Counter()
         self._to_send: dict[str, PagesToSend] = {}  # only the engine thread uses it
         self._finished: deque[tuple[str, FinishedPages]] = deque()  # of steps whose Update comes next
 
@@ -94,31 +92,8 @@ class PrefillService:
         load.prefill_ms += queue_ms
         waiting = (PrefillJobState.QUEUED, PrefillJobState.READY)
         load.awaiting_first_token.extend(job.request.number for job in self._jobs.values() if job.state in waiting)
-        load.remote_prefills.update(self._server.outcomes)
-
-    def submit(self, session: RouterSession, message: pb.Submit) -> None:
-        """Refuses the request: a prefill worker does not decode."""
-        session.refuse(
-            pb.Refusal(
-                request=message.request,
-                attempt=message.attempt,
-                kind=pb.Refusal.KIND_REROUTE,
-                message="this is a prefill worker: it does not decode",
-            )
-        )
-
-    def abort(self, session: RouterSession, message: pb.Abort) -> None:
-        """Does nothing: every request was refused."""
-
-    def park(self, session: RouterSession, message: pb.Park) -> None:
-        """Does nothing: every request was refused."""
-
-    def session_ended(self, session: RouterSession) -> None:
-        """Does nothing: jobs do not belong to sessions."""
-
-    async def serve_worker(self, stream: IncomingStream) -> None:
-        """Computes prompts for a decode worker."""
-        await self._server.serve(stream)
+        for outcome, count in self._outcomes.items():
+            load.remote_prefills[outcome] += count
 
     def hand_over(self) -> None:
         """Ends the jobs that are not granted yet: their decode workers try the next prefill worker."""
@@ -126,15 +101,8 @@ class PrefillService:
             if job.state in (PrefillJobState.CONNECTING, PrefillJobState.QUEUED):
                 job.stop("this worker drains")
 
-    async def stop(self) -> None:
-        """Ends every job and waits until nothing is in flight."""
-        await self._server.stop()
-        await self._pools.close()
-
-    def _prefill_ms(self, work: Work) -> float:
-        return self._context.colocation.prefill_ms(work, Work())
-
-    def _make(self, start: pb.PrefillStart, send: Send) -> PrefillJob:
+    def make(self, start: pb.PrefillStart, send: Send) -> PrefillJob:
+        """Makes a job. Raises InvalidRequestError."""
         name = f"prefill-{next(self._numbers)}"
         request = request_from_wire(start, name, self._context.limits, time.monotonic(), prefill_only=True)
         job = PrefillJob(
@@ -143,5 +111,10 @@ class PrefillService:
         self._jobs[request.id] = job
         return job
 
-    def _ended(self, prefill: ServedPrefill) -> None:
-        del self._jobs[prefill.name]
+    def ended(self, job: ServedPrefill) -> None:
+        """Forgets a job that has ended."""
+        del self._jobs[job.name]
+        self._outcomes[job.outcome] += 1
+
+    def _prefill_ms(self, work: Work) -> float:
+        return self._context.colocation.prefill_ms(work, Work())

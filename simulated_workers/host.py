@@ -24,13 +24,10 @@ from sim.device.runner import VirtualTime, chooser
 from simulated_workers.engine import Load, make_loader, page_bytes_of
 from simulated_workers.inline import InlineEngine
 from simulated_workers.simulation import INSTANT, SIMULATED
-from worker.service import MakeService
 from worker.worker import Worker
 
 RESTART_S = 0.5
 """Delay before a worker that ended by itself is restarted."""
-
-_SERVICES: dict[Role, MakeService] = {"combined": DecodeService, "prefill": PrefillService}
 
 
 async def serve(settings: SimulatedSettings) -> int:
@@ -108,7 +105,8 @@ class Host:
             worker = Worker(
                 settings,
                 role,
-                _SERVICES[role],
+                DecodeService,
+                PrefillService,
                 build_engine=partial(self._load, clock=clock),
                 make_engine=partial(InlineEngine, clock=clock, choose=self._choose),
                 open_transport=self._open,

@@ -1,14 +1,15 @@
-"""The administration service of a worker: drain it, or read its step trace."""
+"""The administration service of a worker: drain it, change its role, or read its step trace."""
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 
 from cpd.common.lifecycle import MAX_DRAIN_S, Lifecycle
 from cpd.common.process import EXIT_DRAINED
+from cpd.common.settings import Role
 from cpd.rpc import cpd_pb2 as pb
 from cpd.rpc import cpd_pb2_grpc as rpc
 from engine.inflight import LaneKind
@@ -19,6 +20,7 @@ _LANES: Mapping[LaneKind, pb.Lane.ValueType] = {
     "prefill": pb.LANE_PREFILL,
     "decode": pb.LANE_DECODE,
 }
+_ROLES: Mapping[int, Role] = {pb.ROLE_PREFILL: "prefill", pb.ROLE_COMBINED: "combined"}
 _STEPS_AT_ONCE = 200
 """Steps converted before the event loop's other tasks run: about 1 ms."""
 
@@ -26,9 +28,10 @@ _STEPS_AT_ONCE = 200
 class AdminServicer(rpc.AdminServicer):
     """Serves `Admin` of proto/cpd.proto."""
 
-    def __init__(self, lifecycle: Lifecycle, engine: AsyncEngine) -> None:
+    def __init__(self, lifecycle: Lifecycle, engine: AsyncEngine, set_role: Callable[[Role], None]) -> None:
         self._lifecycle = lifecycle
         self._engine = engine
+        self._set_role = set_role
 
     async def Drain(  # noqa: N802
         self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -37,6 +40,16 @@ class AdminServicer(rpc.AdminServicer):
         timeout_s = min(request.timeout_s, MAX_DRAIN_S) if request.HasField("timeout_s") else None
         self._lifecycle.drain("asked to", EXIT_DRAINED, timeout_s)
         return pb.DrainReply()
+
+    async def SetRole(  # noqa: N802
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.SetRoleReply:
+        """Changes the worker's role."""
+        if (role := _ROLES.get(request.role)) is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"this worker knows no role {request.role}")
+        else:
+            self._set_role(role)
+        return pb.SetRoleReply()
 
     async def Trace(  # noqa: N802
         self, request: pb.TraceRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpd.common.errors import ConfigError
-from cpd.common.settings import Role, WorkerSettings
+from cpd.common.settings import WorkerSettings
 from cpd.performance.colocation import Colocation
 from cpd.performance.model import PerfModel, Profile
 from engine.engine import Engine
@@ -26,7 +26,7 @@ _ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 @explain_gpu_errors()
-def load_engine(settings: WorkerSettings, role: Role) -> LoadedEngine:
+def load_engine(settings: WorkerSettings) -> LoadedEngine:
     """Loads the model. Call it on the thread that will run the engine.
 
     Raises:
@@ -44,7 +44,6 @@ def load_engine(settings: WorkerSettings, role: Role) -> LoadedEngine:
         gpu_memory=settings.gpu_memory,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        graphs=role == "combined",  # a prefill worker has few decode steps
         lanes=settings.colocate != "mixed",
         on_progress=_log_progress(),
     )

@@ -11,7 +11,7 @@ from cpd.rpc import cpd_pb2 as pb
 from engine.types import EngineStats
 
 INTERVAL_S = 0.1
-"""Shortest time between two reports, unless the worker becomes busy or idle."""
+"""Shortest time between two reports, unless the worker becomes busy or idle, or its role changes."""
 
 HEARTBEAT_S = 1.0
 """Longest time between two reports. An unchanged report shows that this process runs."""
@@ -68,7 +68,7 @@ class LoadReporter:
         load = self._current()
         if load == self._last:
             return
-        if _idle(load) != _idle(self._last) or self._due is None:
+        if self._due is None or load.role != self._last.role or _idle(load) != _idle(self._last):
             self._send(load)
 
     def close(self) -> None:

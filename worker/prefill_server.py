@@ -8,7 +8,6 @@ request is never cancelled.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
@@ -173,18 +172,14 @@ class PrefillServer:
     Args:
         make: Makes a request that this worker can serve, or raises InvalidRequestError.
         on_end: Called when a request has ended.
-
-    Attributes:
-        outcomes: Counts the ended requests by outcome.
     """
 
     def __init__(
         self,
         context: WorkerContext,
         make: Callable[[pb.PrefillStart, Send], ServedPrefill],
-        on_end: Callable[[ServedPrefill], None] = lambda prefill: None,
+        on_end: Callable[[ServedPrefill], None],
     ) -> None:
-        self.outcomes: Counter[str] = Counter()
         self._context = context
         self._make = make
         self._on_end = on_end
@@ -277,7 +272,6 @@ class PrefillServer:
         if not task.result():
             stream.abort()
         del self._running[prefill]
-        self.outcomes[prefill.outcome] += 1
         self._on_end(prefill)
         self._context.load_changed()
 

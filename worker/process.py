@@ -15,14 +15,14 @@ from cpd.common.logs import setup_logging
 from cpd.common.process import collect_garbage_rarely, end_with_supervisor, switch_threads_often
 from cpd.common.settings import Role, SharedSettings, WorkerSettings
 from worker.context import EXIT_RESTART
-from worker.service import MakeService
+from worker.service import MakeDecodePart, MakePrefillPart
 from worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
 
-def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None:
-    """Runs a worker and ends the process with its exit code.
+def run(settings: WorkerSettings, role: Role, make_decode: MakeDecodePart, make_prefill: MakePrefillPart) -> None:
+    """Runs a worker, which starts in this role, and ends the process with its exit code.
 
     Raises:
         CPDError: The worker can't start.
@@ -30,7 +30,7 @@ def run(settings: WorkerSettings, role: Role, make_service: MakeService) -> None
     from worker.engine_loader import load_engine  # imports torch, which simulated workers don't need
 
     async def serve() -> int:
-        worker = Worker(settings, role, make_service, build_engine=lambda settings: load_engine(settings, role))
+        worker = Worker(settings, role, make_decode, make_prefill, build_engine=load_engine)
         on_stop_signals(worker.lifecycle)
         on_failed_threads(worker.lifecycle.stop)
         return await worker.run()

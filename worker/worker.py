@@ -5,7 +5,7 @@ Parts in the order of their start; each is closed before the one above it:
     part         runs on         what it does
     engine       engine thread   computes (`AsyncEngine`); its runner owns the pool memory, as long as the process lives
     transport    event loop      reads and writes pool memory
-    service      event loop      handles requests and prefill requests, with engine and transport
+    service      event loop      answers requests and prefill requests, with engine and transport
     servers      event loop      take sessions and prefill requests (cpd/common/stream.py) and administration (gRPC)
     lease        event loop      lists the worker for as long as its servers listen
 """
@@ -49,7 +49,7 @@ from worker.context import EXIT_RESTART, LoadedEngine, WorkerContext
 from worker.grpc_options import SERVER_OPTIONS, AdminKeyInterceptor
 from worker.load_report import LoadReporter, load_from_stats
 from worker.prefill_client import PrefillClient
-from worker.service import MakeService, Service
+from worker.service import MakeDecodePart, MakePrefillPart, WorkerService
 from worker.session_server import HELLO_BYTES, SessionServer
 from worker.watchdog import HANG_S, hang
 
@@ -59,6 +59,8 @@ DRAIN_POLL_S = 0.05
 STOP_STEP_S = 0.7
 """Time limit of each step of a stop; together they stay within the three seconds that a supervisor waits."""
 REDIS_TIMEOUT_S = 0.7
+
+_ROLES = {"prefill": pb.ROLE_PREFILL, "combined": pb.ROLE_COMBINED}
 
 
 class MakeEngine(Protocol):
@@ -80,7 +82,9 @@ class Worker:
 
     Args:
         settings: The worker's settings.
-        make_service: Makes the service of this role.
+        role: Its role at the start.
+        make_decode: Makes the part that answers requests.
+        make_prefill: Makes the part that computes prompts for other workers.
         build_engine: Builds the engine; runs on the engine's thread.
         make_engine: Makes the AsyncEngine.
         open_transport: Opens the transport over the engine's pool.
@@ -90,16 +94,16 @@ class Worker:
         self,
         settings: WorkerSettings,
         role: Role,
-        make_service: MakeService,
+        make_decode: MakeDecodePart,
+        make_prefill: MakePrefillPart,
         *,
         build_engine: Callable[[WorkerSettings], LoadedEngine],
         make_engine: MakeEngine = EngineThread,
         open_transport: OpenTransport = kvtransfer.create,
     ) -> None:
-        # A prefill worker has no decodes to share the device with.
-        self._settings = settings.model_copy(update={"colocate": "mixed"}) if role == "prefill" else settings
-        self._role = role
-        self._make_service = make_service
+        self._settings = settings
+        self._started_as = self._role = role
+        self._make_decode, self._make_prefill = make_decode, make_prefill
         self._build_engine = build_engine
         self._make_engine = make_engine
         self._open_transport = open_transport
@@ -132,6 +136,13 @@ class Worker:
             await asyncio.gather(start, draining, return_exceptions=True)
         return self.lifecycle.exit_code
 
+    def set_role(self, role: Role) -> None:
+        """Changes the role that the worker announces. What runs goes on; routers follow with the next load report."""
+        if role != self._role:
+            log.info("the role changes from %s to %s", self._role, role)
+            self._role = role
+            self._load_changed()
+
     # ---- start: each part pushes its close on the stack ----
 
     async def _start(self) -> None:
@@ -154,7 +165,7 @@ class Worker:
         self._down.push_async_callback(_bounded, self._transport.close, "the transport")
         prefill_client = PrefillClient(self.id, self._secret)
         self._down.push_async_callback(_bounded, prefill_client.close, "streams to other workers")
-        self._service: Service = self._make_service(
+        self._service = WorkerService(
             WorkerContext(
                 worker_id=self.id,
                 settings=settings,
@@ -168,7 +179,9 @@ class Worker:
                 progress=loaded.progress,
                 lifecycle=self.lifecycle,
                 load_changed=self._load_changed,
-            )
+            ),
+            self._make_decode,
+            self._make_prefill,
         )
         self._sessions = SessionServer(
             worker_id=self.id,
@@ -196,7 +209,7 @@ class Worker:
         self._server = grpc.aio.server(
             interceptors=[AdminKeyInterceptor(self._secret.admin_key)], options=SERVER_OPTIONS
         )
-        rpc.add_AdminServicer_to_server(AdminServicer(self.lifecycle, self._engine), self._server)
+        rpc.add_AdminServicer_to_server(AdminServicer(self.lifecycle, self._engine, self.set_role), self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         endpoint = join_address(self._settings.host, self._settings.port)
@@ -226,7 +239,7 @@ class Worker:
         self._down.push_async_callback(_bounded, self._redis.aclose, "Redis")
         member = Member(
             id=self.id,
-            kind=self._role,
+            kind=self._started_as,
             address=self.address,
             session=self.session_address,
             host=socket.gethostname(),
@@ -264,6 +277,7 @@ class Worker:
 
     def _current_load(self) -> pb.Load:
         load = load_from_stats(self._stats, self._state)
+        load.role = _ROLES[self._role]
         self._service.add_load(load)
         return load
 
@@ -271,7 +285,8 @@ class Worker:
         colocation = self._loaded.engine.colocation
         return pb.Hello(
             worker_id=self.id,
-            role=pb.ROLE_PREFILL if self._role == "prefill" else pb.ROLE_COMBINED,
+            role=_ROLES[self._started_as],
+            current_role=_ROLES[self._role],
             state=self._state,
             fingerprint=self._loaded.fingerprint,
             model_digest=self._model_digest,

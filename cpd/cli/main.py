@@ -10,7 +10,7 @@ from cpd.cli.transfer import bench_transfer
 from cpd.common.errors import ConfigError
 from cpd.common.lifecycle import MAX_DRAIN_S
 from cpd.common.options import clean_exit, command
-from cpd.common.settings import ClusterSettings
+from cpd.common.settings import ClusterSettings, Role
 from kvtransfer.bench.settings import TransferBenchSettings
 from sim.cluster.app import app as sim_app
 
@@ -118,6 +118,19 @@ def drain(
 
     with clean_exit():
         drain_process(cluster, name, timeout)
+
+
+@app.command()
+def role(
+    name: Annotated[str, typer.Argument(help="Name of the worker, as `cpd status` shows it.")],
+    role: Annotated[Role, typer.Argument(help="What the worker prefers to do from now on.")],
+    cluster: ClusterName = "default",
+) -> None:
+    """Change the role of a worker while it runs: `combined` answers requests, `prefill` computes prompts for others."""
+    from deploy.role import change_role
+
+    with clean_exit():
+        change_role(cluster, name, role)
 
 
 @app.command()

@@ -417,7 +417,7 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Park(_message.Message):
-    """Sent for a running request after a Load with `moving`. The worker stops computing it, keeps its full blocks in the
+    """Sent for a running request after a Load with `moving`, or with the role prefill. The worker stops computing it, keeps its full blocks in the
     cache and answers with a Refusal of KIND_PARKED. It keeps them until the choices are aborted or resumed, or the
     session ends. A request without a token is refused with KIND_REROUTE instead. Ignored for a request that has ended,
     is parked already, or still receives pages: the router asks again after a later Load.
@@ -716,8 +716,10 @@ class Hello(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    CURRENT_ROLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___Role.ValueType
+    """at the start of the process, as in its lease"""
     state: Global___State.ValueType
     fingerprint: _builtins.bytes
     """of weights, dtypes and block size; equal on workers that can exchange pages"""
@@ -749,6 +751,10 @@ class Hello(_message.Message):
     """the device and its kernels, for people to read"""
     model_digest: _builtins.bytes
     """of config, tokenizer and chat template (cpd/common/model_digest.py); empty: unknown"""
+    current_role: Global___Role.ValueType
+    """What the worker prefers to do now: it serves requests and prefill requests in either role. Unset: `role`, and a
+    prefill worker refuses requests, a combined one refuses prefill requests.
+    """
     @_builtins.property
     def decode_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """possible shares of the decode lane; the prefill lane gets the rest"""
@@ -778,10 +784,11 @@ class Hello(_message.Message):
         max_num_seqs: _builtins.int = ...,
         device: _builtins.str = ...,
         model_digest: _builtins.bytes = ...,
+        current_role: Global___Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "decode_shares", b"decode_shares", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_digest", b"model_digest", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "colocate", b"colocate", "current_role", b"current_role", "decode_shares", b"decode_shares", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "host_page_ms", b"host_page_ms", "host_pages", b"host_pages", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_digest", b"model_digest", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "profile", b"profile", "role", b"role", "state", b"state", "token_budget", b"token_budget", "transport", b"transport", "transport_reason", b"transport_reason", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -981,6 +988,7 @@ class Load(_message.Message):
     AWAITING_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     OVERDUE_MS_FIELD_NUMBER: _builtins.int
     MOVING_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     state: Global___State.ValueType
     running: _builtins.int
     """running sequences"""
@@ -1018,6 +1026,10 @@ class Load(_message.Message):
     """part of prefill_ms for prompts past their deadline, which a new prompt passes"""
     moving: _builtins.bool
     """the time of its drain is over: routers move its requests to other workers"""
+    role: Global___Role.ValueType
+    """As Hello.current_role; unset: that one. Routers move their running requests away from a prefill worker while a
+    combined one could take them.
+    """
     @_builtins.property
     def remote_prefills(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Totals by outcome.
@@ -1071,10 +1083,11 @@ class Load(_message.Message):
         awaiting_first_token: _abc.Iterable[_builtins.int] | None = ...,
         overdue_ms: _builtins.float = ...,
         moving: _builtins.bool = ...,
+        role: Global___Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "moving", b"moving", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaiting_first_token", b"awaiting_first_token", "cached_pages", b"cached_pages", "cached_tokens", b"cached_tokens", "decode_context", b"decode_context", "decode_tokens", b"decode_tokens", "decodes", b"decodes", "free_pages", b"free_pages", "host_blocks", b"host_blocks", "host_offloaded_pages", b"host_offloaded_pages", "host_pages", b"host_pages", "moving", b"moving", "overdue_ms", b"overdue_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prefill_tokens", b"prefill_tokens", "prefix_fetches", b"prefix_fetches", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "remote_prefills", b"remote_prefills", "reserved_pages", b"reserved_pages", "role", b"role", "running", b"running", "slowdown", b"slowdown", "state", b"state", "step_ms", b"step_ms", "transfer_failures", b"transfer_failures", "used_pages", b"used_pages", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1287,7 +1300,7 @@ class PrefillRequest(_message.Message):
     last request was Released or Refused.
     The caller sees:  start -> (Ready) -> landing -> (Progress)* -> (FirstTokens) -> (Released).
     The prompt may be computed, and FirstTokens sent, before the landing is known.
-    With `cache_only`, which combined workers serve, nothing is computed: Ready says how many of the prompt's blocks are
+    With `cache_only`, nothing is computed: Ready says how many of the prompt's blocks are
     cached, the landing is for these, and there are no FirstTokens. This is a prefix fetch.
     To cancel, send `cancel` and wait for Released. If the stream breaks first, the landing's pages are quarantined.
     """
@@ -1708,6 +1721,40 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleReply: _TypeAlias = SetRoleReply  # noqa: Y015
 
 @_typing.final
 class TraceRequest(_message.Message):

@@ -39,6 +39,11 @@ class AdminStub:
                 request_serializer=cpd_dot_rpc_dot_cpd__pb2.DrainRequest.SerializeToString,
                 response_deserializer=cpd_dot_rpc_dot_cpd__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/cpd.v1.Admin/SetRole',
+                request_serializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleReply.FromString,
+                _registered_method=True)
         self.Trace = channel.unary_unary(
                 '/cpd.v1.Admin/Trace',
                 request_serializer=cpd_dot_rpc_dot_cpd__pb2.TraceRequest.SerializeToString,
@@ -51,6 +56,13 @@ class AdminServicer:
 
     def Drain(self, request, context):
         """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +82,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=cpd_dot_rpc_dot_cpd__pb2.DrainRequest.FromString,
                     response_serializer=cpd_dot_rpc_dot_cpd__pb2.DrainReply.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleRequest.FromString,
+                    response_serializer=cpd_dot_rpc_dot_cpd__pb2.SetRoleReply.SerializeToString,
             ),
             'Trace': grpc.unary_unary_rpc_method_handler(
                     servicer.Trace,
@@ -104,6 +121,33 @@ class Admin:
             '/cpd.v1.Admin/Drain',
             cpd_dot_rpc_dot_cpd__pb2.DrainRequest.SerializeToString,
             cpd_dot_rpc_dot_cpd__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cpd.v1.Admin/SetRole',
+            cpd_dot_rpc_dot_cpd__pb2.SetRoleRequest.SerializeToString,
+            cpd_dot_rpc_dot_cpd__pb2.SetRoleReply.FromString,
             options,
             channel_credentials,
             insecure,

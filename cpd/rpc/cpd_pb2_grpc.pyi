@@ -45,6 +45,8 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]
     """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.SetRoleRequest, _cpd_pb2.SetRoleReply]
+    """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
     Trace: _grpc.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]
     """Returns the most recent steps of the engine; about 16,000 are kept."""
 
@@ -53,6 +55,8 @@ class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cpd_pb2.DrainRequest, _cpd_pb2.DrainReply]  # type: ignore[assignment]
     """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_cpd_pb2.SetRoleRequest, _cpd_pb2.SetRoleReply]  # type: ignore[assignment]
+    """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
     Trace: _aio.UnaryUnaryMultiCallable[_cpd_pb2.TraceRequest, _cpd_pb2.TraceReply]  # type: ignore[assignment]
     """Returns the most recent steps of the engine; about 16,000 are kept."""
 
@@ -64,6 +68,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cpd_pb2.DrainReply, _abc.Awaitable[_cpd_pb2.DrainReply]]:
         """Answers at once. The worker then accepts no new requests, finishes the running ones and exits with code 77."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _cpd_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cpd_pb2.SetRoleReply, _abc.Awaitable[_cpd_pb2.SetRoleReply]]:
+        """Answers at once. Changes the role that the worker announces in its load reports; what runs goes on."""
 
     @_abc_1.abstractmethod
     def Trace(

@@ -8,8 +8,8 @@ A request is one prompt with `n` choices. Its attempts (attempts.py) go through 
        +---------+--- rerouted                -> another worker or the same, without the prefill workers that failed
        |         +--- worker lost             -> replayed: prompt and output so far, one attempt per choice
        |         +--- worker crashed          -> the same, as a suspect; if it crashes the next one, too: 500
-       +---------+--- parked (worker drains)  -> moved: as replayed, with the pages of the draining worker, which keeps
-       |                                         them until the first token from elsewhere; without another worker it
+       +---------+--- parked (worker drains   -> moved: as replayed, with the pages of the old worker, which keeps
+       |              or prefers prefills)       them until the first token from elsewhere; without another worker it
        |                                         goes on where it is parked
        +---------+--- failed                  -> another worker, once and before the first token; else the request fails
 
@@ -67,7 +67,7 @@ RETRY_S = 1.0
 """Retry time if a worker suggests none, in seconds."""
 
 MAX_MOVES = 4
-"""Number of attempts that move away from a draining worker at a time, so that each stands still only briefly."""
+"""Number of attempts that move away from a worker at a time, so that each stands still only briefly."""
 
 MOVE_S = 5.0
 """Time for an attempt that moves to get a token from its new worker, in seconds. Then it goes on elsewhere, or back."""
@@ -202,7 +202,7 @@ class Dispatcher:
                 self._fail(attempt.request, failed(f"The worker could not finish the request: {message}"))
 
     def moving(self, session: WorkerSession) -> None:
-        """Moves attempts away from a worker whose drain has lasted long enough. Called again and again."""
+        """Moves attempts away from a worker that gives them away. Called again and again."""
         for attempt in self._attempts.values():
             if attempt.session is session:
                 attempt.park_asked = False  # the worker may have had to ignore it
@@ -323,7 +323,7 @@ class Dispatcher:
     # ---- moving ----
 
     def _move(self, session: WorkerSession) -> None:
-        """Asks a draining worker to park the next attempts for which there is another worker."""
+        """Asks a worker that gives its attempts away to park the next ones for which there is another worker."""
         now = asyncio.get_running_loop().time()
         here = [one for one in self._attempts.values() if one.session is session and now >= one.stays_until]
         away = sum(one.parked is not None and one.parked.session is session for one in self._attempts.values())
@@ -337,9 +337,9 @@ class Dispatcher:
                 asked += 1
 
     def _on_parked(self, attempt: Attempt, session: WorkerSession) -> None:
-        """Places an attempt elsewhere, which its draining worker has parked."""
+        """Places an attempt elsewhere, which its worker has parked."""
         parked = Parked(session, pb.Park(request=attempt.id, attempt=attempt.number))
-        attempt.detach("parked: its worker drains")
+        attempt.detach("parked, to move")
         attempt.refused_by.clear()
         attempt.queue_full.clear()
         for part in self._split(attempt):
@@ -360,12 +360,12 @@ class Dispatcher:
         self._place_or_wait(attempt, RETRY_S)
 
     def _moved(self, attempt: Attempt) -> None:
-        """Frees the pages that a draining worker keeps for an attempt, which goes on elsewhere, and moves the next."""
+        """Frees the pages that a worker keeps for an attempt, which goes on elsewhere, and moves the next one."""
         parked = attempt.parked
         assert parked is not None
         self._metrics.moves("moved").inc()
         self._unpark(attempt)
-        if parked.session.load.moving:
+        if parked.session.gives_away:
             self._move(parked.session)
 
     def _unpark(self, attempt: Attempt) -> None:
@@ -389,14 +389,15 @@ class Dispatcher:
         longest, barred, parked = attempt.longest, self._barred(attempt, now), attempt.parked
         refused_by = attempt.refused_by | barred
         # workers lost while running it get it again only if there are no others
-        combined = workers.candidates("combined", longest, exclude=attempt.lost_by | refused_by)
-        combined = combined or workers.candidates("combined", longest, exclude=refused_by)
+        combined = workers.takers(longest, exclude=attempt.lost_by | refused_by)
+        combined = combined or workers.takers(longest, exclude=refused_by)
         # no other worker takes it: it goes on where it is parked, unless it is a suspect and others are there
         returns = not combined and parked is not None and parked.session.id not in refused_by
         if parked is not None and returns and parked.session.worker_load is not None:
             combined = [parked.session.worker_load.candidate]
         if not combined:
             return False
+        takers = {one.worker_id for one in combined}  # a prefill worker, if no combined one is live
         emitted = attempt.emitted
         tokens, hashes = request.with_output(emitted)
         total = request.prompt_len + len(emitted)
@@ -408,7 +409,7 @@ class Dispatcher:
                 self._learning.expected_output(request.tenant),
             ),
             combined,
-            workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill | barred),
+            workers.candidates("prefill", total + 1, exclude=attempt.failed_prefill | barred | takers),
             workers.index.cached_prefixes(hashes),
             self._targets,
             now,
@@ -427,6 +428,7 @@ class Dispatcher:
         if parked is not None:
             placement = parked.placement(placement, len(hashes))
         decode, prefill = workers.get(placement.decode.worker_id), workers.get(placement.prompt_worker.worker_id)
+        returns = parked is not None and decode is parked.session
         # the next token after a replay is as urgent as a first one, and gets the whole target
         waited_ms = 0.0 if request.started else (now - request.received) * 1e3
         target_ms = min(self._targets.slo_ttft_ms, (request.needed_at - request.received) * 1e3)
@@ -468,7 +470,7 @@ class Dispatcher:
     def _expired(self, request: RoutedRequest) -> None:
         """Gives up a request that has waited too long."""
         now = asyncio.get_running_loop().time()
-        waits_ms = [one.queue_ms(now) + one.overdue_ms for one in self._workers.candidates("combined", 1)]
+        waits_ms = [one.queue_ms(now) + one.overdue_ms for one in self._workers.takers(1)]
         message = f"There was no first token after {now - request.received:.1f} s, so the request is given up."
         self._fail(request, waits_too_long(f"{message} Try again later.", min(waits_ms, default=0.0) / 1e3))
 

@@ -21,7 +21,7 @@ silent or still takes connections has not crashed.
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 from cpd.common.blocks import Tier
@@ -35,12 +35,14 @@ from cpd.protocol.version import UnknownMessages
 from cpd.rpc import cpd_pb2 as pb
 from router.checks import ProtocolError, check_hello
 from router.errors import describe, one_line
-from router.placement.learning import Learning
+from router.placement.learning import Learning, WorkerErrors
 from router.placement.worker_load import WorkerLoad
 from router.prefix_index.block_table import KEY_BYTES
 from router.prefix_index.index import PrefixIndex
 
 log = logging.getLogger(__name__)
+
+_ROLES: Mapping[int, str] = {pb.ROLE_PREFILL: "prefill", pb.ROLE_COMBINED: "combined"}
 
 SILENT_S = 3.0
 """A worker that sent nothing for this long, in seconds, is stopped or cut off: workers send something every second."""
@@ -103,11 +105,10 @@ class WorkerSession:
         itl_ms: Target for the gaps between the tokens of its streams, in ms.
         learning: What this router learns from requests.
         admit: Called with the worker's Hello; raises RefusedError if the worker does not fit.
-        on_hello: Called when `hello` has changed.
+        on_hello: Called when `hello` or `role` has changed.
 
     Attributes:
         id: The worker's name.
-        role: `prefill` or `combined`.
         hello: The worker's description of itself; None while not connected.
         load: Its last load report; empty before the first.
         reason: Reason why there is no session, for humans.
@@ -129,7 +130,7 @@ class WorkerSession:
         on_hello: Callable[[], None],
     ) -> None:
         self.member = member
-        self.id, self.role = member.id, member.kind
+        self.id = member.id
         self.hello: pb.Hello | None = None
         self.load = pb.Load()
         self.reason = ""
@@ -149,6 +150,7 @@ class WorkerSession:
         self._unknown = UnknownMessages(f"worker {self.id}")
         self._error: ProtocolError | None = None
         self._drained = False  # it has ended in order
+        self._role: int = pb.ROLE_UNSPECIFIED  # an older worker does not tell it
 
     @property
     def connected(self) -> bool:
@@ -159,6 +161,21 @@ class WorkerSession:
     def live(self) -> bool:
         """True if requests can be placed on the worker."""
         return self.state == "ready"
+
+    @property
+    def role(self) -> str:
+        """What the worker prefers to do: `prefill` or `combined`. It may change while the worker runs."""
+        return _ROLES.get(self._role, self.member.kind)
+
+    @property
+    def takes_any(self) -> bool:
+        """True if the worker serves requests and prefill requests whatever its role; older workers do not."""
+        return self._role != pb.ROLE_UNSPECIFIED
+
+    @property
+    def gives_away(self) -> bool:
+        """True if this router's requests move from the worker to others that take them."""
+        return self.load.moving or self.role == "prefill"
 
     @property
     def failed(self) -> bool:
@@ -259,6 +276,7 @@ class WorkerSession:
             except Exception:  # an error with one request must not end the session with this worker for good
                 log.exception("the requests of worker %s could not be placed again", self.id)
         self.hello, self.load, self.worker_load = None, pb.Load(), None
+        self._role = pb.ROLE_UNSPECIFIED
         self._on_hello()
 
     async def _connect(self, listener: Listener) -> None:
@@ -301,8 +319,8 @@ class WorkerSession:
         hello = first.hello
         check_hello(hello)
         self._admit(self.member, hello)
-        errors = self._learning.worker(prefills_only=hello.role == pb.ROLE_PREFILL)
-        self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms, errors=errors)
+        self._role = hello.current_role
+        self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms, errors=self._new_errors())
         self.hello, self.state = hello, "syncing"
         self._on_hello()
         self._index.reset(self.id)
@@ -338,9 +356,12 @@ class WorkerSession:
             case "cache":
                 await self._on_events(message.cache)
             case "load":
+                before = self.role
                 self._on_load(message.load)
                 self._set_state(message.load.state)
-                if message.load.moving:
+                if self.role != before:
+                    listener.ready(self)
+                if self.gives_away and self.worker_load is not None and self.worker_load.sequences:
                     listener.moving(self)
             case "refusal":
                 listener.refusal(self, message.refusal)
@@ -381,8 +402,17 @@ class WorkerSession:
 
     def _on_load(self, load: pb.Load) -> None:
         assert self.worker_load is not None
+        before = self.role
         self.worker_load.on_report(load, asyncio.get_running_loop().time())
         self.load = load
+        self._role = load.role or self._role
+        if self.role != before:
+            log.info("%s worker %s is a %s worker now", before, self.id, self.role)
+            self.worker_load.errors = self._new_errors()
+            self._on_hello()
+
+    def _new_errors(self) -> WorkerErrors:
+        return self._learning.worker(prefills_only=self.role == "prefill")
 
     def _set_state(self, state: "pb.State.ValueType") -> None:
         self.state = "draining" if state == pb.STATE_DRAINING else "ready"

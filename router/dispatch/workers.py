@@ -101,24 +101,23 @@ class Workers:
 
     @property
     def ready(self) -> bool:
-        """True if a combined worker is live, and each worker that was listed when this router started has either sent
-        its cache snapshot or failed to."""
+        """True if a worker takes requests, and each worker that was listed when this router started has either sent its
+        cache snapshot or failed to."""
         if self._awaited is None:
             return False
         while self._awaited and self._awaited[-1].settled:
             self._awaited.pop()
-        return not self._awaited and any(
-            session.live for session in self._sessions.values() if session.role == "combined"
-        )
+        return not self._awaited and any(self._takers())
 
     @property
     def model(self) -> ClusterModel:
         """The model of the connected workers."""
         if self._model is None:
             hellos = [(session.role, session.hello) for session in self._sessions.values() if session.hello is not None]
+            combined = [hello.max_model_len for role, hello in hellos if role == "combined"]
             self._model = ClusterModel(
                 fingerprint=next((hello.fingerprint for _, hello in hellos), b""),
-                max_model_len=median_low([hello.max_model_len for role, hello in hellos if role == "combined"] or [0]),
+                max_model_len=median_low(combined or [hello.max_model_len for _, hello in hellos] or [0]),
                 vocab_size=next((hello.vocab_size for _, hello in hellos), 0),
             )
         return self._model
@@ -130,15 +129,18 @@ class Workers:
     def candidates(self, role: str, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
         """The live workers of a role, except `exclude`, that take `tokens` tokens of prompt and output. Silent workers
         are returned only if there are no others."""
-        now = asyncio.get_running_loop().time()
-        heard: list[Candidate] = []
-        silent: list[Candidate] = []
-        for session in self._sessions.values():
-            if session.role == role and session.live and session.id not in exclude:
-                load = session.worker_load
-                if load is not None and load.max_model_len >= tokens:
-                    (silent if session.silent(now) else heard).append(load.candidate)
-        return heard or silent
+        of_role = [session for session in self._sessions.values() if session.live and session.role == role]
+        return _candidates(of_role, tokens, exclude)
+
+    def takers(self, tokens: int, exclude: Container[str] = ()) -> list[Candidate]:
+        """The workers that take requests, as `candidates` returns them: the combined ones, or, while none of these is
+        live, the prefill workers."""
+        return _candidates(self._takers(), tokens, exclude)
+
+    def _takers(self) -> list[WorkerSession]:
+        live = [session for session in self._sessions.values() if session.live]
+        combined = [session for session in live if session.role == "combined"]
+        return combined or [session for session in live if session.takes_any]
 
     async def run(self, redis: Redis, cluster: str, listener: Listener, ended: asyncio.Event) -> None:
         """Follows the cluster's membership until `ended` is set; then closes all sessions."""
@@ -235,3 +237,15 @@ class Workers:
 
     def _on_hello(self) -> None:
         self._model = None
+
+
+def _candidates(sessions: Sequence[WorkerSession], tokens: int, exclude: Container[str]) -> list[Candidate]:
+    """Those of the workers, except `exclude`, that take `tokens` tokens; silent ones if there are no others."""
+    now = asyncio.get_running_loop().time()
+    heard: list[Candidate] = []
+    silent: list[Candidate] = []
+    for session in sessions:
+        load = session.worker_load
+        if session.id not in exclude and load is not None and load.max_model_len >= tokens:
+            (silent if session.silent(now) else heard).append(load.candidate)
+    return heard or silent

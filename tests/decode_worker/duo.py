@@ -39,13 +39,13 @@ class Side:
 
     def states(self) -> list[RemotePrefillState]:
         """The states of its prefix fetches."""
-        service = self.worker.worker._service
+        service = self.worker.worker._service.decode
         assert isinstance(service, DecodeService)
         return [prefill.state for prefill in service._coordinator.running]
 
     def has(self, number: int) -> bool:
         """True if the worker has a request with this number."""
-        service = self.worker.worker._service
+        service = self.worker.worker._service.decode
         assert isinstance(service, DecodeService)
         return any(key[1] == number for key in service._requests)
 

@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def _service(self) -> DecodeService:
-        service = self.decode.worker._service
+        service = self.decode.worker._service.decode
         assert isinstance(service, DecodeService)
         return service
 

@@ -1,4 +1,4 @@
-"""Requests that are parked because their worker drains, and go on elsewhere or there."""
+"""Requests that are parked, most of them because their worker drains, and go on elsewhere or there."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,6 +76,23 @@ class TestMove:
             await exited(d.source)
             await d.here.router.balanced()
 
+    async def test_a_worker_that_does_not_drain_parks_too(self, redis_url: str) -> None:
+        async with duo(redis_url) as d:
+            d.source.gate.slow()
+            request = make_request("a", prompt(TOKENS), max_tokens=LONG)
+            answer = await d.source.router.submit(request, 1)
+            await eventually(lambda: answer.started)
+            await d.source.router.park(1)
+            await eventually(lambda: answer.refusal is not None)
+            assert answer.refusal is not None
+            assert answer.refusal.kind == pb.Refusal.KIND_PARKED
+            rest = continued(request, 0, answer.tokens[0])
+            moved = await d.submit(rest, 2, d.source.hint(len(rest.block_hashes)))
+            await d.here.router.done(moved)
+            check(request, 0, answer.tokens[0], moved.tokens[0])
+            await d.source.router.abort(1)
+            await d.balanced()
+
     async def test_its_full_blocks_are_kept_until_it_is_aborted(self, redis_url: str) -> None:
         async with duo(redis_url) as d:
             request, answer = await park(d)
@@ -136,16 +153,6 @@ class TestNotParked:
             assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
             d.source.gate.open()
             await exited(d.source)
-
-    async def test_a_worker_that_does_not_drain_goes_on(self, redis_url: str) -> None:
-        async with duo(redis_url) as d:
-            d.source.gate.slow()
-            request = make_request("a", prompt(TOKENS), max_tokens=30)
-            answer = await d.source.router.submit(request, 1)
-            await eventually(lambda: answer.started)
-            await d.source.router.park(1)
-            await d.source.router.done(answer)
-            check(request, 0, answer.tokens[0])
 
     async def test_without_a_router_that_parks_the_drain_waits_for_the_requests(self, redis_url: str) -> None:
         async with duo(redis_url) as d:

@@ -14,7 +14,10 @@ def worker(name: str, **fields: Any) -> dict[str, Any]:
 
 def test_the_table_shows_each_worker_on_a_narrow_terminal() -> None:
     output = io.StringIO()
-    workers = [worker("combined-0"), worker("prefill-0", load=None, state="refused", reason="another [model]")]
+    workers = [
+        worker("combined-0"),
+        worker("prefill-0", role="prefill", load=None, state="refused", reason="another [model]"),
+    ]
     Console(file=output, width=80).print(cluster_table({"workers": workers}))
     lines = output.getvalue().splitlines()
     assert lines[1].split() == ["combined-0", "ready", "1", "2", "3,456", "12,000", "300", "4", "11"]
@@ -39,6 +42,16 @@ def test_machines_are_listed_if_there_are_several() -> None:
     )
     assert machines({"workers": workers, "routers": routers}) == ["one: combined-0, router-0", "two: combined-1"]
     assert machines({"workers": workers[:1], "routers": routers}) == []
+
+
+def test_the_table_shows_a_role_that_the_name_does_not_tell() -> None:
+    output = io.StringIO()
+    workers = [worker("prefill-0"), worker("prefill-1", role="prefill")]
+    Console(file=output, width=100).print(cluster_table({"workers": workers}))
+    assert [line.split()[:2] for line in output.getvalue().splitlines()[1:]] == [
+        ["prefill-0", "(combined)"],
+        ["prefill-1", "ready"],
+    ]
 
 
 def test_different_devices_are_listed() -> None:

@@ -18,12 +18,14 @@ class Answer:
 
     Attributes:
         route: `local` or `remote`.
+        worker: Name of the worker that began it.
     """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish: str = ""
     route: str = ""
+    worker: str = ""
     cached_tokens: int = 0
 
 
@@ -72,6 +74,7 @@ async def complete(
         choice["text"],
         choice["finish_reason"],
         response.headers["x-cpd-route"],
+        response.headers["x-cpd-decode-worker"],
         whole["usage"]["prompt_tokens_details"]["cached_tokens"],
     )
 
@@ -97,6 +100,7 @@ async def _stream(
         if response.is_error:
             _check(response, (await response.aread()).decode())
         answer.route = response.headers["x-cpd-route"]
+        answer.worker = response.headers["x-cpd-decode-worker"]
         async for line in _lines(response):
             if not line:
                 continue

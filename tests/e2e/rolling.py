@@ -2,8 +2,8 @@
 
 A real `cpd up` in float32 serves 100 streams at a time; a client that never tries again compares each with the answer
 that the idle cluster gave. Meanwhile `cpd restart` restarts every process, the routers behind their one port too, `cpd
-scale` adds and removes two workers, `cpd drain` moves the streams of the busiest worker, and a router gets SIGTERM.
-Prints a table; ends with code 1 if a stream failed or had a wrong token, or if none moved.
+scale` adds and removes two workers, `cpd drain` moves the streams of the busiest worker, a router gets SIGTERM, and
+roles change back and forth. Prints a table; ends with code 1 if a stream failed or had a wrong token, or if none moved.
 """
 
 import asyncio
@@ -25,6 +25,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from deploy.role import set_role
+from deploy.state import ClusterDir
 from models import tiny
 from tests.e2e.client import MODEL, client, complete
 
@@ -36,6 +38,9 @@ STEADY_S = 10.0
 DRAIN_S = 1.0
 """Time that the drained worker has before its streams move: most of its streams last longer."""
 READY_S = 120.0
+CHANGES, CHANGE_S = 10, 30.0
+"""Number of changes of roles, and seconds between them. Each changes a combined and a prefill worker, or them back."""
+PROBE_S = 0.01
 
 Cpd = Callable[..., str]
 """Runs a command, and returns what it prints."""
@@ -146,10 +151,12 @@ def run(
     router_max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of each answer while a router gets SIGTERM: enough for 20 s.")
     ] = 700,
+    only_roles: Annotated[bool, typer.Option(help="Only change roles.")] = False,
 ) -> None:
     """Restart and scale a cluster under load, and check every token."""
     directory = Path(tempfile.mkdtemp(prefix="cpd-rolling-", dir="/tmp"))  # sockets need short names
-    environment = {**os.environ, "CPD_RUNTIME_DIR": str(directory / "run"), "XDG_STATE_HOME": str(directory / "state")}
+    os.environ |= {"CPD_RUNTIME_DIR": str(directory / "run"), "XDG_STATE_HOME": str(directory / "state")}
+    environment = dict(os.environ)
 
     def cpd(*arguments: str) -> str:
         done = subprocess.run([*PROGRAM, *arguments], env=environment, capture_output=True, text=True)
@@ -165,11 +172,15 @@ def run(
     started = cpd("up", "--detach", *flags)
     try:
         url = started[started.index("http") :].split()[0]
-        phases, moved = asyncio.run(_measure(url, streams, combined, routers, max_tokens, router_max_tokens, cpd))
+        phases, moved, first_s = asyncio.run(
+            _measure(url, streams, combined, prefill, routers, max_tokens, router_max_tokens, only_roles, cpd)
+        )
     finally:
         cpd("down")
         shutil.rmtree(directory, ignore_errors=True)
     _print(phases, moved)
+    if first_s:
+        sys.stdout.write(f"first answer of a worker that became combined: {_ms(first_s)}\n")
     sys.exit(any(phase.errors or phase.wrong for phase in phases) or not moved)
 
 
@@ -202,13 +213,25 @@ def _print(phases: Iterable[Phase], moved: list[float]) -> None:
             sys.stdout.write(f"{phase.name}: {phase.errors.count(error)} x {error}\n")
 
 
+def _ms(times_s: list[float]) -> str:
+    return f"median {statistics.median(times_s) * 1e3:.0f} ms, longest {max(times_s) * 1e3:.0f} ms after the command"
+
+
 def _median(values: list[float]) -> float:
     return statistics.median(values) if values else float("nan")
 
 
 async def _measure(
-    url: str, streams: int, combined: int, routers: int, max_tokens: int, router_max_tokens: int, cpd: Cpd
-) -> tuple[list[Phase], list[float]]:
+    url: str,
+    streams: int,
+    combined: int,
+    prefill: int,
+    routers: int,
+    max_tokens: int,
+    router_max_tokens: int,
+    only_roles: bool,
+    cpd: Cpd,
+) -> tuple[list[Phase], list[float], list[float]]:
     async with client(url) as http:
         expected = [
             (await complete(http, prompt(number), max_tokens=max(max_tokens, router_max_tokens))).token_ids
@@ -252,12 +275,48 @@ async def _measure(
         while len(load.phase.lengths_s) < streams:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.1)
 
+    first_s: list[float] = []
+
+    async def first_stream(name: str, begun_s: float) -> None:
+        """Measures how long after `begun_s` a worker answers a new request."""
+        first = asyncio.Event()
+
+        async def probe(http: httpx.AsyncClient) -> None:
+            if (await complete(http, prompt(1), stream=True, max_tokens=1)).worker == name and not first.is_set():
+                first_s.append(time.monotonic() - begun_s)
+                first.set()
+
+        async with client(url) as http, asyncio.TaskGroup() as group, asyncio.timeout(READY_S):
+            while not first.is_set():
+                group.create_task(probe(http))
+                await asyncio.sleep(PROBE_S)
+
+    async def change_roles() -> None:
+        load.looks = True
+        workers = {one["id"]: one["address"] for one in (await status())["workers"]}
+        one, other = (next(name for name in workers if name.startswith(role)) for role in ("combined", "prefill"))
+        state = ClusterDir("default").read()
+        assert state is not None
+        key = state.admin_key
+        for number in range(CHANGES):
+            now_combined, now_prefill = (other, one) if number % 2 == 0 else (one, other)
+            began_s = time.monotonic()
+            await asyncio.to_thread(set_role, now_combined, workers[now_combined], key, "combined")
+            await first_stream(now_combined, began_s)
+            await asyncio.to_thread(set_role, now_prefill, workers[now_prefill], key, "prefill")
+            await asyncio.sleep(max(0.0, CHANGE_S - (time.monotonic() - began_s)))
+        load.looks = False
+
     def steady() -> Awaitable[None]:
         return asyncio.sleep(STEADY_S)
 
     more, as_before = (("scale", "--combined", str(number)) for number in (combined + 2, combined))
     try:
         await measure("(nothing)", steady)
+        if prefill:
+            await measure(f"{CHANGES} changes of the roles of two workers", change_roles)
+        if only_roles:
+            return phases, load.moved, first_s
         await measure("`cpd restart`", command("restart"))
         await measure("`cpd scale`, two workers more", command(*more))
         await measure("`cpd scale`, two workers fewer", command(*as_before))
@@ -275,7 +334,7 @@ async def _measure(
             running.result()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    return phases, load.moved
+    return phases, load.moved, first_s
 
 
 def _log(environment: dict[str, str]) -> str:

@@ -33,11 +33,11 @@ from worker.process import on_failed_threads, run_process
 from worker.worker import Worker
 
 
-def loader(role: Role, points: InjectionPoints) -> Callable[[WorkerSettings], LoadedEngine]:
+def loader(points: InjectionPoints) -> Callable[[WorkerSettings], LoadedEngine]:
     """Loads the real engine, with an injection point before each step."""
 
     def load(settings: WorkerSettings) -> LoadedEngine:
-        loaded = load_engine(settings, role)
+        loaded = load_engine(settings)
         step = loaded.engine.step
 
         def step_with_point(now: float = 0.0) -> Any:
@@ -78,8 +78,14 @@ def run(role: Role, socket: str, settings: WorkerSettings) -> None:
 
     async def serve() -> int:
         server = await asyncio.start_unix_server(functools.partial(serve_commands, points), socket)
-        service = PrefillService if role == "prefill" else DecodeService
-        worker = Worker(settings, role, service, build_engine=loader(role, points), open_transport=opener(points))
+        worker = Worker(
+            settings,
+            role,
+            DecodeService,
+            PrefillService,
+            build_engine=loader(points),
+            open_transport=opener(points),
+        )
         on_stop_signals(worker.lifecycle)
         on_failed_threads(worker.lifecycle.stop)
         async with server:

@@ -456,7 +456,7 @@ async def test_an_unreachable_pool_delays_no_other_request(monkeypatch: pytest.M
         silent = s.receiver.request()
         start = s.receiver.start(make_request("b", prompt(900)), decode_worker_id="silent", transport_address=b"silent")
         await silent.send(start=start)
-        await eventually(lambda: s.worker.worker._service.busy)
+        await eventually(lambda: s.worker.worker._service.prefill.busy)
         call = s.receiver.request()
         await call.send(start=s.receiver.start(request))
         await call.expect("ready")
@@ -555,16 +555,6 @@ async def test_a_start_within_a_request_ends_it(redis_url: str) -> None:
             last = event
         assert "'start'" in last.released.error
         await s.view.balanced()
-
-
-async def test_requests_of_routers_are_rerouted(redis_url: str) -> None:
-    async with setup(redis_url) as s:
-        answer = await s.view.submit(make_request("a", prompt(20)), 1)
-        await s.view.done(answer)
-        assert answer.refusal is not None
-        assert answer.refusal.kind == pb.Refusal.KIND_REROUTE
-        await s.view.abort(1)
-        assert s.view.hello.role == pb.ROLE_PREFILL
 
 
 async def test_a_draining_worker_finishes_its_jobs_and_accepts_no_new_ones(redis_url: str) -> None:

@@ -90,6 +90,7 @@ class FakeWorker:
         self.hellos: list[str] = []
         self.cached = cached
         self.address = ""
+        self.role = pb.ROLE_UNSPECIFIED
         self.snapshot_may_go = asyncio.Event()
         self.snapshot_may_go.set()
         self.hello = pb.Hello(
@@ -145,6 +146,11 @@ class FakeWorker:
         """Sends a message on every session."""
         for queue in self._queues:
             queue.put_nowait(message)
+
+    def become(self, role: "pb.Role.ValueType") -> None:
+        """Announces another role."""
+        self.role = role
+        self.send(pb.WorkerMessage(load=pb.Load(state=self.hello.state, role=role, free_pages=self.hello.num_pages)))
 
     async def _serve(self, wire: Stream[pb.RouterMessage]) -> None:
         with contextlib.suppress(StreamError):  # a router that is gone
@@ -207,7 +213,7 @@ class FakeWorker:
             else:
                 queue.put_nowait(pb.WorkerMessage(refusal=answer))
             if not reported:  # that the prompt is computed
-                load = pb.Load(state=self.hello.state, running=1, free_pages=self.hello.num_pages)
+                load = pb.Load(state=self.hello.state, role=self.role, running=1, free_pages=self.hello.num_pages)
                 queue.put_nowait(pb.WorkerMessage(load=load))
                 reported = True
 

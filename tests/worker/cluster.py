@@ -90,7 +90,8 @@ async def running(
     worker = Worker(
         WorkerSettings(**given),
         role,
-        PrefillService if role == "prefill" else DecodeService,
+        DecodeService,
+        PrefillService,
         build_engine=load or fake_loader(),
         open_transport=opener(network, transfer_gate),
     )

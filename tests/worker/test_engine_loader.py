@@ -24,7 +24,7 @@ def test_a_prefill_worker_captures_no_decode_graphs(
 
     monkeypatch.setattr(engine_loader, "TorchRunner", Spy)
     settings = WorkerSettings(model=str(checkpoint("qwen3")), device="cpu", kv_memory=1 << 20, max_num_seqs=4)
-    assert engine_loader.load_engine(settings, role).engine.max_num_seqs == 4
+    assert engine_loader.load_engine(settings).engine.max_num_seqs == 4
     assert [(kwargs["graphs"], kwargs["max_num_seqs"]) for kwargs in asked] == [(graphs, 4)]
 
 
@@ -38,5 +38,5 @@ def test_a_cpu_quota_below_the_number_of_threads_gives_a_warning(
 ) -> None:
     monkeypatch.setattr(engine_loader, "core_quota", lambda: quota)
     settings = WorkerSettings(model=str(checkpoint("qwen3")), device="cpu", kv_memory=1 << 20, max_num_seqs=4)
-    engine_loader.load_engine(settings, "combined")
+    engine_loader.load_engine(settings)
     assert ("--cpuset-cpus" in caplog.text) == warned

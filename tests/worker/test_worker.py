@@ -20,6 +20,7 @@ from cpd.rpc import cpd_pb2_grpc as rpc
 from decode_worker.service import DecodeService
 from deploy.redis import embedded_redis
 from kvtransfer.local import LocalNetwork
+from prefill_worker.service import PrefillService
 from tests.engine.fakes import make_request, prompt
 from tests.secret import SECRET, secret_file
 from tests.waiting import DEADLINE_S, eventually
@@ -37,6 +38,7 @@ def worker(redis_url: str, load: Any = None, **settings: Any) -> Worker:
         WorkerSettings(**given),
         "combined",
         DecodeService,
+        PrefillService,
         build_engine=load or fake_loader(),
         open_transport=opener(LocalNetwork(), None),
     )
@@ -152,6 +154,28 @@ async def test_administration_needs_the_admin_key(redis_url: str) -> None:
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         await admin.Drain(pb.DrainRequest(), metadata=admin_metadata(ClusterSecret(SECRET).admin_key), timeout=20)
         assert await asyncio.wait_for(w.task, 20) == EXIT_DRAINED
+
+
+async def test_a_worker_announces_another_role_at_once(redis_url: str) -> None:
+    started = running("combined", redis_url, network=LocalNetwork(), secret_file=secret_file())
+    metadata = admin_metadata(ClusterSecret(SECRET).admin_key)
+    async with (
+        started as w,
+        grpc.aio.insecure_channel(w.address) as channel,
+        Client(w, token=SECRET) as c,
+    ):
+        admin: Any = rpc.AdminStub(channel)
+        assert c.hello.role == c.hello.current_role == pb.ROLE_COMBINED
+        await admin.SetRole(pb.SetRoleRequest(role=pb.ROLE_PREFILL), metadata=metadata, timeout=20)
+        await eventually(lambda: c.load.role == pb.ROLE_PREFILL)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await admin.SetRole(pb.SetRoleRequest(), metadata=metadata, timeout=20)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with Client(w, token=SECRET, router_id="later") as later:
+            assert (later.hello.role, later.hello.current_role) == (pb.ROLE_COMBINED, pb.ROLE_PREFILL)
+            answer = await later.submit(make_request("a", prompt(20)), 1)
+            await later.done(answer)
+            assert answer.refusal is None
 
 
 async def test_the_trace_describes_each_step(redis_url: str) -> None:
