@@ -17,7 +17,7 @@ from tests.e2e.oracle import Oracle
 
 pytestmark = pytest.mark.e2e
 
-STREAMS, OUTPUT = 8, 300
+STREAMS, OUTPUT = 8, 900
 
 
 @pytest.fixture(scope="module")
