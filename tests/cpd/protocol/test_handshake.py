@@ -11,12 +11,14 @@ from cpd.common.tls import make_certificate
 from cpd.common.trust import ClusterSecret
 from cpd.protocol import handshake
 from cpd.protocol.handshake import Caller, HandshakeError, answer_as, open_as
+from cpd.protocol.version import MAJOR, MINOR
 from cpd.rpc import cpd_pb2 as pb
 from tests.newer import with_unknown_fields
 
 SECRET = ClusterSecret("secret")
 ROUTER = Caller("router", "r")
 MOST = 4096
+OWN = f"{MAJOR}.{MINOR}"
 
 Incoming = Stream[pb.RouterMessage]
 Outgoing = Stream[pb.WorkerMessage]
@@ -230,8 +232,8 @@ async def test_another_message_in_place_of_the_proof_is_refused() -> None:
 @pytest.mark.parametrize(
     ("theirs", "sentence"),
     [
-        (0, "worker w speaks version 1.0 of the cluster's protocol, router r version 0.3: router r is older"),
-        (2, "worker w speaks version 1.0 of the cluster's protocol, router r version 2.3: worker w is older"),
+        (0, f"worker w speaks version {OWN} of the cluster's protocol, router r version 0.3: router r is older"),
+        (2, f"worker w speaks version {OWN} of the cluster's protocol, router r version 2.3: worker w is older"),
     ],
 )
 async def test_a_router_of_another_major_version_is_refused(theirs: int, sentence: str) -> None:
