@@ -59,8 +59,8 @@ def test_the_commands_reach_workers_and_routers(
     with cluster.known():
         status("default", as_json=False)
         assert "at http://[::1]:" in capsys.readouterr().out
-        trace("default", "combined-0", 60.0, chrome=False)
-        assert '"worker":"combined-0"' in capsys.readouterr().out
+        trace("default", "", 600.0, chrome=False)
+        assert '"worker":"prefill-0"' in capsys.readouterr().out  # it has computed a prompt
         for name in ("combined-1", "router-1"):
             drain("default", name, 30.0)
             assert f"{name} has ended" in capsys.readouterr().out
