@@ -66,17 +66,10 @@ class Plan:
 
 
 class Planner:
-    """Plans for the workers of one model.
+    """Plans for the workers of one model."""
 
-    Args:
-        most: Most prefill workers; None: all but one worker.
-        least: Fewest prefill workers.
-    """
-
-    def __init__(self, targets: Targets, least: int = 0, most: int | None = None) -> None:
+    def __init__(self, targets: Targets) -> None:
         self._targets = targets
-        self._least = least
-        self._most = most
         self._changes: deque[float] = deque(maxlen=CHANGES_PER_HOUR)  # times of the last ones
 
     def plan(self, demands: Sequence[Demand], requests: float, fleet: Fleet, current: int, now: float) -> Plan:
@@ -89,12 +82,6 @@ class Planner:
             current: How many of them are prefill workers.
             now: Time in seconds.
         """
-        most = fleet.count - 1 if self._most is None else min(self._most, fleet.count - 1)
-        numbers = range(min(self._least, most), most + 1)
-        if not numbers.start <= current <= most:
-            bounded = min(max(current, numbers.start), most)
-            self._changes.append(now)
-            return Plan(bounded, current, f"{current} prefill workers are outside the bounds")
         if requests < MIN_REQUESTS or not demands:
             return Plan(current, current, f"{requests:.0f} recent requests are too few to plan by")
         if self._changes and now < self._changes[-1] + SETTLE_S:
@@ -102,6 +89,7 @@ class Planner:
         if len(self._changes) == CHANGES_PER_HOUR and now < self._changes[0] + 3600:
             return Plan(current, current, f"there were {CHANGES_PER_HOUR} changes in the last hour")
         model = CapacityModel(demands, fleet, self._targets, current)
+        numbers = range(fleet.count)  # one worker, at least, is combined
         scale, predictions = self._at_the_limit(model, numbers)
         good = {one.prefill_workers: one.good_per_s for one in predictions}
         best = max(good.values())

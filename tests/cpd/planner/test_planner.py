@@ -60,14 +60,8 @@ def test_there_are_only_some_changes_in_an_hour() -> None:
     assert all(later - first >= 3600 for first, later in zip(changes, changes[CHANGES_PER_HOUR:], strict=False))
 
 
-def test_numbers_outside_the_bounds_change_at_once() -> None:
-    planner = Planner(TARGETS, least=2, most=6)
-    assert plan([CHATS], 0, planner).prefill_workers == 2
-    assert plan([CHATS], 8, planner).prefill_workers == 6
-
-
 def test_a_single_worker_remains_combined() -> None:
-    assert Planner(TARGETS, least=3).plan([LONG], MANY, fleet(1), 0, 0.0).prefill_workers == 0
+    assert Planner(TARGETS).plan([LONG], MANY, fleet(1), 0, 0.0).prefill_workers == 0
 
 
 @settings(max_examples=40, deadline=None)
