@@ -336,6 +336,7 @@ def _watch(
     starts: dict[str, int] = {}
     drained: set[str] = set()
     lost: dict[str, str] = {}
+    hosts: dict[str, str] = {}
     missing: dict[str, str] = {}
     routers = {spec.name for spec in cluster.specs if not spec.is_worker}
     warned = False
@@ -353,14 +354,18 @@ def _watch(
             if state.starts > starts.get(name, 1):
                 output.say(f"{name} ended with exit code {state.exit_code} and was restarted")
             starts[name] = max(1, state.starts)  # 0: a new supervisor is about to start its process
-            if state.pid and lost.pop(name, None):
-                output.say(f"{name} runs again, on {state.host}")
+            if state.pid:
+                moved = hosts.get(name, state.host) != state.host  # before it was known to be lost, if Ray is quick
+                if lost.pop(name, None) or moved:
+                    output.say(f"{name} runs again, on {state.host}")
+                hosts[name] = state.host
         now_lost = cluster.lost()
         for reason in dict.fromkeys(now_lost.values()):
             if new := [name for name, why in now_lost.items() if why == reason and lost.get(name) != reason]:
                 output.say(f"{', '.join(new)}: {reason}")
         names = {spec.name for spec in cluster.specs}
         lost = {name: reason for name, reason in (lost | now_lost).items() if name in names}
+        hosts = {name: host for name, host in hosts.items() if name in names}
         now_missing = {**_not_running(states), **lost}
         if now_missing != missing:
             missing = now_missing

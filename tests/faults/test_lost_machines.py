@@ -85,7 +85,8 @@ async def test_the_other_machine_takes_over_and_the_lost_one_is_used_again(
             cluster.wait_for({"one": 1, "two": 1})
 
         await under_streams(cluster, oracle, lose_and_return)
-        assert cluster.said().count("two was lost; it starts on one") == 1
+        assert cluster.said().count("two was lost; it starts on one") <= 1  # 0: Ray is quicker than `SILENT_S`
+        assert cluster.said().count("runs again, on one") == 1
 
 
 @pytest.mark.faults
