@@ -1,5 +1,6 @@
 """The `cpd` command. Each subcommand imports what it needs when it is used."""
 
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -24,8 +25,18 @@ app.add_typer(sim_app, name="sim")
 ClusterName = Annotated[str, typer.Option("--cluster", envvar="CPD_CLUSTER", help="Name of the cluster.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cpd {version('cpd')}")
+        raise typer.Exit
+
+
 @app.callback()
-def cpd() -> None:
+def cpd(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Serve large language models from a cluster of combined and prefill workers."""
 
 

@@ -1,9 +1,13 @@
 import socket
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +35,16 @@ def test_help_loads_nothing_heavy() -> None:
         "heavy = {'torch', 'ray', 'transformers', 'grpc', 'ucxx'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_version_is_shown() -> None:
+    assert cpd("--version") == (0, f"cpd {version('cpd')}\n")
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = (ROOT / "deploy" / "helm" / "cpd" / "Chart.yaml").read_text().splitlines()
+    assert {f"version: {package}", f"appVersion: {package}"} <= set(chart)
 
 
 @pytest.mark.parametrize("command", ["status", "down"])
