@@ -20,7 +20,7 @@ test: lint
 # are cut and machines lost, too), then random faults under load for MINUTES.
 acceptance: $(DEV_READY)
 	$(BIN)/python -m pytest -m "faults or not faults" tests/faults/test_matrix.py tests/faults/test_crashes.py \
-		tests/faults/test_lost_machines.py
+		tests/faults/test_lost_machines.py tests/faults/test_networks.py
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 lint: $(DEV_READY)

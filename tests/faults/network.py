@@ -1,5 +1,6 @@
 """Simulated machines: network namespaces on one bridge, whose links can be cut or slowed down. Needs root."""
 
+import json
 import os
 import subprocess
 from contextlib import suppress
@@ -31,25 +32,32 @@ def available() -> bool:
 
 
 class Network:
-    """A bridge with one link to each machine. This process has the address `host(0)`."""
+    """A bridge with one link, `eth0`, to each machine. This process has the address `host(0)`.
 
-    def __init__(self) -> None:
+    Args:
+        ipv6: All addresses are IPv6.
+    """
+
+    def __init__(self, *, ipv6: bool = False) -> None:
         number = os.getpid()
         self._tag = f"{number % 100_000:x}"
-        self._prefix = f"10.{100 + number % 150}.{number // 150 % 250}"
+        self._prefix = f"fd00:{number % 0xFFFF:x}::" if ipv6 else f"10.{100 + number % 150}.{number // 150 % 250}."
+        # an IPv6 address could not be used at once if it were first asked for in the network
+        self._given = ("nodad",) if ipv6 else ()
+        self._bits = 64 if ipv6 else 24
         self._bridge = f"cpdb{self._tag}"
         self._machines: list[str] = []
 
     def host(self, number: int) -> str:
         """The address of machine `number`."""
-        return f"{self._prefix}.{number + 1}"
+        return f"{self._prefix}{number + 1:x}" if self._bits == 64 else f"{self._prefix}{number + 1}"
 
     def start(self) -> None:
         """Creates the bridge."""
         # A bridge without its own MAC address takes that of a link, and another one when that link is cut; peers would
         # keep sending to the old one.
         ip("link", "add", self._bridge, "address", _BRIDGE_ADDRESS, "type", "bridge")
-        ip("addr", "add", f"{self.host(0)}/24", "dev", self._bridge)
+        ip("addr", "add", f"{self.host(0)}/{self._bits}", "dev", self._bridge, *self._given)
         ip("link", "set", self._bridge, "up")
 
     def stop(self) -> None:
@@ -68,10 +76,24 @@ class Network:
         ip("netns", "add", namespace)
         ip("link", "add", self._link(name), "type", "veth", "peer", "name", "eth0", "netns", namespace)
         ip("link", "set", self._link(name), "master", self._bridge, "up")
-        ip("-n", namespace, "addr", "add", f"{self.host(number)}/24", "dev", "eth0")
+        ip("-n", namespace, "addr", "add", f"{self.host(number)}/{self._bits}", "dev", "eth0", *self._given)
         ip("-n", namespace, "link", "set", "eth0", "up")
         ip("-n", namespace, "link", "set", "lo", "up")
         return self.host(number)
+
+    def add_second_link(self, name: str) -> None:
+        """Gives the machine a second interface, `eth1`, in another network."""
+        second, number = f"{self._link(name)}b", 1 + self._machines.index(name)
+        ip("link", "add", second, "type", "veth", "peer", "name", "eth1", "netns", self.namespace(name))
+        ip("link", "set", second, "master", self._bridge, "up")
+        ip("-n", self.namespace(name), "addr", "add", f"192.168.77.{number}/24", "dev", "eth1")
+        ip("-n", self.namespace(name), "link", "set", "eth1", "up")
+
+    def sent_bytes(self, name: str, interface: str) -> int:
+        """How many bytes the machine has sent over an interface."""
+        show = ["ip", "-n", self.namespace(name), "-s", "-j", "link", "show", interface]
+        (link,) = json.loads(subprocess.run(show, check=True, capture_output=True).stdout)
+        return int(link["stats64"]["tx"]["bytes"])
 
     def namespace(self, name: str) -> str:
         """The name of the machine's network namespace."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from cpd.common.addresses import join_address
 from tests.e2e.client import MODEL
 from tests.e2e.cluster import eventually
 from tests.faults.ray_machines import RayMachines
@@ -94,7 +95,8 @@ def ray_cluster(machines: RayMachines, directory: Path, model: Path, *flags: str
             assert up.stdout is not None
             serving = up.stdout.readline()
             assert serving.startswith("Serving"), cluster.said()
-            cluster.url = serving.split()[3].replace("127.0.0.1", machines.host("one"))
+            port = int(serving.split()[3].rpartition(":")[2])
+            cluster.url = f"http://{join_address(machines.host('one'), port)}"
             yield cluster
         except BaseException:
             print(cluster.said())  # pytest shows it

@@ -46,6 +46,7 @@ _RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
 class _Machine:
     address: str
     resources: Mapping[str, float]
+    environment: Mapping[str, str]
     process: subprocess.Popen[bytes] | None = None
 
 
@@ -54,14 +55,15 @@ class RayMachines:
 
     Args:
         directory: For logs.
+        ipv6: All addresses are IPv6.
 
     Attributes:
         network: Cuts their links.
         redis_url: The Redis server.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.network = Network()
+    def __init__(self, directory: Path, *, ipv6: bool = False) -> None:
+        self.network = Network(ipv6=ipv6)
         self.redis_url = ""
         self._directory = directory
         self._ray_dirs: list[str] = []
@@ -78,9 +80,17 @@ class RayMachines:
         """Address of a machine."""
         return self._machines[name].address
 
-    def add(self, name: str, **resources: float) -> None:
-        """Adds a machine and starts Ray there, with these resources."""
-        self._machines[name] = _Machine(self.network.add(name), resources)
+    def add(self, name: str, data_interface: str = "", **resources: float) -> None:
+        """Adds a machine and starts Ray there, with these resources.
+
+        Args:
+            data_interface: `eth1`: a second interface, for pages; empty: it has none.
+        """
+        address = self.network.add(name)
+        if data_interface:
+            self.network.add_second_link(name)
+        environment = {"UCX_NET_DEVICES": data_interface} if data_interface else {}
+        self._machines[name] = _Machine(address, resources, environment)
         self.start(name)
 
     def start(self, name: str) -> None:
@@ -103,7 +113,7 @@ class RayMachines:
                 ["ip", "netns", "exec", self.network.namespace(name), *apart, *named, *_RAY, "start", *flags],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **_ENVIRONMENT, **machine.environment},
             )
         deadline = time.monotonic() + START_S
         while "Ray runtime started" not in (text := log.read_text()):
@@ -140,9 +150,9 @@ class RayMachines:
 
 
 @contextmanager
-def ray_machines(directory: Path) -> Iterator[RayMachines]:
+def ray_machines(directory: Path, *, ipv6: bool = False) -> Iterator[RayMachines]:
     """Machines, and Redis, that run while the context is open; `directory` is for logs."""
-    machines = RayMachines(directory)
+    machines = RayMachines(directory, ipv6=ipv6)
     machines.network.start()
     host, port = machines.network.host(0), free_port()
     machines.redis_url = f"redis://{join_address(host, port)}"
