@@ -51,6 +51,11 @@ class RayCluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def routers(self) -> dict[str, int]:
+        """The number of ready routers on each machine."""
+        listed = httpx.get(f"{self.url}/cluster", timeout=10).raise_for_status().json()["routers"]
+        return dict(Counter(router["host"] for router in listed if router["ready"]))
+
     def workers(self) -> dict[str, dict[str, Any]]:
         """The workers that the router uses, by name."""
         listed = httpx.get(f"{self.url}/cluster", timeout=10).raise_for_status().json()["workers"]

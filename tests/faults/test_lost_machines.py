@@ -66,8 +66,8 @@ async def under_streams(cluster: RayCluster, oracle: Oracle, happens: Callable[[
 
 
 def both_run(cluster: RayCluster) -> bool:
-    """True if both workers have streams."""
-    workers = cluster.workers().values()
+    """True if both combined workers have streams."""
+    workers = [worker for worker in cluster.workers().values() if worker["role"] == "combined"]
     return len(workers) == 2 and all(worker["load"]["running"] for worker in workers)
 
 
@@ -139,3 +139,27 @@ def test_a_lost_worker_can_be_scaled_away(checkpoint: MakeCheckpoint, tmp_path: 
         cluster.run("scale", "--combined", "1")
         cluster.wait_for({"one": 1})
         cluster.wait_until(lambda: "lost" not in cluster.run("status"), "cpd status does not show it any more")
+
+
+@pytest.mark.faults
+async def test_a_lost_router_and_prefill_worker_start_on_the_other_machine(
+    checkpoint: MakeCheckpoint, oracle: Oracle, tmp_path: Path
+) -> None:
+    with ray_machines(tmp_path) as machines:
+        machines.add("one", cpd_router=2, cpd_combined=2, cpd_prefill=1)
+        machines.add("two", cpd_router=1, cpd_prefill=1)
+        flags = ("--host=0.0.0.0", "--combined=2", "--prefill=2", "--routers=2", "--long-prefill-tokens=32")
+        with ray_cluster(machines, tmp_path, checkpoint("qwen3"), *flags) as cluster:
+            cluster.wait_for({"one": 3, "two": 1})
+            cluster.wait_until(lambda: cluster.routers() == {"one": 1, "two": 1}, "a router on each machine")
+
+            def lose_and_return() -> None:
+                cluster.wait_until(lambda: both_run(cluster), "both have streams")
+                machines.lose("two")
+                cluster.wait_until(lambda: cluster.routers() == {"one": 2}, "the router runs on the other machine")
+                cluster.wait_for({"one": 3})
+                machines.start("two")
+                cluster.wait_until(lambda: cluster.routers() == {"one": 1, "two": 1}, "a router on each machine")
+                cluster.wait_for({"one": 3, "two": 1})
+
+            await under_streams(cluster, oracle, lose_and_return)
