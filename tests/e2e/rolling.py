@@ -167,6 +167,9 @@ def run(
         int, typer.Option(min=1, help="Tokens of each answer while a router gets SIGTERM: enough for 20 s.")
     ] = 700,
     only_roles: Annotated[bool, typer.Option(help="Only change roles.")] = False,
+    policy: Annotated[
+        str, typer.Option(help="Placement policy; with round-robin a new combined worker is tried at once.")
+    ] = "cost",
 ) -> None:
     """Restart and scale a cluster under load, and check every token."""
     directory = Path(tempfile.mkdtemp(prefix="cpd-rolling-", dir="/tmp"))  # sockets need short names
@@ -183,7 +186,7 @@ def run(
     flags = [part for name, count in counts.items() for part in (f"--{name}", str(count))]
     flags += ["--model", str(tiny.CHECKPOINT), "--served-model-name", MODEL, "--dtype", "float32"]
     flags += ["--kv-memory", "384MiB", "--max-num-seqs", str(2 * streams), "--port", "0", "--log-level", "warning"]
-    flags += ["--long-prefill-tokens", "128", "--drain-s", "60"]
+    flags += ["--long-prefill-tokens", "128", "--drain-s", "60", "--policy", policy]
     started = cpd("up", "--detach", *flags)
     try:
         url = started[started.index("http") :].split()[0]
